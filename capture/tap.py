@@ -1,0 +1,386 @@
+"""Capture: the object a training script talks to."""
+
+# No `from __future__ import annotations` here: DDP reads the wrapped hook's annotations at run time.
+
+import atexit
+import fnmatch
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
+
+from capture.schedule import Schedule, as_schedule
+from capture.writer import BackgroundWriter, Snapshot
+from gradstats.errors import GradstatsError, InputError, TraceError
+from gradstats.trace import KINDS, Kind, Layer, TraceWriter, create_trace
+
+__all__ = ["Capture", "CaptureWarning", "Hook"]
+
+Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class CaptureWarning(UserWarning):
+    """Capturing is slower than training, or has stopped. Training goes on."""
+
+
+class Capture:
+    """Records per-step gradients of a training run, before and after error feedback.
+
+    In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the
+    hook that :meth:`wrap` returns; it snapshots what goes into the inner hook. Writing happens on a background
+    thread. When the disk is slower than the training, training waits and one warning says so; when a write
+    fails, capturing stops with one warning and training goes on.
+
+    Parameters
+    ----------
+    path : trace to create, ``NAME.zarr``.
+    model : the module whose gradients are captured (wrapped in DDP or not).
+    schedule : steps to capture: every N (int), a list of steps, or a :class:`Schedule`.
+    ranks : ranks to capture; None for all.
+    kinds : ``"gradient"`` and/or ``"corrected"``; None for both if the hook keeps residuals, else the first.
+    parameters : name patterns (``fnmatch``) of the parameters to capture; None for all.
+    dtype : ``"float32"``, or ``"bfloat16"`` for half the space.
+    total_steps : of the run, if known; the trace is then laid out once.
+    metadata : JSON values describing the run, stored with the trace.
+    buffers : steps in flight between the training and the disk.
+    compress : compress the chunks.
+    overwrite : replace an existing trace at `path`.
+    start_step : number of the first step, for a resumed run.
+    process_group : whose ranks are meant; the default group if there is one.
+
+    Raises
+    ------
+    TraceError
+        On every rank, if the trace cannot be created.
+    InputError
+        If no parameter matches `parameters`.
+
+    Notes
+    -----
+    A parameter without a gradient (unused in the step) is recorded as zeros. With gradient accumulation under
+    ``no_sync`` one step is recorded per synchronised backward pass, holding the accumulated sum.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: torch.nn.Module,
+        schedule: Schedule | int | Iterable[int] = 1,
+        *,
+        ranks: Iterable[int] | None = None,
+        kinds: Sequence[Kind] | None = None,
+        parameters: Sequence[str] | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        total_steps: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        buffers: int = 2,
+        compress: bool = False,
+        overwrite: bool = False,
+        start_step: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if kinds is not None and (not kinds or set(kinds) - set(KINDS)):
+            raise InputError(f"kinds must be of {', '.join(KINDS)}, not {list(kinds)}")
+        if dtype not in ("float32", "bfloat16"):
+            raise InputError(f"dtype must be float32 or bfloat16, not {dtype}")
+        if buffers < 1:
+            raise InputError(f"buffers must be at least 1, not {buffers}")
+        self.path = Path(path)
+        self.schedule = as_schedule(schedule)
+        self._model = _unwrap(model)
+        self._layers, self._slots = _layout(self._model, parameters)
+        self._kinds: tuple[Kind, ...] | None = tuple(kinds) if kinds is not None else None
+        self._dtype = dtype
+        self._buffers = buffers
+        self._compress = compress
+        self._total_steps = total_steps
+        self._next = start_step
+        self._current: Snapshot | None = None
+        self._background: BackgroundWriter | None = None
+        self._state: Any = None
+        self._wrapped = False
+        self._in_step = False
+        self._waited = False
+        self._closed = False
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(process_group) if distributed else 0
+        world_size = dist.get_world_size(process_group) if distributed else 1
+        self.active = ranks is None or self.rank in set(ranks)
+        """Whether this rank still captures; False after a failed write."""
+        attributes = {
+            "capture": {"schedule": self.schedule.description, "dtype": dtype},
+            "versions": _versions(),
+            **(metadata or {}),
+        }
+        _create_on_rank_zero(
+            lambda: create_trace(
+                self.path,
+                self._layers,
+                world_size=world_size,
+                metadata=attributes,
+                overwrite=overwrite,
+            ),
+            self.rank,
+            process_group if distributed else None,
+            distributed,
+        )
+        atexit.register(self.close)
+
+    def wrap(self, state: Any, hook: Hook) -> tuple["Capture", Hook]:
+        """Wrap a DDP communication hook, so that what goes into it is captured.
+
+        Use as ``ddp_model.register_comm_hook(*capture.wrap(state, hook))``. The inner hook runs unchanged.
+        For ``"corrected"`` the residual is asked of `state`: of its method ``residual(parameter)``
+        (:class:`gradstats.hooks.CompressionState`), or of the error dictionary of PyTorch's ``PowerSGDState``;
+        a state with neither has no residual, and corrected equals gradient.
+
+        Parameters
+        ----------
+        state : the inner hook's state (the process group or None for PyTorch's ``allreduce_hook``).
+        hook : any DDP communication hook.
+        """
+        self._state = state
+        self._wrapped = True
+
+        def capture_hook(
+            capture: "Capture", bucket: GradBucket
+        ) -> torch.futures.Future[torch.Tensor]:
+            capture._before(bucket)
+            return hook(state, bucket)
+
+        return self, capture_hook
+
+    def step(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        loss: float | torch.Tensor | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """End a step: call once per iteration, after ``backward()`` and before gradients are zeroed.
+
+        Without a wrapped hook it snapshots the gradients of the model now. With one, it only adds the loss and
+        the learning rate to what the hook saw; a step it is not called for is committed without them.
+
+        Parameters
+        ----------
+        model : the module, if other than the one given at construction (same parameter names).
+        loss, learning_rate : recorded with the step if it is captured.
+        """
+        if self._wrapped:
+            if not self._in_step:  # a backward pass under no_sync: the step goes on
+                return
+        elif self._wanted():
+            self._current = self._borrow()
+            if self._current is not None:
+                self._snapshot_model(self._current, model)
+        self._commit(loss, learning_rate)
+
+    def close(self) -> None:
+        """Write what is queued and finish the trace. Safe to call twice; also runs at interpreter exit."""
+        if self._closed:
+            return
+        if self._current is not None:
+            self._commit()
+        self._closed = True
+        self.active = self.active and self._background is not None
+        if self._background is not None:
+            self._background.close()
+            self._check()
+        self.active = False
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> "Capture":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _wanted(self) -> bool:
+        return self.active and self._next in self.schedule
+
+    def _before(self, bucket: GradBucket) -> None:
+        """Snapshot a bucket; the first one of an iteration begins a step."""
+        if bucket.index() == 0:
+            if self._in_step:  # step() was not called for the last one
+                self._commit()
+            self._in_step = True
+            if self._wanted():
+                self._current = self._borrow()
+        if self._current is None:
+            return
+        corrected = self._current.arrays.get("corrected")
+        residuals = _residuals(self._state, bucket) if corrected is not None else None
+        parameters = bucket.parameters()
+        for i, (parameter, gradient) in enumerate(zip(parameters, bucket.gradients(), strict=True)):
+            slot = self._slots.get(id(parameter))
+            if slot is None:
+                continue
+            flat = gradient.detach().reshape(-1)
+            if "gradient" in self._current.arrays:
+                torch.from_numpy(self._current.arrays["gradient"][slot]).copy_(flat)
+            if corrected is not None:
+                residual = residuals[i] if residuals is not None else None
+                if residual is not None:
+                    # The same sum, in the same precision, as the hook is about to make.
+                    flat = flat + residual.reshape(-1)
+                torch.from_numpy(corrected[slot]).copy_(flat)
+
+    def _snapshot_model(self, snapshot: Snapshot, model: torch.nn.Module | None) -> None:
+        slots = self._slots if model is None else self._slots_of(model)
+        for parameter in (self._model if model is None else model).parameters():
+            slot = slots.get(id(parameter))
+            if slot is None:
+                continue
+            for array in snapshot.arrays.values():
+                if parameter.grad is None:
+                    array[slot] = 0
+                else:
+                    torch.from_numpy(array[slot]).copy_(parameter.grad.detach().reshape(-1))
+
+    def _slots_of(self, model: torch.nn.Module) -> dict[int, slice]:
+        named = dict(_unwrap(model).named_parameters())
+        try:
+            return {id(named[layer.name]): layer.slice for layer in self._layers}
+        except KeyError as error:
+            raise InputError(f"the model has no parameter {error}; the trace was made for another") from None
+
+    def _borrow(self) -> Snapshot | None:
+        if self._background is None:
+            self._start()
+        self._check()
+        if self._background is None or not self.active:
+            return None
+        return self._background.borrow(self._on_wait)
+
+    def _start(self) -> None:
+        """Open this rank's writer, once the hook is known and with it the kinds to write."""
+        if self._kinds is None:
+            keeps = hasattr(self._state, "residual") or hasattr(self._state, "error_dict")
+            keeps = keeps and bool(
+                getattr(self._state, "error_feedback", True)
+                and getattr(self._state, "use_error_feedback", True)
+            )
+            self._kinds = KINDS if keeps else ("gradient",)
+        expected = None if self._total_steps is None else self.schedule.count(self._total_steps)
+        try:
+            writer = TraceWriter(
+                self.path,
+                self.rank,
+                kinds=self._kinds,
+                dtype=self._dtype,
+                expected_steps=expected,
+                compress=self._compress,
+            )
+        except (GradstatsError, OSError) as error:
+            self._stop(error)
+            return
+        self._background = BackgroundWriter(writer, self._kinds, self._buffers)
+
+    def _commit(
+        self, loss: float | torch.Tensor | None = None, learning_rate: float | None = None
+    ) -> None:
+        snapshot, self._current, self._in_step = self._current, None, False
+        step, self._next = self._next, self._next + 1
+        if snapshot is None or self._background is None:
+            return
+        scalars: dict[str, float] = {}
+        if loss is not None:
+            scalars["loss"] = float(loss)
+        if learning_rate is not None:
+            scalars["learning_rate"] = float(learning_rate)
+        record = getattr(self._state, "last", None)
+        if record is not None:
+            scalars["threshold"] = record.threshold
+            scalars["selected"] = record.selected
+        snapshot.step, snapshot.scalars = step, scalars
+        self._background.submit(snapshot)
+
+    def _on_wait(self) -> None:
+        if not self._waited:
+            self._waited = True
+            _warn(f"{self.path}: the disk is slower than the training; training waits for it")
+
+    def _check(self) -> None:
+        if self.active and self._background is not None and self._background.error is not None:
+            self._stop(self._background.error)
+
+    def _stop(self, error: Exception) -> None:
+        self.active = False
+        _warn(f"capture stopped, training goes on: {error}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CaptureWarning, stacklevel=2)
+
+
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.module  # type: ignore[no-any-return]
+    return model
+
+
+def _layout(
+    model: torch.nn.Module, patterns: Sequence[str] | None
+) -> tuple[list[Layer], dict[int, slice]]:
+    layers: list[Layer] = []
+    slots: dict[int, slice] = {}
+    offset = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if patterns is not None and not any(fnmatch.fnmatchcase(name, p) for p in patterns):
+            continue
+        layer = Layer(name, offset, tuple(parameter.shape))
+        layers.append(layer)
+        slots[id(parameter)] = layer.slice
+        offset += layer.numel
+    if not layers:
+        names = ", ".join(name for name, _ in list(model.named_parameters())[:5])
+        raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
+    return layers, slots
+
+
+def _residuals(state: Any, bucket: GradBucket) -> list[torch.Tensor | None] | None:
+    """Return what the inner hook will add to each gradient of the bucket, None if it keeps nothing."""
+    residual = getattr(state, "residual", None)
+    if residual is not None:
+        return [residual(parameter) for parameter in bucket.parameters()]
+    errors = getattr(state, "error_dict", None)  # torch's PowerSGDState: flat, by bucket index
+    if errors is None or not getattr(state, "use_error_feedback", False):
+        return None
+    flat = errors.get(bucket.index())
+    if flat is None:
+        return None
+    return list(flat.split([p.numel() for p in bucket.parameters()]))
+
+
+def _create_on_rank_zero(
+    create: Callable[[], None],
+    rank: int,
+    process_group: dist.ProcessGroup | None,
+    distributed: bool,
+) -> None:
+    """Create the trace once; raise its error on every rank, so that none waits for another."""
+    problem: list[str | None] = [None]
+    if rank == 0:
+        try:
+            create()
+        except GradstatsError as error:
+            problem = [str(error)]
+    if distributed:
+        dist.broadcast_object_list(problem, group=process_group, group_src=0)
+    if problem[0] is not None:
+        raise TraceError(problem[0])
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ("gradstats", "torch", "numpy", "zarr")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

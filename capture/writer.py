@@ -1,0 +1,82 @@
+"""A background thread that writes snapshots, behind a bounded pool of buffers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.trace import Kind, TraceWriter
+
+__all__ = ["BackgroundWriter", "Snapshot"]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One step on its way to the disk: float32 arrays in the order of the flat gradient, and scalars."""
+
+    arrays: dict[Kind, NDArray[np.float32]]
+    step: int = -1
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+class BackgroundWriter:
+    """Writes snapshots in order on its own thread.
+
+    Parameters
+    ----------
+    writer : of this rank; used only by the background thread from now on.
+    buffers : snapshots in flight at most; :meth:`borrow` waits when all are in use.
+    """
+
+    def __init__(self, writer: TraceWriter, kinds: Sequence[Kind], buffers: int) -> None:
+        self._writer = writer
+        self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+        for _ in range(buffers):
+            # zeros: elements of parameters that a step does not reach stay zero
+            self._free.put(Snapshot({k: np.zeros(writer.numel, np.float32) for k in kinds}))
+        self._full: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self.error: Exception | None = None
+        """What stopped the writing, None while all is well."""
+        self._thread = threading.Thread(target=self._run, name="gradstats-capture", daemon=True)
+        self._thread.start()
+
+    def borrow(self, on_wait: Callable[[], None]) -> Snapshot:
+        """Return a free snapshot; if there is none, call `on_wait` and wait for the disk."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            on_wait()
+            return self._free.get()
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Queue a filled snapshot for writing."""
+        self._full.put(snapshot)
+
+    def give_back(self, snapshot: Snapshot) -> None:
+        """Return a snapshot that is not to be written."""
+        self._free.put(snapshot)
+
+    def close(self) -> None:
+        """Write everything queued, finish the trace, and end the thread."""
+        if self._thread.is_alive():
+            self._full.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (snapshot := self._full.get()) is not None:
+            if self.error is None:
+                try:
+                    self._writer.append(snapshot.step, snapshot.arrays, **snapshot.scalars)  # type: ignore[arg-type]
+                except Exception as error:
+                    self.error = error
+            self._free.put(snapshot)
+        if self.error is None:
+            try:
+                self._writer.close()
+            except Exception as error:
+                self.error = error

@@ -1,0 +1,55 @@
+"""Sparsification by a threshold estimator: the object of the tables, at work in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gradstats.compressors.base import Compressed, Compressor
+from gradstats.primitives import select
+from gradstats.thresholds import Estimator, Exact, target_count
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ThresholdCompressor", "TopK"]
+
+
+class ThresholdCompressor(Compressor):
+    """Send the elements with |g| ≥ η, η from any threshold estimator.
+
+    Parameters
+    ----------
+    estimator : its state belongs to this compressor from now on.
+    ratio : target fraction k/d in (0, 1].
+    """
+
+    def __init__(self, estimator: Estimator, ratio: float) -> None:
+        target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
+        self.estimator = estimator
+        self.ratio = ratio
+
+    def compress(self, gradient: torch.Tensor) -> Compressed:
+        """Estimate the threshold of `gradient` and select by it."""
+        estimate = self.estimator.estimate(gradient, self.ratio)
+        selection = select(gradient, estimate.threshold)
+        return Compressed(selection.indices, selection.values, estimate.threshold)
+
+    def target(self, numel: int) -> int:
+        """Return k = max(1, round(ratio · numel))."""
+        return target_count(self.ratio, numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimator's state."""
+        return {"estimator": self.estimator.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the estimator's state."""
+        self.estimator.load_state_dict(state["estimator"])
+
+
+class TopK(ThresholdCompressor):
+    """Exact top-k: the k largest magnitudes (and those tied with the k-th)."""
+
+    def __init__(self, ratio: float) -> None:
+        super().__init__(Exact(), ratio)

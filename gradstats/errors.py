@@ -1,0 +1,21 @@
+"""Errors whose text is meant for the person at the terminal: one line, what is wrong and with what."""
+
+from __future__ import annotations
+
+__all__ = ["GradstatsError", "InputError", "NonFiniteGradientError", "TraceError"]
+
+
+class GradstatsError(Exception):
+    """Base of every error gradstats raises on purpose; the command line prints it as one line."""
+
+
+class InputError(GradstatsError, ValueError):
+    """An argument or an array that has no defined answer: wrong dtype, ratio out of range, …"""
+
+
+class TraceError(GradstatsError):
+    """A trace that is missing, foreign, of another version, or damaged."""
+
+
+class NonFiniteGradientError(GradstatsError, ArithmeticError):
+    """A gradient held NaN or infinity while a compressor was running; raised on every rank."""

@@ -1,0 +1,24 @@
+"""The only code that reads every element of a gradient.
+
+Three streaming passes over an array of any size, on NumPy arrays and torch tensors of
+any floating dtype, reduce a gradient to scalars (:func:`moments`), to a mergeable histogram
+(:func:`histogram`), or to its large elements (:func:`select`). Everything else in this package works on
+what they return. None of them makes a temporary as large as the gradient.
+"""
+
+from gradstats.primitives._array import Array, Selection, numel_of
+from gradstats.primitives._histogram import Histogram, histogram
+from gradstats.primitives._moments import Moments, moments
+from gradstats.primitives._select import kth_largest, select
+
+__all__ = [
+    "Array",
+    "Histogram",
+    "Moments",
+    "Selection",
+    "histogram",
+    "kth_largest",
+    "moments",
+    "numel_of",
+    "select",
+]

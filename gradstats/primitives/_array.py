@@ -1,0 +1,116 @@
+"""One view of every array type: flat chunks of a size that stays in the cache.
+
+CPU tensors are read through their NumPy view, so NumPy and torch inputs go through the same
+instructions and give the same bits. Tensors on another device are brought over chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    Array: TypeAlias = NDArray[Any] | torch.Tensor
+else:
+    Array: TypeAlias = Any
+
+CHUNK = 1 << 17
+"""Elements per chunk: 512 kB of float32, which a core's second-level cache holds with its buffers."""
+
+_FLOATS = (np.float16, np.float32, np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The elements of a gradient that a threshold keeps.
+
+    Attributes
+    ----------
+    indices : int64 array (k̂,), positions in the flattened gradient, ascending.
+    values : array (k̂,) of the gradient's dtype (float32 where the gradient is bfloat16 in NumPy's view).
+        NumPy for a NumPy gradient, torch (same device) for a tensor.
+    """
+
+    indices: Array
+    values: Array
+
+    def __len__(self) -> int:
+        return int(self.indices.shape[0])
+
+
+def is_tensor(x: object) -> bool:
+    """Tell whether `x` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def numel_of(x: Array) -> int:
+    """Count the elements of a NumPy array or a torch tensor."""
+    return int(x.numel()) if is_tensor(x) else int(np.size(x))
+
+
+def check(x: Array) -> Array:
+    """Return `x` if it is a floating-point array; raise :class:`InputError` naming what it is otherwise."""
+    if is_tensor(x):
+        if not x.is_floating_point():
+            raise InputError(f"a gradient must be floating point, not {x.dtype}")
+        if x.layout is not sys.modules["torch"].strided:
+            raise InputError(f"a gradient must be dense, not {x.layout}; call .coalesce().values()")
+        return x.detach()
+    array = np.asarray(x)
+    if array.dtype.type not in _FLOATS:
+        raise InputError(
+            f"a gradient must be float16, float32 or float64 (bfloat16 in torch), not {array.dtype}"
+        )
+    return array
+
+
+def wide_dtype(x: Array) -> np.dtype[Any]:
+    """Return the dtype in which the chunks of `x` arrive: float64 for float64, float32 for the rest."""
+    double = "float64" in str(x.dtype)
+    return np.dtype(np.float64 if double else np.float32)
+
+
+def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield (offset, chunk) over the flattened array, in index order.
+
+    Chunks are one-dimensional NumPy arrays of at most `size` elements: views where the memory allows
+    it, otherwise a buffer that the next chunk reuses. float16 and bfloat16 arrive as float32.
+    """
+    widened = wide_dtype(x)
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64, torch.float16):
+            wide = torch.float64 if widened == np.float64 else torch.float32
+            flat = x.reshape(-1)
+            for offset in range(0, flat.numel(), size):
+                yield offset, flat[offset : offset + size].to("cpu", wide).numpy()
+            return
+        x = x.numpy()
+    if x.flags.c_contiguous and x.dtype == widened:
+        flat = x.reshape(-1)
+        for offset in range(0, flat.size, size):
+            yield offset, flat[offset : offset + size]
+        return
+    # A strided or half-precision array: nditer copies one buffer at a time, never the whole array.
+    offset = 0
+    with np.nditer(
+        x,
+        flags=["external_loop", "buffered", "zerosize_ok", "refs_ok"],
+        op_dtypes=[widened],
+        casting="same_kind",
+        order="C",
+        buffersize=size,
+    ) as chunks:
+        for chunk in chunks:
+            yield offset, chunk
+            offset += chunk.size

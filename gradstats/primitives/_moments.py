@@ -1,0 +1,123 @@
+"""The sufficient statistics of |g|, or of its exceedances over a threshold, in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradstats.errors import InputError
+from gradstats.primitives._array import Array, check, flat_chunks, numel_of
+
+__all__ = ["Moments", "moments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over the finite, non-zero elements with |g| ≥ `above`.
+
+    Attributes
+    ----------
+    numel : elements of the array, d.
+    count : elements summed.
+    zeros, nonfinite : exact zeros; NaN and infinities. Counted over the whole array, never summed.
+    sum_abs, sum_squares, sum_log : Σ|g|, Σg², Σ ln|g| in float64. `sum_log` is NaN unless asked for.
+    max : largest |g| summed, 0 if none.
+    above : the threshold, in the gradient's unit.
+    """
+
+    numel: int
+    count: int
+    zeros: int
+    nonfinite: int
+    sum_abs: float
+    sum_squares: float
+    sum_log: float
+    max: float
+    above: float = 0.0
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of exact zeros among the finite elements, π₀ (0 for an array without any)."""
+        finite = self.numel - self.nonfinite
+        return self.zeros / finite if finite else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean of |g| over the elements summed; NaN if there are none."""
+        return self.sum_abs / self.count if self.count else float("nan")
+
+    @property
+    def variance(self) -> float:
+        """Population variance of |g| over the elements summed; NaN if there are none."""
+        return max(self.sum_squares / self.count - self.mean**2, 0.0) if self.count else float("nan")
+
+    @property
+    def mean_log(self) -> float:
+        """Mean of ln|g| over the elements summed; NaN if there are none or it was not asked for."""
+        return self.sum_log / self.count if self.count else float("nan")
+
+
+def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
+    """Reduce |x| to its sufficient statistics in one pass.
+
+    Parameters
+    ----------
+    x : array of any shape, float16, float32, float64 or (torch) bfloat16, any device.
+    above : only elements with |x| ≥ above are summed (peaks over a threshold).
+    log : also sum ln|x|, which costs more than the rest together.
+
+    Returns
+    -------
+    Moments
+        Totals are float64 and do not depend on whether `x` is a NumPy array or a tensor.
+
+    Raises
+    ------
+    InputError
+        If `x` is not a dense floating-point array or `above` is negative or NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> m = moments(np.array([3.0, -1.0, 0.0, np.nan]))
+    >>> m.count, m.zeros, m.nonfinite, m.sum_abs, m.max
+    (2, 1, 1, 4.0, 3.0)
+    """
+    if not above >= 0:
+        raise InputError(f"above must be a non-negative magnitude, not {above}")
+    x = check(x)
+    count = zeros = nonfinite = 0
+    sum_abs = sum_squares = largest = 0.0
+    sum_log = 0.0 if log else float("nan")
+    for _, chunk in flat_chunks(x):
+        magnitude = np.abs(chunk, dtype=np.float64)
+        finite = np.isfinite(magnitude)
+        bad = magnitude.size - int(np.count_nonzero(finite))
+        if bad:
+            nonfinite += bad
+            magnitude = magnitude[finite]
+        nonzero = int(np.count_nonzero(magnitude))
+        zeros += magnitude.size - nonzero
+        if above > 0:
+            magnitude = magnitude[magnitude >= above]
+        elif nonzero < magnitude.size:
+            magnitude = magnitude[magnitude > 0]
+        if magnitude.size:
+            count += magnitude.size
+            sum_abs += float(magnitude.sum())
+            sum_squares += float(np.square(magnitude).sum())
+            largest = max(largest, float(magnitude.max()))
+            if log:
+                sum_log += float(np.log(magnitude).sum())
+    return Moments(
+        numel=numel_of(x),
+        count=count,
+        zeros=zeros,
+        nonfinite=nonfinite,
+        sum_abs=sum_abs,
+        sum_squares=sum_squares,
+        sum_log=sum_log,
+        max=largest,
+        above=above,
+    )
