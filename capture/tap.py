@@ -291,7 +291,7 @@ class Capture:
             return
         scalars: dict[str, float] = {}
         if loss is not None:
-            scalars["loss"] = float(loss)
+            scalars["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if learning_rate is not None:
             scalars["learning_rate"] = float(learning_rate)
         record = getattr(self._state, "last", None)

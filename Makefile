@@ -1,0 +1,32 @@
+# Everything runs inside .venv; the first target that needs it makes it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: .venv clean demo lab lint test types
+
+demo: .venv
+	$(BIN)/gradstats demo --out demo
+
+test: .venv
+	$(BIN)/python -m pytest
+
+lint: .venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv
+	$(BIN)/mypy
+
+lab: .venv
+	$(BIN)/jupyter lab notebooks
+
+.venv: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradstats needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv demo

@@ -1,0 +1,118 @@
+"""Image sets in their original formats, and their batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from gradstats.errors import InputError
+
+__all__ = ["ImageSet", "load_cifar10", "load_digits"]
+
+_CIFAR_RECORD = 1 + 3 * 32 * 32
+
+
+class ImageSet:
+    """Labelled images in memory.
+
+    Parameters
+    ----------
+    images : float32 (n, 3, h, w), normalised.
+    labels : int64 (n,).
+    shift : pixels an image is moved by at most, at random, in each direction.
+    flip : mirror half of the images.
+    """
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, shift: int, flip: bool) -> None:
+        self._padded = F.pad(images, (shift, shift, shift, shift))
+        self._labels = labels
+        self._shift = shift
+        self._flip = flip
+        self._size = images.shape[-1]
+        self._epoch = -1
+        self._order = torch.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def batch(
+        self, step: int, size: int, rank: int, world_size: int, seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one rank's batch of a step: images (size, 3, h, w) and labels (size,).
+
+        It depends on the arguments alone. Each epoch is a new permutation shared by all ranks; the images that
+        do not fill a last batch are left out of that epoch.
+        """
+        per_epoch = len(self) // (size * world_size)
+        epoch, position = divmod(step, per_epoch)
+        if epoch != self._epoch:
+            generator = _generator(seed, epoch)
+            self._order = torch.randperm(len(self), generator=generator)
+            self._epoch = epoch
+        first = (position * world_size + rank) * size
+        chosen = self._order[first : first + size]
+        images = self._augment(self._padded[chosen], _generator(seed, step, rank + 1))
+        return images, self._labels[chosen]
+
+    def _augment(self, padded: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        n, size = len(padded), self._size
+        top, left = torch.randint(2 * self._shift + 1, (2, n), generator=generator)
+        rows = (top[:, None] + torch.arange(size))[:, :, None]
+        columns = (left[:, None] + torch.arange(size))[:, None, :]
+        if self._flip:
+            mirrored = torch.rand(n, generator=generator) < 0.5
+            columns = torch.where(mirrored[:, None, None], columns.flip(2), columns)
+        return padded[torch.arange(n)[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
+
+
+def _generator(*entropy: int) -> torch.Generator:
+    """Return a generator of its own for each tuple of numbers."""
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) >> 1)
+
+
+def load_digits() -> ImageSet:
+    """Load scikit-learn's 1,797 handwritten digits, 8×8, enlarged to 16×16.
+
+    The three channels are the image and its differences along rows and columns: three equal ones would give the
+    first layer equal gradients three times over, and top-k ties that no colour image has.
+    """
+    from sklearn.datasets import load_digits as sklearn_digits
+
+    digits = sklearn_digits()
+    images = torch.from_numpy(digits.images).float()[:, None] / 16
+    images = F.interpolate(images, size=(16, 16), mode="bilinear", align_corners=False)
+    images = torch.cat([images, *torch.gradient(images, dim=(2, 3))], dim=1)
+    images -= images.mean(dim=(0, 2, 3), keepdim=True)
+    images /= images.std(dim=(0, 2, 3), keepdim=True)
+    labels = torch.from_numpy(digits.target).long()
+    return ImageSet(images, labels, shift=1, flip=False)
+
+
+def load_cifar10(folder: Path) -> ImageSet:
+    """Load the training images of CIFAR-10's binary version: whichever of the five batches are there.
+
+    Raises
+    ------
+    InputError
+        If there is no batch, a file is not whole records, or a label is not 0–9.
+    """
+    files = [f for i in range(1, 6) if (f := folder / f"data_batch_{i}.bin").is_file()]
+    if not files:
+        raise InputError(f"{folder} holds no data_batch_*.bin")
+    parts = []
+    for file in files:
+        raw = np.fromfile(file, np.uint8)
+        if raw.size == 0 or raw.size % _CIFAR_RECORD:
+            raise InputError(f"{file} is not whole records of {_CIFAR_RECORD} bytes: {raw.size} bytes")
+        parts.append(raw.reshape(-1, _CIFAR_RECORD))
+        if parts[-1][:, 0].max() > 9:
+            raise InputError(f"{file} has the label {parts[-1][:, 0].max()}; CIFAR-10's are 0 to 9")
+    records = torch.from_numpy(np.concatenate(parts))
+    images = records[:, 1:].reshape(-1, 3, 32, 32).float() / 255
+    mean = images.mean(dim=(0, 2, 3), keepdim=True)
+    std = images.std(dim=(0, 2, 3), keepdim=True)
+    return ImageSet((images - mean) / std, records[:, 0].long(), shift=4, flip=True)

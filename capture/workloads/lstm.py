@@ -1,0 +1,76 @@
+"""A 2-layer word LSTM: 66,034,000 parameters at hidden size 1,500 and a vocabulary of 10,000 (SIDCo, table 1)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture.workloads.config import RunConfig
+from capture.workloads.task import Task
+from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
+from gradstats.errors import InputError
+
+__all__ = ["WordLSTM", "make_task"]
+
+_WINDOW = 35
+"""Steps of truncated backpropagation through time."""
+
+
+class WordLSTM(nn.Module):
+    """Embedding, two LSTM layers and a decoder of the same width, untied, no dropout."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.lstm = nn.LSTM(hidden, hidden, num_layers=2)
+        self.decoder = nn.Linear(hidden, vocab)
+        for parameter in (self.embedding.weight, self.decoder.weight):
+            nn.init.uniform_(parameter, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+
+    def forward(
+        self, words: Tensor, state: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Map word numbers (time, batch) and a state to logits (time, batch, vocab) and the next state."""
+        outputs, state = self.lstm(self.embedding(words), state)
+        return self.decoder(outputs), state
+
+
+class _Reader:
+    """Reads a rank's columns of the corpus window by window, carrying the LSTM's state along."""
+
+    def __init__(self, ids: Tensor, columns: int, first: int, total: int) -> None:
+        length = len(ids) // total
+        self.windows = (length - 1) // _WINDOW
+        if self.windows < 1:
+            raise InputError(
+                f"a text of {len(ids)} words is too short for {total} columns of {_WINDOW} words"
+            )
+        self._columns = ids[: length * total].view(total, length)[first : first + columns].t()
+        self._state: tuple[Tensor, Tensor] | None = None
+
+    def loss(self, network: nn.Module, step: int) -> Tensor:
+        window = step % self.windows
+        if window == 0:
+            self._state = None
+        rows = slice(window * _WINDOW, (window + 1) * _WINDOW + 1)
+        words = self._columns[rows]
+        logits, state = network(words[:-1], self._state)
+        self._state = (state[0].detach(), state[1].detach())
+        return F.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
+
+
+def make_task(config: RunConfig, rank: int) -> Task:
+    """Build the model and this rank's columns of the text."""
+    if config.workload == "lstm-ptb":
+        assert config.data_dir is not None
+        words = load_ptb(config.data_dir)
+    else:
+        words = load_pydoc()
+    vocab, columns = config.setting("vocab"), config.setting("batch_size")
+    reader = _Reader(words_to_ids(words, vocab), columns, rank * columns, config.nproc * columns)
+    rate = config.initial_learning_rate
+    return Task(
+        WordLSTM(vocab, config.setting("hidden")), reader.loss, lambda step: rate, clip=0.25
+    )

@@ -1,0 +1,91 @@
+"""ResNet-20 for small images (He et al. 2016, section 4.2): 269,722 parameters for 10 classes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture.workloads.config import RunConfig
+from capture.workloads.images import ImageSet, load_cifar10, load_digits
+from capture.workloads.task import Task
+
+__all__ = ["ResNet20", "make_task"]
+
+
+class _Block(nn.Module):
+    """Two 3×3 convolutions and a parameter-free shortcut (option A: subsample, pad channels with zeros)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.stride = stride
+        self.padding = (outputs - inputs) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        if self.padding:
+            x = F.pad(
+                x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.padding, self.padding)
+            )
+        return F.relu(x + y)
+
+
+class ResNet20(nn.Module):
+    """Three stages of three blocks, widths 16, 32, 64; input (n, 3, h, w), output (n, classes)."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+        self.blocks = nn.Sequential(
+            *(_Block(i, o, 1 if i == o else 2) for i, o in zip(widths, widths[1:], strict=False))
+        )
+        self.fc = nn.Linear(64, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.fc(self.blocks(x).mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+
+def make_task(config: RunConfig, rank: int) -> Task:
+    """Build the model and this rank's share of the images."""
+    if config.workload == "resnet20-cifar10":
+        assert config.data_dir is not None
+        images = load_cifar10(config.data_dir)
+    else:
+        images = load_digits()
+    model = ResNet20().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    steps, rate = config.setting("steps"), config.initial_learning_rate
+
+    def learning_rate(step: int) -> float:
+        """Divide by 10 at one half and at three quarters of the run, as He et al. do."""
+        return rate * 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4))
+
+    def loss(network: nn.Module, step: int) -> Tensor:
+        inputs, targets = images.batch(
+            step, config.setting("batch_size"), rank, config.nproc, config.seed
+        )
+        return F.cross_entropy(
+            network(inputs.contiguous(memory_format=torch.channels_last)), targets
+        )
+
+    _check_size(images, config)
+    return Task(model, loss, learning_rate)
+
+
+def _check_size(images: ImageSet, config: RunConfig) -> None:
+    from gradstats.errors import InputError
+
+    wanted = config.setting("batch_size") * config.nproc
+    if wanted > len(images):
+        raise InputError(f"a batch of {wanted} over all processes exceeds the {len(images)} images")

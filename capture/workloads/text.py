@@ -1,0 +1,49 @@
+"""Word corpora in their original formats."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from gradstats.errors import InputError
+
+__all__ = ["load_ptb", "load_pydoc", "words_to_ids"]
+
+_UNKNOWN, _END = "<unk>", "<eos>"
+
+
+def load_pydoc() -> list[str]:
+    """Return the words and signs of CPython's help topics, lower case, with an end-of-sentence per line."""
+    from pydoc_data.topics import topics
+
+    words: list[str] = []
+    for name in sorted(topics):
+        for line in topics[name].splitlines():
+            if found := re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", line.lower()):
+                words += [*found, _END]
+    return words
+
+
+def load_ptb(folder: Path) -> list[str]:
+    """Return the training words of the Penn Treebank language-modelling files, one sentence a line."""
+    file = folder / "ptb.train.txt"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {error}") from None
+    words = [word for line in text.splitlines() for word in [*line.split(), _END]]
+    if not words:
+        raise InputError(f"{file} is empty")
+    return words
+
+
+def words_to_ids(words: list[str], vocab: int) -> torch.Tensor:
+    """Number the words by frequency (ties by spelling); all beyond the `vocab` - 1 most frequent share one number."""
+    counts = Counter(words)
+    counts.pop(_UNKNOWN, None)
+    ranked = sorted(counts, key=lambda w: (-counts[w], w))[: vocab - 1]
+    ids = {word: i + 1 for i, word in enumerate(ranked)}
+    return torch.tensor([ids.get(word, 0) for word in words])

@@ -1,0 +1,124 @@
+"""The training loop of the reference runs, as one rank runs it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from capture import Capture, at, every
+from capture.workloads.config import RunConfig, RunResult
+from gradstats.compressors import make_compressor
+from gradstats.hooks import CompressionState, compression_hook
+
+if TYPE_CHECKING:
+    from capture.tap import Hook
+    from capture.workloads.task import Task
+
+__all__ = ["worker"]
+
+
+def worker(config: RunConfig) -> RunResult:
+    """Train one rank; the environment is torchrun's."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.nproc))
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(config.seed)
+    dist.init_process_group("gloo")
+    try:
+        return _train(config)
+    finally:
+        # _train's DDP model is gone by now: with it alive, gloo's threads would outlive the group and
+        # could release Python objects while the interpreter shuts down, which aborts the process.
+        dist.destroy_process_group()
+
+
+def _train(config: RunConfig) -> RunResult:
+    rank = dist.get_rank()
+    task: Task = importlib.import_module(config.info.module).make_task(config, rank)
+    ddp = DistributedDataParallel(task.model)
+    compressor = make_compressor(config.compressor, config.ratio)
+    hook: Hook
+    state: Any
+    if compressor is None:
+        state, hook = None, allreduce_hook
+    else:
+        state = CompressionState(
+            compressor,
+            error_feedback=config.error_feedback,
+            named_parameters=task.model.named_parameters(),
+        )
+        hook = compression_hook
+    capture = _make_capture(config, ddp)
+    if capture is not None:
+        state, hook = capture.wrap(state, hook)
+    ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=config.initial_learning_rate)
+    result = RunResult(numel=sum(p.numel() for p in ddp.parameters()))
+    steps = config.setting("steps")
+    with _Progress(config.label if rank == 0 else "", steps) as progress:
+        for step in range(steps):
+            started = time.perf_counter()
+            learning_rate = task.learning_rate(step)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.zero_grad()
+            loss = task.loss(ddp, step)
+            loss.backward()
+            if capture is not None:
+                capture.step(loss=loss, learning_rate=learning_rate)
+            if task.clip is not None:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), task.clip)
+            optimizer.step()
+            result.losses.append(loss.item())
+            result.seconds.append(time.perf_counter() - started)
+            progress.advance(result.losses[-1])
+    if capture is not None:
+        capture.close()
+    result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
+    return result
+
+
+def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
+    if config.out is None:
+        return None
+    return Capture(
+        config.out,
+        model,
+        at(config.at) if config.at else every(config.every),
+        ranks=config.ranks,
+        dtype=config.dtype,
+        total_steps=config.setting("steps"),
+        metadata=config.metadata(),
+        compress=config.compress,
+        overwrite=config.overwrite,
+    )
+
+
+class _Progress:
+    """A rich progress bar with the loss, or nothing."""
+
+    def __init__(self, label: str, steps: int) -> None:
+        self._label, self._steps = label, steps
+
+    def __enter__(self) -> _Progress:
+        if self._label:
+            from gradstats.tables import progress_bar
+
+            self._bar = progress_bar()
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=self._steps)
+        return self
+
+    def advance(self, loss: float) -> None:
+        if self._label:
+            self._bar.update(self._task, advance=1, description=f"{self._label} loss {loss:.3f}")
+
+    def __exit__(self, *exception: object) -> None:
+        if self._label:
+            self._bar.stop()

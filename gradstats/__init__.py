@@ -1,0 +1,76 @@
+"""Statistical analysis of gradients: capture, model, threshold.
+
+Everything public is reachable from here and loads when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradstats import compressors, distributions, plots, thresholds
+    from gradstats.compressibility import compressibility
+    from gradstats.errors import GradstatsError, InputError, NonFiniteGradientError, TraceError
+    from gradstats.fit import Fit, fit
+    from gradstats.primitives import histogram, moments, select
+    from gradstats.quality import quality
+    from gradstats.thresholds import threshold
+    from gradstats.trace import Trace, open_trace
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Fit": "gradstats.fit",
+    "GradstatsError": "gradstats.errors",
+    "InputError": "gradstats.errors",
+    "NonFiniteGradientError": "gradstats.errors",
+    "Trace": "gradstats.trace",
+    "TraceError": "gradstats.errors",
+    "compressibility": "gradstats.compressibility",
+    "fit": "gradstats.fit",
+    "histogram": "gradstats.primitives",
+    "moments": "gradstats.primitives",
+    "open_trace": "gradstats.trace",
+    "quality": "gradstats.quality",
+    "select": "gradstats.primitives",
+    "threshold": "gradstats.thresholds",
+}
+_MODULES = ("compressors", "distributions", "plots", "thresholds")
+
+__all__ = [
+    "Fit",
+    "GradstatsError",
+    "InputError",
+    "NonFiniteGradientError",
+    "Trace",
+    "TraceError",
+    "compressibility",
+    "compressors",
+    "distributions",
+    "fit",
+    "histogram",
+    "moments",
+    "open_trace",
+    "plots",
+    "quality",
+    "select",
+    "threshold",
+    "thresholds",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"gradstats.{name}")
+    else:
+        raise AttributeError(f"module 'gradstats' has no attribute {name!r}")
+    # Cached, and so that the function `fit` is found before the submodule of the same name.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
