@@ -1,9 +1,36 @@
 """The tap: record the gradients of a training run into a trace.
 
-``capture`` builds on :mod:`gradstats`; nothing in :mod:`gradstats` imports it.
+``capture`` builds on :mod:`gradstats`; nothing in :mod:`gradstats` imports it. Names load when first used.
 """
 
-from capture.schedule import Schedule, at, every, logarithmic
-from capture.tap import Capture, CaptureWarning
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capture.schedule import Schedule, at, every, logarithmic
+    from capture.tap import Capture, CaptureWarning
+
+_HOME = {
+    "Capture": "capture.tap",
+    "CaptureWarning": "capture.tap",
+    "Schedule": "capture.schedule",
+    "at": "capture.schedule",
+    "every": "capture.schedule",
+    "logarithmic": "capture.schedule",
+}
 
 __all__ = ["Capture", "CaptureWarning", "Schedule", "at", "every", "logarithmic"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'capture' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

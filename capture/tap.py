@@ -248,7 +248,9 @@ class Capture:
         try:
             return {id(named[layer.name]): layer.slice for layer in self._layers}
         except KeyError as error:
-            raise InputError(f"the model has no parameter {error}; the trace was made for another") from None
+            raise InputError(
+                f"the model has no parameter {error}; the trace was made for another"
+            ) from None
 
     def _borrow(self) -> Snapshot | None:
         if self._background is None:

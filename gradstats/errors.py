@@ -10,7 +10,7 @@ class GradstatsError(Exception):
 
 
 class InputError(GradstatsError, ValueError):
-    """An argument or an array that has no defined answer: wrong dtype, ratio out of range, …"""
+    """An argument or an array that has no defined answer: wrong dtype, ratio out of range and so on."""
 
 
 class TraceError(GradstatsError):

@@ -195,9 +195,7 @@ class CompressionState:
         for bucket in buckets:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 slot = self._slot(parameter)
-                torch.add(
-                    gradient.detach().reshape(-1), self._residual[slot], out=corrected[slot]
-                )
+                torch.add(gradient.detach().reshape(-1), self._residual[slot], out=corrected[slot])
         bad = 0
         if not torch.isfinite(corrected.sum()):  # one pass; a false alarm costs one more
             bad = corrected.numel() - int(torch.isfinite(corrected).sum())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 if TYPE_CHECKING:
     import rich.progress
 
-__all__ = ["FORMATS", "Format", "Record", "progress_bar", "render"]
+__all__ = ["FORMATS", "Format", "Record", "format_value", "progress_bar", "render"]
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
@@ -50,7 +50,7 @@ def render(
     if format == "csv":
         return _csv(records)
     names = list(columns if columns is not None else (records[0] if records else ()))
-    rows = [[_text(record[name]) for name in names] for record in records]
+    rows = [[format_value(record[name]) for name in names] for record in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
         rules = ["---:" if n else "---" for n in numeric]
@@ -85,7 +85,7 @@ def _csv(records: Sequence[Record]) -> str:
     return stream.getvalue().rstrip("\n")
 
 
-def _text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Shorten a value for reading: four significant digits."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
@@ -99,7 +99,7 @@ def _text(value: Any) -> str:
             return f"{value:.{min(digits, 4)}f}"
         return f"{value:.2e}"
     if isinstance(value, Mapping):
-        return " ".join(f"{k}={_text(v)}" for k, v in value.items())
+        return " ".join(f"{k}={format_value(v)}" for k, v in value.items())
     return str(value)
 
 
@@ -129,7 +129,9 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
     for name, right in zip(names, numeric, strict=True):
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:

@@ -171,7 +171,7 @@ class TraceWriter:
         self._lay_out(group, compress)
         (self.path / partial).rename(self.path / name)
         group = zarr.open_group(self.path / name, mode="r+", zarr_format=3)
-        self._arrays = {key: cast("zarr.Array[Any]", array) for key, array in group.arrays()}
+        self._arrays = dict(group.arrays())
 
     def _lay_out(self, group: zarr.Group, compress: bool) -> None:
         from zarr.codecs import BloscCodec, Crc32cCodec
@@ -351,7 +351,7 @@ class Trace:
         try:
             rank = int(directory.name.removeprefix("rank"))
             group = zarr.open_group(directory, mode="r", zarr_format=3)
-            arrays = {name: cast("zarr.Array[Any]", array) for name, array in group.arrays()}
+            arrays = dict(group.arrays())
             steps = np.asarray(arrays["step"][:])
         except Exception as error:
             raise TraceError(f"{directory} is damaged: {_first_line(error)}") from error
@@ -359,7 +359,9 @@ class Trace:
         self._committed[rank] = {int(s): row for row, s in enumerate(steps) if s >= 0}
 
     def __repr__(self) -> str:
-        return f"<Trace {self.path} ranks={self.ranks} steps={len(self.steps())} numel={self.numel}>"
+        return (
+            f"<Trace {self.path} ranks={self.ranks} steps={len(self.steps())} numel={self.numel}>"
+        )
 
     @property
     def name(self) -> str:

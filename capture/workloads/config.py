@@ -129,13 +129,15 @@ class RunConfig:
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
-            if self.setting(name) < 1:  # type: ignore[arg-type]
-                raise InputError(f"{name} must be at least 1, not {self.setting(name)}")  # type: ignore[arg-type]
+            if self.setting(name) < 1:
+                raise InputError(f"{name} must be at least 1, not {self.setting(name)}")
         if info.hidden and min(self.setting("hidden"), self.setting("vocab")) < 2:
             raise InputError("hidden and vocab must be at least 2")
         if info.files:
             if self.data_dir is None:
-                raise InputError(f"{self.workload} reads {info.files[0]}, …: name its folder with --data-dir")
+                raise InputError(
+                    f"{self.workload} reads {info.files[0]}, …: name its folder with --data-dir"
+                )
             if not any((self.data_dir / name).is_file() for name in info.files):
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
 
@@ -153,7 +155,7 @@ class RunConfig:
             "seed": self.seed,
             "steps": self.setting("steps"),
             "batch_size": self.setting("batch_size"),
-            **({k: self.setting(k) for k in ("hidden", "vocab")} if info.hidden else {}),  # type: ignore[arg-type]
+            **({k: self.setting(k) for k in ("hidden", "vocab")} if info.hidden else {}),
         }
 
     def replace(self, **changes: Any) -> RunConfig:

@@ -107,7 +107,9 @@ def load_cifar10(folder: Path) -> ImageSet:
     for file in files:
         raw = np.fromfile(file, np.uint8)
         if raw.size == 0 or raw.size % _CIFAR_RECORD:
-            raise InputError(f"{file} is not whole records of {_CIFAR_RECORD} bytes: {raw.size} bytes")
+            raise InputError(
+                f"{file} is not whole records of {_CIFAR_RECORD} bytes: {raw.size} bytes"
+            )
         parts.append(raw.reshape(-1, _CIFAR_RECORD))
         if parts[-1][:, 0].max() > 9:
             raise InputError(f"{file} has the label {parts[-1][:, 0].max()}; CIFAR-10's are 0 to 9")

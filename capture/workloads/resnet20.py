@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ class ResNet20(nn.Module):
         self.bn1 = nn.BatchNorm2d(16)
         widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
         self.blocks = nn.Sequential(
-            *(_Block(i, o, 1 if i == o else 2) for i, o in zip(widths, widths[1:], strict=False))
+            *(_Block(i, o, 1 if i == o else 2) for i, o in pairwise(widths))
         )
         self.fc = nn.Linear(64, classes)
         for module in self.modules():

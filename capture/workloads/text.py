@@ -41,7 +41,7 @@ def load_ptb(folder: Path) -> list[str]:
 
 
 def words_to_ids(words: list[str], vocab: int) -> torch.Tensor:
-    """Number the words by frequency (ties by spelling); all beyond the `vocab` - 1 most frequent share one number."""
+    """Return numbers by frequency (ties by spelling); all beyond the `vocab` - 1 most frequent share one number."""
     counts = Counter(words)
     counts.pop(_UNKNOWN, None)
     ranked = sorted(counts, key=lambda w: (-counts[w], w))[: vocab - 1]

@@ -69,7 +69,7 @@ def _train(config: RunConfig) -> RunResult:
                 group["lr"] = learning_rate
             optimizer.zero_grad()
             loss = task.loss(ddp, step)
-            loss.backward()
+            torch.autograd.backward(loss)
             if capture is not None:
                 capture.step(loss=loss, learning_rate=learning_rate)
             if task.clip is not None:

@@ -44,5 +44,5 @@ class Compressor(ABC):
         """Return what a restart needs to continue bit-identically."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 — none to restore
         """Restore what :meth:`state_dict` returned."""

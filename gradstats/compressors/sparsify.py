@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gradstats.compressors.base import Compressed, Compressor
 from gradstats.primitives import select
@@ -33,7 +33,10 @@ class ThresholdCompressor(Compressor):
         """Estimate the threshold of `gradient` and select by it."""
         estimate = self.estimator.estimate(gradient, self.ratio)
         selection = select(gradient, estimate.threshold)
-        return Compressed(selection.indices, selection.values, estimate.threshold)
+        indices, values = cast(
+            "tuple[torch.Tensor, torch.Tensor]", (selection.indices, selection.values)
+        )
+        return Compressed(indices, values, estimate.threshold)
 
     def target(self, numel: int) -> int:
         """Return k = max(1, round(ratio · numel))."""

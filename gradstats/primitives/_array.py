@@ -18,6 +18,7 @@ from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import TypeIs
 
     Array: TypeAlias = NDArray[Any] | torch.Tensor
 else:
@@ -47,7 +48,7 @@ class Selection:
         return int(self.indices.shape[0])
 
 
-def is_tensor(x: object) -> bool:
+def is_tensor(x: object) -> TypeIs[torch.Tensor]:
     """Tell whether `x` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
@@ -91,9 +92,9 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         torch = sys.modules["torch"]
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64, torch.float16):
             wide = torch.float64 if widened == np.float64 else torch.float32
-            flat = x.reshape(-1)
-            for offset in range(0, flat.numel(), size):
-                yield offset, flat[offset : offset + size].to("cpu", wide).numpy()
+            tensor = x.reshape(-1)
+            for offset in range(0, tensor.numel(), size):
+                yield offset, tensor[offset : offset + size].to("cpu", wide).numpy()
             return
         x = x.numpy()
     if x.flags.c_contiguous and x.dtype == widened:
@@ -111,6 +112,7 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         order="C",
         buffersize=size,
     ) as chunks:
-        for chunk in chunks:
+        for buffer in chunks:
+            chunk = np.asarray(buffer)
             yield offset, chunk
             offset += chunk.size

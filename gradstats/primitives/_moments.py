@@ -50,7 +50,9 @@ class Moments:
     @property
     def variance(self) -> float:
         """Population variance of |g| over the elements summed; NaN if there are none."""
-        return max(self.sum_squares / self.count - self.mean**2, 0.0) if self.count else float("nan")
+        return (
+            max(self.sum_squares / self.count - self.mean**2, 0.0) if self.count else float("nan")
+        )
 
     @property
     def mean_log(self) -> float:

@@ -7,7 +7,15 @@ import sys
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.primitives._array import Array, Selection, check, flat_chunks, is_tensor, numel_of, wide_dtype
+from gradstats.primitives._array import (
+    Array,
+    Selection,
+    check,
+    flat_chunks,
+    is_tensor,
+    numel_of,
+    wide_dtype,
+)
 
 __all__ = ["kth_largest", "select"]
 

@@ -46,7 +46,9 @@ def make_estimator(name: str, **options: Any) -> Estimator:
         raise InputError(f"estimator {name!r}: {error}") from None
 
 
-def threshold(x: Array, ratio: float, estimator: str | Estimator = "exact", **options: Any) -> float:
+def threshold(
+    x: Array, ratio: float, estimator: str | Estimator = "exact", **options: Any
+) -> float:
     """Return the threshold on |x| that keeps about `ratio` of the elements.
 
     Parameters

@@ -1,0 +1,171 @@
+"""The commands that train: ``gradstats capture`` and ``gradstats demo``, plugged into :mod:`gradstats.cli`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from capture.workloads.config import WORKLOADS, RunConfig
+from gradstats.errors import InputError
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this package's commands to the terminal program."""
+    app.command("capture")(capture)
+    app.command("demo")(demo)
+
+
+def capture(
+    workload: Annotated[
+        str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Trace to create, NAME.zarr.", show_default=False)],
+    nproc: Annotated[int, typer.Option(help="Processes.")] = 2,
+    compressor: Annotated[str, typer.Option(help="none, topk, or an estimator's name.")] = "topk",
+    ratio: Annotated[float, typer.Option(help="Kept fraction k/d.")] = 0.001,
+    error_feedback: Annotated[
+        bool, typer.Option("--error-feedback/--no-error-feedback", help="Keep what is not sent.")
+    ] = True,
+    steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
+    every: Annotated[int, typer.Option(help="Capture every S-th step.", metavar="S")] = 10,
+    at: Annotated[
+        list[int] | None, typer.Option(help="Capture this step instead (repeatable).")
+    ] = None,
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Capture this rank only (repeatable).")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and sampling.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Per process.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At the start.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the LSTM.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Words the LSTM knows.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, on disk.")] = "float32",
+    compress: Annotated[bool, typer.Option(help="Compress the trace.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing trace.")] = False,
+) -> None:
+    """Train a reference workload in several processes and capture its gradients."""
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"no dtype {dtype!r}; there are float32, bfloat16")
+    _run(
+        RunConfig(
+            workload=workload,
+            nproc=nproc,
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            hidden=hidden,
+            vocab=vocab,
+            compressor=compressor,
+            ratio=ratio,
+            error_feedback=error_feedback,
+            seed=seed,
+            data_dir=data_dir,
+            out=out,
+            every=every,
+            at=tuple(at or ()),
+            ranks=tuple(rank) if rank else None,
+            dtype=dtype,  # type: ignore[arg-type]
+            compress=compress,
+            overwrite=overwrite,
+            label=workload,
+        )
+    )
+
+
+def _run(config: RunConfig) -> None:
+    from capture.workloads import run
+
+    config.check()
+    steps = config.setting("steps")
+    _say(f"{config.info.description}: {config.nproc} processes, {steps} steps")
+    result = run(config)
+    _say(
+        f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f} "
+        f"in {sum(result.seconds):.0f} s; captured in {config.out}"
+    )
+
+
+def _say(text: str) -> None:
+    """Report to the person, leaving stdout to the tables."""
+    typer.echo(text, err=True)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for traces and report.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(help="Steps of each of the two runs.")] = 400,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+) -> None:
+    """Train twice, capture, analyse: the whole path in about two minutes.
+
+    ResNet-20 on scikit-learn's digits in two processes, exact top-k at ratio 0.001, first without and then with
+    error feedback. Ends with the tables on stdout and a report.html.
+    """
+    started = time.monotonic()
+    traces = []
+    for error_feedback in (False, True):
+        name = "topk-ef" if error_feedback else "topk"
+        _say(f"Training {'with' if error_feedback else 'without'} error feedback")
+        config = RunConfig(
+            workload="resnet20-digits",
+            steps=steps,
+            error_feedback=error_feedback,
+            seed=seed,
+            out=out / f"{name}.zarr",
+            every=max(1, steps // 20),
+            overwrite=True,
+            label=name,
+        )
+        _run(config)
+        traces.append(config.out)
+    _tables(out)
+    from gradstats.report import write_report
+    from gradstats.sources import open_source
+
+    page = out / "report.html"
+    write_report([open_source(trace) for trace in traces], page)
+    _say(f"\nDone in {time.monotonic() - started:.0f} s. Everything is in {out}/:")
+    _say(f"  {page}   the figures behind the tables, open it in a browser")
+    for trace in traces:
+        _say(f"  {trace}   captured gradients")
+    _say("Try next:")
+    _say(f"  gradstats fit {traces[1]} --per-layer --step 0")
+    _say(f"  gradstats quality {traces[1]} --estimator sidco-e --stages 1")
+    _say(f"  gradstats info {traces[1]}")
+    _say("  README.md shows how to capture your own training run")
+
+
+def _tables(out: Path) -> None:
+    """Print the two tables of the demo: the decay at a few steps, and the estimation quality."""
+    from gradstats.analysis import compressibility_records
+    from gradstats.cli import emit
+    from gradstats.quality import quality
+    from gradstats.sources import open_sources
+    from gradstats.thresholds import ESTIMATORS
+
+    sources = open_sources(out)
+    decay: list[dict[str, Any]] = []
+    steps = sorted({key[2] for source in sources for key in source.select()})
+    some = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    decay = compressibility_records(sources, steps=some, ranks=[0])
+    emit(
+        decay,
+        "table",
+        None,
+        columns=["trace", "step", "kind", "p", "p_low", "p_high", "hill", "window", "compressible"],
+        title="Compressibility: is p above ½ on the largest ranks? (rank 0, controls last)",
+    )
+    sys.stdout.flush()
+    emit(
+        [r for s in sources for r in quality(s, estimators=tuple(ESTIMATORS))],
+        "table",
+        None,
+        columns=["trace", "estimator", "ratio", "kind", "mean", "low", "high", "floor_low", "n"],
+        title="Estimation quality k̂/k, all steps and ranks",
+    )

@@ -1,0 +1,6 @@
+"""``python -m gradstats``."""
+
+from gradstats.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""The ``gradstats`` command. Commands that need more than typer import it when they run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from gradstats.errors import GradstatsError, InputError
+
+if TYPE_CHECKING:
+    from gradstats.sources import Source, TraceSource
+    from gradstats.tables import Format
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="gradstats",
+    help="Statistical analysis of gradients: capture, model, threshold.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A trace, a folder of traces, or a .npy, .npz, .safetensors or .pt file.",
+        show_default=False,
+    ),
+]
+FormatOption = Annotated[
+    str, typer.Option("--format", help="table, json, csv, markdown or latex.", metavar="FORMAT")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write to this file.", metavar="FILE")
+]
+StepOption = Annotated[
+    list[int] | None, typer.Option("--step", help="Only this step (repeatable).")
+]
+RankOption = Annotated[
+    list[int] | None, typer.Option("--rank", help="Only this rank (repeatable).")
+]
+KindOption = Annotated[
+    list[str] | None, typer.Option("--kind", help="Only gradient or corrected (repeatable).")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from gradstats import __version__
+
+        typer.echo(f"gradstats {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def emit(
+    records: Sequence[dict[str, Any]],
+    format: str,
+    output: Path | None,
+    *,
+    columns: Sequence[str],
+    title: str,
+) -> None:
+    """Print records, or write them to a file, in a format of the user's choice."""
+    import shutil
+
+    from gradstats.tables import render
+
+    _check_format(format)
+    width = 80
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    text = render(records, cast("Format", format), columns=columns, title=title, width=width)
+    if output is None:
+        typer.echo(text)
+        return
+    try:
+        output.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}") from error
+
+
+def _check_format(format: str) -> None:
+    from gradstats.tables import FORMATS
+
+    if format not in FORMATS:
+        raise InputError(f"no format {format!r}; there are {', '.join(FORMATS)}")
+
+
+def _with_progress(
+    label: str, sources: Sequence[Source], selection: dict[str, Any], work: Callable[..., Any]
+) -> Any:
+    """Call ``work(on_progress=…)`` under a progress bar that counts the gradients selected."""
+    from gradstats.tables import progress_bar
+
+    total = sum(len(source.select(**selection)) for source in sources)
+    with progress_bar() as bar:
+        task = bar.add_task(label, total=total)
+        return work(on_progress=lambda: bar.advance(task))
+
+
+def _selection(step: Any, rank: Any, kind: Any) -> dict[str, Any]:
+    return {"steps": step, "ranks": rank, "kinds": kind}
+
+
+@app.command()
+def info(
+    source: SourceArgument, format: FormatOption = "table", output: OutputOption = None
+) -> None:
+    """Show what a trace holds: steps, ranks, kinds, and what the run recorded."""
+    from gradstats.analysis import info_records
+    from gradstats.sources import TraceSource, open_sources
+
+    _check_format(format)
+    sources = open_sources(source)
+    records = [record for s in sources for record in info_records(s)]
+    if format == "table" and output is None:
+        for s in sources:
+            if isinstance(s, TraceSource):
+                typer.echo(_describe(s) + "\n")
+    columns = ["step", "rank", "kind", "numel"]
+    if records and "loss" in records[0]:
+        columns += ["zeros", "nonfinite", "loss", "threshold", "selected"]
+    emit(records, format, output, columns=columns, title="Captured gradients")
+
+
+def _describe(source: TraceSource) -> str:
+    trace = source.trace
+    a = trace.attrs
+    run = [f"{a[key]}" for key in ("model", "data", "compressor") if key in a]
+    if "ratio" in a:
+        run.append(f"ratio {a['ratio']:g}")
+    if "error_feedback" in a:
+        run.append(("with" if a["error_feedback"] else "without") + " error feedback")
+    lines = [
+        f"{trace.path}",
+        f"  {', '.join(run) or 'no description of the run'}",
+        f"  {trace.numel:,} elements in {len(trace.layers)} parameters, "
+        f"{trace.world_size} ranks of which {len(trace.ranks)} captured, "
+        f"{len(trace.steps())} steps",
+    ]
+    steps = {rank: trace.steps(rank) for rank in trace.ranks}
+    most = max(map(len, steps.values()), default=0)
+    lines += [
+        f"  rank {rank} has fewer: {len(have)} of {most} steps, the last {have[-1] if have else '–'}"
+        for rank, have in steps.items()
+        if len(have) < most
+    ]
+    return "\n".join(lines)
+
+
+@app.command()
+def fit(
+    source: SourceArgument,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="laplace, dgamma or double_genpareto.")
+    ] = None,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Also fit each parameter.")
+    ] = False,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Fit sparsity-inducing distributions and measure their distance from the data."""
+    from gradstats.analysis import fit_records
+    from gradstats.fit import MODELS
+    from gradstats.sources import open_sources
+
+    _check_format(format)
+    sources = open_sources(source)
+    selection = _selection(step, rank, kind)
+
+    def work(on_progress: Callable[[], None]) -> list[dict[str, Any]]:
+        return [
+            record
+            for s in sources
+            for record in fit_records(
+                s, model or MODELS, per_layer=per_layer, on_progress=on_progress, **selection
+            )
+        ]
+
+    records = _with_progress("fitting", sources, selection, work)
+    columns = ["step", "rank", "kind", *(["layer"] if per_layer else []), "model", "params"]
+    columns += ["nll", "ks", "tail_error"]
+    emit(
+        _short_params(records, format), format, output, columns=columns, title="Fits, closed forms"
+    )
+
+
+def _short_params(records: list[dict[str, Any]], format: str) -> list[dict[str, Any]]:
+    """Leave the location, always zero, out of what people read."""
+    if format in ("json", "csv"):
+        return records
+    return [r | {"params": {k: v for k, v in r["params"].items() if k != "loc"}} for r in records]
+
+
+@app.command()
+def compressibility(
+    source: SourceArgument,
+    window: Annotated[
+        str | None,
+        typer.Option(help="Ranks FIRST:LAST to look at; the largest hundredth if absent."),
+    ] = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Check the power-law decay of the sorted magnitudes, beside controls that have none."""
+    from gradstats.analysis import compressibility_records
+    from gradstats.sources import open_sources
+
+    _check_format(format)
+    ranks = _window(window)
+    sources = open_sources(source)
+    selection = _selection(step, rank, kind)
+    records = _with_progress(
+        "decay",
+        sources,
+        selection,
+        lambda on_progress: compressibility_records(
+            sources, ranks, on_progress=on_progress, **selection
+        ),
+    )
+    columns = [
+        "step",
+        "rank",
+        "kind",
+        "p",
+        "p_low",
+        "p_high",
+        "hill",
+        "c1",
+        "window",
+        "compressible",
+    ]
+    emit(
+        records, format, output, columns=columns, title="Decay of sorted magnitudes, 95 % intervals"
+    )
+
+
+def _window(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        first, last = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise InputError(f"a window is two ranks like 1:1000, not {text!r}") from None
+    return first, last
+
+
+@app.command()
+def quality(
+    source: SourceArgument,
+    ratio: Annotated[
+        list[float] | None, typer.Option("--ratio", help="Kept fraction k/d (repeatable).")
+    ] = None,
+    estimator: Annotated[
+        list[str] | None, typer.Option("--estimator", help="Threshold rule (repeatable).")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Number of stages of the sidco rules.")] = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Compare how many elements thresholds keep with how many they should: k̂/k."""
+    from gradstats.quality import quality as measure
+    from gradstats.sources import open_sources
+    from gradstats.thresholds import ESTIMATORS
+
+    _check_format(format)
+    sources = open_sources(source)
+    selection = _selection(step, rank, kind)
+    options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
+
+    def work(on_progress: Callable[[], None]) -> list[dict[str, Any]]:
+        return [
+            record
+            for s in sources
+            for record in measure(
+                s,
+                ratio or (0.1, 0.01, 0.001),
+                estimator or tuple(ESTIMATORS),
+                options=options,
+                on_progress=on_progress,
+                **selection,
+            )
+        ]
+
+    records = _with_progress("quality", sources, selection, work)
+    several = len(sources) > 1 and len({r["trace"] for r in records}) > 1
+    columns = [*(["trace"] if several else []), "estimator", "ratio", "kind", "mean", "low", "high"]
+    columns += ["min", "max", "n", "floor_low", "floor_high"]
+    emit(
+        records,
+        format,
+        output,
+        columns=columns,
+        title="Estimation quality k̂/k; low–high holds 90 % of the gradients, floor is 1 ∓ 1.96/√k",
+    )
+
+
+@app.command()
+def report(
+    source: SourceArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE.html")
+    ],
+) -> None:
+    """Write one self-contained page with the figures and tables of a source."""
+    from gradstats.report import write_report
+    from gradstats.sources import open_sources
+
+    write_report(open_sources(source), output)
+    typer.echo(f"wrote {output}")
+
+
+def main() -> None:
+    """Run the command line: one line on stderr and exit code 2 for anything the user can mend."""
+    for entry in entry_points(group="gradstats.commands"):
+        entry.load()(app)
+    try:
+        app(standalone_mode=True)
+    except GradstatsError as error:
+        typer.echo(f"gradstats: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("gradstats: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)

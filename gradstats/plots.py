@@ -1,0 +1,206 @@
+"""Figures: one function each, drawing on the axes given and returning them.
+
+Colours are distinguishable with any colour vision, and every series also differs in line style or marker,
+so that the figures read in grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import seaborn as sns
+from numpy.typing import NDArray
+
+from gradstats.compressibility import CONTROLS, control
+from gradstats.fit import Fit
+from gradstats.goodness import sorted_magnitudes
+from gradstats.primitives import Array, numel_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["density", "magnitude_decay", "quality_bars", "tail"]
+
+_PALETTE = sns.color_palette("colorblind")
+_LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_LABELS = {
+    "laplace": "Laplace",
+    "dgamma": "double gamma",
+    "double_genpareto": "double gen. Pareto",
+    "halfnorm": "half-normal",
+}
+_MOST_POINTS = 2000
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name, name)
+
+
+def _tidy(ax: Axes, title: str | None) -> Axes:
+    if title:
+        ax.set_title(title)
+    ax.grid(alpha=0.3)
+    sns.despine(ax=ax)
+    return ax
+
+
+def density(
+    x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None, coverage: float = 0.99
+) -> Axes:
+    """Draw the density of the signed elements and of fitted models (SIDCo figure 2 a, c; 8 a, c).
+
+    Parameters
+    ----------
+    x : gradient, any shape.
+    fits : of the same gradient.
+    ax : matplotlib axes to draw on.
+    coverage : share of the elements inside the horizontal range.
+    """
+    values = np.asarray(x, np.float32).reshape(-1)
+    values = values[np.isfinite(values)]
+    nonzero = values[values != 0]
+    limit = float(np.quantile(np.abs(nonzero), coverage)) if nonzero.size else 1.0
+    counts, edges = np.histogram(nonzero, bins=151, range=(-limit, limit))
+    widths = np.diff(edges)
+    centres = (edges[:-1] + edges[1:]) / 2
+    ax.fill_between(
+        centres, counts / (values.size * widths), step="mid", color="0.8", label="captured"
+    )
+    for i, fitted in enumerate(fits):
+        ax.plot(
+            centres,
+            (1 - fitted.zero_fraction) * fitted.dist.pdf(centres),
+            ls=_LINES[i % len(_LINES)],
+            color=_PALETTE[i],
+            label=_label(fitted.model),
+        )
+    ax.set(xlabel="gradient element", ylabel="density", yscale="log")
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def tail(x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None) -> Axes:
+    """Draw the share of elements above each magnitude, and what fitted models say (SIDCo figure 2 b, d; 8 b, d).
+
+    Log-log: the far right is what a threshold at a small ratio depends on.
+    """
+    ordered = sorted_magnitudes(x)
+    n, numel = ordered.size, numel_of(x)
+    picks = _log_ranks(n)
+    magnitudes = ordered[n - picks].astype(np.float64)
+    ax.plot(magnitudes, picks / numel, color="0.2", lw=2.5, label="captured")
+    if n:
+        grid = np.geomspace(magnitudes[-1], magnitudes[0] * 2, 300)
+        for i, fitted in enumerate(fits):
+            survival = 2 * (1 - fitted.zero_fraction) * fitted.dist.sf(grid)
+            ax.plot(
+                grid,
+                np.where(survival > 0, survival, np.nan),
+                ls=_LINES[i % len(_LINES)],
+                color=_PALETTE[i],
+                label=_label(fitted.model),
+            )
+        ax.set_xlim(float(np.quantile(ordered, 0.2)), float(magnitudes[0]) * 2)
+    for ratio in (0.1, 0.01, 0.001):
+        ax.axhline(ratio, color="0.7", lw=0.7, zorder=0)
+    ax.set(
+        xlabel="magnitude |g|",
+        ylabel="share of elements ≥ |g|",
+        xscale="log",
+        yscale="log",
+        ylim=(0.5 / max(numel, 1), 1.5),
+    )
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def _log_ranks(n: int) -> NDArray[np.int64]:
+    """Return at most a few thousand ranks from 1 to n, evenly spread on a log axis."""
+    if n == 0:
+        return np.empty(0, np.int64)
+    return np.unique(np.geomspace(1, n, min(n, _MOST_POINTS)).astype(np.int64))
+
+
+def magnitude_decay(
+    vectors: Mapping[str, Array],
+    ax: Axes,
+    *,
+    window: tuple[int, int] | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw sorted magnitudes, relative to the largest, with controls and the slope ½ (SIDCo figure 7 a).
+
+    Parameters
+    ----------
+    vectors : label to gradient.
+    window : ranks to shade, as in :func:`gradstats.compressibility`.
+    """
+    numel = max((numel_of(x) for x in vectors.values()), default=1)
+    for i, (label, x) in enumerate(vectors.items()):
+        ordered = sorted_magnitudes(x)
+        ranks = _log_ranks(ordered.size)
+        if ranks.size:
+            relative = ordered[ordered.size - ranks] / float(ordered[-1])
+            ax.plot(ranks, relative, color=_PALETTE[i % 10], lw=2, label=label)
+    for i, name in enumerate(CONTROLS):
+        _, magnitudes = control(name, numel, (1, numel))
+        ranks = _log_ranks(magnitudes.size)
+        relative = magnitudes[ranks - 1] / magnitudes[0]
+        ax.plot(ranks, relative, color="0.5", ls=_LINES[i], label=f"control: {_label(name)}")
+    ranks = _log_ranks(numel)
+    ax.plot(ranks, ranks**-0.5, color="black", lw=1, ls=(0, (1, 3)), label="rank^(−½)")
+    if window:
+        ax.axvspan(*window, color="0.92", zorder=0)
+    ax.set(
+        xlabel="rank",
+        ylabel="magnitude ÷ largest",
+        xscale="log",
+        yscale="log",
+        ylim=(1e-5, 1.5),
+    )
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def quality_bars(
+    records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw mean k̂/k of each estimator and ratio with the 90 % interval (SIDCo figure 1 c).
+
+    Parameters
+    ----------
+    records : of :func:`gradstats.quality`, one trace and kind.
+    """
+    ratios = list(dict.fromkeys(r["ratio"] for r in records))
+    names = list(dict.fromkeys(r["estimator"] for r in records))
+    width = 0.8 / max(len(names), 1)
+    markers = "osD^vPX*<>ph"
+    for i, name in enumerate(names):
+        for record in (r for r in records if r["estimator"] == name):
+            position = ratios.index(record["ratio"]) + (i - (len(names) - 1) / 2) * width
+            mean = max(record["mean"], 1e-3)
+            ax.errorbar(
+                position,
+                mean,
+                yerr=[
+                    [max(mean - max(record["low"], 1e-3), 0)],
+                    [max(record["high"] - mean, 0)],
+                ],
+                fmt=markers[i % len(markers)],
+                color=_PALETTE[i % 10],
+                capsize=3,
+                label=name if record["ratio"] == ratios[0] else None,
+            )
+    for j, ratio in enumerate(ratios):
+        record = next(r for r in records if r["ratio"] == ratio)
+        floor = (max(record["floor_low"], 1e-3), record["floor_high"])
+        ax.fill_between(
+            [j - 0.45, j + 0.45], *floor, color="0.85", zorder=0, label=None if j else "noise floor"
+        )
+    ax.axhline(1, color="0.3", lw=0.8)
+    ax.set(xlabel="ratio k/d", ylabel="k̂/k", yscale="log")
+    ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)

@@ -1,0 +1,233 @@
+"""What the tables read: a trace, a folder of traces, or any one gradient file.
+
+Formats of single files: ``.npy``, ``.npz``, ``.safetensors``, ``.pt``/``.pth`` (``weights_only``). Nothing is
+unpickled. Several arrays in a file are the layers of one gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradstats.errors import GradstatsError, InputError
+from gradstats.primitives import Array
+from gradstats.primitives._array import check, flat_chunks, is_tensor, numel_of
+from gradstats.trace import Kind, Layer, Trace, is_trace, open_trace
+
+__all__ = ["ArraySource", "Captured", "Source", "TraceSource", "open_source", "open_sources"]
+
+SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One gradient vector and where it comes from."""
+
+    trace: str
+    step: int
+    rank: int
+    kind: Kind
+    values: Array
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The columns that identify it in a table."""
+        return {"trace": self.trace, "step": self.step, "rank": self.rank, "kind": self.kind}
+
+
+class Source(ABC):
+    """Something that yields gradients.
+
+    Attributes
+    ----------
+    name : for tables.
+    layers : parameters in the order of the flat gradient.
+    """
+
+    name: str
+    layers: list[Layer]
+
+    @abstractmethod
+    def entries(self) -> list[tuple[int, Kind, int]]:
+        """Return (rank, kind, step) of everything there is; steps in order within a rank and kind."""
+
+    @abstractmethod
+    def read(self, rank: int, kind: Kind, step: int) -> Captured:
+        """Return one gradient."""
+
+    def select(
+        self,
+        *,
+        steps: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+        kinds: Sequence[str] | None = None,
+    ) -> list[tuple[int, Kind, int]]:
+        """Return the keys that match; raise :class:`InputError` if none does."""
+        keys = self.entries()
+        found = [
+            (rank, kind, step)
+            for rank, kind, step in keys
+            if (not steps or step in steps)
+            and (not ranks or rank in ranks)
+            and (not kinds or kind in kinds)
+        ]
+        if not found:
+            if not keys:
+                raise InputError(f"{self.name} holds no committed step")
+            have = f"steps {_some(k[2] for k in keys)}; ranks {_some(k[0] for k in keys)}; "
+            have += f"kinds {_some(k[1] for k in keys)}"
+            raise InputError(f"nothing in {self.name} matches; it holds {have}")
+        return found
+
+
+def _some(values: Iterator[Any]) -> str:
+    distinct = sorted(set(values))
+    return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
+
+
+class TraceSource(Source):
+    """The gradients of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.name = trace.name
+        self.layers = trace.layers
+
+    def entries(self) -> list[tuple[int, Kind, int]]:
+        """Return (rank, kind, step) of every committed gradient."""
+        t = self.trace
+        return [(r, k, s) for r in t.ranks for k in t.kinds(r) for s in t.steps(r)]
+
+    def read(self, rank: int, kind: Kind, step: int) -> Captured:
+        """Read one gradient from the disk."""
+        return Captured(self.name, step, rank, kind, self.trace.read(step, rank, kind))
+
+
+class ArraySource(Source):
+    """A single gradient in memory, given as one array or as named layers; step 0 of rank 0."""
+
+    def __init__(self, layers: Mapping[str, Array], name: str = "array") -> None:
+        self.name = name
+        self.layers, offset = [], 0
+        checked = {n: check(a) for n, a in layers.items()}
+        for layer, array in checked.items():
+            self.layers.append(Layer(layer, offset, tuple(array.shape)))
+            offset += numel_of(array)
+        self._values = _flatten(list(checked.values()), offset)
+
+    def entries(self) -> list[tuple[int, Kind, int]]:
+        """Return the only key."""
+        return [(0, "gradient", 0)]
+
+    def read(self, rank: int, kind: Kind, step: int) -> Captured:
+        """Return the array."""
+        return Captured(self.name, step, rank, kind, self._values)
+
+
+def _flatten(arrays: list[Array], numel: int) -> Array:
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1)
+    double = any("float64" in str(a.dtype) for a in arrays)
+    flat = np.empty(numel, np.float64 if double else np.float32)
+    position = 0
+    for array in arrays:
+        for offset, chunk in flat_chunks(array):
+            flat[position + offset : position + offset + chunk.size] = chunk
+        position += numel_of(array)
+    return flat
+
+
+def open_source(source: object) -> Source:
+    """Open one source of gradients.
+
+    Parameters
+    ----------
+    source : a path (trace or gradient file), a :class:`Trace`, an array, a mapping of layer names to arrays, or
+        a :class:`Source`.
+
+    Raises
+    ------
+    GradstatsError
+        One line, if it cannot be read.
+    """
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Trace):
+        return TraceSource(source)
+    if isinstance(source, Mapping):
+        return ArraySource(source)
+    if isinstance(source, np.ndarray) or is_tensor(source):
+        return ArraySource({"gradient": source})
+    if not isinstance(source, str | Path):
+        raise InputError(f"not a source of gradients: {type(source).__name__}")
+    path = Path(source)
+    if path.is_dir() or path.suffix not in SUFFIXES:
+        if path.is_file():
+            raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
+        return TraceSource(open_trace(path))
+    return ArraySource(_load(path), path.name)
+
+
+def open_sources(path: str | Path) -> list[Source]:
+    """Open a source, or every trace in a folder that is not one itself."""
+    path = Path(path)
+    if path.is_dir() and not is_trace(path):
+        traces = sorted(p for p in path.iterdir() if is_trace(p))
+        if traces:
+            return [open_source(p) for p in traces]
+    if not path.exists() and path.parent.is_dir():
+        near = sorted(p.name for p in path.parent.iterdir() if is_trace(p) or p.suffix in SUFFIXES)
+        if near:
+            raise InputError(f"no such trace: {path}; {path.parent} holds {', '.join(near[:5])}")
+    return [open_source(path)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Read a gradient file into named arrays."""
+    if not path.is_file():
+        raise InputError(f"no such file: {path}")
+    try:
+        if path.suffix == ".npy":
+            arrays = {"gradient": np.load(path, mmap_mode="r", allow_pickle=False)}
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                arrays = dict(archive)
+        elif path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            arrays = load_file(path)
+        else:
+            arrays = _load_torch(path)
+    except GradstatsError:
+        raise
+    except Exception as error:  # each format has its own errors for a damaged file
+        text = str(error).strip().splitlines()
+        raise InputError(
+            f"cannot read {path}: {text[0] if text else type(error).__name__}"
+        ) from None
+    arrays = {name: array for name, array in arrays.items() if numel_of(array)}
+    if not arrays:
+        raise InputError(f"{path} holds no elements")
+    return arrays
+
+
+def _load_torch(path: Path) -> dict[str, Any]:
+    import torch
+
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(loaded, torch.Tensor):
+        return {"gradient": loaded}
+    if isinstance(loaded, dict):
+        tensors = {
+            str(k): v
+            for k, v in loaded.items()
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+        }
+        if tensors:
+            return tensors
+    raise InputError(f"{path} holds neither a tensor nor a dictionary of tensors")
