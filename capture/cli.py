@@ -158,14 +158,15 @@ def _tables(out: Path) -> None:
         decay,
         "table",
         None,
-        columns=["trace", "step", "kind", "p", "p_low", "p_high", "hill", "window", "compressible"],
-        title="Compressibility: is p above ½ on the largest ranks? (rank 0, controls last)",
+        columns=["trace", "step", "kind", "p", "p_low", "p_high", "hill", "compressible"],
+        title="Compressibility: is p above ½ on the largest hundredth of ranks? (rank 0)",
+        per_trace=False,
     )
     sys.stdout.flush()
     emit(
         [r for s in sources for r in quality(s, estimators=tuple(ESTIMATORS))],
         "table",
         None,
-        columns=["trace", "estimator", "ratio", "kind", "mean", "low", "high", "floor_low", "n"],
+        columns=["trace", "estimator", "ratio", "kind", "mean", "low", "high", "floor", "n"],
         title="Estimation quality k̂/k, all steps and ranks",
     )

@@ -124,7 +124,7 @@ def compressibility_records(
             on_progress()
     for numel in sizes:
         for name in CONTROLS:
-            labels = {"trace": f"control, d = {numel}", "step": None, "rank": None, "kind": name}
+            labels = {"trace": "control", "step": None, "rank": None, "kind": name}
             records.append(labels | _decay(control(name, numel, window)[0]))
     return records
 

@@ -78,8 +78,12 @@ def emit(
     *,
     columns: Sequence[str],
     title: str,
+    per_trace: bool = True,
 ) -> None:
-    """Print records, or write them to a file, in a format of the user's choice."""
+    """Print records, or write them to a file, in a format of the user's choice.
+
+    `columns` are what people see; JSON and CSV hold every field. A terminal gets a table per trace if `per_trace`.
+    """
     import shutil
 
     from gradstats.tables import render
@@ -88,7 +92,14 @@ def emit(
     width = 80
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-    text = render(records, cast("Format", format), columns=columns, title=title, width=width)
+    groups = [records]
+    if format == "table" and per_trace:
+        names = dict.fromkeys(r["trace"] for r in records)
+        groups = [[r for r in records if r["trace"] == name] for name in names]
+    text = "\n".join(
+        render(group, cast("Format", format), columns=columns, title=title, width=width)
+        for group in groups
+    )
     if output is None:
         typer.echo(text)
         return
@@ -136,7 +147,7 @@ def info(
         for s in sources:
             if isinstance(s, TraceSource):
                 typer.echo(_describe(s) + "\n")
-    columns = ["step", "rank", "kind", "numel"]
+    columns = ["trace", "step", "rank", "kind", "numel"]
     if records and "loss" in records[0]:
         columns += ["zeros", "nonfinite", "loss", "threshold", "selected"]
     emit(records, format, output, columns=columns, title="Captured gradients")
@@ -201,18 +212,8 @@ def fit(
         ]
 
     records = _with_progress("fitting", sources, selection, work)
-    columns = ["step", "rank", "kind", *(["layer"] if per_layer else []), "model", "params"]
-    columns += ["nll", "ks", "tail_error"]
-    emit(
-        _short_params(records, format), format, output, columns=columns, title="Fits, closed forms"
-    )
-
-
-def _short_params(records: list[dict[str, Any]], format: str) -> list[dict[str, Any]]:
-    """Leave the location, always zero, out of what people read."""
-    if format in ("json", "csv"):
-        return records
-    return [r | {"params": {k: v for k, v in r["params"].items() if k != "loc"}} for r in records]
+    columns = ["trace", "step", "rank", "kind", "layer", "model", "params", "ks", "tail_error"]
+    emit(records, format, output, columns=columns, title="Fits, closed forms")
 
 
 @app.command()
@@ -245,6 +246,7 @@ def compressibility(
         ),
     )
     columns = [
+        "trace",
         "step",
         "rank",
         "kind",
@@ -257,7 +259,12 @@ def compressibility(
         "compressible",
     ]
     emit(
-        records, format, output, columns=columns, title="Decay of sorted magnitudes, 95 % intervals"
+        records,
+        format,
+        output,
+        columns=columns,
+        title="Decay of sorted magnitudes, 95 % intervals",
+        per_trace=False,
     )
 
 
@@ -312,15 +319,14 @@ def quality(
         ]
 
     records = _with_progress("quality", sources, selection, work)
-    several = len(sources) > 1 and len({r["trace"] for r in records}) > 1
-    columns = [*(["trace"] if several else []), "estimator", "ratio", "kind", "mean", "low", "high"]
-    columns += ["min", "max", "n", "floor_low", "floor_high"]
+    columns = ["trace", "estimator", "ratio", "kind", "mean", "low", "high"]
+    columns += ["min", "max", "n", "floor"]
     emit(
         records,
         format,
         output,
         columns=columns,
-        title="Estimation quality k̂/k; low–high holds 90 % of the gradients, floor is 1 ∓ 1.96/√k",
+        title="Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k",
     )
 
 

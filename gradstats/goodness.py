@@ -32,7 +32,7 @@ class Goodness:
     nll : mean negative log-likelihood per finite element (nats), the point mass at zero included.
     aic : Akaike's criterion, 2·parameters + 2·n·nll.
     ks : Kolmogorov distance between the magnitudes' distribution functions. It says nothing about the tail.
-    tail_error : largest |ln(η_model/η_exact)\| over :data:`TAIL_RATIOS`; 0.69 is a factor of two.
+    tail_error : largest |ln(η_model/η_exact)| over :data:`TAIL_RATIOS`; 0.69 is a factor of two.
     """
 
     nll: float

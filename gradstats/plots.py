@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import seaborn as sns
+from matplotlib.ticker import LogFormatter, NullFormatter
 from numpy.typing import NDArray
 
 from gradstats.compressibility import CONTROLS, control
@@ -62,7 +63,7 @@ def density(
     values = values[np.isfinite(values)]
     nonzero = values[values != 0]
     limit = float(np.quantile(np.abs(nonzero), coverage)) if nonzero.size else 1.0
-    counts, edges = np.histogram(nonzero, bins=151, range=(-limit, limit))
+    counts, edges = np.histogram(nonzero, bins=150, range=(-limit, limit))
     widths = np.diff(edges)
     centres = (edges[:-1] + edges[1:]) / 2
     ax.fill_between(
@@ -112,6 +113,7 @@ def tail(x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None) -
         yscale="log",
         ylim=(0.5 / max(numel, 1), 1.5),
     )
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.legend(fontsize="small")
     return _tidy(ax, title)
 
@@ -202,5 +204,7 @@ def quality_bars(
     ax.axhline(1, color="0.3", lw=0.8)
     ax.set(xlabel="ratio k/d", ylabel="k̂/k", yscale="log")
     ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
+    for formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        formatter(LogFormatter(minor_thresholds=(1, 0.4)))
     ax.legend(fontsize="small")
     return _tidy(ax, title)

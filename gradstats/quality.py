@@ -15,13 +15,12 @@ from gradstats.thresholds import Estimator, make_estimator
 __all__ = ["noise_floor", "quality", "quality_series"]
 
 
-def noise_floor(k: int) -> tuple[float, float]:
-    """Return 1 ∓ 1.96/√k: where k̂/k of a perfect *model* falls in 95 of 100 samples.
+def noise_floor(k: int) -> float:
+    """Return 1.96/√k: k̂/k of a perfect *model* is within 1 ± this in 95 of 100 samples.
 
     An estimator that looks at the sample itself can do better.
     """
-    half = 1.96 / math.sqrt(k) if k else math.inf
-    return 1 - half, 1 + half
+    return 1.96 / math.sqrt(k) if k else math.inf
 
 
 def quality_series(
@@ -98,7 +97,7 @@ def quality(
     list of dict
         One record per estimator, ratio and kind: mean of k̂/k over steps and ranks; low and high, its 5 % and 95 %
         quantiles (the interval that holds 90 % of the gradients looked at); min, max, n (gradients); k;
-        floor_low and floor_high, the noise floor 1 ∓ 1.96/√k.
+        floor, the noise floor 1.96/√k, and floor_low and floor_high, 1 ∓ floor.
 
     Raises
     ------
@@ -119,7 +118,7 @@ def _summary(
     values = np.array([r["quality"] for r in records])
     k = records[0]["k"]
     low, high = np.quantile(values, [0.05, 0.95])
-    floor_low, floor_high = noise_floor(k)
+    floor = noise_floor(k)
     return {
         "trace": trace,
         "estimator": estimator,
@@ -132,6 +131,7 @@ def _summary(
         "max": float(values.max()),
         "n": len(records),
         "k": k,
-        "floor_low": floor_low,
-        "floor_high": floor_high,
+        "floor": floor,
+        "floor_low": 1 - floor,
+        "floor_high": 1 + floor,
     }

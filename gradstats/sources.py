@@ -177,7 +177,7 @@ def open_sources(path: str | Path) -> list[Source]:
     """Open a source, or every trace in a folder that is not one itself."""
     path = Path(path)
     if path.is_dir() and not is_trace(path):
-        traces = sorted(p for p in path.iterdir() if is_trace(p))
+        traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
     if not path.exists() and path.parent.is_dir():

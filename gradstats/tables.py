@@ -16,6 +16,7 @@ __all__ = ["FORMATS", "Format", "Record", "format_value", "progress_bar", "rende
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
+_LABELS = {"trace", "step", "rank", "kind", "layer", "numel", "window", "n"}
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -50,7 +51,14 @@ def render(
     if format == "csv":
         return _csv(records)
     names = list(columns if columns is not None else (records[0] if records else ()))
-    rows = [[format_value(record[name]) for name in names] for record in records]
+    if format == "table" and len(records) > 1:
+        # What is the same in every row is said once, above the table: 80 columns are few.
+        values = {n: {r[n] for r in records} - {None} for n in names if n in _LABELS}
+        same = {n: v.pop() for n, v in values.items() if len(v) == 1}
+        names = [n for n in names if n not in same]
+        facts = [f"{n} {v}" for n, v in same.items()]
+        title = "; ".join([*([title] if title else []), *facts])
+    rows = [[f"{r[n]:g}" if n == "ratio" else format_value(r[n]) for n in names] for r in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
         rules = ["---:" if n else "---" for n in numeric]
@@ -86,7 +94,7 @@ def _csv(records: Sequence[Record]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Shorten a value for reading: four significant digits."""
+    """Shorten a value for reading: three significant digits, two below 0.1."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
@@ -95,11 +103,13 @@ def format_value(value: Any) -> str:
         if value == 0 or math.isinf(value):
             return f"{value:g}"
         if 1e-3 <= abs(value) < 1e4:
-            digits = max(0, 3 - math.floor(math.log10(abs(value))))
-            return f"{value:.{min(digits, 4)}f}"
+            digits = (2 if abs(value) >= 0.1 else 1) - math.floor(math.log10(abs(value)))
+            return f"{value:.{max(digits, 0)}f}"
         return f"{value:.2e}"
     if isinstance(value, Mapping):
-        return " ".join(f"{k}={format_value(v)}" for k, v in value.items())
+        # a location fixed at zero is no news
+        shown = {k: v for k, v in value.items() if not (k == "loc" and v == 0)}
+        return " ".join(f"{k}={format_value(v)}" for k, v in shown.items())
     return str(value)
 
 
@@ -130,10 +140,20 @@ def _terminal(
     from rich.table import Table
 
     table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
     )
     for name, right in zip(names, numeric, strict=True):
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            name.replace("_", " "),
+            justify="right" if right else "left",
+            no_wrap=name in ("estimator", "kind", "model", "trace"),
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*row)
     stream = io.StringIO()
