@@ -5,7 +5,9 @@
 import atexit
 import fnmatch
 import platform
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -129,7 +131,7 @@ class Capture:
             process_group if distributed else None,
             distributed,
         )
-        atexit.register(self.close)
+        _at_exit(weakref.WeakMethod(self.close))
 
     def wrap(self, state: Any, hook: Hook) -> tuple["Capture", Hook]:
         """Wrap a DDP communication hook, so that what goes into it is captured.
@@ -193,7 +195,6 @@ class Capture:
             self._background.close()
             self._check()
         self.active = False
-        atexit.unregister(self.close)
 
     def __enter__(self) -> "Capture":
         return self
@@ -319,6 +320,21 @@ class Capture:
 
 def _warn(message: str) -> None:
     warnings.warn(message, CaptureWarning, stacklevel=2)
+
+
+def _at_exit(close: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    """Call `close` at interpreter exit, if its object still lives.
+
+    ``atexit`` is too late: zarr's thread pools are gone by then. They end in this earlier list, last in first
+    out, which concurrent.futures uses too.
+    """
+
+    def finish() -> None:
+        method = close()
+        if method is not None:
+            method()
+
+    getattr(threading, "_register_atexit", atexit.register)(finish)
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,0 +1,74 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "data"
+SHARED = ROOT.parent / "shared" / "data"
+
+# Two thread pools on two cores stall each other, and every worker process would bring its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def xp(request):
+    """Turn a float32 NumPy array into the array type under test."""
+    if request.param == "numpy":
+        return np.asarray
+    torch = pytest.importorskip("torch")
+    return lambda a: torch.from_numpy(np.array(a))
+
+
+@pytest.fixture(params=["resnet20", "resnet20-ef"])
+def trace_path(request):
+    """One of the committed traces."""
+    return DATA / f"{request.param}.zarr"
+
+
+@pytest.fixture
+def cifar10():
+    folder = SHARED / "cifar-10-batches-bin"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/cifar-10-batches-bin is not here")
+    return folder
+
+
+@pytest.fixture
+def ptb():
+    folder = SHARED / "ptb"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/ptb is not here")
+    return folder
+
+
+def families(n: int = 100_000, seed: int = 1) -> dict[str, np.ndarray]:
+    """Return float32 samples of the families thresholds meet."""
+    rng = np.random.default_rng(seed)
+    sign = rng.choice([-1.0, 1.0], n)
+    scales = np.exp(1.5 * rng.standard_normal(50))
+    samples = {
+        "laplace": rng.laplace(size=n),
+        "normal": rng.standard_normal(n),
+        "gamma 0.4": sign * rng.gamma(0.4, size=n),
+        "gamma 0.7": sign * rng.gamma(0.7, size=n),
+        "student-t 3": rng.standard_t(3, n),
+        "gpd 0.3": sign * (rng.random(n) ** -0.3 - 1) / 0.3,
+        "gpd -0.3": sign * (1 - rng.random(n) ** 0.3) / 0.3,
+        "log-normal mixture": rng.laplace(size=n) * rng.choice(scales, n),
+        "30 % zeros": rng.laplace(size=n) * (rng.random(n) > 0.3),
+    }
+    return {name: (1e-3 * x).astype(np.float32) for name, x in samples.items()}
+
+
+FAMILIES = families()
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request):
+    return FAMILIES[request.param]

@@ -1,0 +1,280 @@
+"""What the worker processes of test_hooks.py and test_capture.py run.
+
+No `from __future__ import annotations`: DDP reads the hooks' annotations.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from gradstats.collectives import SparseAllGather
+from gradstats.compressors import TopK
+from gradstats.compressors.base import Compressed
+from gradstats.errors import NonFiniteGradientError
+from gradstats.hooks import CompressionState, compression_hook
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3)
+    )
+
+
+def gather_cases(rank, world):
+    """Ragged all-gathers against the dense mean: unequal, empty and full selections, duplicates."""
+    numel = 1000
+    gather = SparseAllGather(capacity=8)
+    report = []
+    for case in range(12):
+        rng = np.random.default_rng([case, rank])
+        count = [8, 0, 3, 25, 1000, 7, 0, 0, 1, 999, 30, 8][(case + rank) % 12]
+        if case == 6:
+            count = 0  # empty everywhere
+        indices = torch.from_numpy(np.sort(rng.choice(numel, count, replace=False)))
+        values = torch.from_numpy(rng.standard_normal(count).astype(np.float32))
+        dense = torch.zeros(numel)
+        dense[indices] = values
+        dist.all_reduce(dense)
+        got = gather(indices, values, numel, flag=rank + case)
+        mean = got.mean(numel)
+        report.append(
+            {
+                "error": float((mean - dense / world).abs().max()),
+                "own": torch.equal(got.indices[rank], indices)
+                and torch.equal(got.values[rank], values),
+                "flags": got.flags,
+                "messages": got.messages,
+                "mean": mean.numpy(),
+                "capacity": gather.capacity,
+            }
+        )
+    return report
+
+
+def wide_indices(rank, world):
+    """Indices beyond 32 bits travel as 64-bit ones."""
+    indices = torch.tensor([1, 2**31 + rank, 2**40])
+    got = SparseAllGather(2)(indices, torch.arange(3.0), numel=2**41)
+    return [i.tolist() for i in got.indices], [v.tolist() for v in got.values]
+
+
+class Ragged(TopK):
+    """Exact top-k whose ratio differs by rank and step; now and then nothing at all."""
+
+    def __init__(self, rank):
+        super().__init__(0.01)
+        self.rank, self.calls = rank, 0
+
+    def compress(self, gradient):
+        self.calls += 1
+        if (self.calls + self.rank) % 5 == 0:
+            return Compressed(gradient.new_empty(0).long(), gradient[:0], float("inf"))
+        self.ratio = 0.002 * (1 + self.rank + self.calls % 3)
+        return super().compress(gradient)
+
+
+def train(rank, world, steps, error_feedback, ragged, named):
+    """Train through the hook; check the conservation law and the average at every step."""
+    net = model()
+    # a bucket cap of 50 kB makes several buckets, which DDP rebuilds after the first iteration
+    ddp = DDP(net, bucket_cap_mb=0.05)
+    compressor = Ragged(rank) if ragged else TopK(0.01)
+    state = CompressionState(
+        compressor,
+        error_feedback=error_feedback,
+        named_parameters=net.named_parameters() if named else None,
+    )
+    seen = {}
+    original = compressor.compress
+
+    def spy(gradient):
+        seen["corrected"] = gradient.clone()
+        seen["message"] = original(gradient)
+        return seen["message"]
+
+    compressor.compress = spy
+    buckets = []
+
+    def hook(
+        state: CompressionState, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket.index())
+        for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            seen[id(p)] = g.clone()
+            old = state.residual(p)
+            seen[id(p), "old"] = torch.zeros_like(g) if old is None else old.clone()
+        return compression_hook(state, bucket)
+
+    ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    data = torch.Generator().manual_seed(rank)
+    worst, conserved, empties = 0.0, True, 0
+    for _ in range(steps):
+        x = torch.randn(16, 40, generator=data)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), (x.sum(1) > 0).long()).backward()
+        message = seen["message"]
+        empties += message.indices.numel() == 0
+        sent = torch.zeros_like(seen["corrected"])
+        sent[message.indices] = message.values
+        # sent + residual = gradient + old residual, to the last bit
+        for p in net.parameters():
+            slot = state._slots[id(p)]
+            after = state.residual(p)
+            total = sent[slot].view_as(p) + (torch.zeros_like(p) if after is None else after)
+            if error_feedback:
+                conserved &= torch.equal(total, seen[id(p)] + seen[id(p), "old"])
+        dense = sent.clone()
+        dist.all_reduce(dense)
+        for p in net.parameters():
+            expected = dense[state._slots[id(p)]].view_as(p) / world
+            worst = max(worst, float((p.grad - expected).abs().max()))
+        optimizer.step()
+    parameters = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    return {
+        "parameters": parameters.numpy(),
+        "worst": worst,
+        "conserved": bool(conserved),
+        "empties": int(empties),
+        "buckets": len(set(buckets)),
+        "last": state.last,
+        "steps": state.step,
+    }
+
+
+def resume(rank, world):
+    """Stop at step 7, restore into a new DDP model, and go on: the same bits as never having stopped."""
+
+    def run(net, state, optimizer, steps):
+        ddp = DDP(net)
+        ddp.register_comm_hook(state, compression_hook)
+        for step in steps:
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+
+    def fresh():
+        net = model()
+        state = CompressionState(TopK(0.01), named_parameters=net.named_parameters())
+        return net, state, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    straight = fresh()
+    run(*straight, range(15))
+    first = fresh()
+    run(*first, range(7))
+    saved = first[1].state_dict()
+    second = fresh()
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(saved)
+    run(*second, range(7, 15))
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(straight[0].parameters(), second[0].parameters(), strict=True)
+    )
+    residuals = all(
+        torch.equal(straight[1].residual(a), second[1].residual(b))
+        for a, b in zip(straight[0].parameters(), second[0].parameters(), strict=True)
+    )
+    other = nn.Linear(3, 3)
+    stranger = CompressionState(TopK(0.01), named_parameters=other.named_parameters())
+    stranger.load_state_dict(saved)
+    message = ""
+    try:
+        run(other, stranger, None, [])
+        DDP(other).register_comm_hook(stranger, compression_hook)
+        ddp = DDP(other)
+        ddp.register_comm_hook(stranger, compression_hook)
+        ddp(torch.ones(1, 3)).sum().backward()
+    except Exception as error:
+        message = str(error)
+    return same, residuals, sorted(saved["residuals"]), message
+
+
+def nonfinite(rank, world):
+    """NaN on rank 1 at step 2: every rank raises the same error, and residuals are untouched."""
+    net = model()
+    ddp = DDP(net)
+    state = CompressionState(TopK(0.01), named_parameters=net.named_parameters())
+    ddp.register_comm_hook(state, compression_hook)
+    for step in range(2):
+        ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(step))).sum().backward()
+    before = [state.residual(p).clone() for p in net.parameters()]
+    x = torch.ones(4, 40)
+    if rank == 1:
+        x[0, 0] = float("nan")
+    message = ""
+    try:
+        ddp(x).sum().backward()
+    except NonFiniteGradientError as error:
+        message = str(error)
+    untouched = all(
+        torch.equal(a, state.residual(p)) for a, p in zip(before, net.parameters(), strict=True)
+    )
+    return message, untouched, state.step
+
+
+def capture_run(rank, world, path, kind, schedule, steps=8, accumulate=1):
+    """Train under DDP with a captured hook; return what the hook saw, to compare with the trace."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    from capture import Capture
+
+    net = model()
+    # PowerSGD's callbacks wait on gloo's threads: with several buckets in flight they all block each other.
+    ddp = DDP(net, bucket_cap_mb=25 if kind == "powersgd" else 0.05)
+    state, hook = None, default_hooks.allreduce_hook
+    if kind == "topk":
+        state = CompressionState(TopK(0.01), named_parameters=net.named_parameters())
+        hook = compression_hook
+    elif kind == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+        hook = powerSGD_hook.powerSGD_hook
+    offsets, position = {}, 0
+    for name, p in net.named_parameters():
+        offsets[id(p)] = (name, position)
+        position += p.numel()
+    seen, calls = [], [0]
+
+    def spy(inner: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            seen.append(np.zeros(position, np.float32))
+        calls[0] += 1
+        for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            start = offsets[id(p)][1]
+            seen[-1][start : start + p.numel()] = g.reshape(-1).numpy()
+        return hook(inner, bucket)
+
+    capture = Capture(path, ddp, schedule, total_steps=steps, metadata={"model": "mlp"})
+    ddp.register_comm_hook(*capture.wrap(state, spy))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            x = torch.randn(
+                16, 40, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+            )
+            sync = micro == accumulate - 1
+            context = torch.enable_grad() if sync else ddp.no_sync()
+            with context:
+                loss = nn.functional.cross_entropy(ddp(x), (x.sum(1) > 0).long())
+                loss.backward()
+        capture.step(loss=loss, learning_rate=0.05)
+        losses.append(loss.item())
+        optimizer.step()
+    capture.close()
+    return {"seen": seen, "losses": losses, "buckets": calls[0] / steps}
+
+
+def create_conflict(rank, world, path):
+    from capture import Capture
+
+    try:
+        Capture(path, model())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,92 @@
+"""The sparse all-gather and the DDP hook, in real processes, against dense references."""
+
+from __future__ import annotations
+
+import distributed_cases as cases
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from gradstats.compressors import COMPRESSORS, ThresholdCompressor, make_compressor
+from gradstats.errors import InputError
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_ragged_gather_equals_the_dense_mean(world):
+    reports = run_ranks(world, cases.gather_cases)
+    for case in range(12):
+        rows = [report[case] for report in reports]
+        for row in rows:
+            assert row["error"] < 1e-6
+            assert row["own"]
+            assert row["flags"] == [r + case for r in range(world)]
+            # all ranks agree, to the last bit and about the next message's size
+            assert np.array_equal(row["mean"], rows[0]["mean"])
+            assert (row["capacity"], row["messages"]) == (rows[0]["capacity"], rows[0]["messages"])
+    assert {row["messages"] for report in reports for row in report} == {1, 2}
+
+
+def test_indices_beyond_32_bits():
+    for indices, values in run_ranks(2, cases.wide_indices):
+        assert indices == [[1, 2**31 + r, 2**40] for r in range(2)]
+        assert values == [[0.0, 1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("world", "error_feedback", "ragged", "named"),
+    [(2, True, False, True), (2, False, True, True), (2, True, True, False), (4, True, True, True)],
+)
+def test_hook_conserves_averages_and_keeps_replicas_identical(world, error_feedback, ragged, named):
+    results = run_ranks(world, cases.train, 50, error_feedback, ragged, named)
+    for result in results:
+        assert result["conserved"]
+        assert result["worst"] < 1e-7
+        assert result["buckets"] > 1
+        assert result["steps"] == 50
+        assert np.array_equal(result["parameters"], results[0]["parameters"])
+        assert (result["empties"] > 0) == ragged
+        if not ragged:
+            assert result["last"].selected == round(0.01 * result["last"].numel)
+
+
+def test_stopping_and_resuming_changes_no_bit():
+    for same, residuals, names, message in run_ranks(2, cases.resume):
+        assert same
+        assert residuals
+        assert names == sorted(name for name, _ in cases.model().named_parameters())
+        assert "another model" in message
+
+
+def test_nan_on_one_rank_stops_all_of_them_with_one_message():
+    results = run_ranks(2, cases.nonfinite)
+    for message, untouched, step in results:
+        assert message.startswith("step 2: NaN or infinite gradient elements: ")
+        assert "on rank 1" in message
+        assert untouched
+        assert step == 2
+    assert "parameter 0.weight" in results[1][0]
+    assert "parameter" not in results[0][0]
+
+
+def test_compressors_by_name():
+    assert make_compressor("none", 0.01) is None
+    for name in COMPRESSORS[1:]:
+        compressor = make_compressor(name, 0.01)
+        assert isinstance(compressor, ThresholdCompressor)
+        assert compressor.target(1000) == 10
+        x = torch.from_numpy(np.random.default_rng(0).laplace(size=5000).astype(np.float32))
+        state = compressor.state_dict()
+        first = compressor.compress(x)
+        other = make_compressor(name, 0.01)
+        other.load_state_dict(state)
+        second = other.compress(x)
+        assert torch.equal(first.indices, second.indices)
+        assert torch.equal(first.values, x[first.indices])
+        assert bool((first.values.abs() >= first.threshold).all())
+    with pytest.raises(InputError, match="there are none, topk"):
+        make_compressor("nonsense", 0.01)
+    with pytest.raises(InputError, match="ratio"):
+        make_compressor("topk", 0)

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import xarray
+
+from gradstats import open_trace
+from gradstats.errors import TraceError
+from gradstats.trace import KINDS, Layer, TraceWriter, create_trace, is_trace
+
+LAYERS = [Layer("a.weight", 0, (30, 20)), Layer("a.bias", 600, (20,))]
+NUMEL = 620
+
+
+def gradient(step, rank=0, kind="gradient"):
+    x = np.random.default_rng([step, rank, kind == "corrected"]).standard_normal(NUMEL)
+    return x.astype(np.float32)
+
+
+def write(path, steps, *, rank=0, kinds=KINDS, close=True, **options):
+    writer = TraceWriter(path, rank, kinds=kinds, **options)
+    for step in steps:
+        writer.append(
+            step, {k: gradient(step, rank, k) for k in kinds}, loss=step / 2, selected=step
+        )
+    if close:
+        writer.close()
+    return writer
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "run.zarr"
+    create_trace(path, LAYERS, world_size=2, metadata={"model": "linear"})
+    return path
+
+
+@pytest.mark.parametrize("expected", [None, 5, 200])
+@pytest.mark.parametrize("compress", [False, True])
+def test_round_trip_is_bit_exact(path, expected, compress):
+    steps = list(range(0, 700, 5)) if expected is None else [1, 4, 9]
+    write(path, steps, expected_steps=expected, compress=compress)
+    trace = open_trace(path)
+    assert trace.steps() == steps
+    assert trace.layers == LAYERS
+    assert (trace.numel, trace.world_size, trace.ranks) == (NUMEL, 2, [0])
+    assert trace.attrs["model"] == "linear"
+    for step, rank, kind, values in trace.gradients():
+        assert np.array_equal(values.view(np.uint32), gradient(step, rank, kind).view(np.uint32))
+    scalars = trace.scalars()
+    assert scalars["loss"].tolist() == [s / 2 for s in steps]
+    assert scalars["selected"].tolist() == steps
+    assert np.isnan(scalars["threshold"]).all()
+
+
+def test_counts_of_zeros_and_nonfinite_values_are_kept(path):
+    x = gradient(0)
+    x[:7], x[10], x[11] = 0, np.nan, np.inf
+    writer = TraceWriter(path, 0)
+    writer.append(3, {"gradient": x})
+    writer.close()
+    trace = open_trace(path)
+    assert np.array_equal(trace.read(3), x, equal_nan=True)
+    assert trace.scalars()["gradient_zeros"].tolist() == [7]
+    assert trace.scalars()["gradient_nonfinite"].tolist() == [2]
+
+
+def test_bfloat16_is_rounded_to_nearest_and_documented(path):
+    torch = pytest.importorskip("torch")
+    x = gradient(0) * np.float32(2.0) ** np.random.default_rng(0).integers(-120, 120, NUMEL)
+    x = x.astype(np.float32)
+    x[:4] = np.nan, np.inf, -np.inf, -0.0
+    writer = TraceWriter(path, 0, dtype="bfloat16")
+    writer.append(0, {"gradient": x})
+    writer.close()
+    expected = torch.from_numpy(x).bfloat16().float().numpy()
+    assert np.array_equal(open_trace(path).read(0), expected, equal_nan=True)
+    stored = xarray.open_datatree(path, engine="zarr", consolidated=False)["rank00000"]["gradient"]
+    assert stored.dtype == np.uint16
+    assert stored.attrs["encoding"] == "bfloat16"
+
+
+def test_opens_in_xarray_without_this_package(path):
+    write(path, [0, 10, 20], expected_steps=5, close=False)
+    write(path, [0, 10], rank=1)
+    script = f"""
+import xarray, sys
+tree = xarray.open_datatree({str(path)!r}, engine="zarr", consolidated=False, chunks={{}})
+node = tree["rank00000"].to_dataset()
+assert "gradstats" not in sys.modules
+assert node.gradient.dims == ("step", "element")
+assert type(node.gradient.data).__module__.startswith("dask")
+done = node.sel(step=node.step >= 0)
+print(done.step.values.tolist(), float(done.gradient.sel(step=10).sum()), node.sizes["step"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    steps, rest = done.stdout.split("]")
+    assert steps == "[0, 10, 20"
+    assert float(rest.split()[0]) == pytest.approx(float(gradient(10).sum()), rel=1e-5)
+    assert rest.split()[1] == "5"
+    assert set(open_trace(path).to_datatree().children) == {"rank00000", "rank00001"}
+
+
+def test_what_is_not_there_is_said_in_one_line(path, tmp_path):
+    write(path, [0, 10], kinds=["gradient"])
+    trace = open_trace(path)
+    for bad, message in [
+        ((5, 0, "gradient"), "no step 5"),
+        ((0, 3, "gradient"), "no rank 3; it holds 0"),
+        ((0, 0, "corrected"), "no 'corrected'"),
+    ]:
+        with pytest.raises(TraceError, match=message):
+            trace.read(*bad)
+    with pytest.raises(TraceError, match="no such trace"):
+        open_trace(tmp_path / "nowhere")
+    with pytest.raises(TraceError, match="not a gradstats trace"):
+        open_trace(tmp_path)
+
+
+def test_existing_directories_are_respected(path, tmp_path):
+    with pytest.raises(TraceError, match="exists; choose"):
+        create_trace(path, LAYERS)
+    create_trace(path, LAYERS, overwrite=True)
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter1.tex").write_text("years of work")
+    with pytest.raises(TraceError, match="not touching it"):
+        create_trace(other, LAYERS, overwrite=True)
+    assert (other / "chapter1.tex").exists()
+    write(path, [0])
+    with pytest.raises(TraceError, match="already holds rank 0"):
+        TraceWriter(path, 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceError, match="cannot create"):
+        create_trace(tmp_path / "file" / "run.zarr", LAYERS)
+
+
+def test_versions_and_foreign_zarr_are_refused(path, tmp_path):
+    file = path / "zarr.json"
+    meta = json.loads(file.read_text())
+    meta["attributes"]["schema"] = 99
+    file.write_text(json.dumps(meta))
+    with pytest.raises(TraceError, match="schema 99; this gradstats reads 1"):
+        open_trace(path)
+    assert is_trace(path)
+    del meta["attributes"]["format"]
+    file.write_text(json.dumps(meta))
+    with pytest.raises(TraceError, match="not a gradstats trace"):
+        open_trace(path)
+    file.write_text("{")
+    assert not is_trace(path)
+
+
+def test_lost_attributes_are_damage(path):
+    file = path / "zarr.json"
+    meta = json.loads(file.read_text())
+    del meta["attributes"]["layout"]
+    file.write_text(json.dumps(meta))
+    with pytest.raises(TraceError, match="lack layout"):
+        open_trace(path)
+    meta["attributes"]["layout"] = [{"name": "x"}]
+    file.write_text(json.dumps(meta))
+    with pytest.raises(TraceError, match="unreadable parameter layout"):
+        open_trace(path)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
+def test_damaged_chunks_are_errors_not_numbers(path, damage):
+    write(path, [0, 1, 2])
+    chunk = path / "rank00000" / "gradient" / "c" / "1" / "0"
+    raw = bytearray(chunk.read_bytes())
+    if damage == "truncate":
+        chunk.write_bytes(raw[: len(raw) // 2])
+    elif damage == "remove":
+        chunk.unlink()
+    else:
+        raw[100] ^= 1
+        chunk.write_bytes(raw)
+    trace = open_trace(path)
+    with pytest.raises(TraceError, match=r"step 1, rank 0 is damaged") as caught:
+        trace.read(1)
+    assert "\n" not in str(caught.value)
+    assert np.array_equal(trace.read(2), gradient(2))
+
+
+def test_damaged_metadata_is_one_line(path):
+    write(path, [0])
+    (path / "rank00000" / "step" / "zarr.json").write_text("{}")
+    with pytest.raises(TraceError, match="is damaged") as caught:
+        open_trace(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_unpickled():
+    from conftest import ROOT
+
+    for file in [*(ROOT / "gradstats").rglob("*.py"), *(ROOT / "capture").rglob("*.py")]:
+        text = file.read_text()
+        assert "allow_pickle=True" not in text
+        assert "weights_only=False" not in text
+        assert "import pickle" not in text
+
+
+def test_wrong_arrays_are_refused_before_the_commit(path):
+    writer = TraceWriter(path, 0)
+    for bad in (np.zeros(3, np.float32), np.zeros(NUMEL)):
+        with pytest.raises(TraceError, match="expected float32"):
+            writer.append(0, {"gradient": bad})
+    writer.append(1, {"gradient": gradient(1)})
+    writer.close()
+    assert open_trace(path).steps() == [1]
+
+
+KILLED = """
+import sys
+from test_trace import *
+path, rank = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+writer = TraceWriter(path, rank, kinds=KINDS, expected_steps=[None, 100_000][rank])
+for step in range(100_000):
+    writer.append(step, {k: gradient(step, rank, k) for k in KINDS}, loss=step)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sigkill_at_50_random_moments_loses_only_uncommitted_steps(tmp_path):
+    """Ranks take turns: one grows its arrays as it goes, the other has them laid out."""
+    rng = random.Random(0)
+    from conftest import ROOT
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    committed = []
+    for trial in range(50):
+        path = tmp_path / f"{trial}.zarr"
+        create_trace(path, LAYERS)
+        rank = trial % 2
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0, 1.2))
+        process.send_signal(signal.SIGKILL)
+        reported = process.stdout.read().split()
+        process.wait()
+        process.stdout.close()
+        trace = open_trace(path)
+        if not trace.ranks:
+            assert not reported
+            committed.append(0)
+            continue
+        steps = trace.steps(rank)
+        # every step whose append returned is there; at most one more was committed and not reported
+        assert len(reported) <= len(steps) <= len(reported) + 1
+        assert steps == list(range(len(steps)))
+        for step in steps:
+            for kind in KINDS:
+                assert np.array_equal(trace.read(step, rank, kind), gradient(step, rank, kind))
+        assert trace.scalars(rank)["loss"].tolist() == steps
+        committed.append(len(steps))
+    assert sum(n > 0 for n in committed) > 25
+    assert len(set(committed)) > 10
