@@ -195,7 +195,8 @@ def _load(path: Path) -> dict[str, Any]:
         if path.suffix == ".npy":
             arrays = {"gradient": np.load(path, mmap_mode="r", allow_pickle=False)}
         elif path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
+            # np.load leaves a file it cannot read open; this closes it
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 arrays = dict(archive)
         elif path.suffix == ".safetensors":
             from safetensors.torch import load_file

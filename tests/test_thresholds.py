@@ -66,7 +66,7 @@ def test_dgc_is_unbiased_on_shuffled_data_and_trims_excess():
 
 def test_dgc_state_resumes_bit_identically_and_leaves_global_state_alone():
     x = np.random.default_rng(5).laplace(size=50_000).astype(np.float32)
-    before = np.random.get_state()[1].copy(), torch.get_rng_state()
+    before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
     a = DGC(seed=3)
     a.estimate(x, 0.01)
     saved = a.state_dict()
@@ -74,7 +74,7 @@ def test_dgc_state_resumes_bit_identically_and_leaves_global_state_alone():
     b = DGC(seed=99)
     b.load_state_dict(saved)
     assert [b.estimate(x, 0.01).threshold for _ in range(3)] == later
-    assert np.array_equal(before[0], np.random.get_state()[1])
+    assert np.array_equal(before[0], np.random.get_state()[1])  # noqa: NPY002
     assert torch.equal(before[1], torch.get_rng_state())
 
 
@@ -160,7 +160,7 @@ def test_options_and_objects():
         threshold(x, 0.1, Exact(), stages=2)
     with pytest.raises(InputError, match="there are exact, dgc"):
         make_estimator("nonsense")
-    with pytest.raises(InputError, match="exact.*arguments"):
+    with pytest.raises(InputError, match=r"exact.*arguments"):
         make_estimator("exact", stages=3)
     for options in ({"stages": 0}, {"first_ratio": 1.5}):
         with pytest.raises(InputError):

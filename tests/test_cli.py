@@ -1,0 +1,212 @@
+"""The terminal, as a user meets it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import DATA, ROOT
+
+from gradstats.tables import render
+
+COMMANDS = ("info", "fit", "compressibility", "quality", "report", "capture", "demo")
+EF = str(DATA / "resnet20-ef.zarr")
+GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
+
+
+def run(*args, **options):
+    return subprocess.run(
+        [GRADSTATS, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def records(*args):
+    done = run(*args, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+FIELDS = {
+    ("info", EF): {"step", "rank", "kind", "numel"},
+    ("fit", EF, "--step", "100"): {
+        "step", "rank", "kind", "layer", "model", "params", "nll", "aic", "ks", "tail_error",
+    },
+    ("compressibility", EF): {
+        "step", "rank", "kind", "p", "p_low", "p_high", "c1", "window", "compressible",
+    },
+    ("quality", EF): {"estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "fields"), FIELDS.items(), ids=lambda v: v[0] if isinstance(v, tuple) else ""
+)
+def test_json_records_have_the_fields_of_the_design(command, fields):
+    for record in records(*command):
+        assert record.keys() >= fields
+
+
+def test_the_command_of_issue_2():
+    found = records(
+        "quality", EF, *"--ratio 0.1 --ratio 0.01 --ratio 0.001".split(),
+        *"--estimator exact --estimator dgc --estimator sidco-e".split(),
+    )  # fmt: skip
+    assert len(found) == 18
+    assert all(r["mean"] == 1 for r in found if r["estimator"] == "exact")
+    assert {r["kind"] for r in found} == {"gradient", "corrected"}
+
+
+def test_layers_steps_kinds_and_windows_can_be_chosen():
+    found = records(
+        "fit", EF, "--per-layer", "--step", 10, "--kind", "corrected", "--model", "laplace"
+    )
+    assert len(found) == 60
+    assert {r["kind"] for r in found} == {"corrected"}
+    assert {r["window"] for r in records("compressibility", EF, "--window", "5:500")} == {"5-500"}
+    kinds = [r["kind"] for r in records("compressibility", EF)]
+    assert kinds[-2:] == ["uniform", "halfnorm"]
+    one = records("quality", EF, "--estimator", "sidco-e", "--ratio", 0.001, "--stages", 1)
+    assert one[0]["mean"] > 2
+
+
+def test_tables_fit_80_columns_and_other_formats_parse(tmp_path):
+    for command in [
+        ("quality", DATA),
+        ("fit", DATA, "--step", 10),
+        ("compressibility", DATA),
+        ("info", EF),
+    ]:
+        done = run(*command)
+        assert done.returncode == 0, done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        rows = list(csv.DictReader(run(*command, "--format", "csv").stdout.splitlines()))
+        assert len(rows) == len(records(*command))
+        lines = run(*command, "--format", "markdown").stdout.splitlines()
+        assert all(line.count("|") == lines[0].count("|") for line in lines)
+        latex = run(*command, "--format", "latex").stdout
+        assert latex.startswith("\\begin{tabular}")
+        assert "_" not in latex.replace("\\_", "")
+    out = tmp_path / "q.json"
+    assert run("quality", EF, "--format", "json", "-o", out).stdout == ""
+    assert json.loads(out.read_text()) == records("quality", EF)
+
+
+ERRORS = [
+    (("quality", EF, "--estimator", "foo"), "no estimator 'foo'; there are exact"),
+    (("quality", EF, "--ratio", 2), "ratio must be in (0, 1]"),
+    (("quality", EF, "--step", 5), "it holds steps 10, 100, 1000, 2999"),
+    (("quality", EF, "--format", "xml"), "no format 'xml'; there are table"),
+    (("quality", DATA / "nothing.zarr"), "data holds resnet20-ef.zarr"),
+    (("fit", EF, "--model", "cauchy"), "no model 'cauchy'; there are laplace"),
+    (("compressibility", EF, "--window", "a"), "two ranks like 1:1000"),
+    (("info", ROOT / "pyproject.toml"), "not a trace, nor one of"),
+    (("info", EF, "-o", "/nowhere/x"), "cannot write /nowhere/x"),
+    (("report", EF, "-o", "/proc/x.html"), "cannot write /proc/x.html"),
+    (("capture", "foo", "--out", "x.zarr"), "no workload 'foo'; there are resnet20-digits"),
+    (("capture", "lstm-ptb", "--out", "x.zarr"), "--data-dir"),
+    (
+        ("capture", "lstm-ptb", "--out", "x.zarr", "--data-dir", "/tmp"),
+        "holds none of ptb.train.txt",
+    ),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"), "there are none, topk"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--steps", 0), "steps must be at least 1"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--nproc", 0), "nproc must be at least 1"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--dtype", "int8"), "no dtype 'int8'"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), ERRORS, ids=[m for _, m in ERRORS])
+def test_errors_are_one_line_and_exit_2(command, message, tmp_path):
+    done = run(*command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert message in lines[0]
+
+
+def test_usage_errors_exit_2_too():
+    assert run("quality").returncode == 2
+    assert run("nonsense").returncode == 2
+    assert run("--version").stdout == "gradstats 0.1.0\n"
+
+
+def test_every_command_has_help_and_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for command in COMMANDS:
+        done = run(command, "--help", env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"})
+        assert done.returncode == 0
+        assert len(done.stdout) > 200
+        assert f"gradstats {command}" in readme
+    listed = run("--help").stdout
+    assert all(command in listed for command in COMMANDS)
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{GRADSTATS} info {EF} --format csv | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("trace,")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path):
+    x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [GRADSTATS, "quality", tmp_path / "x.npy"],
+        stderr=follower,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    os.close(follower)
+    shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert "quality" in shown
+    assert "1/1" in shown
+    assert b"sidco-e" in done.stdout
+
+
+def test_rendering_of_numbers_and_nothing():
+    row = {
+        "a": 0.123456,
+        "b": float("nan"),
+        "c": True,
+        "d": {"x": 1.5, "loc": 0},
+        "e": 1e-7,
+        "f": None,
+    }
+    assert json.loads(render([row], "json"))[0]["b"] is None
+    assert (
+        render([row], "markdown").splitlines()[-1] == "| 0.123 | – | yes | x=1.50 | 1.00e-07 | – |"
+    )
+    assert render([], "json") == "[]"
+    assert render([], "csv") == ""
+    for format in ("table", "markdown", "latex"):
+        assert isinstance(render([], format), str)
+
+
+def test_report_is_one_self_contained_page(tmp_path):
+    page = tmp_path / "deep" / "report.html"
+    done = run("report", DATA, "-o", page)
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert page.stat().st_size < 5_000_000
+    assert text.count("<img ") == text.count('alt="') >= 10
+    assert 'src="data:image/png;base64,' in text
+    assert "http://" not in text
+    assert "https://" not in text
+    for name in ("resnet20", "resnet20-ef", "uniform", "sidco-e"):
+        assert name in text

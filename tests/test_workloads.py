@@ -1,0 +1,185 @@
+"""Reference runs, for real: torchrun's agent, gloo, several processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from capture.workloads import WORKLOADS, RunConfig, run, workload_info
+from capture.workloads.images import load_cifar10, load_digits
+from capture.workloads.launch import RunFailedError
+from capture.workloads.lstm import WordLSTM
+from capture.workloads.resnet20 import ResNet20
+from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
+from gradstats import open_trace
+from gradstats.errors import InputError
+
+GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
+
+
+def test_parameter_counts_are_the_papers():
+    assert sum(p.numel() for p in ResNet20().parameters()) == 269_722
+    with torch.device("meta"):
+        assert sum(p.numel() for p in WordLSTM(10_000, 1500).parameters()) == 66_034_000
+
+
+def test_digits_are_all_there_and_channels_differ():
+    digits = load_digits()
+    assert len(digits) == 1797
+    images, labels = digits.batch(3, 32, 1, 2, seed=0)
+    assert images.shape == (32, 3, 16, 16)
+    assert set(labels.tolist()) <= set(range(10))
+    assert not torch.equal(images[:, 0], images[:, 1])
+    again, _ = load_digits().batch(3, 32, 1, 2, seed=0)
+    assert torch.equal(images, again)
+    other, _ = digits.batch(3, 32, 0, 2, seed=0)
+    assert not torch.equal(images, other)
+
+
+def test_an_epoch_shows_every_image_once():
+    digits = load_digits()
+    digits._labels = torch.arange(1797)  # labels that tell the images apart
+    seen = torch.cat([digits.batch(s, 32, r, 2, seed=1)[1] for s in range(28) for r in (0, 1)])
+    assert len(set(seen.tolist())) == 28 * 64
+
+
+def test_cifar10_records_are_read_as_documented(tmp_path):
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (20, 3073), np.uint8)
+    raw[:, 0] %= 10
+    raw.tofile(tmp_path / "data_batch_3.bin")
+    images = load_cifar10(tmp_path)
+    assert len(images) == 20
+    pixels = raw[:, 1:].reshape(20, 3, 32, 32).astype(np.float32) / 255
+    mean = pixels.mean((0, 2, 3), keepdims=True)
+    expected = (pixels - mean) / pixels.std((0, 2, 3), keepdims=True, ddof=1)
+    assert np.allclose(images._padded[:, :, 4:-4, 4:-4], expected, atol=1e-4)
+    (tmp_path / "data_batch_3.bin").write_bytes(raw.tobytes()[:-1])
+    with pytest.raises(InputError, match="not whole records"):
+        load_cifar10(tmp_path)
+    raw[0, 0] = 77
+    raw.tofile(tmp_path / "data_batch_3.bin")
+    with pytest.raises(InputError, match="label 77"):
+        load_cifar10(tmp_path)
+
+
+def test_cifar10_of_the_shared_folder(cifar10):
+    images = load_cifar10(cifar10)
+    assert len(images) == 20_000
+    assert torch.bincount(images._labels).min() > 1800
+
+
+def test_texts(ptb):
+    words = load_ptb(ptb)
+    assert len(words) == 929_589
+    assert len(set(words)) == 10_000
+    ids = words_to_ids(words, 10_000)
+    assert int(ids.max()) == 9999
+    assert float((ids == 0).float().mean()) == pytest.approx(words.count("<unk>") / len(words))
+
+
+def test_pydoc_is_english():
+    words = load_pydoc()
+    assert len(words) > 50_000
+    assert words.count("the") > 1000
+    ids = words_to_ids(words, 1000)
+    assert set(ids.unique().tolist()) == set(range(1000))
+
+
+def test_bad_settings_never_start_a_process(tmp_path):
+    for config in (
+        RunConfig(workload="nonsense"),
+        RunConfig(workload="lstm-ptb"),
+        RunConfig(workload="lstm-pydoc", hidden=1),
+        RunConfig(workload="resnet20-digits", ratio=2),
+    ):
+        with pytest.raises(InputError):
+            run(config)
+    assert workload_info("lstm-ptb") is WORKLOADS["lstm-ptb"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_failing_rank_is_one_line():
+    with pytest.raises(
+        RunFailedError, match=r"rank \d failed: InputError: a batch of 4000 .* 1797 images"
+    ):
+        run(RunConfig(workload="resnet20-digits", batch_size=2000, steps=1))
+    with pytest.raises(RunFailedError, match="too short"):
+        run(RunConfig(workload="lstm-pydoc", batch_size=20_000, steps=1, nproc=1))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_same_seed_same_gradients_and_capture_changes_no_loss(tmp_path):
+    config = RunConfig(workload="resnet20-digits", steps=12, every=4, compressor="dgc")
+    results = [run(config.replace(out=tmp_path / f"{name}.zarr")) for name in "ab"]
+    bare = run(config)
+    other = run(config.replace(seed=1))
+    assert results[0].losses == results[1].losses == bare.losses
+    assert results[0].checksum == results[1].checksum == bare.checksum
+    assert other.losses != bare.losses
+    traces = [open_trace(tmp_path / f"{name}.zarr") for name in "ab"]
+    assert traces[0].steps() == [0, 4, 8]
+    assert traces[0].ranks == [0, 1]
+    for (*key, a), (*same, b) in zip(traces[0].gradients(), traces[1].gradients(), strict=True):
+        assert key == same
+        assert np.array_equal(a, b)
+    assert traces[0].scalars()["loss"].tolist() == [results[0].losses[s] for s in (0, 4, 8)]
+    stored = traces[0].attrs
+    assert (stored["model"], stored["data"], stored["compressor"]) == ("resnet20", "digits", "dgc")
+    assert (stored["ratio"], stored["error_feedback"], stored["seed"]) == (0.001, True, 0)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"compressor": "none"}, {"compressor": "sidco-e", "error_feedback": False}]
+)
+def test_training_learns(options):
+    losses = run(RunConfig(workload="resnet20-digits", steps=60, ratio=0.01, **options)).losses
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
+
+
+def command(*args):
+    done = subprocess.run(
+        [GRADSTATS, *map(str, args)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_cifar10_and_ptb_runs_over_shared_data(tmp_path, cifar10, ptb):
+    command("capture", "resnet20-cifar10", "--out", tmp_path / "c.zarr", "--steps", 3, "--every", 1,
+            "--data-dir", cifar10, "--batch-size", 16, "--rank", 1, "--no-error-feedback")  # fmt: skip
+    trace = open_trace(tmp_path / "c.zarr")
+    assert (trace.ranks, trace.steps(), trace.kinds(1)) == ([1], [0, 1, 2], ["gradient"])
+    command("capture", "lstm-ptb", "--out", tmp_path / "p.zarr", "--steps", 3, "--at", 2, "--hidden", 64,
+            "--data-dir", ptb, "--vocab", 2000, "--dtype", "bfloat16", "--nproc", 1)  # fmt: skip
+    trace = open_trace(tmp_path / "p.zarr")
+    assert trace.numel == 2 * 2000 * 64 + 2000 + 2 * (4 * 64 * 128 + 8 * 64)
+    assert trace.steps() == [2]
+    rows = json.loads(command("info", tmp_path / "p.zarr", "--format", "json").stdout)
+    # words of the vocabulary that no batch holds leave their rows of the embedding at zero
+    assert rows[0]["zeros"] > 10_000
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_demo_from_a_to_z(tmp_path):
+    done = command("demo", "--out", tmp_path / "demo", "--steps", 20)
+    assert "Estimation quality" in done.stdout
+    assert "resnet20" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000
+    assert "Try next" in done.stderr
+    for name in ("topk", "topk-ef"):
+        assert len(open_trace(tmp_path / "demo" / f"{name}.zarr").steps()) == 20
