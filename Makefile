@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean demo lab lint test types
+.PHONY: .venv clean demo lab lint notebooks test types
 
 demo: .venv
 	$(BIN)/gradstats demo --out demo
@@ -30,3 +30,7 @@ lab: .venv
 
 clean:
 	rm -rf .venv demo
+
+# Execute the notebooks in place, so that the outputs committed are current.
+notebooks: .venv
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb

@@ -143,9 +143,9 @@ def demo(
 
 def _tables(out: Path) -> None:
     """Print the two tables of the demo: the decay at a few steps, and the estimation quality."""
+    from gradstats._quality import quality
     from gradstats.analysis import compressibility_records
     from gradstats.cli import emit
-    from gradstats.quality import quality
     from gradstats.sources import open_sources
     from gradstats.thresholds import ESTIMATORS
 

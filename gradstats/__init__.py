@@ -1,6 +1,7 @@
 """Statistical analysis of gradients: capture, model, threshold.
 
-Everything public is reachable from here and loads when first used.
+Everything public is reachable from here and loads when first used. A function and a module of one name would
+shadow each other (importing ``gradstats.fit`` sets the attribute ``fit``), so those modules have an underscore.
 """
 
 from __future__ import annotations
@@ -10,29 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstats import compressors, distributions, plots, thresholds
-    from gradstats.compressibility import compressibility
+    from gradstats._compressibility import compressibility
+    from gradstats._fit import Fit, FitError, fit
+    from gradstats._quality import quality, quality_series
     from gradstats.errors import GradstatsError, InputError, NonFiniteGradientError, TraceError
-    from gradstats.fit import Fit, fit
     from gradstats.primitives import histogram, moments, select
-    from gradstats.quality import quality
     from gradstats.thresholds import threshold
     from gradstats.trace import Trace, open_trace
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Fit": "gradstats.fit",
+    "Fit": "gradstats._fit",
+    "FitError": "gradstats._fit",
     "GradstatsError": "gradstats.errors",
     "InputError": "gradstats.errors",
     "NonFiniteGradientError": "gradstats.errors",
     "Trace": "gradstats.trace",
     "TraceError": "gradstats.errors",
-    "compressibility": "gradstats.compressibility",
-    "fit": "gradstats.fit",
+    "compressibility": "gradstats._compressibility",
+    "fit": "gradstats._fit",
     "histogram": "gradstats.primitives",
     "moments": "gradstats.primitives",
     "open_trace": "gradstats.trace",
-    "quality": "gradstats.quality",
+    "quality": "gradstats._quality",
+    "quality_series": "gradstats._quality",
     "select": "gradstats.primitives",
     "threshold": "gradstats.thresholds",
 }
@@ -40,6 +43,7 @@ _MODULES = ("compressors", "distributions", "plots", "thresholds")
 
 __all__ = [
     "Fit",
+    "FitError",
     "GradstatsError",
     "InputError",
     "NonFiniteGradientError",
@@ -54,6 +58,7 @@ __all__ = [
     "open_trace",
     "plots",
     "quality",
+    "quality_series",
     "select",
     "threshold",
     "thresholds",
@@ -67,7 +72,6 @@ def __getattr__(name: str) -> Any:
         value = import_module(f"gradstats.{name}")
     else:
         raise AttributeError(f"module 'gradstats' has no attribute {name!r}")
-    # Cached, and so that the function `fit` is found before the submodule of the same name.
     globals()[name] = value
     return value
 

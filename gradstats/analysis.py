@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from gradstats.compressibility import CONTROLS, Compressibility, compressibility, control
+from gradstats._compressibility import CONTROLS, Compressibility, compressibility, control
+from gradstats._fit import MODELS, FitError, fit_moments
 from gradstats.errors import InputError
-from gradstats.fit import MODELS, FitError, fit_moments
 from gradstats.goodness import goodness, sorted_magnitudes
 from gradstats.primitives import Array, moments, numel_of
 from gradstats.sources import Captured, Source, TraceSource

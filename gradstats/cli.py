@@ -194,8 +194,8 @@ def fit(
     output: OutputOption = None,
 ) -> None:
     """Fit sparsity-inducing distributions and measure their distance from the data."""
+    from gradstats._fit import MODELS
     from gradstats.analysis import fit_records
-    from gradstats.fit import MODELS
     from gradstats.sources import open_sources
 
     _check_format(format)
@@ -295,7 +295,7 @@ def quality(
     output: OutputOption = None,
 ) -> None:
     """Compare how many elements thresholds keep with how many they should: k̂/k."""
-    from gradstats.quality import quality as measure
+    from gradstats._quality import quality as measure
     from gradstats.sources import open_sources
     from gradstats.thresholds import ESTIMATORS
 

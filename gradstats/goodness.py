@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.fit import Fit
+from gradstats._fit import Fit
 from gradstats.primitives import Array
 from gradstats.primitives._array import check, flat_chunks
 from gradstats.thresholds import target_count

@@ -14,8 +14,8 @@ import seaborn as sns
 from matplotlib.ticker import LogFormatter, NullFormatter
 from numpy.typing import NDArray
 
-from gradstats.compressibility import CONTROLS, control
-from gradstats.fit import Fit
+from gradstats._compressibility import CONTROLS, control
+from gradstats._fit import Fit
 from gradstats.goodness import sorted_magnitudes
 from gradstats.primitives import Array, numel_of
 

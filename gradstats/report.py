@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradstats._compressibility import default_window
+from gradstats._fit import MODELS, FitError, fit_moments
+from gradstats._quality import quality
 from gradstats.analysis import compressibility_records, fit_records
-from gradstats.compressibility import default_window
 from gradstats.errors import InputError
-from gradstats.fit import MODELS, FitError, fit_moments
 from gradstats.primitives import moments, numel_of
-from gradstats.quality import quality
 from gradstats.sources import Captured, Source, TraceSource
 from gradstats.tables import progress_bar
 from gradstats.thresholds import ESTIMATORS

@@ -158,7 +158,12 @@ def _terminal(
         table.add_row(*row)
     stream = io.StringIO()
     console = Console(
-        file=stream, width=width, force_terminal=color, no_color=not color, highlight=False
+        file=stream,
+        width=width,
+        force_jupyter=False,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
     )
     console.print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

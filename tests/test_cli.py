@@ -60,8 +60,8 @@ def test_json_records_have_the_fields_of_the_design(command, fields):
 
 def test_the_command_of_issue_2():
     found = records(
-        "quality", EF, *"--ratio 0.1 --ratio 0.01 --ratio 0.001".split(),
-        *"--estimator exact --estimator dgc --estimator sidco-e".split(),
+        "quality", EF, *["--ratio", "0.1", "--ratio", "0.01", "--ratio", "0.001"],
+        *["--estimator", "exact", "--estimator", "dgc", "--estimator", "sidco-e"],
     )  # fmt: skip
     assert len(found) == 18
     assert all(r["mean"] == 1 for r in found if r["estimator"] == "exact")

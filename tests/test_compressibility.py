@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from gradstats import compressibility
-from gradstats.compressibility import CONTROLS, control
+from gradstats._compressibility import CONTROLS, control
 from gradstats.errors import InputError
 
 

@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from gradstats import fit
+from gradstats._fit import MODELS, FitError
 from gradstats.distributions import DISTRIBUTIONS, double_genpareto
 from gradstats.errors import InputError
-from gradstats.fit import MODELS, FitError
 from gradstats.goodness import goodness, sorted_magnitudes
 from gradstats.primitives import kth_largest
 

@@ -62,7 +62,7 @@ def test_imports_point_one_way(name, path):
 
 def test_scalar_modules_are_free_of_torch():
     """Fits, goodness, compressibility and tables are pure functions of what primitives return."""
-    for name in ("fit", "goodness", "compressibility", "tables", "analysis", "quality", "trace"):
+    for name in ("_fit", "_compressibility", "_quality", "goodness", "tables", "analysis", "trace"):
         path = ROOT / "gradstats" / f"{name}.py"
         assert not any(i.split(".")[0] == "torch" for i in imports(path, name)), name
 
@@ -88,6 +88,11 @@ def test_help_loads_nothing_heavy():
     heavy |= {"pandas", "sklearn", "numpy", "dask"}
     assert not loaded_by(run_help) & heavy
     assert not loaded_by("import gradstats, capture") & heavy
+
+
+def test_functions_are_not_shadowed_by_the_modules_they_live_in():
+    code = "import gradstats.analysis, gradstats.plots, gradstats\nassert callable(gradstats.fit)"
+    loaded_by(code + "\nassert callable(gradstats.quality) and callable(gradstats.compressibility)")
 
 
 def test_a_threshold_of_an_array_needs_no_torch():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from gradstats import quality
+from gradstats._quality import noise_floor, quality_series
 from gradstats.errors import InputError
-from gradstats.quality import noise_floor, quality_series
 from gradstats.thresholds import ESTIMATORS
 
 FIELDS = {"estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"}
