@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean demo lab lint notebooks test types
+.PHONY: .venv clean demo figures lab lint notebooks test types
 
 demo: .venv
 	$(BIN)/gradstats demo --out demo
@@ -34,3 +34,6 @@ clean:
 # Execute the notebooks in place, so that the outputs committed are current.
 notebooks: .venv
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+figures: .venv
+	$(BIN)/python docs/figures.py
