@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradstats._fit import Fit, FitError, fit
     from gradstats._quality import quality, quality_series
     from gradstats.errors import GradstatsError, InputError, NonFiniteGradientError, TraceError
-    from gradstats.primitives import histogram, moments, select
+    from gradstats.primitives import histogram, moments, select, warm_up
     from gradstats.thresholds import threshold
     from gradstats.trace import Trace, open_trace
 
@@ -38,6 +38,7 @@ _HOME = {
     "quality_series": "gradstats._quality",
     "select": "gradstats.primitives",
     "threshold": "gradstats.thresholds",
+    "warm_up": "gradstats.primitives",
 }
 _MODULES = ("compressors", "distributions", "plots", "thresholds")
 
@@ -62,6 +63,7 @@ __all__ = [
     "select",
     "threshold",
     "thresholds",
+    "warm_up",
 ]
 
 

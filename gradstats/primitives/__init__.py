@@ -9,16 +9,31 @@ what they return. None of them makes a temporary as large as the gradient.
 from gradstats.primitives._array import Array, Selection, numel_of
 from gradstats.primitives._histogram import Histogram, histogram
 from gradstats.primitives._moments import Moments, moments
-from gradstats.primitives._select import kth_largest, select
+from gradstats.primitives._parallel import get_num_threads, set_num_threads
+from gradstats.primitives._select import kth_largest, select, top_candidates
 
 __all__ = [
     "Array",
     "Histogram",
     "Moments",
     "Selection",
+    "get_num_threads",
     "histogram",
     "kth_largest",
     "moments",
     "numel_of",
     "select",
+    "set_num_threads",
+    "top_candidates",
+    "warm_up",
 ]
+
+
+def warm_up() -> None:
+    """Compile the primitives (seconds, once per installation) or load them from the cache.
+
+    Otherwise the first call does; building a live compressor's state does too, so that no hook waits for it.
+    """
+    from gradstats.primitives import _kernels
+
+    _kernels.warm_up()

@@ -75,10 +75,41 @@ def check(x: Array) -> Array:
     return array
 
 
+def as_numpy(x: Array) -> NDArray[Any]:
+    """Bring a small array to NumPy, float32 or float64."""
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        return x.to("cpu", torch.float64 if x.dtype == torch.float64 else torch.float32).numpy()
+    return np.asarray(x, np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def torch_index(index: NDArray[np.int64], like: Array) -> Array:
+    """Return `index` in a form that indexes `like` on its device."""
+    if not is_tensor(like):
+        return index
+    moved: Array = sys.modules["torch"].from_numpy(index).to(like.device)
+    return moved
+
+
 def wide_dtype(x: Array) -> np.dtype[Any]:
     """Return the dtype in which the chunks of `x` arrive: float64 for float64, float32 for the rest."""
     double = "float64" in str(x.dtype)
     return np.dtype(np.float64 if double else np.float32)
+
+
+def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
+    """Return a flat view of a contiguous float32 or float64 CPU array and where its blocks start.
+
+    None if there is no such view without a copy.
+    """
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+            return None
+        x = x.numpy()
+    if not x.flags.c_contiguous or x.dtype not in (np.float32, np.float64) or not x.dtype.isnative:
+        return None
+    return x.reshape(-1), range(0, x.size, size)
 
 
 def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]]]:

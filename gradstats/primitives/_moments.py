@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives._array import Array, check, flat_chunks, numel_of
+from gradstats.primitives._array import Array, check, numel_of
+from gradstats.primitives._parallel import map_blocks
 
 __all__ = ["Moments", "moments"]
 
@@ -89,37 +92,45 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
     if not above >= 0:
         raise InputError(f"above must be a non-negative magnitude, not {above}")
     x = check(x)
-    count = zeros = nonfinite = 0
-    sum_abs = sum_squares = largest = 0.0
-    sum_log = 0.0 if log else float("nan")
-    for _, chunk in flat_chunks(x):
-        magnitude = np.abs(chunk, dtype=np.float64)
-        finite = np.isfinite(magnitude)
-        bad = magnitude.size - int(np.count_nonzero(finite))
-        if bad:
-            nonfinite += bad
-            magnitude = magnitude[finite]
-        nonzero = int(np.count_nonzero(magnitude))
-        zeros += magnitude.size - nonzero
-        if above > 0:
-            magnitude = magnitude[magnitude >= above]
-        elif nonzero < magnitude.size:
-            magnitude = magnitude[magnitude > 0]
-        if magnitude.size:
-            count += magnitude.size
-            sum_abs += float(magnitude.sum())
-            sum_squares += float(np.square(magnitude).sum())
-            largest = max(largest, float(magnitude.max()))
-            if log:
-                sum_log += float(np.log(magnitude).sum())
+    parts = map_blocks(lambda _, block: _block(block, above, log), x)
+    count, zeros, nonfinite = (int(sum(part[i] for part in parts)) for i in range(3))
+    sum_abs, sum_squares, sum_log = (sum(part[i] for part in parts) for i in range(3, 6))
+    largest = max((part[6] for part in parts), default=0.0)
     return Moments(
         numel=numel_of(x),
         count=count,
         zeros=zeros,
         nonfinite=nonfinite,
-        sum_abs=sum_abs,
-        sum_squares=sum_squares,
-        sum_log=sum_log,
+        sum_abs=float(sum_abs),
+        sum_squares=float(sum_squares),
+        sum_log=sum_log if log else float("nan"),
         max=largest,
         above=above,
+    )
+
+
+_Sums: TypeAlias = tuple[int, int, int, float, float, float, float]
+
+
+def _block(block: NDArray[Any], above: float, log: bool) -> _Sums:
+    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) of one block."""
+    if block.dtype == np.float32:
+        from gradstats.primitives._kernels import block_moments
+
+        with np.errstate(over="ignore"):
+            *sums, largest = block_moments(block, np.float32(above), log)
+        return (*sums, float(largest))  # type: ignore[return-value]
+    magnitude = np.abs(block)
+    finite = magnitude[np.isfinite(magnitude)]
+    kept = finite[(finite > 0) & (finite >= above)]
+    with np.errstate(over="ignore"):  # squares beyond float64's range are infinite
+        squares = float(np.square(kept).sum())
+    return (
+        kept.size,
+        finite.size - int(np.count_nonzero(finite)),
+        magnitude.size - finite.size,
+        float(kept.sum()),
+        squares,
+        float(np.log(kept).sum()) if log else 0.0,
+        float(kept.max(initial=0.0)),
     )

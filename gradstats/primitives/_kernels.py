@@ -1,0 +1,177 @@
+"""Compiled loops over one contiguous float32 block; they release the GIL.
+
+NumPy on cache-sized chunks needs one sweep of the cache per operation and a temporary for each; these loops make
+one sweep in all (`docs/measurements.md` has both). Compilation is cached on disk by Numba;
+:func:`gradstats.warm_up` does it ahead of time.
+
+Magnitudes are compared through their bits: for non-negative floats the order of the bits is the order of the
+values, zero has no bits set, and everything above the bits of infinity is NaN. No flag of the
+floating-point unit (such as flushing denormals) can change that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+__all__ = ["block_histogram", "block_moments", "block_select", "warm_up"]
+
+_MASK = np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
+_SUB = 2048
+"""Elements per sub-block: 8 kB, which the first-level cache keeps between the loops over it."""
+_PROBE = 64
+_LN2 = 0.6931471805599453
+
+# Sums may be reordered (that is what makes them vector instructions), but NaN and infinity keep their meaning.
+_FAST = {"reassoc", "nsz", "contract"}
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
+    total = 0.0
+    squares = 0.0
+    for i in range(x.size):
+        a = np.float64(abs(x[i]))
+        total += a
+        squares += a * a
+    return total, squares
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _sums_above(x: NDArray[np.float32], above: np.float32) -> tuple[float, float, int]:
+    total = 0.0
+    squares = 0.0
+    count = np.int32(0)
+    for i in range(x.size):
+        magnitude = abs(x[i])
+        kept = magnitude >= above
+        a = np.float64(magnitude if kept else np.float32(0))
+        total += a
+        squares += a * a
+        count += np.int32(kept)
+    return total, squares, count
+
+
+@njit(nogil=True, cache=True)
+def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
+    """Return the largest magnitude's bits and the number of zeros."""
+    largest = np.int32(0)
+    zeros = np.int32(0)
+    for i in range(bits.size):
+        b = np.int32(bits[i] & _MASK)
+        largest = b if b > largest else largest
+        zeros += np.int32(b == 0)
+    return largest, zeros
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _sum_log(x: NDArray[np.float32]) -> float:
+    """Sum ln|x| of finite non-zero elements: exponents add up, mantissas multiply, one logarithm per 512."""
+    total = 0.0
+    exponents = np.int64(0)
+    for start in range(0, x.size, 512):
+        product = 1.0
+        for i in range(start, min(start + 512, x.size)):
+            # as float64 every float32 is normal: its exponent field says it all
+            u = np.float64(x[i]).view(np.uint64)
+            exponents += np.int64((u >> np.uint64(52)) & np.uint64(0x7FF)) - 1023
+            mantissa = np.uint64((u & np.uint64(0xFFFFFFFFFFFFF)) | np.uint64(0x3FF0000000000000))
+            product *= mantissa.view(np.float64)
+        total += np.log(product)
+    return total + exponents * _LN2
+
+
+@njit(nogil=True, cache=True)
+def block_moments(
+    x: NDArray[np.float32], above: np.float32, log: bool
+) -> tuple[int, int, int, float, float, float, np.float32]:
+    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above."""
+    count = 0
+    zeros = 0
+    nonfinite = 0
+    total = 0.0
+    squares = 0.0
+    logs = 0.0
+    largest = np.float32(0)
+    kept = np.empty(_SUB, np.float32)
+    for start in range(0, x.size, _SUB):
+        part = x[start : start + _SUB]
+        top, none = _extremes(part.view(np.int32))
+        zeros += none
+        if top >= _INFINITY or (log and (none > 0 or above > 0)):
+            # copy what counts; rare, or wanted for the logarithms
+            n = 0
+            for i in range(part.size):
+                a = abs(part[i])
+                if not np.isfinite(a):
+                    nonfinite += 1
+                elif a > 0 and a >= above:
+                    kept[n] = a
+                    n += 1
+            part = kept[:n]
+            top, none = _extremes(part.view(np.int32))
+            if n == 0:
+                continue
+        if above > 0:
+            s, q, c = _sums_above(part, above)
+            count += c
+            if c > 0:
+                largest = max(largest, _magnitude(top))
+        else:
+            s, q = _sums(part)
+            count += part.size - none
+            largest = max(largest, _magnitude(top))
+        total += s
+        squares += q
+        if log:
+            logs += _sum_log(part)
+    return count, zeros, nonfinite, total, squares, logs, largest
+
+
+@njit(nogil=True, cache=True)
+def _magnitude(bits: np.int32) -> np.float32:
+    return np.int32(bits).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def block_select(bits: NDArray[np.int32], low: np.int32, out: NDArray[np.int32]) -> int:
+    """Write the positions with magnitude bits from `low` to infinity's into `out`; return how many."""
+    found = 0
+    width = np.uint32(_INFINITY - low)
+    whole = bits.size - bits.size % _PROBE
+    for start in range(0, whole, _PROBE):
+        hits = np.int32(0)
+        for j in range(start, start + _PROBE):
+            # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
+            hits += np.int32(np.uint32((bits[j] & _MASK) - low) <= width)
+        if hits:
+            for j in range(start, start + _PROBE):
+                out[found] = j
+                found += np.uint32((bits[j] & _MASK) - low) <= width
+    for j in range(whole, bits.size):
+        if np.uint32((bits[j] & _MASK) - low) <= width:
+            out[found] = j
+            found += 1
+    return found
+
+
+@njit(nogil=True, cache=True)
+def block_histogram(bits: NDArray[np.int32], shift: int, counts: NDArray[np.int64]) -> None:
+    """Add the block to `counts`, indexed by the leading magnitude bits."""
+    s = np.int32(shift)
+    for i in range(bits.size):
+        counts[(bits[i] & _MASK) >> s] += 1
+
+
+def warm_up() -> None:
+    """Compile every kernel, or load it from the cache."""
+    x = np.ones(_PROBE + 1, np.float32)
+    bits: NDArray[Any] = x.view(np.int32)
+    for log in (False, True):
+        block_moments(x, np.float32(0), log)
+    block_select(bits, np.int32(1), np.empty(x.size, np.int32))
+    block_histogram(bits, 16, np.zeros(1 << 15, np.int64))

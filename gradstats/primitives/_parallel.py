@@ -1,0 +1,80 @@
+"""Blocks of an array, worked on by threads. Results come back in the order of the blocks.
+
+The blocks are the same whatever the number of threads, and their results are combined in order: so are the sums, to
+the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from gradstats.errors import InputError
+from gradstats.primitives._array import Array, flat_blocks, flat_chunks
+
+__all__ = ["get_num_threads", "map_blocks", "set_num_threads"]
+
+T = TypeVar("T")
+
+BLOCK = 1 << 17
+"""Elements per block: 512 kB of float32, half a second-level cache."""
+
+_threads: int | None = None
+_pool: ThreadPoolExecutor | None = None
+_pool_key: tuple[int, int] = (0, 0)
+
+
+def set_num_threads(n: int | None) -> None:
+    """Set how many threads the primitives use; None follows torch's setting, or the cores where torch is absent."""
+    global _threads
+    if n is not None and n < 1:
+        raise InputError(f"at least one thread is needed, not {n}")
+    _threads = n
+
+
+def get_num_threads() -> int:
+    """Return how many threads the primitives use."""
+    if _threads is not None:
+        return _threads
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.get_num_threads())
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _executor(threads: int) -> ThreadPoolExecutor:
+    global _pool, _pool_key
+    key = (os.getpid(), threads)  # threads do not survive a fork
+    if _pool is None or _pool_key != key:
+        if _pool is not None and _pool_key[0] == key[0]:
+            _pool.shutdown(wait=False)
+        _pool, _pool_key = ThreadPoolExecutor(threads, "gradstats"), key
+    return _pool
+
+
+def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
+    """Return ``function(offset, block)`` of every block of the flattened array, in order.
+
+    Blocks are one-dimensional, float32 or float64, at most :data:`BLOCK` elements; those of a strided,
+    half-precision or device array are buffers that live only during the call.
+    """
+    blocks = flat_blocks(x, BLOCK)
+    if blocks is None:
+        return [function(offset, chunk) for offset, chunk in flat_chunks(x, BLOCK)]
+    flat, starts = blocks
+    threads = min(get_num_threads(), len(starts) // 4)
+
+    def run(part: range) -> list[T]:
+        return [function(start, flat[start : start + BLOCK]) for start in part]
+
+    if threads <= 1:
+        return run(starts)
+    # A few runs of blocks per thread: coarse enough to cost nothing, fine enough to balance.
+    size = -(-len(starts) // (4 * threads))
+    parts = [starts[i : i + size] for i in range(0, len(starts), size)]
+    return [result for part in _executor(threads).map(run, parts) for result in part]
