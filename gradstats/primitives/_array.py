@@ -83,6 +83,19 @@ def as_numpy(x: Array) -> NDArray[Any]:
     return np.asarray(x, np.float64 if x.dtype == np.float64 else np.float32)
 
 
+def strided(x: Array, stride: int) -> Array:
+    """Return every `stride`-th element of the flattened array, without flattening a strided one."""
+    if is_tensor(x):
+        if x.is_contiguous():
+            return x.reshape(-1)[::stride]
+        torch = sys.modules["torch"]
+        places = np.unravel_index(np.arange(0, x.numel(), stride), tuple(x.shape))
+        return x[tuple(torch.from_numpy(p).to(x.device) for p in places)]
+    if x.flags.c_contiguous:
+        return x.reshape(-1)[::stride]
+    return np.asarray(x[np.unravel_index(np.arange(0, x.size, stride), x.shape)])
+
+
 def torch_index(index: NDArray[np.int64], like: Array) -> Array:
     """Return `index` in a form that indexes `like` on its device."""
     if not is_tensor(like):

@@ -5,7 +5,7 @@ The bins are fixed, so that histograms of chunks, ranks and steps add up.
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives._array import Array, check
-from gradstats.primitives._parallel import map_blocks
+from gradstats.primitives._array import Array, check, numel_of
+from gradstats.primitives._parallel import map_runs
 
 __all__ = ["Histogram", "bin_edges", "histogram"]
 
@@ -131,40 +131,32 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     if not 0 <= bits <= 12:
         raise InputError(f"bits must be from 0 to 12, not {bits}")
     x = check(x)
-    tables = _Tables(1 << (8 + bits), _MANTISSA - bits)
-    zeros = sum(map_blocks(tables.add, x))
-    counts = tables.total()
+    # 32-bit counters keep twice as many bins in the cache; no count of theirs can overflow below 2³² elements
+    dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
+    runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
+    total = np.zeros(1 << (8 + bits), np.int64)
+    for counts, _ in runs:
+        total += counts
+    zeros = sum(z for _, z in runs)
     # The lowest bin holds the zeros beside the smallest denormals.
-    counts[0] -= zeros
+    total[0] -= zeros
     finite = _INFINITE << bits
-    return Histogram(counts[:finite].copy(), zeros, int(counts[finite:].sum()), bits)
+    return Histogram(total[:finite].copy(), zeros, int(total[finite:].sum()), bits)
 
 
-class _Tables:
-    """A table of counts for each thread that adds to it."""
+def _count(
+    run: Iterable[tuple[int, NDArray[Any]]], bits: int, dtype: type[np.unsignedinteger[Any]]
+) -> tuple[NDArray[Any], int]:
+    """Return the counts of successive blocks, and their exact zeros."""
+    from gradstats.primitives._kernels import block_histogram
 
-    def __init__(self, bins: int, shift: int) -> None:
-        self._bins = bins
-        self._shift = shift
-        self._local = threading.local()
-        self._all: list[NDArray[np.int64]] = []
-
-    def add(self, _: int, block: NDArray[Any]) -> int:
-        """Count a block; return its zeros."""
-        from gradstats.primitives._kernels import block_histogram
-
-        counts = getattr(self._local, "counts", None)
-        if counts is None:
-            counts = self._local.counts = np.zeros(self._bins, np.int64)
-            self._all.append(counts)
+    counts = np.zeros(1 << (8 + bits), dtype)
+    zeros = lowest = 0
+    for _, block in run:
         with np.errstate(over="ignore"):  # float64 beyond float32's range counts as infinite
             narrow = block.astype(np.float32, copy=False)
-        block_histogram(narrow.view(np.int32), self._shift, counts)
-        return narrow.size - int(np.count_nonzero(narrow))
-
-    def total(self) -> NDArray[np.int64]:
-        """Return the sum over threads, which is the same in any order."""
-        total = np.zeros(self._bins, np.int64)
-        for counts in self._all:
-            total += counts
-        return total
+        block_histogram(narrow.view(np.uint32), _MANTISSA - bits, counts)
+        if counts[0] != lowest:
+            lowest = int(counts[0])
+            zeros += narrow.size - int(np.count_nonzero(narrow))
+    return counts, zeros

@@ -11,19 +11,18 @@ floating-point unit (such as flushing denormals) can change that.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["block_histogram", "block_moments", "block_select", "warm_up"]
+__all__ = ["block_histogram", "block_moments", "block_select", "keep_at_least", "warm_up"]
 
 _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _SUB = 2048
 """Elements per sub-block: 8 kB, which the first-level cache keeps between the loops over it."""
-_PROBE = 64
+_GROUP, _PROBE, _FEW = 128, 16, 4
+"""Elements tested together, and again where only a few of them hit, before any is looked at alone."""
 _LN2 = 0.6931471805599453
 
 # Sums may be reordered (that is what makes them vector instructions), but NaN and infinity keep their meaning.
@@ -138,40 +137,77 @@ def _magnitude(bits: np.int32) -> np.float32:
 
 
 @njit(nogil=True, cache=True)
-def block_select(bits: NDArray[np.int32], low: np.int32, out: NDArray[np.int32]) -> int:
-    """Write the positions with magnitude bits from `low` to infinity's into `out`; return how many."""
-    found = 0
+def block_select(
+    x: NDArray[np.float32],
+    low: np.int32,
+    offset: int,
+    indices: NDArray[np.int64],
+    values: NDArray[np.float32],
+    found: int,
+) -> int:
+    """Append the elements with magnitude bits from `low` to infinity's; return the new count.
+
+    `indices` and `values` must have room for the whole block beyond `found`.
+    """
+    bits = x.view(np.int32)
     width = np.uint32(_INFINITY - low)
-    whole = bits.size - bits.size % _PROBE
-    for start in range(0, whole, _PROBE):
+    n = np.uint64(found)
+    whole = bits.size - bits.size % _GROUP
+    for start in range(0, whole, _GROUP):
+        # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
         hits = np.int32(0)
-        for j in range(start, start + _PROBE):
-            # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
+        for j in range(start, start + _GROUP):
             hits += np.int32(np.uint32((bits[j] & _MASK) - low) <= width)
-        if hits:
-            for j in range(start, start + _PROBE):
-                out[found] = j
-                found += np.uint32((bits[j] & _MASK) - low) <= width
+        if hits == 0:
+            continue
+        for part in range(start, start + _GROUP, _PROBE):
+            if hits <= _FEW:  # look closer before looking one by one
+                some = np.int32(0)
+                for j in range(part, part + _PROBE):
+                    some += np.int32(np.uint32((bits[j] & _MASK) - low) <= width)
+                if some == 0:
+                    continue
+            for j in range(part, part + _PROBE):
+                indices[n] = offset + j
+                values[n] = x[j]
+                n += np.uint64(np.uint32((bits[j] & _MASK) - low) <= width)
     for j in range(whole, bits.size):
         if np.uint32((bits[j] & _MASK) - low) <= width:
-            out[found] = j
-            found += 1
-    return found
+            indices[n] = offset + j
+            values[n] = x[j]
+            n += np.uint64(1)
+    return np.int64(n)
 
 
 @njit(nogil=True, cache=True)
-def block_histogram(bits: NDArray[np.int32], shift: int, counts: NDArray[np.int64]) -> None:
+def keep_at_least(
+    indices: NDArray[np.int64], values: NDArray[np.float32], threshold: np.float32
+) -> int:
+    """Move the elements with |value| ≥ threshold to the front, in order; return how many."""
+    n = np.uint64(0)
+    for i in range(values.size):
+        v = values[i]
+        indices[n] = indices[i]
+        values[n] = v
+        n += np.uint64(abs(v) >= threshold)
+    return np.int64(n)
+
+
+@njit(nogil=True, cache=True)
+def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uint32]) -> None:
     """Add the block to `counts`, indexed by the leading magnitude bits."""
-    s = np.int32(shift)
+    s = np.uint32(shift)
     for i in range(bits.size):
-        counts[(bits[i] & _MASK) >> s] += 1
+        # an unsigned index needs no test for Python's negative ones
+        counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> s] += np.uint32(1)
 
 
 def warm_up() -> None:
     """Compile every kernel, or load it from the cache."""
-    x = np.ones(_PROBE + 1, np.float32)
-    bits: NDArray[Any] = x.view(np.int32)
+    x = np.ones(_GROUP + 1, np.float32)
     for log in (False, True):
         block_moments(x, np.float32(0), log)
-    block_select(bits, np.int32(1), np.empty(x.size, np.int32))
-    block_histogram(bits, 16, np.zeros(1 << 15, np.int64))
+    indices, values = np.empty(x.size, np.int64), np.empty_like(x)
+    block_select(x, np.int32(1), 0, indices, values, 0)
+    keep_at_least(indices, values, np.float32(1))
+    block_histogram(x.view(np.uint32), 16, np.zeros(1 << 15, np.uint32))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives._array import Array, flat_blocks, flat_chunks
+from gradstats.primitives._array import Array, flat_blocks, flat_chunks, numel_of
 
-__all__ = ["get_num_threads", "map_blocks", "set_num_threads"]
+__all__ = ["get_num_threads", "map_blocks", "map_runs", "set_num_threads"]
 
 T = TypeVar("T")
 
@@ -57,24 +57,31 @@ def _executor(threads: int) -> ThreadPoolExecutor:
     return _pool
 
 
-def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
-    """Return ``function(offset, block)`` of every block of the flattened array, in order.
+def map_runs(function: Callable[[Iterator[tuple[int, NDArray[Any]]], int], T], x: Array) -> list[T]:
+    """Split the flattened array into runs of blocks; return ``function(run, numel)`` of each, in order.
 
-    Blocks are one-dimensional, float32 or float64, at most :data:`BLOCK` elements; those of a strided,
-    half-precision or device array are buffers that live only during the call.
+    A run of numel elements yields (offset, block). Blocks are one-dimensional, float32 or float64, at most
+    :data:`BLOCK` elements; those of a strided, half-precision or device array are buffers that live until the next.
     """
-    blocks = flat_blocks(x, BLOCK)
-    if blocks is None:
-        return [function(offset, chunk) for offset, chunk in flat_chunks(x, BLOCK)]
-    flat, starts = blocks
+    view = flat_blocks(x, BLOCK)
+    if view is None:
+        return [function(iter(flat_chunks(x, BLOCK)), numel_of(x))]
+    flat, starts = view
     threads = min(get_num_threads(), len(starts) // 4)
 
-    def run(part: range) -> list[T]:
-        return [function(start, flat[start : start + BLOCK]) for start in part]
+    def run(part: range) -> T:
+        blocks = ((start, flat[start : start + BLOCK]) for start in part)
+        return function(blocks, len(part) * BLOCK)
 
     if threads <= 1:
-        return run(starts)
+        return [run(starts)]
     # A few runs of blocks per thread: coarse enough to cost nothing, fine enough to balance.
     size = -(-len(starts) // (4 * threads))
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
-    return [result for part in _executor(threads).map(run, parts) for result in part]
+    return list(_executor(threads).map(run, parts))
+
+
+def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
+    """Return ``function(offset, block)`` of every block, in order; see :func:`map_runs`."""
+    runs = map_runs(lambda run, _: [function(offset, block) for offset, block in run], x)
+    return [result for run in runs for result in run]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,11 @@ from gradstats.primitives._array import (
     check,
     is_tensor,
     numel_of,
+    strided,
     torch_index,
+    wide_dtype,
 )
-from gradstats.primitives._parallel import BLOCK, map_blocks
+from gradstats.primitives._parallel import map_runs
 
 __all__ = ["kth_largest", "select", "top_candidates"]
 
@@ -63,52 +65,56 @@ def select(x: Array, threshold: float) -> Selection:
         magnitude = flat.abs().float()
         positions = ((magnitude >= threshold) & (magnitude > 0)).nonzero().reshape(-1)
         return Selection(positions, flat[positions])
-    parts = map_blocks(lambda offset, block: _select_block(offset, block, threshold), x)
-    found = np.concatenate([indices for indices, _ in parts]) if parts else np.empty(0, np.int64)
+    with np.errstate(over="ignore"):  # beyond float32's range: nothing but infinity reaches it
+        low = max(int(np.float32(threshold).view(np.int32)), 1)
+    parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x)
+    dtype = wide_dtype(x)
+    indices = _concatenate([i for i, _ in parts], np.int64)
+    values = _concatenate([v for _, v in parts], dtype)
     if is_tensor(x):
         torch = sys.modules["torch"]
-        positions = torch.from_numpy(found)
         # narrower types were widened, so going back to them is exact
-        values = torch.from_numpy(_concatenate([v for _, v in parts], np.float32)).to(x.dtype)
-        return Selection(positions, values)
-    return Selection(
-        found, _concatenate([v for _, v in parts], x.dtype).astype(x.dtype, copy=False)
-    )
+        return Selection(torch.from_numpy(indices), torch.from_numpy(values).to(x.dtype))
+    return Selection(indices, values.astype(x.dtype, copy=False))
 
 
 def _concatenate(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
-def _select_block(
-    offset: int, block: NDArray[Any], threshold: float
+def _select_run(
+    run: Iterable[tuple[int, NDArray[Any]]], numel: int, threshold: float, low: int
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return the positions and values of the block's elements to keep."""
-    if block.dtype == np.float64:
-        magnitude = np.abs(block)
-        kept = np.flatnonzero((magnitude >= threshold) if threshold > 0 else (magnitude > 0))
-    else:
+    """Return the positions and values of the elements to keep in successive blocks."""
+    indices, values, found = np.empty(0, np.int64), np.empty(0, np.float32), 0
+    first = -1
+    wide: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+    for offset, block in run:
+        first = offset if first < 0 else first
+        if block.dtype == np.float64:
+            magnitude = np.abs(block)
+            kept = np.flatnonzero((magnitude >= threshold) if threshold > 0 else (magnitude > 0))
+            wide.append((kept + offset, block[kept]))
+            continue
         from gradstats.primitives._kernels import block_select
 
-        with np.errstate(over="ignore"):  # beyond float32's range: nothing but infinity reaches it
-            low = max(int(np.float32(threshold).view(np.int32)), 1)
-        out = _scratch(block.size)
-        kept = out[: block_select(block.view(np.int32), np.int32(low), out)].astype(np.int64)
-    values = block[kept]
-    kept += offset
-    return kept, values
+        if indices.size - found < block.size:
+            # At the rate so far, with room for the worst block; unwritten pages cost nothing.
+            rate = found / (offset - first) if offset > first else 0.0
+            size = int(1.1 * rate * numel) + 2 * block.size + found
+            indices, values = _grown(indices, found, size), _grown(values, found, size)
+        found = block_select(block, np.int32(low), offset, indices, values, found)
+    if wide:
+        return np.concatenate([i for i, _ in wide]), np.concatenate([v for _, v in wide])
+    return indices[:found], values[:found]
 
 
-_local = threading.local()
-
-
-def _scratch(size: int) -> NDArray[np.int32]:
-    """Return this thread's buffer of positions, reused from block to block."""
-    buffer: NDArray[np.int32] | None = getattr(_local, "buffer", None)
-    if buffer is None or buffer.size < size:
-        buffer = np.empty(max(size, BLOCK), np.int32)
-        _local.buffer = buffer
-    return buffer
+def _grown(array: NDArray[Any], used: int, size: int) -> NDArray[Any]:
+    larger = np.empty(size, array.dtype)
+    larger[:used] = array[:used]
+    return larger
 
 
 def top_candidates(x: Array, k: int, low: float | None = None) -> tuple[float, Selection]:
@@ -132,35 +138,60 @@ def top_candidates(x: Array, k: int, low: float | None = None) -> tuple[float, S
     numel = numel_of(x)
     if k < 1:
         raise InputError(f"k must be at least 1, not {k}")
-    slack = 5.0
+    high, slack = math.inf, 5.0
     while True:
-        guess = _sampled_bound(x, k, numel, slack) if low is None else low
-        candidates = select(x, guess)
+        if low is None:
+            low, high = _sampled_bracket(x, k, numel, slack)
+        candidates = select(x, low)
         magnitude = np.abs(as_numpy(candidates.values))
         finite = magnitude[np.isfinite(magnitude)]
         if finite.size >= k:
             break
-        if guess == 0:
+        if low == 0:
             return 0.0, candidates
         low, slack = None, slack * 4
-    threshold = float(np.partition(finite, finite.size - k)[finite.size - k])
-    keep = np.flatnonzero(magnitude >= threshold)
-    index = torch_index(keep, candidates.indices)
-    return threshold, Selection(candidates.indices[index], candidates.values[index])
+    threshold = _order_statistic(finite, k, high)
+    return threshold, _keep(candidates, magnitude, threshold)
 
 
-def _sampled_bound(x: Array, k: int, numel: int, slack: float) -> float:
-    """Return a magnitude that at least k elements reach, `slack` standard deviations sure; 0 if unsure."""
+def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
+    """Return the k-th largest; only what lies under `high` is partitioned if that holds the answer."""
+    if math.isfinite(high):
+        under = magnitude[magnitude < high]
+        if magnitude.size - under.size < k:
+            k -= magnitude.size - under.size
+            magnitude = under
+    return float(np.partition(magnitude, magnitude.size - k)[magnitude.size - k])
+
+
+def _keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Selection:
+    """Return the part of a selection, which it owns, at or above a threshold."""
+    if isinstance(selection.values, np.ndarray) and selection.values.dtype == np.float32:
+        from gradstats.primitives._kernels import keep_at_least
+
+        indices = cast("NDArray[np.int64]", selection.indices)
+        n = keep_at_least(indices, selection.values, np.float32(threshold))
+        return Selection(indices[:n], selection.values[:n])
+    index = torch_index(np.flatnonzero(magnitude >= threshold), selection.indices)
+    return Selection(selection.indices[index], selection.values[index])
+
+
+def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float, float]:
+    """Return magnitudes that more and fewer than k elements reach, `slack` deviations sure; (0, inf) if unsure."""
     size = min(numel, max(_SAMPLE, numel // 100))
     stride = max(1, numel // size)
-    flat = x.reshape(-1)  # a view, or for strided arrays the copy that sampling them needs
-    sample = np.abs(as_numpy(flat[::stride]))
+    sample = np.abs(as_numpy(strided(x, stride)))
     expected = k * sample.size / numel
-    rank = math.ceil(expected + slack * math.sqrt(expected) + slack)
-    if rank >= sample.size:
-        return 0.0
-    bound = float(np.partition(sample, sample.size - rank)[sample.size - rank])
-    return bound if math.isfinite(bound) else 0.0
+    margin = slack * math.sqrt(expected) + slack
+    below, above = math.ceil(expected + margin), math.floor(expected - margin)
+    low, high = 0.0, math.inf
+    if below < sample.size:
+        sample.partition(sample.size - below)
+        low = float(sample[sample.size - below])
+        if above >= 1:
+            top = sample[sample.size - below :]
+            high = float(np.partition(top, top.size - above)[top.size - above])
+    return (low if math.isfinite(low) else 0.0), (high if math.isfinite(high) else math.inf)
 
 
 def kth_largest(x: Array, k: int) -> float:
