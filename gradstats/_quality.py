@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.primitives import numel_of, select
-from gradstats.sources import open_source
+from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
+from gradstats.primitives._array import as_numpy
+from gradstats.sources import layer_parts, open_source
 from gradstats.thresholds import Estimator, make_estimator
 
 __all__ = ["noise_floor", "quality", "quality_series"]
@@ -31,6 +32,7 @@ def quality_series(
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     kinds: Sequence[str] | None = None,
+    per_layer: bool = False,
     options: dict[str, dict[str, Any]] | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
@@ -42,38 +44,65 @@ def quality_series(
     Returns
     -------
     list of dict
-        trace, estimator, ratio, step, rank, kind, numel, k, selected (k̂), quality (k̂/k), threshold.
+        trace, estimator, ratio, step, rank, kind, layer, numel, k, selected (k̂), quality (k̂/k), energy_error
+        (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold.
     """
     opened = open_source(source)
     names = list(estimators)
-    live: dict[tuple[str, float, int, str], Estimator] = {}
+    live: dict[tuple[str, float, int, str, str], Estimator] = {}
     records = []
     for rank, kind, step in opened.select(steps=steps, ranks=ranks, kinds=kinds):
         captured = opened.read(rank, kind, step)
-        for name in names:
-            for ratio in ratios:
-                key = (name, ratio, rank, kind)
-                if key not in live:
-                    live[key] = make_estimator(name, **(options or {}).get(name, {}))
-                estimate = live[key].estimate(captured.values, ratio)
-                kept = len(select(captured.values, estimate.threshold))
-                records.append(
-                    {
-                        "trace": captured.trace,
-                        "estimator": name,
-                        "ratio": ratio,
-                        "step": step,
-                        "rank": rank,
-                        "kind": kind,
-                        "numel": numel_of(captured.values),
-                        "k": estimate.k,
-                        "selected": kept,
-                        "quality": kept / estimate.k if estimate.k else float("nan"),
-                        "threshold": estimate.threshold,
-                    }
-                )
+        for layer, values in layer_parts(opened, captured, per_layer):
+            best = _BestK(values)
+            for name in names:
+                for ratio in ratios:
+                    key = (name, ratio, rank, kind, layer)
+                    if key not in live:
+                        live[key] = make_estimator(name, **(options or {}).get(name, {}))
+                    estimate, selection = live[key].select(values, ratio)
+                    kept = len(selection)
+                    records.append(
+                        {
+                            "trace": captured.trace,
+                            "estimator": name,
+                            "ratio": ratio,
+                            "step": step,
+                            "rank": rank,
+                            "kind": kind,
+                            "layer": layer,
+                            "numel": numel_of(values),
+                            "k": estimate.k,
+                            "selected": kept,
+                            "quality": kept / estimate.k if estimate.k else float("nan"),
+                            "energy_error": best.energy_error(selection, estimate.k),
+                            "threshold": estimate.threshold,
+                        }
+                    )
         on_progress()
     return records
+
+
+class _BestK:
+    """The error of best-k selection on one gradient, remembered by k."""
+
+    def __init__(self, values: Array) -> None:
+        self._values = values
+        self._total = moments(values, log=False).sum_squares
+        self._kept: dict[int, float] = {}
+
+    def energy_error(self, selection: Selection, k: int) -> float:
+        """Return ‖g − C(g)‖/σ_k − 1; NaN where best-k leaves nothing."""
+        if k not in self._kept:
+            magnitudes = np.abs(as_numpy(top_candidates(self._values, k)[1].values)) if k else []
+            # ties at the threshold beyond k do not count
+            largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
+            self._kept[k] = float(np.square(largest).sum())
+        kept = float(np.square(as_numpy(selection.values).astype(np.float64)).sum())
+        best = self._total - self._kept[k]
+        if not best > 1e-12 * self._total:
+            return float("nan")
+        return math.sqrt(max(self._total - kept, 0.0) / best) - 1
 
 
 def quality(
@@ -89,15 +118,21 @@ def quality(
     source : a trace or its path, a gradient file, an array, or a mapping of layer names to arrays.
     ratios : kept fractions k/d, each in (0, 1].
     estimators : names of :data:`gradstats.thresholds.ESTIMATORS`.
-    selection : ``steps``, ``ranks``, ``kinds`` to look at (all if absent), ``options`` by estimator name
+    selection : ``steps``, ``ranks``, ``kinds`` to look at (all if absent), ``per_layer``, ``options`` by estimator name
         (``{"sidco-e": {"stages": 2}}``), ``on_progress`` called once per gradient.
 
     Returns
     -------
     list of dict
-        One record per estimator, ratio and kind: mean of k̂/k over steps and ranks; low and high, its 5 % and 95 %
-        quantiles (the interval that holds 90 % of the gradients looked at); min, max, n (gradients); k;
-        floor, the noise floor 1.96/√k, and floor_low and floor_high, 1 ∓ floor.
+        One record per estimator, ratio, kind and layer (``all`` is the whole gradient): mean of k̂/k over steps and
+        ranks; low and high, its 5 % and 95 % quantiles (the interval that holds 90 % of the gradients looked at);
+        min, max, n (gradients); k; energy_error, the mean of ‖g − C(g)‖/σ_k − 1; floor, the noise floor 1.96/√k, and
+        floor_low and floor_high, 1 ∓ floor.
+
+    Notes
+    -----
+    Stateful rules (reuse, feedback, warm start, adaptive stages) see the captured steps as if they were
+    adjacent. On a trace of a few distant steps they look worse than in training.
 
     Raises
     ------
@@ -105,25 +140,25 @@ def quality(
         For an unknown estimator, a ratio outside (0, 1], or a selection that matches nothing.
     """
     series = quality_series(source, ratios, estimators, **selection)
-    groups: dict[tuple[str, str, float, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in series:
-        key = (record["trace"], record["estimator"], record["ratio"], record["kind"])
+        labels = ("trace", "estimator", "ratio", "kind", "layer")
+        key = tuple(record[label] for label in labels)
         groups.setdefault(key, []).append(record)
-    return [_summary(*key, records) for key, records in groups.items()]
+    return [_summary(records) for records in groups.values()]
 
 
-def _summary(
-    trace: str, estimator: str, ratio: float, kind: str, records: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     values = np.array([r["quality"] for r in records])
     k = records[0]["k"]
     low, high = np.quantile(values, [0.05, 0.95])
     floor = noise_floor(k)
     return {
-        "trace": trace,
-        "estimator": estimator,
-        "ratio": ratio,
-        "kind": kind,
+        "trace": records[0]["trace"],
+        "estimator": records[0]["estimator"],
+        "ratio": records[0]["ratio"],
+        "kind": records[0]["kind"],
+        "layer": records[0]["layer"],
         "mean": float(values.mean()),
         "low": float(low),
         "high": float(high),
@@ -131,6 +166,7 @@ def _summary(
         "max": float(values.max()),
         "n": len(records),
         "k": k,
+        "energy_error": float(np.mean([r["energy_error"] for r in records])),
         "floor": floor,
         "floor_low": 1 - floor,
         "floor_high": 1 + floor,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradstats._compressibility import CONTROLS, Compressibility, compressibility, control
 from gradstats._fit import MODELS, FitError, fit_moments
 from gradstats.errors import InputError
 from gradstats.goodness import goodness, sorted_magnitudes
-from gradstats.primitives import Array, moments, numel_of
-from gradstats.sources import Captured, Source, TraceSource
+from gradstats.primitives import moments, numel_of
+from gradstats.sources import Source, TraceSource, layer_parts
 
 __all__ = ["compressibility_records", "fit_records", "info_records"]
 
@@ -50,13 +50,6 @@ def info_records(source: Source) -> list[dict[str, Any]]:
     return records
 
 
-def _parts(source: Source, captured: Captured, per_layer: bool) -> Iterator[tuple[str, Array]]:
-    yield "all", captured.values
-    if per_layer:
-        for layer in source.layers:
-            yield layer.name, captured.values[layer.slice]
-
-
 def fit_records(
     source: Source,
     models: Sequence[str] = MODELS,
@@ -75,7 +68,7 @@ def fit_records(
             raise InputError(f"no model {model!r}; there are {', '.join(MODELS)}")
     for key in source.select(**selection):
         captured = source.read(*key)
-        for layer, values in _parts(source, captured, per_layer):
+        for layer, values in layer_parts(source, captured, per_layer):
             sums = moments(values)
             ordered = sorted_magnitudes(values)
             for model in models:

@@ -287,7 +287,13 @@ def quality(
     estimator: Annotated[
         list[str] | None, typer.Option("--estimator", help="Threshold rule (repeatable).")
     ] = None,
-    stages: Annotated[int | None, typer.Option(help="Number of stages of the sidco rules.")] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(help="Fixed number of stages of the sidco rules; adaptive if absent."),
+    ] = None,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Also each parameter by itself.")
+    ] = False,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
@@ -313,20 +319,80 @@ def quality(
                 ratio or (0.1, 0.01, 0.001),
                 estimator or tuple(ESTIMATORS),
                 options=options,
+                per_layer=per_layer,
                 on_progress=on_progress,
                 **selection,
             )
         ]
 
     records = _with_progress("quality", sources, selection, work)
-    columns = ["trace", "estimator", "ratio", "kind", "mean", "low", "high"]
-    columns += ["min", "max", "n", "floor"]
+    columns = ["trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high"]
+    columns += ["min", "max", "energy_error", "n", "floor"]
     emit(
         records,
         format,
         output,
         columns=columns,
         title="Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k",
+    )
+
+
+@app.command()
+def bench(
+    numel: Annotated[
+        list[int] | None, typer.Option("--numel", help="Elements (repeatable).")
+    ] = None,
+    ratio: Annotated[
+        list[float] | None, typer.Option("--ratio", help="Kept fraction k/d (repeatable).")
+    ] = None,
+    estimator: Annotated[
+        list[str] | None, typer.Option("--estimator", help="Threshold rule (repeatable).")
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option("--threads", help="Threads (repeatable); 1 and all if absent."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds; medians are shown.")] = 7,
+    references: Annotated[
+        bool, typer.Option(help="Also time torch.topk, torch.kthvalue, numpy.argpartition.")
+    ] = True,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Time estimation with selection, against top-k and against one read of the data."""
+    import os
+
+    from gradstats.bench import bench as measure
+    from gradstats.tables import progress_bar
+    from gradstats.thresholds import ESTIMATORS, make_estimator, target_count
+
+    _check_format(format)
+    if repeats < 1 or any(n < 1 for n in numel or ()):
+        raise InputError("numel and repeats must be at least 1")
+    for name in estimator or ():
+        make_estimator(name)
+    for r in ratio or ():
+        target_count(r, 1)
+    numels, ratios = numel or [260_000, 2_600_000, 26_000_000], ratio or [0.1, 0.01, 0.001]
+    counts = threads or sorted({1, os.cpu_count() or 1})
+    with progress_bar() as bar:
+        task = bar.add_task("bench", total=len(numels) * len(ratios) * len(counts) * (repeats + 1))
+        records = measure(
+            numels,
+            ratios,
+            estimators=estimator or tuple(ESTIMATORS),
+            threads=counts,
+            repeats=repeats,
+            references=references,
+            on_progress=lambda: bar.advance(task),
+        )
+    emit(
+        records,
+        format,
+        output,
+        columns=list(records[0]),
+        title="Estimation + selection; streams: times torch.sum of the same data",
+        per_trace=False,
     )
 
 

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import GradBucket
 from gradstats.collectives import SparseAllGather
 from gradstats.compressors import Compressor
 from gradstats.errors import InputError, NonFiniteGradientError
+from gradstats.primitives import warm_up
 
 __all__ = ["CompressionState", "StepRecord", "compression_hook"]
 
@@ -84,6 +85,7 @@ class CompressionState:
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        warm_up()  # here, where it stalls nobody, and not in the first backward pass
         self.compressor = compressor
         self.error_feedback = error_feedback
         self.process_group = process_group

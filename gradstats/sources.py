@@ -19,7 +19,15 @@ from gradstats.primitives import Array
 from gradstats.primitives._array import check, flat_chunks, is_tensor, numel_of
 from gradstats.trace import Kind, Layer, Trace, is_trace, open_trace
 
-__all__ = ["ArraySource", "Captured", "Source", "TraceSource", "open_source", "open_sources"]
+__all__ = [
+    "ArraySource",
+    "Captured",
+    "Source",
+    "TraceSource",
+    "layer_parts",
+    "open_source",
+    "open_sources",
+]
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
 
@@ -88,6 +96,14 @@ class Source(ABC):
 def _some(values: Iterator[Any]) -> str:
     distinct = sorted(set(values))
     return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
+
+
+def layer_parts(source: Source, captured: Captured, per_layer: bool) -> Iterator[tuple[str, Array]]:
+    """Yield ("all", the gradient), then, if wanted, (name, elements) of each parameter."""
+    yield "all", captured.values
+    if per_layer:
+        for layer in source.layers:
+            yield layer.name, captured.values[layer.slice]
 
 
 class TraceSource(Source):

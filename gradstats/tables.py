@@ -16,7 +16,7 @@ __all__ = ["FORMATS", "Format", "Record", "format_value", "progress_bar", "rende
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
-_LABELS = {"trace", "step", "rank", "kind", "layer", "numel", "window", "n"}
+_LABELS = {"trace", "step", "rank", "kind", "layer", "numel", "window", "n", "threads"}
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -105,7 +105,7 @@ def format_value(value: Any) -> str:
         if 1e-3 <= abs(value) < 1e4:
             digits = (2 if abs(value) >= 0.1 else 1) - math.floor(math.log10(abs(value)))
             return f"{value:.{max(digits, 0)}f}"
-        return f"{value:.2e}"
+        return f"{value:.1e}"
     if isinstance(value, Mapping):
         # a location fixed at zero is no news
         shown = {k: v for k, v in value.items() if not (k == "loc" and v == 0)}
@@ -151,7 +151,7 @@ def _terminal(
         table.add_column(
             name.replace("_", " "),
             justify="right" if right else "left",
-            no_wrap=name in ("estimator", "kind", "model", "trace"),
+            no_wrap=name in ("compressor", "estimator", "kind", "model", "trace"),
             overflow="fold",
         )
     for row in rows:

@@ -16,7 +16,7 @@ from conftest import DATA, ROOT
 
 from gradstats.tables import render
 
-COMMANDS = ("info", "fit", "compressibility", "quality", "report", "capture", "demo")
+COMMANDS = ("info", "fit", "compressibility", "quality", "bench", "report", "capture", "demo")
 EF = str(DATA / "resnet20-ef.zarr")
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 
@@ -190,7 +190,7 @@ def test_rendering_of_numbers_and_nothing():
     }
     assert json.loads(render([row], "json"))[0]["b"] is None
     assert (
-        render([row], "markdown").splitlines()[-1] == "| 0.123 | – | yes | x=1.50 | 1.00e-07 | – |"
+        render([row], "markdown").splitlines()[-1] == "| 0.123 | – | yes | x=1.50 | 1.0e-07 | – |"
     )
     assert render([], "json") == "[]"
     assert render([], "csv") == ""

@@ -129,7 +129,8 @@ class TestEveryEstimator:
     @given(exponent=st.integers(-60, 60), flip=st.booleans())
     def test_scale_and_sign_equivariance(self, name, exponent, flip):
         x = np.random.default_rng(2).laplace(size=3000).astype(np.float32)
-        factor = np.float32(2.0**exponent) * (-1 if flip else 1)
+        # GaussianK looks at the right tail of the signed elements, so it is not symmetric
+        factor = np.float32(2.0**exponent) * (-1 if flip and name != "gaussiank" else 1)
         a = make_estimator(name).estimate(x, 0.01).threshold
         b = make_estimator(name).estimate(x * factor, 0.01).threshold
         assert b == pytest.approx(a * abs(float(factor)), rel=1e-6)
@@ -158,7 +159,7 @@ def test_options_and_objects():
     assert threshold(x, 0.1, Exact()) == 1
     with pytest.raises(InputError, match="already built"):
         threshold(x, 0.1, Exact(), stages=2)
-    with pytest.raises(InputError, match="there are exact, dgc"):
+    with pytest.raises(InputError, match="there are exact, warm-exact"):
         make_estimator("nonsense")
     with pytest.raises(InputError, match=r"exact.*arguments"):
         make_estimator("exact", stages=3)
@@ -185,3 +186,208 @@ def test_offline_equals_live(trace_path):
 
 def test_data_is_there():
     assert sorted(p.name for p in DATA.glob("*.zarr")) == ["resnet20-ef.zarr", "resnet20.zarr"]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+class TestAgainstTranscriptions:
+    def k(self, x, ratio):
+        return target_count(ratio, x.size)
+
+    @pytest.mark.parametrize("stages", [1, 2, 4])
+    def test_sidco_gp_and_p(self, family, ratio, stages):
+        k = self.k(family, ratio)
+        gp = reference.sidco_staged(family, k, stages, reference.gamma_quantile)
+        assert threshold(family, ratio, "sidco-gp", stages=stages) == pytest.approx(gp, rel=2e-6)
+        p = reference.sidco_staged(family, k, stages, None)
+        assert threshold(family, ratio, "sidco-p", stages=stages) == pytest.approx(p, rel=2e-6)
+
+    def test_gaussiank(self, family, ratio):
+        expected = reference.gaussiank(family, self.k(family, ratio))
+        assert threshold(family, ratio, "gaussiank") == pytest.approx(expected, rel=1e-5)
+
+    def test_redsync_as_published(self, family, ratio):
+        expected = reference.redsync_published(family, self.k(family, ratio))
+        assert threshold(family, ratio, "redsync", rule="paper") == pytest.approx(
+            expected, rel=1e-6
+        )
+
+    def test_redsync_keeps_k_to_2k_where_it_searches(self, family, ratio):
+        estimate, selection = make_estimator("redsync").select(family, ratio)
+        assert estimate.k <= len(selection) <= 2 * estimate.k
+
+    def test_redsync_trimmed_is_exact(self, family, ratio):
+        assert threshold(family, ratio, "redsync-trimmed") == threshold(family, ratio, "exact")
+
+    def test_histogram_keeps_k_within_half_a_percent(self, family, ratio):
+        estimate, selection = make_estimator("histogram").select(family, ratio)
+        # or one element, where half a percent is less than one
+        assert abs(len(selection) - estimate.k) <= max(0.005 * estimate.k, 1)
+
+
+def test_histogram_on_captured_gradients(trace_path):
+    for _, _, _, g in open_trace(trace_path).gradients():
+        for ratio in RATIOS:
+            estimate, selection = make_estimator("histogram").select(g, ratio)
+            assert abs(len(selection) / estimate.k - 1) <= 0.005
+
+
+def test_gamma_closed_form_is_far_off_where_notes_say():
+    """True shape 0.4 asks for 0.1 % and keeps 0.3 of it; the exact inverse keeps about all."""
+    rng = np.random.default_rng(0)
+    x = rng.gamma(0.4, size=1_000_000).astype(np.float32)
+    kept = {}
+    for gamma in ("exact", "closed"):
+        rule = make_estimator("sidco-gp", stages=1, gamma=gamma)
+        estimate, selection = rule.select(x, 0.001)
+        kept[gamma] = len(selection) / estimate.k
+        flags = estimate.details["stages"][0]
+        assert flags["a"] == pytest.approx(0.4, rel=0.03)
+    assert kept["exact"] == pytest.approx(1, abs=0.15)
+    assert kept["closed"] == pytest.approx(0.3, abs=0.1)
+    # δΓ(α) > 1 makes the formula negative: it becomes 0, and says so
+    closed = make_estimator("sidco-gp", stages=1, gamma="closed").estimate(x, 0.9)
+    assert closed.threshold == 0
+    assert closed.details["stages"][0]["outside_bound"]
+
+
+def drifting(steps, seed=0, size=60_000):
+    """Return gradients whose scale wanders as measured without error feedback, now and then with a jump."""
+    rng = np.random.default_rng(seed)
+    scale = 1.0
+    for step in range(steps):
+        scale *= np.exp(0.15 * rng.standard_normal()) * (8.0 if step == 30 else 1.0)
+        yield (scale * rng.standard_t(3, size)).astype(np.float32)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_warm_exact_is_exact_at_every_step(ratio):
+    rule = make_estimator("warm-exact")
+    for x in drifting(60):
+        estimate, selection = rule.select(x, ratio)
+        assert estimate.threshold == threshold(x, ratio)
+        assert len(selection) == estimate.k
+        assert np.array_equal(selection.indices, select(x, estimate.threshold).indices)
+    assert rule.misses < 12
+    # a gradient of zeros in between is no harm
+    assert rule.estimate(np.zeros(1000, np.float32), ratio).threshold == 0
+    assert rule.estimate(x, ratio).threshold == threshold(x, ratio)
+
+
+def test_warm_exact_margin_stops_where_elements_pile_up():
+    """With error feedback 73 k elements lie above 0.7 η: the margin must not collect them all."""
+    rng = np.random.default_rng(0)
+    rule, collected = make_estimator("warm-exact"), []
+    for step in range(30):
+        x = rng.laplace(size=100_000)
+        x = np.where(np.abs(x) > 3, np.sign(x) * (3 + 0.05 * rng.random(x.size)), x).astype(
+            np.float32
+        )
+        x *= np.float32(1 + 0.02 * np.sin(step))
+        estimate, selection = rule.select(x, 0.001)
+        assert len(selection) == 100
+        collected.append(estimate.details["candidates"])
+    assert np.median(collected[5:]) < 600
+    assert np.count_nonzero(np.abs(x) > 0.7 * estimate.threshold) > 5000
+
+
+@pytest.mark.parametrize("start", [1e-30, 1e-6, 1e-2, 1.0, 1e2, 1e6, 1e30])
+@pytest.mark.parametrize("ratio", [0.1, 0.001])
+def test_micro_reaches_ten_percent_within_20_steps_from_any_start(family, start, ratio):
+    rule = make_estimator("micro", threshold=start * float(np.abs(family).mean()))
+    kept = [
+        len(rule.select(family, ratio)[1]) / target_count(ratio, family.size) for _ in range(40)
+    ]
+    # with k = 100 a single element is 1 %, so 10 % is meant
+    assert all(abs(q - 1) <= 0.1 for q in kept[20:]), kept
+
+
+def test_micro_as_published_drifts_and_is_slow():
+    x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
+    rule = make_estimator("micro", rule="paper", threshold=0.01)
+    kept = [len(rule.select(x, 0.001)[1]) / 100 for _ in range(300)]
+    assert kept[100] > 50  # half a percent a step travels nowhere
+    rule = make_estimator("micro", rule="paper", threshold=threshold(x, 0.001))
+    kept = [len(rule.select(x, 0.001)[1]) / 100 for _ in range(600)]
+    assert np.mean(kept[300:]) < 0.97  # PEERS: it settles below k
+
+
+class TestAdaptiveStages:
+    def run(self, x, stages, steps=60, ratio=0.001):
+        rule = make_estimator("sidco-e", stages=stages)
+        return rule, [
+            len(rule.select(x, ratio)[1]) / target_count(ratio, x.size) for _ in range(steps)
+        ]
+
+    def test_published_rule_sticks_at_one_stage_on_heavy_tails_and_ours_does_not(self):
+        x = np.random.default_rng(0).standard_t(3, 1_000_000).astype(np.float32)
+        paper, stuck = self.run(x, "paper")
+        assert paper.stages == 1
+        assert stuck[-1] > 4
+        _, turned = self.run(x, "program")
+        assert min(turned[20:]) < 1.5
+        ours, right = self.run(x, "corrected")
+        assert ours.stages == 3
+        assert all(q == pytest.approx(1.2, abs=0.15) for q in right)
+
+    def test_every_rule_finds_light_tails(self, trace_path):
+        trace = open_trace(trace_path)
+        if "corrected" not in trace.kinds(0):
+            pytest.skip("no error feedback in this trace")
+        x = trace.read(100, kind="corrected")
+        fixed = [abs(self.run(x, m, steps=1)[1][0] - 1) for m in range(1, 11)]
+        _, ours = self.run(x, "corrected", steps=1)
+        assert abs(ours[0] - 1) == pytest.approx(min(fixed), abs=0.05)
+
+    def test_moments_from_a_histogram_are_those_of_the_data(self, family):
+        from gradstats.primitives import histogram, moments
+        from gradstats.thresholds.stages import HistogramMoments
+
+        tables = HistogramMoments(histogram(family, 10))
+        for q in (0.0, 0.5, 0.99):
+            eta = float(np.quantile(np.abs(family), q)) if q else 0.0
+            a, b = tables.above(eta), moments(family, above=eta)
+            assert a.count == pytest.approx(b.count, rel=2e-3)
+            assert a.sum_abs == pytest.approx(b.sum_abs, rel=2e-3)
+            assert a.sum_squares == pytest.approx(b.sum_squares, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("rule", [None, "paper"])
+def test_state_resumes_bit_identically(name, rule):
+    options = {"rule": rule} if rule and name in ("micro", "redsync", "redsync-trimmed") else {}
+    if rule and "sidco" in name:
+        options = {"stages": "paper"}
+    a = make_estimator(name, **options)
+    stream = list(drifting(12, seed=4, size=20_000))
+    for x in stream[:6]:
+        a.select(x, 0.01)
+    b = make_estimator(name, **options)
+    b.load_state_dict(a.state_dict())
+    for x in stream[6:]:
+        assert a.select(x, 0.01)[0].threshold == b.select(x, 0.01)[0].threshold
+
+
+def test_options_are_checked():
+    for name, options in [
+        ("hard", {"threshold": -1}),
+        ("redsync", {"rule": "mine"}),
+        ("redsync", {"interval": 0}),
+        ("redsync-trimmed", {"rule": "mine"}),
+        ("micro", {"rule": "mine"}),
+        ("micro", {"threshold": 0}),
+        ("gaussiank", {"loops": -1}),
+        ("histogram", {"bits": 13}),
+        ("sidco-gp", {"gamma": "mine"}),
+        ("sidco-p", {"stages": "mine"}),
+        ("sidco-e", {"interval": 0}),
+    ]:
+        with pytest.raises(InputError):
+            make_estimator(name, **options)
+
+
+def test_selections_come_in_index_order_with_their_values(family):
+    for name in ESTIMATORS:
+        estimate, selection = make_estimator(name).select(family, 0.01)
+        expected = select(family, estimate.threshold)
+        assert np.array_equal(selection.indices, expected.indices), name
+        assert np.array_equal(selection.values, family[expected.indices]), name

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from gradstats.compressors.base import Compressed, Compressor
-from gradstats.primitives import select
 from gradstats.thresholds import Estimator, Exact, target_count
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ class ThresholdCompressor(Compressor):
 
     def compress(self, gradient: torch.Tensor) -> Compressed:
         """Estimate the threshold of `gradient` and select by it."""
-        estimate = self.estimator.estimate(gradient, self.ratio)
-        selection = select(gradient, estimate.threshold)
+        estimate, selection = self.estimator.select(gradient, self.ratio)
         indices, values = cast(
             "tuple[torch.Tensor, torch.Tensor]", (selection.indices, selection.values)
         )

@@ -117,7 +117,9 @@ def _grown(array: NDArray[Any], used: int, size: int) -> NDArray[Any]:
     return larger
 
 
-def top_candidates(x: Array, k: int, low: float | None = None) -> tuple[float, Selection]:
+def top_candidates(
+    x: Array, k: int, low: float | None = None, *, trim: bool = True
+) -> tuple[float, Selection]:
     """Return the k-th largest finite magnitude and the selection of everything that reaches it.
 
     Exact at the price of little more than one pass (after Floyd and Rivest 1975): a threshold surely a bit below
@@ -129,6 +131,7 @@ def top_candidates(x: Array, k: int, low: float | None = None) -> tuple[float, S
     x : checked array of d elements.
     k : 1 ≤ k.
     low : a guess below the answer; from a sample if None.
+    trim : leave out the candidates below the threshold.
 
     Returns
     -------
@@ -151,7 +154,7 @@ def top_candidates(x: Array, k: int, low: float | None = None) -> tuple[float, S
             return 0.0, candidates
         low, slack = None, slack * 4
     threshold = _order_statistic(finite, k, high)
-    return threshold, _keep(candidates, magnitude, threshold)
+    return threshold, keep(candidates, magnitude, threshold) if trim else candidates
 
 
 def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
@@ -164,8 +167,11 @@ def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
     return float(np.partition(magnitude, magnitude.size - k)[magnitude.size - k])
 
 
-def _keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Selection:
-    """Return the part of a selection, which it owns, at or above a threshold."""
+def keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Selection:
+    """Return the part of a selection, which it may overwrite, at or above a threshold.
+
+    `magnitude` holds the absolute values of the selection's.
+    """
     if isinstance(selection.values, np.ndarray) and selection.values.dtype == np.float32:
         from gradstats.primitives._kernels import keep_at_least
 

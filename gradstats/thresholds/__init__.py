@@ -8,9 +8,14 @@ from typing import Any
 from gradstats.errors import InputError
 from gradstats.primitives import Array
 from gradstats.thresholds.base import Estimate, Estimator, target_count
-from gradstats.thresholds.exact import Exact
+from gradstats.thresholds.exact import Exact, WarmExact
+from gradstats.thresholds.gaussiank import GaussianK
+from gradstats.thresholds.hard import Hard
+from gradstats.thresholds.histogram import HistogramQuantile
+from gradstats.thresholds.micro import MiCRO
+from gradstats.thresholds.redsync import RedSync, RedSyncTrimmed
 from gradstats.thresholds.sampled import DGC
-from gradstats.thresholds.sidco import SIDCoE
+from gradstats.thresholds.sidco import SIDCoE, SIDCoGP, SIDCoP
 
 __all__ = [
     "DGC",
@@ -18,13 +23,38 @@ __all__ = [
     "Estimate",
     "Estimator",
     "Exact",
+    "GaussianK",
+    "Hard",
+    "HistogramQuantile",
+    "MiCRO",
+    "RedSync",
+    "RedSyncTrimmed",
     "SIDCoE",
+    "SIDCoGP",
+    "SIDCoP",
+    "WarmExact",
     "make_estimator",
     "target_count",
     "threshold",
 ]
 
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {e.name: e for e in (Exact, DGC, SIDCoE)}
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {
+    e.name: e
+    for e in (
+        Exact,
+        WarmExact,
+        HistogramQuantile,
+        DGC,
+        Hard,
+        RedSync,
+        RedSyncTrimmed,
+        GaussianK,
+        SIDCoE,
+        SIDCoGP,
+        SIDCoP,
+        MiCRO,
+    )
+}
 """Estimator by name, as the command line and the tables call them."""
 
 

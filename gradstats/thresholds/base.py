@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, numel_of
+from gradstats.primitives import Array, Selection, numel_of
+from gradstats.primitives import select as select_elements
 from gradstats.primitives._array import check, wide_dtype
 
-__all__ = ["Estimate", "Estimator", "target_count"]
+__all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "target_count"]
 
 
 def target_count(ratio: float, numel: int) -> int:
@@ -49,18 +50,32 @@ class Estimate:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rule found: η, what it saw, and the selection if that came with it."""
+
+    threshold: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+    selection: Selection | None = None
+
+
 class Estimator(ABC):
     """A threshold rule. The object in a table is the object a compressor runs.
 
-    Stateful rules (sampling, reuse, feedback) keep their state in the instance: use one instance per gradient
-    stream, and :meth:`state_dict` to checkpoint it.
+    Stateful rules (sampling, reuse, feedback, warm start) keep their state in the instance: use one instance per
+    gradient stream, and :meth:`state_dict` to checkpoint it.
     """
 
     name: ClassVar[str]
+    feedback: ClassVar[bool] = False
+    """Whether the rule learns from how many elements its last threshold kept."""
 
     @abstractmethod
-    def _threshold(self, x: Array, k: int) -> tuple[float, Mapping[str, Any]]:
-        """Return (η, details) for a non-empty gradient."""
+    def _find(self, x: Array, k: int) -> Found:
+        """Find the threshold of a checked, non-empty gradient."""
+
+    def _observe(self, kept: int, k: int, numel: int) -> None:  # noqa: B027 — most rules learn nothing
+        """Learn that the last threshold kept `kept` elements of `numel`, `k` wanted."""
 
     def estimate(self, x: Array, ratio: float) -> Estimate:
         """Estimate the threshold that keeps `ratio` of the elements of `x`.
@@ -75,16 +90,38 @@ class Estimator(ABC):
         InputError
             For a ratio outside (0, 1] or an array that is not dense floating point.
         """
+        return self._run(x, ratio, select=self.feedback)[0]
+
+    def select(self, x: Array, ratio: float) -> tuple[Estimate, Selection]:
+        """Estimate the threshold and return the elements it keeps, often in one pass together.
+
+        Parameters and errors are those of :meth:`estimate`; the selection is that of
+        :func:`gradstats.select` at the threshold.
+        """
+        estimate, selection = self._run(x, ratio, select=True)
+        assert selection is not None
+        return estimate, selection
+
+    def _run(self, x: Array, ratio: float, *, select: bool) -> tuple[Estimate, Selection | None]:
         x = check(x)
         numel = numel_of(x)
         k = target_count(ratio, numel)
         if numel == 0:
-            return Estimate(0.0, 0, 0)
-        threshold, details = self._threshold(x, k)
-        if math.isnan(threshold) or threshold < 0:
-            raise AssertionError(f"{self.name} produced the threshold {threshold}")
+            return Estimate(0.0, 0, 0), select_elements(x, 0.0) if select else None
+        found = self._find(x, k)
+        if math.isnan(found.threshold) or found.threshold < 0:
+            raise AssertionError(f"{self.name} produced the threshold {found.threshold}")
         # Rounded once, here, so that every later comparison (NumPy, torch, another device) is the same.
-        return Estimate(float(wide_dtype(x).type(threshold)), k, numel, details)
+        largest = float(np.finfo(wide_dtype(x)).max)
+        threshold = float(wide_dtype(x).type(min(found.threshold, largest)))
+        estimate = Estimate(threshold, k, numel, found.details)
+        if not select:
+            return estimate, None
+        selection = found.selection
+        if selection is None:
+            selection = select_elements(x, threshold)
+        self._observe(len(selection), k, numel)
+        return estimate, selection
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically (empty for a stateless rule)."""

@@ -1,18 +1,22 @@
-"""The exact threshold: the k-th largest magnitude."""
+"""The exact threshold, the k-th largest magnitude: from scratch, and warm-started from the last step's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from gradstats.primitives import Array, kth_largest
-from gradstats.thresholds.base import Estimator
+import numpy as np
 
-__all__ = ["Exact"]
+from gradstats.primitives import Array, Selection, top_candidates
+from gradstats.primitives._array import as_numpy
+from gradstats.thresholds.base import Estimator, Found
+
+__all__ = ["Exact", "WarmExact"]
 
 
 class Exact(Estimator):
-    """The k-th largest finite magnitude.
+    """The k-th largest finite magnitude, exactly, at the price of a sample and one pass.
 
     Elements tied with it are all kept, so k̂ ≥ k, with equality when the magnitudes are distinct; k̂ < k only when the
     gradient has fewer than k non-zero elements (the threshold is then 0 and every non-zero element is kept).
@@ -20,5 +24,69 @@ class Exact(Estimator):
 
     name = "exact"
 
-    def _threshold(self, x: Array, k: int) -> tuple[float, Mapping[str, Any]]:
-        return kth_largest(x, k), {}
+    def _find(self, x: Array, k: int) -> Found:
+        threshold, selection = top_candidates(x, k)
+        return Found(threshold, {}, selection)
+
+
+class WarmExact(Estimator):
+    """The exact threshold, bracketed by the last step's instead of a sample.
+
+    The pass collects what reaches η_{t-1} e^(−m). The margin m follows the drift of the threshold (1.5 times the
+    largest recent step of ln η) but stops where the last step had two k elements: with error feedback the
+    magnitudes pile up just under the threshold. Too narrow a margin costs one more pass, never a wrong k. The same
+    thresholds as :class:`Exact`, always.
+    """
+
+    name = "warm-exact"
+
+    def __init__(self) -> None:
+        self._threshold = 0.0
+        self._drift = 0.1
+        self._margin = 0.0
+        self._k = 0
+        self.misses = 0
+        """Steps that took a second pass."""
+
+    def _find(self, x: Array, k: int) -> Found:
+        last = self._threshold
+        warm = last > 0 and self._k == k
+        guess = last * math.exp(-self._margin) if warm else None
+        threshold, candidates = top_candidates(x, k, guess, trim=False)
+        missed = guess is not None and threshold < guess
+        self.misses += missed
+        magnitude = np.abs(as_numpy(candidates.values))
+        if warm and threshold > 0:
+            self._drift = max(abs(math.log(threshold / last)), 0.9 * self._drift)
+        self._threshold, self._k = threshold, k
+        self._margin = min(1.5 * self._drift, self._crowded(magnitude, k, threshold))
+        details = {"candidates": magnitude.size, "warm": warm, "missed": missed}
+        return Found(threshold, details, _reaching(candidates, magnitude, threshold))
+
+    @staticmethod
+    def _crowded(magnitude: Any, k: int, threshold: float) -> float:
+        """Return the margin within which this step had two k elements; no limit if it cannot tell."""
+        if magnitude.size < 2 * k or threshold <= 0:
+            return math.inf
+        second = float(np.partition(magnitude, magnitude.size - 2 * k)[magnitude.size - 2 * k])
+        return max(math.log(threshold / second), 1e-4) if second > 0 else math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last threshold and what the margin follows."""
+        return {
+            "threshold": self._threshold,
+            "drift": self._drift,
+            "margin": self._margin,
+            "k": self._k,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._threshold, self._drift = state["threshold"], state["drift"]
+        self._margin, self._k = state["margin"], state["k"]
+
+
+def _reaching(candidates: Selection, magnitude: Any, threshold: float) -> Selection:
+    from gradstats.primitives._select import keep
+
+    return keep(candidates, magnitude, threshold)

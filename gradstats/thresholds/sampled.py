@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, kth_largest, numel_of, select
-from gradstats.primitives._array import is_tensor
-from gradstats.thresholds.base import RandomEstimator
+from gradstats.primitives._array import as_numpy, torch_index
+from gradstats.primitives._select import keep
+from gradstats.thresholds.base import Found, RandomEstimator
 
 __all__ = ["DGC"]
 
@@ -53,31 +51,24 @@ class DGC(RandomEstimator):
         picks = starts + self._generator.integers(0, run, size=starts.size)
         return picks[picks < numel]
 
-    def _threshold(self, x: Array, k: int) -> tuple[float, Mapping[str, Any]]:
+    def _find(self, x: Array, k: int) -> Found:
         numel = numel_of(x)
         indices = self._sample_indices(numel)
         if indices.size == 0:  # the one run's pick fell beyond a tiny gradient's end
             indices = np.zeros(1, np.int64)
         flat = x.reshape(-1)
-        sample = flat[_as_index(indices, x)]
+        sample = flat[torch_index(indices, x)]
         sampled_k = max(1, round(k * indices.size / numel))
         threshold = kth_largest(sample, sampled_k)
         candidates = select(x, threshold)
-        reselected = len(candidates) > self.tolerance * k
+        found = len(candidates)
+        reselected = found > self.tolerance * k
         if reselected:
             threshold = kth_largest(candidates.values, k)
+            candidates = keep(candidates, np.abs(as_numpy(candidates.values)), threshold)
         details = {
             "sample": int(indices.size),
-            "candidates": len(candidates),
+            "candidates": found,
             "reselected": reselected,
         }
-        return threshold, details
-
-
-def _as_index(indices: NDArray[np.int64], x: Array) -> Array:
-    """Return `indices` in a form that indexes `x` on its device."""
-    if not is_tensor(x):
-        return indices
-    import torch
-
-    return torch.from_numpy(indices).to(x.device)
+        return Found(threshold, details, candidates)

@@ -1,0 +1,41 @@
+"""A hard threshold: one number for the whole of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradstats.errors import InputError
+from gradstats.primitives import Array, top_candidates
+from gradstats.thresholds.base import Estimator, Found
+
+__all__ = ["Hard"]
+
+
+class Hard(Estimator):
+    """A constant threshold, whatever the gradient and the ratio.
+
+    Parameters
+    ----------
+    threshold : η ≥ 0; None takes the exact threshold of the first gradient and keeps it.
+    """
+
+    name = "hard"
+
+    def __init__(self, threshold: float | None = None) -> None:
+        if threshold is not None and not threshold >= 0:
+            raise InputError(f"a threshold must be a non-negative magnitude, not {threshold}")
+        self.threshold = threshold
+
+    def _find(self, x: Array, k: int) -> Found:
+        if self.threshold is None:
+            self.threshold = top_candidates(x, k)[0]
+        return Found(self.threshold)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the threshold."""
+        return {"threshold": self.threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the threshold."""
+        self.threshold = state["threshold"]

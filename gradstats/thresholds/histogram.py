@@ -1,0 +1,31 @@
+"""The quantile of a histogram over the float bits: one pass, and mergeable over chunks, ranks and steps."""
+
+from __future__ import annotations
+
+from gradstats.errors import InputError
+from gradstats.primitives import Array, histogram
+from gradstats.thresholds.base import Estimator, Found
+
+__all__ = ["HistogramQuantile"]
+
+
+class HistogramQuantile(Estimator):
+    """Interpolated quantile of a histogram with fine bins: k̂/k within 0.5 % on float32 data without ties.
+
+    Parameters
+    ----------
+    bits : mantissa bits that tell bins apart, see :func:`gradstats.histogram`; None for 11 (bins 0.02 to 0.05 % wide)
+        below k = 20,000 and 10 from there on, where a bin's share of k is what matters less.
+    """
+
+    name = "histogram"
+
+    def __init__(self, bits: int | None = None) -> None:
+        if bits is not None and not 0 <= bits <= 12:
+            raise InputError(f"bits must be from 0 to 12, not {bits}")
+        self.bits = bits
+
+    def _find(self, x: Array, k: int) -> Found:
+        # half an element less: the answer lies between the k-th and the next
+        bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
+        return Found(histogram(x, bits).upper_quantile(k + 0.5), {"bits": bits})

@@ -1,0 +1,114 @@
+"""MiCRO's threshold: feedback from the number of elements the last one kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from gradstats.errors import InputError
+from gradstats.primitives import Array, top_candidates
+from gradstats.thresholds.base import Estimator, Found
+
+__all__ = ["MiCRO"]
+
+Rule: TypeAlias = Literal["corrected", "paper"]
+
+
+class MiCRO(Estimator):
+    """A threshold steered towards k, with no look at the gradient but the count of what it kept.
+
+    Parameters
+    ----------
+    rule : ``"corrected"`` searches ln η by the counts: growing strides until too many and too few have been seen,
+        then interpolation in between; a bracket that turns out stale is dropped. Within 10 % of k in 20 steps from any
+        start on a gradient that stands still. ``"paper"`` multiplies by 1.005, 1.00125 or 0.995, as the authors'
+        program does.
+    threshold : where to start; None for the exact threshold of the first gradient (``"corrected"``), or 1/(2√k)
+        (``"paper"``).
+    """
+
+    name = "micro"
+    feedback = True
+
+    def __init__(self, rule: Rule = "corrected", threshold: float | None = None) -> None:
+        if rule not in ("corrected", "paper"):
+            raise InputError(f"rule must be corrected or paper, not {rule!r}")
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise InputError(f"a start must be a positive magnitude, not {threshold}")
+        self.rule = rule
+        self._threshold = threshold
+        self._slope = (
+            2.0  # of ln k̂ against -ln η; 1 for the heaviest tails, tens with error feedback
+        )
+        self._stride = 0.0
+        # (ln η, ln(k̂/k)) where too many and where too few were kept
+        self._many: tuple[float, float] | None = None
+        self._few: tuple[float, float] | None = None
+
+    def _find(self, x: Array, k: int) -> Found:
+        if not self._threshold:
+            self._threshold = (
+                1 / (2 * math.sqrt(k)) if self.rule == "paper" else top_candidates(x, k)[0]
+            )
+        return Found(self._threshold, {"slope": self._slope})
+
+    def _observe(self, kept: int, k: int, numel: int) -> None:
+        if not self._threshold:  # an all-zero gradient tells nothing
+            return
+        if self.rule == "paper":
+            exam = kept / k
+            self._threshold *= 1.005 if exam > 1.1 else 1.00125 if exam > 1 / 1.1 else 0.995
+            return
+        here, excess = math.log(self._threshold), math.log(max(kept, 0.5) / k)
+        if abs(kept / k - 1) <= 0.1:
+            self._many = self._few = None
+            self._stride = 0.0
+            goal = here + 0.5 * excess / self._slope
+        else:
+            goal = self._search(here, excess, saturated=kept == 0 or 2 * kept > numel)
+        # the range of float32
+        self._threshold = math.exp(min(max(goal, -100.0), 88.0))
+
+    def _search(self, here: float, excess: float, *, saturated: bool) -> float:
+        """Return the next ln η: inside the bracket if there is one, else onward by growing strides."""
+        if excess > 0:
+            self._many = (here, excess)
+        else:
+            self._few = (here, excess)
+        if self._many is not None and self._few is not None:
+            width = self._few[0] - self._many[0]
+            if width > 1e-3:
+                self._stride = 0.0
+                drop = self._many[1] - self._few[1]
+                share = self._many[1] / drop
+                if saturated or width > 1:  # ends that say little: halve
+                    share = 0.5
+                else:
+                    self._slope = min(max(drop / width, 1.0), 50.0)
+                return self._many[0] + min(max(share, 0.2), 0.8) * width
+            # A bracket this narrow without an answer is of a gradient that has moved on.
+            if excess > 0:
+                self._few = None
+            else:
+                self._many = None
+        wanted = 1.0 if saturated else abs(excess) / self._slope
+        self._stride = max(wanted, 3 * self._stride)
+        return here + math.copysign(self._stride, excess)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return threshold and controller."""
+        return {
+            "threshold": self._threshold,
+            "slope": self._slope,
+            "stride": self._stride,
+            "many": self._many,
+            "few": self._few,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._threshold, self._slope = state["threshold"], state["slope"]
+        self._stride = state["stride"]
+        self._many = None if state["many"] is None else (state["many"][0], state["many"][1])
+        self._few = None if state["few"] is None else (state["few"][0], state["few"][1])
