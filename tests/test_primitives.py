@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradstats.errors import InputError
-from gradstats.primitives import histogram, kth_largest, moments, select
+from gradstats.primitives import (
+    exceedances,
+    get_num_threads,
+    histogram,
+    kth_largest,
+    moments,
+    select,
+    set_num_threads,
+)
 from gradstats.primitives._array import CHUNK
 from gradstats.primitives._histogram import bin_edges
 
@@ -35,6 +43,66 @@ def test_moments_equal_a_naive_float64_sum(family, xp, above):
         assert getattr(m, name) == pytest.approx(value, rel=1e-12), name
     assert m.numel == family.size
     assert m.zeros == np.count_nonzero(family == 0)
+
+
+@pytest.mark.parametrize("above", [0.0, 1e-3])
+def test_exceedances_are_the_same_sums(family, xp, above):
+    a, b = exceedances(xp(family), above), moments(xp(family), above=above)
+    assert a.count == b.count
+    assert a.sum_abs == pytest.approx(b.sum_abs, rel=1e-12)
+    assert a.sum_squares == pytest.approx(b.sum_squares, rel=1e-12)
+    hostile = np.r_[family[:3000], np.float32([np.inf, -np.inf, np.nan])]
+    assert exceedances(xp(hostile), 1e-3).count == moments(xp(hostile), above=1e-3).count
+    assert np.isfinite(exceedances(xp(hostile), 1e-3).sum_abs)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_changes_no_bit(threads):
+    x = np.random.default_rng(1).standard_t(3, 3_000_000).astype(np.float32)
+    x[::1000] = 0
+    reference = (
+        moments(x),
+        exceedances(x, 1.0),
+        histogram(x, 10),
+        select(x, 3.0),
+        kth_largest(x, 3000),
+    )
+    set_num_threads(threads)
+    try:
+        assert get_num_threads() == threads
+        assert moments(x) == reference[0]
+        assert repr(exceedances(x, 1.0)) == repr(reference[1])
+        assert np.array_equal(histogram(x, 10).counts, reference[2].counts)
+        again = select(x, 3.0)
+        assert np.array_equal(again.indices, reference[3].indices)
+        assert np.array_equal(again.values, reference[3].values)
+        assert kth_largest(x, 3000) == reference[4]
+    finally:
+        set_num_threads(None)
+    with pytest.raises(InputError):
+        set_num_threads(0)
+
+
+def test_histograms_of_other_widths():
+    x = np.random.default_rng(1).standard_t(3, 100_000).astype(np.float32)
+    fine, coarse = histogram(x, 10), histogram(x)
+    assert np.array_equal(fine.coarsen(7).counts, coarse.counts)
+    with pytest.raises(InputError, match="do not add"):
+        _ = fine + coarse
+    for bad in (lambda: histogram(x, 13), lambda: coarse.coarsen(9)):
+        with pytest.raises(InputError):
+            bad()
+
+
+def test_a_sampled_bracket_that_misses_costs_a_pass_not_the_answer():
+    """Everything large hides between the sampled positions, or only there."""
+    x = np.random.default_rng(0).random(1_000_000).astype(np.float32)
+    stride = x.size // (1 << 16)
+    for place in (np.s_[::stride], np.s_[1::stride]):
+        y = x.copy()
+        y[place] += 10
+        for k in (100, 10_000, 80_000):
+            assert kth_largest(y, k) == np.sort(y)[-k]
 
 
 def test_moments_count_what_they_leave_out(xp):

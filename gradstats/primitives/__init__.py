@@ -8,7 +8,7 @@ what they return. None of them makes a temporary as large as the gradient.
 
 from gradstats.primitives._array import Array, Selection, numel_of
 from gradstats.primitives._histogram import Histogram, histogram
-from gradstats.primitives._moments import Moments, moments
+from gradstats.primitives._moments import Moments, exceedances, moments
 from gradstats.primitives._parallel import get_num_threads, set_num_threads
 from gradstats.primitives._select import kth_largest, select, top_candidates
 
@@ -17,6 +17,7 @@ __all__ = [
     "Histogram",
     "Moments",
     "Selection",
+    "exceedances",
     "get_num_threads",
     "histogram",
     "kth_largest",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives._array import Array, check, numel_of
+from gradstats.primitives._array import Array, check, numel_of, wide_dtype
 from gradstats.primitives._parallel import map_blocks
 
-__all__ = ["Moments", "moments"]
+__all__ = ["Moments", "exceedances", "moments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,33 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
         sum_log=sum_log if log else float("nan"),
         max=largest,
         above=above,
+    )
+
+
+def exceedances(x: Array, above: float) -> Moments:
+    """Sum |x| and x² over non-zero |x| ≥ above, and count them; what a later stage of a threshold needs.
+
+    The same sums as :func:`moments`, in about half the time. The other fields are unknown: zeros and nonfinite are -1,
+    max and sum_log NaN.
+    """
+    x = check(x)
+    if not above >= 0:
+        raise InputError(f"above must be a non-negative magnitude, not {above}")
+    if wide_dtype(x) != np.float32:
+        m = moments(x, above, log=False)
+        return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
+    with np.errstate(over="ignore"):
+        below = np.nextafter(np.float32(above), np.float32(0))
+
+    def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
+        from gradstats.primitives._kernels import block_tail
+
+        return block_tail(block, below)
+
+    parts = map_blocks(tail, x)
+    count, total, squares = (sum(part[i] for part in parts) for i in range(3))
+    return Moments(
+        numel_of(x), int(count), -1, -1, float(total), float(squares), math.nan, math.nan, above
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, moments
+from gradstats.primitives import Array, exceedances, moments
 from gradstats.primitives._parallel import map_blocks
 from gradstats.thresholds.base import Estimator, Found
 
@@ -46,7 +46,7 @@ class GaussianK(Estimator):
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
         counts = []
         for _ in range(self.loops):
-            counts.append(moments(x, above=threshold, log=False).count)
+            counts.append(exceedances(x, threshold).count)
             if counts[-1] < 2 * k / 3:
                 threshold *= 0.5
             elif counts[-1] > 4 * k / 3:

@@ -10,6 +10,7 @@ from gradstats.primitives import (
     Array,
     Moments,
     Selection,
+    exceedances,
     moments,
     numel_of,
     select,
@@ -39,9 +40,9 @@ class _Counter:
 
     def count(self, threshold: float) -> int:
         if self._values is not None:
-            return moments(self._values, above=threshold, log=False).count
+            return exceedances(self._values, threshold).count
         self.passes += 1
-        return moments(self._x, above=threshold, log=False).count
+        return exceedances(self._x, threshold).count
 
     def raise_bound(self, threshold: float, count: int) -> None:
         """Note that thresholds below this one will not be asked for any more."""
@@ -164,7 +165,7 @@ class RedSyncTrimmed(Estimator):
         # The first four are looked for among what reaches the fourth: one pass instead of four.
         survivors = select(x, tried[3]).values
         for threshold in tried[:4]:
-            if moments(survivors, above=threshold, log=False).count >= k:
+            if exceedances(survivors, threshold).count >= k:
                 return threshold, select(survivors, threshold)
         found = select(x, tried[4])
         return (tried[4], found) if len(found) >= k else (0.0, select(x, 0.0))
