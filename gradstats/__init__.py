@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gradstats import compressors, distributions, plots, thresholds
     from gradstats._compressibility import compressibility
     from gradstats._fit import Fit, FitError, fit
-    from gradstats._quality import quality, quality_series
+    from gradstats._quality import quality, quality_series, stage_budget
     from gradstats.errors import GradstatsError, InputError, NonFiniteGradientError, TraceError
     from gradstats.primitives import histogram, moments, select, warm_up
     from gradstats.thresholds import threshold
@@ -37,6 +37,7 @@ _HOME = {
     "quality": "gradstats._quality",
     "quality_series": "gradstats._quality",
     "select": "gradstats.primitives",
+    "stage_budget": "gradstats._quality",
     "threshold": "gradstats.thresholds",
     "warm_up": "gradstats.primitives",
 }
@@ -61,6 +62,7 @@ __all__ = [
     "quality",
     "quality_series",
     "select",
+    "stage_budget",
     "threshold",
     "thresholds",
     "warm_up",

@@ -13,7 +13,7 @@ from gradstats.primitives._array import as_numpy
 from gradstats.sources import layer_parts, open_source
 from gradstats.thresholds import Estimator, make_estimator
 
-__all__ = ["noise_floor", "quality", "quality_series"]
+__all__ = ["noise_floor", "quality", "quality_series", "stage_budget"]
 
 
 def noise_floor(k: int) -> float:
@@ -171,3 +171,52 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "floor_low": 1 - floor,
         "floor_high": 1 + floor,
     }
+
+
+def stage_budget(
+    source: object,
+    ratios: Sequence[float] = (0.1, 0.01, 0.001),
+    estimators: Iterable[str] = ("sidco-e", "sidco-gp", "sidco-p"),
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[str] | None = None,
+    options: dict[str, dict[str, Any]] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Split the error of multi-stage thresholds over their stages.
+
+    Each stage asks for a share of what the last one left, and gets another. The product of got/asked over the stages
+    is k̂/k, so the factors say which stage is to blame.
+
+    Parameters are those of :func:`quality`; estimators without stages have no records.
+
+    Returns
+    -------
+    list of dict
+        trace, step, rank, kind, estimator, ratio, stage (from 1), asked, got, factor (got/asked), quality (the product
+        of the factors up to this stage).
+    """
+    opened = open_source(source)
+    names = list(estimators)
+    live: dict[tuple[str, float, int, str], Estimator] = {}
+    records = []
+    for rank, kind, step in opened.select(steps=steps, ranks=ranks, kinds=kinds):
+        captured = opened.read(rank, kind, step)
+        for name in names:
+            for ratio in ratios:
+                key = (name, ratio, rank, kind)
+                if key not in live:
+                    live[key] = make_estimator(name, **(options or {}).get(name, {}))
+                estimate, selection = live[key].select(captured.values, ratio)
+                stages = estimate.details.get("stages", [])
+                counts = [stage["count"] for stage in stages] + [len(selection)]
+                product = 1.0
+                for i, stage in enumerate(stages):
+                    got = counts[i + 1] / counts[i]
+                    product *= got / stage["ratio"]
+                    labels = captured.labels | {"estimator": name, "ratio": ratio, "stage": i + 1}
+                    shares = {"asked": stage["ratio"], "got": got, "factor": got / stage["ratio"]}
+                    records.append(labels | shares | {"quality": product})
+        on_progress()
+    return records

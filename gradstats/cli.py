@@ -294,14 +294,23 @@ def quality(
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also each parameter by itself.")
     ] = False,
+    by_stage: Annotated[
+        bool,
+        typer.Option("--by-stage", help="Split the error of multi-stage rules over their stages."),
+    ] = False,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Compare how many elements thresholds keep with how many they should: k̂/k."""
+    """Compare how many elements thresholds keep with how many they should: k̂/k.
+
+    Rules with a state (reuse, feedback, warm start, adaptive stages) see the captured steps in order, as if they were
+    adjacent.
+    """
     from gradstats._quality import quality as measure
+    from gradstats._quality import stage_budget
     from gradstats.sources import open_sources
     from gradstats.thresholds import ESTIMATORS
 
@@ -310,22 +319,32 @@ def quality(
     selection = _selection(step, rank, kind)
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
 
+    function: Callable[..., list[dict[str, Any]]] = measure
+    more: dict[str, bool] = {"per_layer": per_layer}
+    if by_stage:
+        function, more = stage_budget, {}
+
     def work(on_progress: Callable[[], None]) -> list[dict[str, Any]]:
         return [
             record
             for s in sources
-            for record in measure(
+            for record in function(
                 s,
                 ratio or (0.1, 0.01, 0.001),
                 estimator or tuple(ESTIMATORS),
                 options=options,
-                per_layer=per_layer,
                 on_progress=on_progress,
+                **more,
                 **selection,
             )
         ]
 
     records = _with_progress("quality", sources, selection, work)
+    if by_stage:
+        columns = ["trace", "step", "rank", "kind", "estimator", "ratio", "stage", "asked", "got"]
+        columns += ["factor", "quality"]
+        emit(records, format, output, columns=columns, title="k̂/k stage by stage")
+        return
     columns = ["trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high"]
     columns += ["min", "max", "energy_error", "n", "floor"]
     emit(

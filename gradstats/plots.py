@@ -22,7 +22,14 @@ from gradstats.primitives import Array, numel_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["density", "magnitude_decay", "quality_bars", "tail"]
+__all__ = [
+    "density",
+    "latency_bars",
+    "magnitude_decay",
+    "quality_bars",
+    "quality_over_steps",
+    "tail",
+]
 
 _PALETTE = sns.color_palette("colorblind")
 _LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -32,6 +39,7 @@ _LABELS = {
     "double_genpareto": "double gen. Pareto",
     "halfnorm": "half-normal",
 }
+_MARKERS = "osD^vPX*<>ph"
 _MOST_POINTS = 2000
 
 
@@ -178,7 +186,6 @@ def quality_bars(
     ratios = list(dict.fromkeys(r["ratio"] for r in records))
     names = list(dict.fromkeys(r["estimator"] for r in records))
     width = 0.8 / max(len(names), 1)
-    markers = "osD^vPX*<>ph"
     for i, name in enumerate(names):
         for record in (r for r in records if r["estimator"] == name):
             position = ratios.index(record["ratio"]) + (i - (len(names) - 1) / 2) * width
@@ -190,7 +197,7 @@ def quality_bars(
                     [max(mean - max(record["low"], 1e-3), 0)],
                     [max(record["high"] - mean, 0)],
                 ],
-                fmt=markers[i % len(markers)],
+                fmt=_MARKERS[i % len(_MARKERS)],
                 color=_PALETTE[i % 10],
                 capsize=3,
                 label=name if record["ratio"] == ratios[0] else None,
@@ -206,5 +213,78 @@ def quality_bars(
     ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
     for formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
         formatter(LogFormatter(minor_thresholds=(1, 0.4)))
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def quality_over_steps(
+    series: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw k̂/k of each estimator over the steps, mean over ranks (SIDCo figures 4 b, d and 9).
+
+    Parameters
+    ----------
+    series : of :func:`gradstats.quality_series`, one ratio and kind.
+    """
+    names = list(dict.fromkeys(r["estimator"] for r in series))
+    for i, name in enumerate(names):
+        points: dict[int, list[float]] = {}
+        for record in series:
+            if record["estimator"] == name:
+                points.setdefault(record["step"], []).append(max(record["quality"], 1e-3))
+        steps = sorted(points)
+        means = [float(np.mean(points[step])) for step in steps]
+        ax.plot(
+            steps,
+            means,
+            marker=_MARKERS[i % len(_MARKERS)],
+            ms=4,
+            ls=("-", *_LINES)[i % 5],
+            color=_PALETTE[i % 10],
+            label=name,
+        )
+    if series:
+        floor = 1.96 / np.sqrt(max(series[0]["k"], 1))
+        ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label="noise floor")
+    ax.axhline(1, color="0.3", lw=0.8)
+    ax.set(xlabel="step", ylabel="k̂/k", yscale="log")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.legend(fontsize="small", ncols=2)
+    return _tidy(ax, title)
+
+
+def latency_bars(
+    records: Sequence[Mapping[str, Any]],
+    ax: Axes,
+    *,
+    value: str = "seconds",
+    title: str | None = None,
+) -> Axes:
+    """Draw latency, or speed-up over top-k, of every compressor by ratio (SIDCo figures 14 to 17).
+
+    Parameters
+    ----------
+    records : of :func:`gradstats.bench.bench`, one numel and thread count.
+    value : ``"seconds"``, ``"streams"`` or ``"speedup"``.
+    """
+    names = list(dict.fromkeys(r["compressor"] for r in records))
+    ratios = list(dict.fromkeys(r["ratio"] for r in records))
+    hatches = ("", "//", "..", "xx")
+    height = 0.8 / max(len(ratios), 1)
+    for j, ratio in enumerate(ratios):
+        rows = {r["compressor"]: r[value] for r in records if r["ratio"] == ratio}
+        ax.barh(
+            [names.index(n) + (j - (len(ratios) - 1) / 2) * height for n in rows],
+            list(rows.values()),
+            height,
+            color=_PALETTE[j % 10],
+            hatch=hatches[j % 4],
+            edgecolor="white",
+            label=f"ratio {ratio:g}",
+        )
+    units = {"seconds": "latency (s)", "streams": "latency (reads of the data)"}
+    ax.set(xlabel=units.get(value, "speed-up over torch.topk"), xscale="log")
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
     ax.legend(fontsize="small")
     return _tidy(ax, title)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradstats._compressibility import default_window
 from gradstats._fit import MODELS, FitError, fit_moments
-from gradstats._quality import quality
+from gradstats._quality import quality, quality_series
 from gradstats.analysis import compressibility_records, fit_records
 from gradstats.errors import InputError
 from gradstats.primitives import moments, numel_of
@@ -100,6 +100,7 @@ def _section(source: Source, advance: Callable[[], None]) -> str:
     parts += [
         "<h3>How well thresholds hit their target</h3>",
         _quality_figure(results),
+        _steps_figure(source),
         _table(results, ["estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"]),
         "<p class=note>low to high holds 90 % of the gradients (steps and ranks).</p>",
     ]
@@ -175,6 +176,26 @@ def _quality_figure(results: Sequence[dict[str, Any]]) -> str:
 
     return _figure(
         len(kinds), draw, "Kept over asked for; 1 is right. Grey: noise floor 1 ∓ 1.96/√k."
+    )
+
+
+def _steps_figure(source: Source) -> str:
+    from gradstats import plots
+
+    series = quality_series(source, (min(_RATIOS),), tuple(ESTIMATORS))
+    kinds = list(dict.fromkeys(r["kind"] for r in series))
+    if len({r["step"] for r in series}) < 2:
+        return ""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for ax, kind in zip(axes, kinds, strict=True):
+            plots.quality_over_steps([r for r in series if r["kind"] == kind], ax, title=kind)
+
+    return _figure(
+        len(kinds),
+        draw,
+        f"Kept over asked for at ratio {min(_RATIOS):g}, step by step. Rules with a state see the captured "
+        "steps as if they were adjacent.",
     )
 
 

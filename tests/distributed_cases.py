@@ -278,3 +278,26 @@ def create_conflict(rank, world, path):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def live_thresholds(rank, world, folder, names, steps):
+    """Train with one compressor after another, every step captured."""
+    from capture import Capture
+    from gradstats.compressors import make_compressor
+
+    for name in names:
+        net = model()
+        ddp = DDP(net)
+        state = CompressionState(
+            make_compressor(name, 0.01), named_parameters=net.named_parameters()
+        )
+        with Capture(f"{folder}/{name}.zarr", ddp, buffers=steps) as capture:
+            ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+            for step in range(steps):
+                ddp.zero_grad()
+                x = torch.randn(16, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+                nn.functional.cross_entropy(ddp(x), (x.sum(1) > 0).long()).backward()
+                capture.step()
+                with torch.no_grad():
+                    for p in net.parameters():
+                        p -= 0.1 * p.grad

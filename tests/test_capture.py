@@ -262,3 +262,21 @@ def test_logarithmic_schedules_have_their_density(per_decade, decade):
     assert steps[0] == 0
     assert {1, 10, 100} <= set(steps)
     assert sum(100 <= s < 1000 for s in steps) == per_decade
+
+
+@pytest.mark.distributed
+def test_every_estimator_gives_offline_the_thresholds_it_gave_live(tmp_path):
+    """Replayed over the captured vectors, also the stateful rules, bit for bit."""
+    from gradstats.thresholds import ESTIMATORS, make_estimator
+
+    steps = 12
+    run_ranks(2, cases.live_thresholds, str(tmp_path), list(ESTIMATORS), steps)
+    for name in ESTIMATORS:
+        trace = open_trace(tmp_path / f"{name}.zarr")
+        for rank in (0, 1):
+            rule, live = make_estimator(name), trace.scalars(rank)
+            assert len(live["step"]) == steps
+            for step in range(steps):
+                estimate, selection = rule.select(trace.read(step, rank, "corrected"), 0.01)
+                assert estimate.threshold == live["threshold"][step], (name, step)
+                assert len(selection) == live["selected"][step]
