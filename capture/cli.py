@@ -160,7 +160,7 @@ def _tables(out: Path) -> None:
         None,
         columns=["trace", "step", "kind", "p", "p_low", "p_high", "hill", "compressible"],
         title="Compressibility: is p above ½ on the largest hundredth of ranks? (rank 0)",
-        per_trace=False,
+        group_by=(),
     )
     sys.stdout.flush()
     emit(

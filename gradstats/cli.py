@@ -78,11 +78,12 @@ def emit(
     *,
     columns: Sequence[str],
     title: str,
-    per_trace: bool = True,
+    group_by: Sequence[str] = ("trace",),
 ) -> None:
     """Print records, or write them to a file, in a format of the user's choice.
 
-    `columns` are what people see; JSON and CSV hold every field. A terminal gets a table per trace if `per_trace`.
+    `columns` are what people see; JSON and CSV hold every field. A terminal gets a table per
+    value of the fields `group_by`.
     """
     import shutil
 
@@ -93,9 +94,12 @@ def emit(
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
     groups = [records]
-    if format == "table" and per_trace:
-        names = dict.fromkeys(r["trace"] for r in records)
-        groups = [[r for r in records if r["trace"] == name] for name in names]
+    if format == "table" and group_by:
+        keys = [tuple(record[name] for name in group_by) for record in records]
+        groups = [
+            [r for r, other in zip(records, keys, strict=True) if other == key]
+            for key in dict.fromkeys(keys)
+        ] or [records]
     text = "\n".join(
         render(group, cast("Format", format), columns=columns, title=title, width=width)
         for group in groups
@@ -264,7 +268,7 @@ def compressibility(
         output,
         columns=columns,
         title="Decay of sorted magnitudes, 95 % intervals",
-        per_trace=False,
+        group_by=(),
     )
 
 
@@ -411,7 +415,7 @@ def bench(
         output,
         columns=list(records[0]),
         title="Estimation + selection; streams: times torch.sum of the same data",
-        per_trace=False,
+        group_by=("threads", "numel"),
     )
 
 

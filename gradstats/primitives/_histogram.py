@@ -32,18 +32,24 @@ def bin_edges(bits: int = 7) -> NDArray[np.float64]:
     return edges
 
 
+def _edge(i: int, bits: int) -> float:
+    if i == _INFINITE << bits:
+        return 2.0**128
+    return float(np.uint32(i << (_MANTISSA - bits)).view(np.float32))
+
+
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """Counts of |g| per bin; `a + b` is the histogram of both arrays together.
 
     Attributes
     ----------
-    counts : int64 array (255·2^bits,), finite non-zero magnitudes between successive :func:`bin_edges`.
+    counts : integer array (255·2^bits,), finite non-zero magnitudes between successive :func:`bin_edges`.
     zeros, nonfinite : exact zeros; NaN and infinities.
     bits : leading mantissa bits that tell bins apart.
     """
 
-    counts: NDArray[np.int64]
+    counts: NDArray[Any]
     zeros: int
     nonfinite: int
     bits: int = 7
@@ -59,7 +65,7 @@ class Histogram:
                 f"histograms of {self.bits} and {other.bits} bits do not add; coarsen one"
             )
         return Histogram(
-            self.counts + other.counts,
+            np.add(self.counts, other.counts, dtype=np.int64),
             self.zeros + other.zeros,
             self.nonfinite + other.nonfinite,
             self.bits,
@@ -69,31 +75,26 @@ class Histogram:
         """Return the histogram with fewer, wider bins: the same as having counted with `bits`."""
         if not 0 <= bits <= self.bits:
             raise InputError(f"a histogram of {self.bits} bits cannot be made one of {bits}")
-        merged = self.counts.reshape(-1, 1 << (self.bits - bits)).sum(axis=1)
+        merged = self.counts.reshape(-1, 1 << (self.bits - bits)).sum(axis=1, dtype=np.int64)
         return Histogram(merged, self.zeros, self.nonfinite, bits)
 
     def exceedances(self) -> NDArray[np.int64]:
         """Return, for each bin's left edge, how many magnitudes lie at or above it; shape of `counts`."""
-        return np.cumsum(self.counts[::-1])[::-1]
+        return np.cumsum(self.counts[::-1], dtype=np.int64)[::-1]
 
     def upper_quantile(self, k: float) -> float:
         """Return the magnitude that about k elements reach, 0 if no more than k are non-zero and finite.
 
         Inside its bin the density is taken as linear, its slope from the neighbouring bins.
         """
-        occupied = np.flatnonzero(self.counts)
-        if occupied.size == 0:
+        from gradstats.primitives._kernels import descend
+
+        i, above = descend(self.counts, k)
+        if i < 0:
             return 0.0
-        first, last = int(occupied[0]), int(occupied[-1])
-        above = np.cumsum(self.counts[first : last + 1][::-1])
-        if k >= above[-1]:
-            return 0.0
-        # the first bin from the top with which more than k elements are reached
-        i = last - int(np.searchsorted(above, k, side="right"))
-        below, n = int(above[last - i]), int(self.counts[i])
-        fraction = (below - k) / n  # of the bin's elements that lie under the answer
-        edges = bin_edges(self.bits)
-        left, right = edges[i], edges[i + 1]
+        n = int(self.counts[i])
+        fraction = (above - k) / n  # of the bin's elements that lie under the answer
+        left, right = _edge(i, self.bits), _edge(i + 1, self.bits)
         slope = 0.0
         if 0 < i < self.counts.size - 1:
             # density across the bin from 1 - slope to 1 + slope times its mean
@@ -108,7 +109,7 @@ class Histogram:
 
 
 def histogram(x: Array, bits: int = 7) -> Histogram:
-    """Count |x| per bin in one pass, counters in int64.
+    """Count |x| per bin in one pass, counters that cannot overflow.
 
     Parameters
     ----------
@@ -134,14 +135,14 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     # 32-bit counters keep twice as many bins in the cache; no count of theirs can overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
-    total = np.zeros(1 << (8 + bits), np.int64)
-    for counts, _ in runs:
-        total += counts
+    total: NDArray[Any] = runs[0][0] if runs else np.zeros(1 << (8 + bits), np.int64)
+    if len(runs) > 1:
+        total = np.stack([counts for counts, _ in runs]).sum(axis=0, dtype=np.int64)
     zeros = sum(z for _, z in runs)
     # The lowest bin holds the zeros beside the smallest denormals.
-    total[0] -= zeros
+    total[0] -= total.dtype.type(zeros)
     finite = _INFINITE << bits
-    return Histogram(total[:finite].copy(), zeros, int(total[finite:].sum()), bits)
+    return Histogram(total[:finite], zeros, int(total[finite:].sum()), bits)
 
 
 def _count(

@@ -235,6 +235,17 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
         counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> s] += np.uint32(1)
 
 
+@njit(nogil=True, cache=True)
+def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
+    """Go down from the last bin until more than k elements are reached; return the bin and that number."""
+    above = np.int64(0)
+    for i in range(counts.size - 1, -1, -1):
+        above += np.int64(counts[i])
+        if above > k:
+            return i, above
+    return -1, above
+
+
 def warm_up() -> None:
     """Compile every kernel, or load it from the cache."""
     x = np.ones(_GROUP + 1, np.float32)
@@ -244,4 +255,7 @@ def warm_up() -> None:
     indices, values = np.empty(x.size, np.int64), np.empty_like(x)
     block_select(x, np.int32(1), 0, indices, values, 0)
     keep_at_least(indices, values, np.float32(1))
-    block_histogram(x.view(np.uint32), 16, np.zeros(1 << 15, np.uint32))
+    counts = np.zeros(1 << 15, np.uint32)
+    block_histogram(x.view(np.uint32), 16, counts)
+    descend(counts, 0.5)
+    descend(counts.astype(np.int64), 0.5)

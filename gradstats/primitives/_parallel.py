@@ -75,8 +75,8 @@ def map_runs(function: Callable[[Iterator[tuple[int, NDArray[Any]]], int], T], x
 
     if threads <= 1:
         return [run(starts)]
-    # A few runs of blocks per thread: coarse enough to cost nothing, fine enough to balance.
-    size = -(-len(starts) // (4 * threads))
+    # Two runs of blocks per thread: every run has buffers of its own, and the threads share one memory bus anyway.
+    size = -(-len(starts) // (2 * threads))
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
     return list(_executor(threads).map(run, parts))
 

@@ -103,7 +103,7 @@ def _select_run(
         if indices.size - found < block.size:
             # At the rate so far, with room for the worst block; unwritten pages cost nothing.
             rate = found / (offset - first) if offset > first else 0.0
-            size = int(1.1 * rate * numel) + 2 * block.size + found
+            size = max(int(1.05 * rate * numel), found) + block.size
             indices, values = _grown(indices, found, size), _grown(values, found, size)
         found = block_select(block, np.int32(low), offset, indices, values, found)
     if wide:
