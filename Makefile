@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean demo figures lab lint notebooks test types
+.PHONY: .venv clean demo figures lab lint notebooks tables test types
 
 demo: .venv
 	$(BIN)/gradstats demo --out demo
@@ -37,3 +37,7 @@ notebooks: .venv
 
 figures: .venv
 	$(BIN)/python docs/figures.py
+
+# Rewrite the README's table of estimation quality.
+tables: .venv
+	$(BIN)/python docs/tables.py --write

@@ -21,8 +21,12 @@ __all__ = ["get_num_threads", "map_blocks", "map_runs", "set_num_threads"]
 
 T = TypeVar("T")
 
-BLOCK = 1 << 17
-"""Elements per block: 512 kB of float32, half a second-level cache."""
+BLOCK = 1 << 20
+"""Elements per block. The compiled loops keep to the cache by themselves; a block is long enough for the threads not
+to fight over the interpreter between two of them."""
+
+_SMALL = 1 << 19
+"""Elements per thread below which a second one costs more than it brings."""
 
 _threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
@@ -57,21 +61,25 @@ def _executor(threads: int) -> ThreadPoolExecutor:
     return _pool
 
 
-def map_runs(function: Callable[[Iterator[tuple[int, NDArray[Any]]], int], T], x: Array) -> list[T]:
+def map_runs(
+    function: Callable[[Iterator[tuple[int, NDArray[Any]]], int], T],
+    x: Array,
+    block: int = BLOCK,
+) -> list[T]:
     """Split the flattened array into runs of blocks; return ``function(run, numel)`` of each, in order.
 
     A run of numel elements yields (offset, block). Blocks are one-dimensional, float32 or float64, at most
-    :data:`BLOCK` elements; those of a strided, half-precision or device array are buffers that live until the next.
+    `block` elements; those of a strided, half-precision or device array are buffers that live until the next.
     """
-    view = flat_blocks(x, BLOCK)
+    view = flat_blocks(x, block)
     if view is None:
-        return [function(iter(flat_chunks(x, BLOCK)), numel_of(x))]
+        return [function(iter(flat_chunks(x)), numel_of(x))]
     flat, starts = view
-    threads = min(get_num_threads(), len(starts) // 4)
+    threads = min(get_num_threads(), numel_of(x) // _SMALL)
 
     def run(part: range) -> T:
-        blocks = ((start, flat[start : start + BLOCK]) for start in part)
-        return function(blocks, len(part) * BLOCK)
+        pieces = ((start, flat[start : start + block]) for start in part)
+        return function(pieces, len(part) * block)
 
     if threads <= 1:
         return [run(starts)]

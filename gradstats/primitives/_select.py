@@ -26,6 +26,9 @@ from gradstats.primitives._parallel import map_runs
 
 __all__ = ["kth_largest", "select", "top_candidates"]
 
+_BLOCK = 1 << 18
+"""Elements per block: there is always room for a whole one, so it decides how much memory is reserved."""
+
 _SAMPLE = 1 << 16
 """Elements sampled at least: the bracket of a small k is otherwise wider than the pass it saves."""
 
@@ -67,7 +70,7 @@ def select(x: Array, threshold: float) -> Selection:
         return Selection(positions, flat[positions])
     with np.errstate(over="ignore"):  # beyond float32's range: nothing but infinity reaches it
         low = max(int(np.float32(threshold).view(np.int32)), 1)
-    parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x)
+    parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
     dtype = wide_dtype(x)
     indices = _concatenate([i for i, _ in parts], np.int64)
     values = _concatenate([v for _, v in parts], dtype)
