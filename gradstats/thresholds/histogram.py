@@ -26,6 +26,5 @@ class HistogramQuantile(Estimator):
         self.bits = bits
 
     def _find(self, x: Array, k: int) -> Found:
-        # half an element less: the answer lies between the k-th and the next
         bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
-        return Found(histogram(x, bits).upper_quantile(k + 0.5), {"bits": bits})
+        return Found(histogram(x, bits).upper_quantile(k), {"bits": bits})
