@@ -6,9 +6,9 @@ Two lines in a training script::
     ddp_model.register_comm_hook(state, compression_hook)
 
 The gradient is compressed as one vector over the whole model, as in the papers: buckets are held until the last one
-arrives. The collective then runs on the calling thread and no Python callback is left on a communication
-thread: a callback that a gloo thread releases while the interpreter shuts down aborts the process ("terminate
-called without an active exception").
+arrives. The collective then runs on the calling thread, and nothing of Python's is left with a communication
+thread afterwards: releasing it while the interpreter shuts down would abort the process (see
+:mod:`gradstats.collectives.packed`).
 """
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations at run time.

@@ -33,8 +33,6 @@ def worker(config: RunConfig) -> RunResult:
     try:
         return _train(config)
     finally:
-        # _train's DDP model is gone by now: with it alive, gloo's threads would outlive the group and
-        # could release Python objects while the interpreter shuts down, which aborts the process.
         dist.destroy_process_group()
 
 
