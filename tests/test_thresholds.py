@@ -224,6 +224,30 @@ class TestAgainstTranscriptions:
         assert abs(len(selection) - estimate.k) <= max(0.005 * estimate.k, 1)
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_transcriptions_agree_on_captured_gradients(trace_path, ratio):
+    for _, _, _, g in open_trace(trace_path).gradients():
+        k = target_count(ratio, g.size)
+        for name, options, expected in [
+            ("exact", {}, reference.exact(g, k)),
+            ("sidco-e", {"stages": 3}, reference.sidco_e(g, k, 3)),
+            ("sidco-gp", {"stages": 3}, reference.sidco_staged(g, k, 3, reference.gamma_quantile)),
+            ("sidco-p", {"stages": 3}, reference.sidco_staged(g, k, 3, None)),
+            ("gaussiank", {}, reference.gaussiank(g, k)),
+            ("redsync", {"rule": "paper"}, reference.redsync_published(g, k)),
+        ]:
+            assert threshold(g, ratio, name, **options) == pytest.approx(expected, rel=1e-5), name
+
+
+def test_tolerances_can_differ_below_and_above():
+    x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
+    rule = make_estimator("sidco-e", stages="paper", tolerance=(1e-6, 10.0), interval=1)
+    for _ in range(8):  # too few by chance asks for one stage more, too many is always accepted
+        before = rule.stages
+        estimate, selection = rule.select(x, 0.01)
+        assert rule.stages == before + (len(selection) < estimate.k * (1 - 1e-6))
+
+
 def test_histogram_on_captured_gradients(trace_path):
     for _, _, _, g in open_trace(trace_path).gradients():
         for ratio in RATIOS:

@@ -39,6 +39,9 @@ __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 Adaptation: TypeAlias = Literal["corrected", "paper", "program"]
 
 
+_ADAPTATIONS = ("corrected", "paper", "program")
+
+
 def _worth_copying(share: float, passes: int) -> bool:
     """Tell whether copying a share of the elements pays for the passes still to come.
 
@@ -46,9 +49,6 @@ def _worth_copying(share: float, passes: int) -> bool:
     more than 3 % would take more than a tenth of the gradient's memory.
     """
     return share <= 0.03 and 1 + 180 * share < passes
-
-
-_ADAPTATIONS = ("corrected", "paper", "program")
 
 
 class SIDCo(Estimator):
@@ -61,7 +61,8 @@ class SIDCo(Estimator):
     stages : a fixed number M ≥ 1, or an adaptation rule: ``"corrected"``, ``"paper"``, ``"program"``.
     first_ratio : δ₁, the share of the non-zero elements that the first of several stages aims to keep.
     interval : Q, steps between adaptations.
-    tolerance : ε, the relative error of the mean k̂ over Q steps that ``"paper"`` and ``"program"`` accept.
+    tolerance : ε, the relative error of the mean k̂ over Q steps that ``"paper"`` and ``"program"`` accept; a pair for
+        (ε_L, ε_H), below and above.
 
     Notes
     -----
@@ -77,7 +78,7 @@ class SIDCo(Estimator):
         stages: int | Adaptation = "corrected",
         first_ratio: float = 0.25,
         interval: int = 5,
-        tolerance: float = 0.2,
+        tolerance: float | tuple[float, float] = 0.2,
     ) -> None:
         if not 0 < first_ratio < 1:
             raise InputError(f"first_ratio must be in (0, 1), not {first_ratio}")
@@ -85,13 +86,14 @@ class SIDCo(Estimator):
             raise InputError(f"stages must be a number or one of {', '.join(_ADAPTATIONS)}")
         if not isinstance(stages, str) and stages < 1:
             raise InputError(f"stages must be at least 1, not {stages}")
-        if interval < 1 or not tolerance > 0:
+        low, high = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
+        if interval < 1 or not (low > 0 and high > 0):
             raise InputError("interval must be at least 1 and tolerance positive")
         self.adaptation = stages if isinstance(stages, str) else None
         self.stages = 1 if isinstance(stages, str) else stages
         self.first_ratio = first_ratio
         self.interval = interval
-        self.tolerance = tolerance
+        self.tolerance = (low, high)
         self._step = 0
         self._kept = 0.0
         self._direction = 1
@@ -163,7 +165,7 @@ class SIDCo(Estimator):
             return
         quality, self._kept = self._kept / self.interval, 0.0
         error = abs(quality - 1)
-        if error > self.tolerance:
+        if error > self.tolerance[quality > 1]:
             if self.adaptation == "paper":
                 self._direction = -1 if quality > 1 else 1
             elif error > self._error:
