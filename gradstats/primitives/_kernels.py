@@ -28,7 +28,7 @@ _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _SUB = 2048
 """Elements per sub-block: 8 kB, which the first-level cache keeps between the loops over it."""
-_GROUP, _PROBE, _FEW = 128, 16, 4
+_GROUP, _PROBE, _FEW = 128, 32, 4
 """Elements tested together, and again where only a few of them hit, before any is looked at alone."""
 _LN2 = 0.6931471805599453
 
@@ -193,17 +193,30 @@ def block_select(
             hits += np.int32(np.uint32((bits[j] & _MASK) - low) <= width)
         if hits == 0:
             continue
-        for part in range(start, start + _GROUP, _PROBE):
-            if hits <= _FEW:  # look closer before looking one by one
-                some = np.int32(0)
-                for j in range(part, part + _PROBE):
-                    some += np.int32(np.uint32((bits[j] & _MASK) - low) <= width)
-                if some == 0:
-                    continue
-            for j in range(part, part + _PROBE):
+        if hits > _FEW:
+            for j in range(start, start + _GROUP):
                 indices[n] = offset + j
                 values[n] = x[j]
                 n += np.uint64(np.uint32((bits[j] & _MASK) - low) <= width)
+            continue
+        # Few hits: count and place them part by part; one alone is at the sum of the places of all hits.
+        for part in range(start, start + _GROUP, _PROBE):
+            some = np.int32(0)
+            place = np.int32(0)
+            for j in range(_PROBE):
+                hit = np.int32(np.uint32((bits[part + j] & _MASK) - low) <= width)
+                some += hit
+                place += hit * np.int32(j)
+            if some <= 1:
+                at = part + min(place, np.int32(_PROBE - 1))
+                indices[n] = offset + at
+                values[n] = x[at]
+                n += np.uint64(some)
+            else:
+                for j in range(part, part + _PROBE):
+                    indices[n] = offset + j
+                    values[n] = x[j]
+                    n += np.uint64(np.uint32((bits[j] & _MASK) - low) <= width)
     for j in range(whole, bits.size):
         if np.uint32((bits[j] & _MASK) - low) <= width:
             indices[n] = offset + j
