@@ -136,8 +136,8 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
     total: NDArray[Any] = runs[0][0] if runs else np.zeros(1 << (8 + bits), np.int64)
-    if len(runs) > 1:
-        total = np.stack([counts for counts, _ in runs]).sum(axis=0, dtype=np.int64)
+    for counts, _ in runs[1:]:
+        total = np.add(total, counts, dtype=np.int64)
     zeros = sum(z for _, z in runs)
     # The lowest bin holds the zeros beside the smallest denormals.
     total[0] -= total.dtype.type(zeros)

@@ -83,8 +83,8 @@ def map_runs(
 
     if threads <= 1:
         return [run(starts)]
-    # Two runs of blocks per thread: every run has buffers of its own, and the threads share one memory bus anyway.
-    size = -(-len(starts) // (2 * threads))
+    # One run per thread: each has buffers of its own, and the work is even.
+    size = -(-len(starts) // threads)
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
     return list(_executor(threads).map(run, parts))
 
