@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Moments, moments
+from gradstats.thresholds.stages import gamma_shape
 
 __all__ = ["MODELS", "Fit", "FitError", "fit", "fit_moments"]
 
@@ -71,10 +72,9 @@ def _fit_laplace(m: Moments) -> tuple[dict[str, float], tuple[str, ...]]:
 
 def _fit_dgamma(m: Moments) -> tuple[dict[str, float], tuple[str, ...]]:
     # SIDCo eq. (16), (27): an approximation of the maximum-likelihood shape, within 1.5 % of it.
-    s = math.log(m.mean) - m.mean_log
-    if s <= 1e-12:
+    shape = gamma_shape(m)
+    if math.isinf(shape):
         raise FitError("all magnitudes are equal: the gamma shape is infinite")
-    shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
     return {"a": shape, "scale": m.mean / shape}, ()
 
 

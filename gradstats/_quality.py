@@ -13,7 +13,7 @@ from gradstats.primitives._array import as_numpy
 from gradstats.sources import layer_parts, open_source
 from gradstats.thresholds import Estimator, make_estimator
 
-__all__ = ["noise_floor", "quality", "quality_series", "stage_budget"]
+__all__ = ["noise_floor", "quality", "quality_series", "stage_budget", "summarise"]
 
 
 def noise_floor(k: int) -> float:
@@ -139,7 +139,11 @@ def quality(
     InputError
         For an unknown estimator, a ratio outside (0, 1], or a selection that matches nothing.
     """
-    series = quality_series(source, ratios, estimators, **selection)
+    return summarise(quality_series(source, ratios, estimators, **selection))
+
+
+def summarise(series: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reduce the records of :func:`quality_series` to those of :func:`quality`."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in series:
         labels = ("trace", "estimator", "ratio", "kind", "layer")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradstats._compressibility import default_window
 from gradstats._fit import MODELS, FitError, fit_moments
-from gradstats._quality import quality, quality_series
+from gradstats._quality import quality_series, summarise
 from gradstats.analysis import compressibility_records, fit_records
 from gradstats.errors import InputError
 from gradstats.primitives import moments, numel_of
@@ -92,7 +92,8 @@ def _section(source: Source, advance: Callable[[], None]) -> str:
     captured = [source.read(*key) for key in shown if key[2] in steps]
     parts = [f"<h2>{html.escape(source.name)}</h2>", _describe(source)]
     decay = compressibility_records([source], steps=steps, ranks=[rank])
-    results = quality(source, _RATIOS, tuple(ESTIMATORS))
+    series = quality_series(source, _RATIOS, tuple(ESTIMATORS))
+    results = summarise(series)
     parts += [_verdicts(decay, results), _decay_figure(captured)]
     columns = ["kind", "step", "p", "p_low", "p_high", "hill", "c1", "window", "compressible"]
     parts.append(_table(decay, columns))
@@ -100,7 +101,7 @@ def _section(source: Source, advance: Callable[[], None]) -> str:
     parts += [
         "<h3>How well thresholds hit their target</h3>",
         _quality_figure(results),
-        _steps_figure(source),
+        _steps_figure([r for r in series if r["ratio"] == min(_RATIOS)]),
         _table(results, ["estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"]),
         "<p class=note>low to high holds 90 % of the gradients (steps and ranks).</p>",
     ]
@@ -179,10 +180,9 @@ def _quality_figure(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _steps_figure(source: Source) -> str:
+def _steps_figure(series: Sequence[dict[str, Any]]) -> str:
     from gradstats import plots
 
-    series = quality_series(source, (min(_RATIOS),), tuple(ESTIMATORS))
     kinds = list(dict.fromkeys(r["kind"] for r in series))
     if len({r["step"] for r in series}) < 2:
         return ""

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.primitives import Array, Selection, top_candidates
+from gradstats.primitives import Array, top_candidates
 from gradstats.primitives._array import as_numpy
+from gradstats.primitives._select import keep
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["Exact", "WarmExact"]
@@ -61,7 +62,7 @@ class WarmExact(Estimator):
         self._threshold, self._k = threshold, k
         self._margin = min(1.5 * self._drift, self._crowded(magnitude, k, threshold))
         details = {"candidates": magnitude.size, "warm": warm, "missed": missed}
-        return Found(threshold, details, _reaching(candidates, magnitude, threshold))
+        return Found(threshold, details, keep(candidates, magnitude, threshold))
 
     @staticmethod
     def _crowded(magnitude: Any, k: int, threshold: float) -> float:
@@ -84,9 +85,3 @@ class WarmExact(Estimator):
         """Restore what :meth:`state_dict` returned."""
         self._threshold, self._drift = state["threshold"], state["drift"]
         self._margin, self._k = state["margin"], state["k"]
-
-
-def _reaching(candidates: Selection, magnitude: Any, threshold: float) -> Selection:
-    from gradstats.primitives._select import keep
-
-    return keep(candidates, magnitude, threshold)

@@ -67,8 +67,7 @@ def gamma_exact(m: Moments, threshold: float, ratio: float) -> tuple[float, dict
     """Gamma magnitudes, exact inverse of the upper incomplete gamma function."""
     from scipy.special import gammainccinv
 
-    # a histogram's moments have no logarithms: it is then the second moment that gives the shape
-    shape = gamma_shape(m) if not math.isnan(m.sum_log) else _shape_by_moments(m)
+    shape = _shape(m)
     if math.isinf(shape):
         return m.mean, {"a": shape, "scale": 0.0}
     scale = m.mean / shape
@@ -77,7 +76,7 @@ def gamma_exact(m: Moments, threshold: float, ratio: float) -> tuple[float, dict
 
 def gamma_closed(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[str, Any]]:
     """Gamma magnitudes, SIDCo's closed form −β(ln δ + ln Γ(α)), never negative."""
-    shape = gamma_shape(m) if not math.isnan(m.sum_log) else _shape_by_moments(m)
+    shape = _shape(m)
     if math.isinf(shape):
         return m.mean, {"a": shape, "scale": 0.0}
     scale = m.mean / shape
@@ -86,7 +85,10 @@ def gamma_closed(m: Moments, threshold: float, ratio: float) -> tuple[float, dic
     return max(value, 0.0), {"a": shape, "scale": scale, "outside_bound": outside}
 
 
-def _shape_by_moments(m: Moments) -> float:
+def _shape(m: Moments) -> float:
+    """Return the closed form; a histogram's moments have no logarithms, so there by the second moment."""
+    if not math.isnan(m.sum_log):
+        return gamma_shape(m)
     return m.mean**2 / m.variance if m.variance > 1e-12 * m.mean**2 else math.inf
 
 
