@@ -40,6 +40,22 @@ class Moments:
     max: float
     above: float = 0.0
 
+    def __add__(self, other: Moments) -> Moments:
+        """Return the sums over both arrays together."""
+        if self.above != other.above:
+            raise InputError(f"sums above {self.above} and {other.above} do not add")
+        return Moments(
+            self.numel + other.numel,
+            self.count + other.count,
+            self.zeros + other.zeros,
+            self.nonfinite + other.nonfinite,
+            self.sum_abs + other.sum_abs,
+            self.sum_squares + other.sum_squares,
+            self.sum_log + other.sum_log,
+            max(self.max, other.max),
+            self.above,
+        )
+
     @property
     def zero_fraction(self) -> float:
         """Share of exact zeros among the finite elements, π₀ (0 for an array without any)."""
