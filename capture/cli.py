@@ -46,11 +46,16 @@ def capture(
     learning_rate: Annotated[float | None, typer.Option(help="At the start.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Width of the LSTM.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Words the LSTM knows.")] = None,
+    store: Annotated[
+        str, typer.Option(help="gradients, or sketches: their histograms, some kB a step.")
+    ] = "gradients",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, on disk.")] = "float32",
     compress: Annotated[bool, typer.Option(help="Compress the trace.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing trace.")] = False,
 ) -> None:
     """Train a reference workload in several processes and capture its gradients."""
+    if store not in ("gradients", "sketches"):
+        raise InputError(f"no store {store!r}; there are gradients, sketches")
     if dtype not in ("float32", "bfloat16"):
         raise InputError(f"no dtype {dtype!r}; there are float32, bfloat16")
     _run(
@@ -71,6 +76,7 @@ def capture(
             every=every,
             at=tuple(at or ()),
             ranks=tuple(rank) if rank else None,
+            store=store,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
             compress=compress,
             overwrite=overwrite,

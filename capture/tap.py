@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.G
 from capture.schedule import Schedule, as_schedule
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError
-from gradstats.trace import KINDS, Kind, Layer, TraceWriter, create_trace
+from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
 
 __all__ = ["Capture", "CaptureWarning", "Hook"]
 
@@ -34,9 +34,9 @@ class Capture:
     """Records per-step gradients of a training run, before and after error feedback.
 
     In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the
-    hook that :meth:`wrap` returns; it snapshots what goes into the inner hook. Writing happens on a background
-    thread. When the disk is slower than the training, training waits and one warning says so; when a write
-    fails, capturing stops with one warning and training goes on.
+    hook that :meth:`wrap` returns; it snapshots what goes into the inner hook. Writing, and the sketching before it,
+    happens on a background thread. When the disk is slower than the training, training waits and one warning says
+    so; when a write fails, capturing stops with one warning and training goes on.
 
     Parameters
     ----------
@@ -46,11 +46,14 @@ class Capture:
     ranks : ranks to capture; None for all.
     kinds : ``"gradient"`` and/or ``"corrected"``; None for both if the hook keeps residuals, else the first.
     parameters : name patterns (``fnmatch``) of the parameters to capture; None for all.
-    dtype : ``"float32"``, or ``"bfloat16"`` for half the space.
+    store : ``"gradients"``, or ``"sketches"`` for a histogram and the moments of every layer in their place: some
+        kilobytes a step.
+    dtype : of the gradients stored: ``"float32"``, or ``"bfloat16"`` for half the space. Sketches are of the float32
+        values.
     total_steps : of the run, if known; the trace is then laid out once.
     metadata : JSON values describing the run, stored with the trace.
     buffers : steps in flight between the training and the disk.
-    compress : compress the chunks.
+    compress : compress the gradients; sketches always are.
     overwrite : replace an existing trace at `path`.
     start_step : number of the first step, for a resumed run.
     process_group : whose ranks are meant; the default group if there is one.
@@ -77,6 +80,7 @@ class Capture:
         ranks: Iterable[int] | None = None,
         kinds: Sequence[Kind] | None = None,
         parameters: Sequence[str] | None = None,
+        store: Store = "gradients",
         dtype: Literal["float32", "bfloat16"] = "float32",
         total_steps: int | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -88,6 +92,8 @@ class Capture:
     ) -> None:
         if kinds is not None and (not kinds or set(kinds) - set(KINDS)):
             raise InputError(f"kinds must be of {', '.join(KINDS)}, not {list(kinds)}")
+        if store not in STORES:
+            raise InputError(f"store must be {' or '.join(STORES)}, not {store}")
         if dtype not in ("float32", "bfloat16"):
             raise InputError(f"dtype must be float32 or bfloat16, not {dtype}")
         if buffers < 1:
@@ -97,6 +103,7 @@ class Capture:
         self._model = _unwrap(model)
         self._layers, self._slots = _layout(self._model, parameters)
         self._kinds: tuple[Kind, ...] | None = tuple(kinds) if kinds is not None else None
+        self._store = store
         self._dtype = dtype
         self._buffers = buffers
         self._compress = compress
@@ -115,7 +122,11 @@ class Capture:
         self.active = ranks is None or self.rank in set(ranks)
         """Whether this rank still captures; False after a failed write."""
         attributes = {
-            "capture": {"schedule": self.schedule.description, "dtype": dtype},
+            "capture": {
+                "schedule": self.schedule.description,
+                "store": store,
+                "dtype": dtype,
+            },
             "versions": _versions(),
             **(metadata or {}),
         }
@@ -276,6 +287,7 @@ class Capture:
                 self.path,
                 self.rank,
                 kinds=self._kinds,
+                store=self._store,
                 dtype=self._dtype,
                 expected_steps=expected,
                 compress=self._compress,

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 import gradstats
 from gradstats import plots
-from gradstats._fit import MODELS
+from gradstats.distributions import SIDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +20,7 @@ def tails() -> Figure:
     titles = ("without error feedback", "with error feedback")
     for ax, (name, kind), title in zip(figure.subplots(1, 2), panels.items(), titles, strict=True):
         g = gradstats.open_trace(ROOT / "data" / f"{name}.zarr").read(100, kind=kind)
-        plots.tail(g, [gradstats.fit(g, m) for m in MODELS], ax, title=f"{title}, step 100")
+        plots.tail(g, [gradstats.fit(g, m) for m in SIDS], ax, title=f"{title}, step 100")
     return figure
 
 

@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradstats import compressors, distributions, plots, thresholds
+    from gradstats import compressors, distributions, goodness, plots, pot, thresholds
     from gradstats._compressibility import compressibility
     from gradstats._fit import Fit, FitError, fit
     from gradstats._quality import quality, quality_series, stage_budget
+    from gradstats._sketch import Magnitudes, Sketch, sketch
     from gradstats.errors import GradstatsError, InputError, NonFiniteGradientError, TraceError
+    from gradstats.evolution import over_training
     from gradstats.primitives import histogram, moments, select, warm_up
     from gradstats.thresholds import threshold
     from gradstats.trace import Trace, open_trace
@@ -29,39 +31,49 @@ _HOME = {
     "NonFiniteGradientError": "gradstats.errors",
     "Trace": "gradstats.trace",
     "TraceError": "gradstats.errors",
+    "Magnitudes": "gradstats._sketch",
+    "Sketch": "gradstats._sketch",
     "compressibility": "gradstats._compressibility",
     "fit": "gradstats._fit",
     "histogram": "gradstats.primitives",
+    "over_training": "gradstats.evolution",
     "moments": "gradstats.primitives",
     "open_trace": "gradstats.trace",
     "quality": "gradstats._quality",
     "quality_series": "gradstats._quality",
     "select": "gradstats.primitives",
+    "sketch": "gradstats._sketch",
     "stage_budget": "gradstats._quality",
     "threshold": "gradstats.thresholds",
     "warm_up": "gradstats.primitives",
 }
-_MODULES = ("compressors", "distributions", "plots", "thresholds")
+_MODULES = ("compressors", "distributions", "goodness", "plots", "pot", "thresholds")
 
 __all__ = [
     "Fit",
     "FitError",
     "GradstatsError",
     "InputError",
+    "Magnitudes",
     "NonFiniteGradientError",
+    "Sketch",
     "Trace",
     "TraceError",
     "compressibility",
     "compressors",
     "distributions",
     "fit",
+    "goodness",
     "histogram",
     "moments",
     "open_trace",
+    "over_training",
     "plots",
+    "pot",
     "quality",
     "quality_series",
     "select",
+    "sketch",
     "stage_budget",
     "threshold",
     "thresholds",

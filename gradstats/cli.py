@@ -13,6 +13,7 @@ import typer
 from gradstats.errors import GradstatsError, InputError
 
 if TYPE_CHECKING:
+    from gradstats._fit import Method
     from gradstats.sources import Source, TraceSource
     from gradstats.tables import Format
 
@@ -48,6 +49,23 @@ RankOption = Annotated[
 ]
 KindOption = Annotated[
     list[str] | None, typer.Option("--kind", help="Only gradient or corrected (repeatable).")
+]
+
+
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option("--scheduler", help="Do the work on this dask cluster.", metavar="ADDRESS"),
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="laplace, dgamma, double_genpareto (these if absent), norm, t, gennorm, dweibull, lognorm or all.",
+    ),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(help="closed, moments, mle or pwm; closed forms where there are any if absent."),
 ]
 
 
@@ -121,15 +139,27 @@ def _check_format(format: str) -> None:
 
 
 def _with_progress(
-    label: str, sources: Sequence[Source], selection: dict[str, Any], work: Callable[..., Any]
+    label: str,
+    sources: Sequence[Source],
+    selection: dict[str, Any],
+    work: Callable[..., Any],
+    scheduler: str | None = None,
 ) -> Any:
-    """Call ``work(on_progress=…)`` under a progress bar that counts the gradients selected."""
+    """Call ``work(on_progress, client)`` under a progress bar that counts the gradients selected."""
+    from contextlib import ExitStack
+
     from gradstats.tables import progress_bar
 
     total = sum(len(source.select(**selection)) for source in sources)
-    with progress_bar() as bar:
+    with ExitStack() as stack:
+        client = None
+        if scheduler is not None:
+            from gradstats.reduction import connect
+
+            client = stack.enter_context(connect(scheduler))
+        bar = stack.enter_context(progress_bar())
         task = bar.add_task(label, total=total)
-        return work(on_progress=lambda: bar.advance(task))
+        return work(lambda: bar.advance(task), client)
 
 
 def _selection(step: Any, rank: Any, kind: Any) -> dict[str, Any]:
@@ -185,39 +215,83 @@ def _describe(source: TraceSource) -> str:
 @app.command()
 def fit(
     source: SourceArgument,
-    model: Annotated[
-        list[str] | None, typer.Option("--model", help="laplace, dgamma or double_genpareto.")
-    ] = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also fit each parameter.")
     ] = False,
+    bootstrap: Annotated[
+        int,
+        typer.Option(help="Replicates of a parametric bootstrap for a p-value; 0: none.", min=0),
+    ] = 0,
+    size: Annotated[int, typer.Option(help="Elements of the subsample it tests.", min=2)] = 2000,
+    seed: Annotated[int, typer.Option(help="Of the subsample.", min=0)] = 0,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Fit sparsity-inducing distributions and measure their distance from the data."""
-    from gradstats._fit import MODELS
+    """Fit symmetric distributions and measure their distance from the data.
+
+    ks: Kolmogorov distance; wasserstein: relative to the mean magnitude; tail error: largest |ln η_model/η_exact| at
+    ratios from 0.1 to 0.0001. JSON and CSV have all distances, standard errors and k̂/k.
+    """
     from gradstats.analysis import fit_records
-    from gradstats.sources import open_sources
+    from gradstats.sources import matching, open_sources
 
     _check_format(format)
-    sources = open_sources(source)
     selection = _selection(step, rank, kind)
+    sources = matching(open_sources(source), **selection)
 
-    def work(on_progress: Callable[[], None]) -> list[dict[str, Any]]:
+    def work(on_progress: Callable[[], None], client: Any) -> list[dict[str, Any]]:
         return [
             record
             for s in sources
             for record in fit_records(
-                s, model or MODELS, per_layer=per_layer, on_progress=on_progress, **selection
+                s,
+                _models(model),
+                method=cast("Method | None", method),
+                per_layer=per_layer,
+                replicates=bootstrap,
+                size=size,
+                seed=seed,
+                client=client,
+                on_progress=on_progress,
+                **selection,
             )
         ]
 
-    records = _with_progress("fitting", sources, selection, work)
-    columns = ["trace", "step", "rank", "kind", "layer", "model", "params", "ks", "tail_error"]
-    emit(records, format, output, columns=columns, title="Fits, closed forms")
+    records = _with_progress("fitting", sources, selection, work, scheduler)
+    columns = ["trace", "step", "rank", "kind", "layer", "model", "params", "ks", "wasserstein"]
+    columns += ["tail_error", *(["p_value", "p_naive"] if bootstrap else [])]
+    title = "Fits"
+    if bootstrap:
+        title += f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance"
+    emit(records, format, output, columns=columns, title=title)
+    _report_problems(records, format)
+
+
+def _models(names: list[str] | None) -> list[str]:
+    """Return the models asked for; the sparsity-inducing ones if none is."""
+    from gradstats._fit import MODELS
+    from gradstats.distributions import SIDS
+
+    return list(MODELS) if names == ["all"] else list(names or SIDS)
+
+
+def _report_problems(records: Sequence[dict[str, Any]], format: str) -> None:
+    """Say below a table what a fit's status says, once each."""
+    if format != "table":
+        return
+    where: dict[tuple[str, str], int] = {}
+    for record in records:
+        if record["status"] != "ok":
+            key = record["model"], record["status"]
+            where[key] = where.get(key, 0) + 1
+    for (model, status), n in where.items():
+        typer.echo(f"{model}: {status} ({n} of the fits)", err=True)
 
 
 @app.command()
@@ -230,24 +304,29 @@ def compressibility(
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Check the power-law decay of the sorted magnitudes, beside controls that have none."""
+    """Check the power-law decay of the sorted magnitudes, beside controls that have none.
+
+    sigma p: how fast the error of keeping the k largest falls; a power law promises p − ½.
+    """
     from gradstats.analysis import compressibility_records
-    from gradstats.sources import open_sources
+    from gradstats.sources import matching, open_sources
 
     _check_format(format)
     ranks = _window(window)
-    sources = open_sources(source)
     selection = _selection(step, rank, kind)
+    sources = matching(open_sources(source), **selection)
     records = _with_progress(
         "decay",
         sources,
         selection,
-        lambda on_progress: compressibility_records(
-            sources, ranks, on_progress=on_progress, **selection
+        lambda on_progress, client: compressibility_records(
+            sources, ranks, client=client, on_progress=on_progress, **selection
         ),
+        scheduler,
     )
     columns = [
         "trace",
@@ -258,7 +337,7 @@ def compressibility(
         "p_low",
         "p_high",
         "hill",
-        "c1",
+        "sigma_p",
         "window",
         "compressible",
     ]
@@ -315,12 +394,12 @@ def quality(
     """
     from gradstats._quality import quality as measure
     from gradstats._quality import stage_budget
-    from gradstats.sources import open_sources
+    from gradstats.sources import matching, open_sources
     from gradstats.thresholds import ESTIMATORS
 
     _check_format(format)
-    sources = open_sources(source)
     selection = _selection(step, rank, kind)
+    sources = matching(open_sources(source), **selection)
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
 
     function: Callable[..., list[dict[str, Any]]] = measure
@@ -328,7 +407,7 @@ def quality(
     if by_stage:
         function, more = stage_budget, {}
 
-    def work(on_progress: Callable[[], None]) -> list[dict[str, Any]]:
+    def work(on_progress: Callable[[], None], client: Any) -> list[dict[str, Any]]:
         return [
             record
             for s in sources
@@ -358,6 +437,64 @@ def quality(
         columns=columns,
         title="Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k",
     )
+
+
+@app.command()
+def drift(
+    source: SourceArgument,
+    quantity: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quantity",
+            help="mean, threshold, shape, p (these if absent), rms, max, scale, ks, … (repeatable).",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    ratio: Annotated[
+        list[float] | None, typer.Option("--ratio", help="Of the thresholds (repeatable).")
+    ] = None,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Also each parameter by itself.")
+    ] = False,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+    scheduler: SchedulerOption = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Quantify how a gradient moves over training: trend, memory, step-to-step change.
+
+    low–high: 90 % of steps and ranks. slope: relative change per 100 steps (JSON and CSV have its Newey-West interval).
+    change: 1 % and 99 % quantiles of a step's value over the last one's. It takes twenty steps; sketches of every
+    step are made for this (gradstats capture --store sketches --every 1).
+    """
+    from gradstats.evolution import drift_records, over_training
+    from gradstats.sources import matching, open_sources
+
+    _check_format(format)
+    selection = _selection(step, rank, kind)
+    sources = matching(open_sources(source), **selection)
+
+    def work(on_progress: Callable[[], None], client: Any) -> list[dict[str, Any]]:
+        records = []
+        for s in sources:
+            dataset = over_training(
+                s,
+                models=_models(model),
+                ratios=ratio or (0.1, 0.01, 0.001),
+                per_layer=per_layer,
+                client=client,
+                on_progress=on_progress,
+                **selection,
+            )
+            records += [{"trace": s.name} | r for r in drift_records(dataset, quantity or ())]
+        return records
+
+    records = _with_progress("measuring", sources, selection, work, scheduler)
+    columns = ["trace", "quantity", "kind", "layer", "n", "mean", "low", "high", "slope"]
+    columns += ["autocorrelation", "change_low", "change_high"]
+    emit(records, format, output, columns=columns, title="Drift over training")
 
 
 @app.command()

@@ -15,9 +15,9 @@ from matplotlib.ticker import LogFormatter, NullFormatter
 from numpy.typing import NDArray
 
 from gradstats._compressibility import CONTROLS, control
-from gradstats._fit import Fit
-from gradstats.goodness import sorted_magnitudes
-from gradstats.primitives import Array, numel_of
+from gradstats._fit import Fit, as_magnitudes
+from gradstats._sketch import Magnitudes, Sketch
+from gradstats.primitives import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,20 +90,21 @@ def density(
     return _tidy(ax, title)
 
 
-def tail(x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None) -> Axes:
+def tail(
+    x: Array | Sketch | Magnitudes, fits: Sequence[Fit], ax: Axes, *, title: str | None = None
+) -> Axes:
     """Draw the share of elements above each magnitude, and what fitted models say (SIDCo figure 2 b, d; 8 b, d).
 
     Log-log: the far right is what a threshold at a small ratio depends on.
     """
-    ordered = sorted_magnitudes(x)
-    n, numel = ordered.size, numel_of(x)
-    picks = _log_ranks(n)
-    magnitudes = ordered[n - picks].astype(np.float64)
-    ax.plot(magnitudes, picks / numel, color="0.2", lw=2.5, label="captured")
+    m = as_magnitudes(x)
+    n, total = m.count, m.count / (1 - m.zero_fraction) if m.count else 1.0
+    picks, magnitudes = _ranked(m)
+    ax.plot(magnitudes, picks / total, color="0.2", lw=2.5, label="captured")
     if n:
         grid = np.geomspace(magnitudes[-1], magnitudes[0] * 2, 300)
         for i, fitted in enumerate(fits):
-            survival = 2 * (1 - fitted.zero_fraction) * fitted.dist.sf(grid)
+            survival = (1 - fitted.zero_fraction) * fitted.magnitude.sf(grid)
             ax.plot(
                 grid,
                 np.where(survival > 0, survival, np.nan),
@@ -111,7 +112,7 @@ def tail(x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None) -
                 color=_PALETTE[i],
                 label=_label(fitted.model),
             )
-        ax.set_xlim(float(np.quantile(ordered, 0.2)), float(magnitudes[0]) * 2)
+        ax.set_xlim(m.upper_quantile(0.8 * n), float(magnitudes[0]) * 2)
     for ratio in (0.1, 0.01, 0.001):
         ax.axhline(ratio, color="0.7", lw=0.7, zorder=0)
     ax.set(
@@ -119,11 +120,17 @@ def tail(x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None) -
         ylabel="share of elements ≥ |g|",
         xscale="log",
         yscale="log",
-        ylim=(0.5 / max(numel, 1), 1.5),
+        ylim=(0.5 / max(total, 1), 1.5),
     )
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.legend(fontsize="small")
     return _tidy(ax, title)
+
+
+def _ranked(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return ranks evenly spread on a log axis, and the magnitudes there."""
+    ranks = _log_ranks(m.count)
+    return ranks, np.array([m.upper_quantile(int(k)) for k in ranks])
 
 
 def _log_ranks(n: int) -> NDArray[np.int64]:
@@ -134,7 +141,7 @@ def _log_ranks(n: int) -> NDArray[np.int64]:
 
 
 def magnitude_decay(
-    vectors: Mapping[str, Array],
+    vectors: Mapping[str, Array | Sketch | Magnitudes],
     ax: Axes,
     *,
     window: tuple[int, int] | None = None,
@@ -144,16 +151,15 @@ def magnitude_decay(
 
     Parameters
     ----------
-    vectors : label to gradient.
+    vectors : label to gradient or sketch.
     window : ranks to shade, as in :func:`gradstats.compressibility`.
     """
-    numel = max((numel_of(x) for x in vectors.values()), default=1)
-    for i, (label, x) in enumerate(vectors.items()):
-        ordered = sorted_magnitudes(x)
-        ranks = _log_ranks(ordered.size)
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    numel = max((m.count for m in each.values()), default=1)
+    for i, (label, m) in enumerate(each.items()):
+        ranks, magnitudes = _ranked(m)
         if ranks.size:
-            relative = ordered[ordered.size - ranks] / float(ordered[-1])
-            ax.plot(ranks, relative, color=_PALETTE[i % 10], lw=2, label=label)
+            ax.plot(ranks, magnitudes / m.max, color=_PALETTE[i % 10], lw=2, label=label)
     for i, name in enumerate(CONTROLS):
         _, magnitudes = control(name, numel, (1, numel))
         ranks = _log_ranks(magnitudes.size)

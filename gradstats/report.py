@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstats._compressibility import default_window
-from gradstats._fit import MODELS, FitError, fit_moments
+from gradstats._fit import FitError, fit
 from gradstats._quality import quality_series, summarise
+from gradstats._sketch import sketch
 from gradstats.analysis import compressibility_records, fit_records
+from gradstats.distributions import SIDS
 from gradstats.errors import InputError
-from gradstats.primitives import moments, numel_of
+from gradstats.primitives import numel_of
 from gradstats.sources import Captured, Source, TraceSource
 from gradstats.tables import progress_bar
 from gradstats.thresholds import ESTIMATORS
@@ -204,11 +206,11 @@ def _fit_figures(captured: Sequence[Captured]) -> str:
 
     figures = []
     for each in captured:
-        sums = moments(each.values)
+        reduced = sketch(each.values)
         fits = []
-        for model in MODELS:
+        for model in SIDS:
             try:
-                fits.append(fit_moments(sums, model))
+                fits.append(fit(reduced, model))
             except FitError:
                 continue
 

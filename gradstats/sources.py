@@ -6,14 +6,18 @@ unpickled. Several arrays in a file are the layers of one gradient.
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from gradstats._sketch import Sketch
 from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import Array
 from gradstats.primitives._array import check, flat_chunks, is_tensor, numel_of
@@ -25,6 +29,7 @@ __all__ = [
     "Source",
     "TraceSource",
     "layer_parts",
+    "matching",
     "open_source",
     "open_sources",
 ]
@@ -34,7 +39,12 @@ SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One gradient vector and where it comes from."""
+    """One gradient vector and where it comes from.
+
+    Attributes
+    ----------
+    values : its elements; made up from a sketch where the source keeps no more (:attr:`Source.sketched`).
+    """
 
     trace: str
     step: int
@@ -67,6 +77,23 @@ class Source(ABC):
     @abstractmethod
     def read(self, rank: int, kind: Kind, step: int) -> Captured:
         """Return one gradient."""
+
+    @abstractmethod
+    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
+        """Return elements [start, stop) of one flat gradient, reading no more than that takes."""
+
+    def sketched(self, rank: int, kind: Kind) -> bool:
+        """Tell whether only sketches are kept: sizes to half a percent, neither signs nor positions."""
+        return False
+
+    def stored_sketches(self, rank: int, kind: Kind, step: int) -> list[Sketch]:
+        """Return the sketch of every parameter, of a source that keeps sketches only."""
+        raise InputError(f"{self.name} keeps no sketches")
+
+    @property
+    def numel(self) -> int:
+        """Elements of a gradient, d."""
+        return sum(layer.numel for layer in self.layers)
 
     def select(
         self,
@@ -107,12 +134,16 @@ def layer_parts(source: Source, captured: Captured, per_layer: bool) -> Iterator
 
 
 class TraceSource(Source):
-    """The gradients of a trace."""
+    """The gradients of a trace. Pickled as its path: workers open it again, once each."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.name = trace.name
         self.layers = trace.layers
+        self._token = uuid.uuid4().hex
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (str(self.trace.path.resolve()), self._token)
 
     def entries(self) -> list[tuple[int, Kind, int]]:
         """Return (rank, kind, step) of every committed gradient."""
@@ -121,7 +152,43 @@ class TraceSource(Source):
 
     def read(self, rank: int, kind: Kind, step: int) -> Captured:
         """Read one gradient from the disk."""
-        return Captured(self.name, step, rank, kind, self.trace.read(step, rank, kind))
+        if self.sketched(rank, kind):
+            values: Array = _made_up(self.stored_sketches(rank, kind, step))
+        else:
+            values = self.trace.read(step, rank, kind)
+        return Captured(self.name, step, rank, kind, values)
+
+    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
+        """Read some elements from the disk."""
+        return self.trace.read_slice(step, rank, kind, start, stop)
+
+    def sketched(self, rank: int, kind: Kind) -> bool:
+        """Tell whether the trace was captured as sketches."""
+        return not self.trace.has_gradients(rank, kind)
+
+    def stored_sketches(self, rank: int, kind: Kind, step: int) -> list[Sketch]:
+        """Read the sketches of one step, by parameter."""
+        return self.trace.sketches(step, rank, kind)
+
+
+@lru_cache(maxsize=8)
+def _reopen(path: str, token: str) -> TraceSource:
+    """Open a trace in a worker; the token tells the source of one analysis from that of the next."""
+    return TraceSource(open_trace(path))
+
+
+def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
+    """Return a gradient with these sketches: magnitudes evenly inside their cells, signs and positions at random."""
+    rng = np.random.default_rng(0)
+    parts = []
+    for s in sketches:
+        values = np.zeros(s.numel, np.float32)
+        values[: s.magnitudes.count] = s.magnitudes.largest(s.numel)
+        values[s.magnitudes.count :][: s.moments.nonfinite] = np.nan
+        values *= rng.choice(np.array([-1, 1], np.float32), s.numel)
+        rng.shuffle(values)
+        parts.append(values)
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
 class ArraySource(Source):
@@ -143,6 +210,10 @@ class ArraySource(Source):
     def read(self, rank: int, kind: Kind, step: int) -> Captured:
         """Return the array."""
         return Captured(self.name, step, rank, kind, self._values)
+
+    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
+        """Return a view of some elements."""
+        return self._values[start:stop]
 
 
 def _flatten(arrays: list[Array], numel: int) -> Array:
@@ -201,6 +272,20 @@ def open_sources(path: str | Path) -> list[Source]:
         if near:
             raise InputError(f"no such trace: {path}; {path.parent} holds {', '.join(near[:5])}")
     return [open_source(path)]
+
+
+def matching(sources: Sequence[Source], **selection: Any) -> list[Source]:
+    """Return the sources that hold something of a selection; raise :class:`InputError` if none does."""
+    found, problems = [], []
+    for source in sources:
+        try:
+            source.select(**selection)
+            found.append(source)
+        except InputError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    return found
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def nonfinite(rank, world):
     return message, untouched, state.step
 
 
-def capture_run(rank, world, path, kind, schedule, steps=8, accumulate=1):
+def capture_run(rank, world, path, kind, schedule, steps=8, accumulate=1, store="gradients"):
     """Train under DDP with a captured hook; return what the hook saw, to compare with the trace."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -248,7 +248,9 @@ def capture_run(rank, world, path, kind, schedule, steps=8, accumulate=1):
             seen[-1][start : start + p.numel()] = g.reshape(-1).numpy()
         return hook(inner, bucket)
 
-    capture = Capture(path, ddp, schedule, total_steps=steps, metadata={"model": "mlp"})
+    capture = Capture(
+        path, ddp, schedule, store=store, total_steps=steps, metadata={"model": "mlp"}
+    )
     ddp.register_comm_hook(*capture.wrap(state, spy))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     losses = []

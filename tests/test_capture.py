@@ -81,7 +81,13 @@ def test_patterns_frozen_and_unused_parameters(tmp_path):
 
 
 def test_bad_settings_are_refused(tmp_path):
-    for options in ({"kinds": ["residual"]}, {"dtype": "int8"}, {"buffers": 0}, {"schedule": 0}):
+    for options in (
+        {"kinds": ["residual"]},
+        {"store": "histograms"},
+        {"dtype": "int8"},
+        {"buffers": 0},
+        {"schedule": 0},
+    ):
         with pytest.raises(InputError):
             Capture(tmp_path / "a.zarr", cases.model(), **options)
     capture = Capture(tmp_path / "a.zarr", cases.model())

@@ -13,8 +13,9 @@ import pytest
 import xarray
 
 from gradstats import open_trace
-from gradstats.errors import TraceError
-from gradstats.trace import KINDS, Layer, TraceWriter, create_trace, is_trace
+from gradstats import trace as trace_module
+from gradstats.errors import InputError, TraceError
+from gradstats.trace import KINDS, SCHEMA, Layer, TraceWriter, create_trace, is_trace
 
 LAYERS = [Layer("a.weight", 0, (30, 20)), Layer("a.bias", 600, (20,))]
 NUMEL = 620
@@ -148,17 +149,29 @@ def test_existing_directories_are_respected(path, tmp_path):
 def test_versions_and_foreign_zarr_are_refused(path, tmp_path):
     file = path / "zarr.json"
     meta = json.loads(file.read_text())
-    meta["attributes"]["schema"] = 99
-    file.write_text(json.dumps(meta))
-    with pytest.raises(TraceError, match="schema 99; this gradstats reads 1"):
-        open_trace(path)
-    assert is_trace(path)
+    for schema in (SCHEMA + 1, 0, None):
+        meta["attributes"]["schema"] = schema
+        file.write_text(json.dumps(meta))
+        with pytest.raises(TraceError, match=f"schema {schema}; this gradstats reads 1 to 2$"):
+            open_trace(path)
+        assert is_trace(path)
     del meta["attributes"]["format"]
     file.write_text(json.dumps(meta))
     with pytest.raises(TraceError, match="not a gradstats trace"):
         open_trace(path)
     file.write_text("{")
     assert not is_trace(path)
+
+
+def test_traces_of_schema_1_are_read(trace_path):
+    trace = open_trace(trace_path)
+    assert trace.attrs["schema"] == 1 < SCHEMA
+    step, rank, kind, values = next(trace.gradients())
+    assert trace.has_gradients(rank, kind)
+    assert not trace.has_sketches(rank, kind)
+    with pytest.raises(TraceError, match="has no sketches of 'gradient' on rank 0"):
+        trace.sketches(step, rank, kind)
+    assert np.array_equal(trace.read_slice(step, rank, kind, 1000, 2000), values[1000:2000])
 
 
 def test_lost_attributes_are_damage(path):
@@ -168,10 +181,12 @@ def test_lost_attributes_are_damage(path):
     file.write_text(json.dumps(meta))
     with pytest.raises(TraceError, match="lack layout"):
         open_trace(path)
-    meta["attributes"]["layout"] = [{"name": "x"}]
-    file.write_text(json.dumps(meta))
-    with pytest.raises(TraceError, match="unreadable parameter layout"):
-        open_trace(path)
+    layout = [{"name": "x"}]
+    for bad in ({"layout": layout}, {"layout": [], "numel": "many"}):
+        meta["attributes"] |= bad
+        file.write_text(json.dumps(meta))
+        with pytest.raises(TraceError, match=r"is damaged: unreadable (parameter layout|numbers)"):
+            open_trace(path)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
@@ -191,6 +206,77 @@ def test_damaged_chunks_are_errors_not_numbers(path, damage):
         trace.read(1)
     assert "\n" not in str(caught.value)
     assert np.array_equal(trace.read(2), gradient(2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_slices_are_parts_of_the_gradient(path, monkeypatch, dtype, compress):
+    monkeypatch.setattr(trace_module, "_CHUNK", 100)
+    write(path, [0, 3], dtype=dtype, compress=compress)
+    trace = open_trace(path)
+    assert trace.chunk_numel(0, "gradient") == 100
+    borders = [0, 1, 99, 100, 101, 250, 300, 599, 600, NUMEL]
+    for kind in KINDS:
+        whole = trace.read(3, 0, kind)
+        for start in borders:
+            for stop in (b for b in borders if b >= start):
+                part = trace.read_slice(3, 0, kind, start, stop)
+                assert part.dtype == np.float32
+                assert np.array_equal(part, whole[start:stop]), (start, stop)
+    for bad in ((-1, 5), (5, 4), (0, NUMEL + 1)):
+        with pytest.raises(InputError, match=r"is not within the 620 elements"):
+            trace.read_slice(3, 0, "gradient", *bad)
+    with pytest.raises(TraceError, match="no step 1 on rank 0"):
+        trace.read_slice(1, 0, "gradient", 0, 5)
+    with pytest.raises(TraceError, match="no rank 1"):
+        trace.chunk_numel(1)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_slices_read_only_their_chunks_and_notice_when_they_are_damaged(path, monkeypatch, damage):
+    monkeypatch.setattr(trace_module, "_CHUNK", 100)
+    x = gradient(0)
+    x[[5, 150, 250, 350]] = np.nan
+    writer = TraceWriter(path, 0)
+    writer.append(0, {"gradient": x})
+    writer.close()
+    chunk = path / "rank00000" / "gradient" / "c" / "0" / "2"
+    if damage == "truncate":
+        chunk.write_bytes(chunk.read_bytes()[:100])
+    else:
+        chunk.unlink()
+    trace = open_trace(path)
+    for start, stop in ((0, 200), (300, NUMEL)):
+        part = trace.read_slice(0, 0, "gradient", start, stop)
+        assert np.array_equal(part, x[start:stop], equal_nan=True)
+    # three elements, no more than the NaN that were there: their chunk has a hundred
+    for start, stop in ((200, 300), (250, 253), (0, NUMEL)):
+        with pytest.raises(
+            TraceError, match=r"gradient of step 0, rank 0 is damaged: .*"
+        ) as caught:
+            trace.read_slice(0, 0, "gradient", start, stop)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_row_that_failed_is_left_and_never_shows_through(path, monkeypatch):
+    writer = write(path, [0], kinds=["gradient"], close=False)
+    original = TraceWriter._put
+
+    def full(self, name, row, value):
+        if name == "selected":
+            raise OSError(28, "No space left on device")
+        original(self, name, row, value)
+
+    monkeypatch.setattr(TraceWriter, "_put", full)
+    with pytest.raises(TraceError, match=r"cannot write step 1 to .*No space left on device"):
+        writer.append(1, {"gradient": gradient(1)}, loss=0.5)
+    monkeypatch.setattr(TraceWriter, "_put", original)
+    writer.append(2, {"gradient": gradient(2)})
+    writer.close()
+    trace = open_trace(path)
+    assert trace.steps() == [0, 2]
+    assert np.array_equal(trace.read(2), gradient(2))
+    assert trace.scalars()["loss"].tolist() == [0, pytest.approx(np.nan, nan_ok=True)]
 
 
 def test_damaged_metadata_is_one_line(path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_sketch_capture import assert_same_sketch
 
 from capture.workloads import WORKLOADS, RunConfig, run, workload_info
 from capture.workloads.images import load_cifar10, load_digits
@@ -18,6 +19,7 @@ from capture.workloads.lstm import WordLSTM
 from capture.workloads.resnet20 import ResNet20
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
 from gradstats import open_trace
+from gradstats._sketch import sketch
 from gradstats.errors import InputError
 
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
@@ -170,6 +172,42 @@ def test_cifar10_and_ptb_runs_over_shared_data(tmp_path, cifar10, ptb):
     rows = json.loads(command("info", tmp_path / "p.zarr", "--format", "json").stdout)
     # words of the vocabulary that no batch holds leave their rows of the embedding at zero
     assert rows[0]["zeros"] > 10_000
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_run_captured_as_sketches_is_the_same_run_captured_in_full(tmp_path):
+    for store in ("gradients", "sketches"):
+        command("capture", "resnet20-digits", "--out", tmp_path / f"{store}.zarr", "--steps", 5, "--every", 1,
+                "--batch-size", 8, "--store", store)  # fmt: skip
+    full, sketched = (open_trace(tmp_path / f"{store}.zarr") for store in ("gradients", "sketches"))
+    assert sketched.attrs["capture"]["store"] == "sketches"
+    assert (sketched.ranks, sketched.steps()) == (full.ranks, full.steps()) == ([0, 1], [*range(5)])
+    for step, rank, kind, values in full.gradients():
+        for layer, stored in zip(full.layers, sketched.sketches(step, rank, kind), strict=True):
+            assert_same_sketch(stored, sketch(values[layer.slice], 7))
+    for rank in (0, 1):
+        assert sketched.kinds(rank) == full.kinds(rank) == ["gradient", "corrected"]
+        columns = full.scalars(rank)
+        assert columns["loss"].size == 5
+        for name, column in sketched.scalars(rank).items():
+            assert np.array_equal(column, columns[name]), name
+    sizes = [
+        sum(f.stat().st_size for f in (tmp_path / f"{store}.zarr").rglob("c/**/*") if f.is_file())
+        for store in ("gradients", "sketches")
+    ]
+    assert sizes[1] < sizes[0] / 30
+
+
+def test_an_unknown_store_is_one_line(tmp_path):
+    done = subprocess.run(
+        [GRADSTATS, "capture", "resnet20-digits", "--out", tmp_path / "a.zarr", "--store", "best"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.endswith("no store 'best'; there are gradients, sketches\n")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "a.zarr").exists()
 
 
 @pytest.mark.distributed

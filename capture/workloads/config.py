@@ -100,6 +100,7 @@ class RunConfig:
     every: int = 1
     at: tuple[int, ...] = ()  # these steps instead of every N
     ranks: tuple[int, ...] | None = None
+    store: Literal["gradients", "sketches"] = "gradients"
     dtype: Literal["float32", "bfloat16"] = "float32"
     compress: bool = False
     overwrite: bool = False

@@ -90,6 +90,7 @@ def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
         model,
         at(config.at) if config.at else every(config.every),
         ranks=config.ranks,
+        store=config.store,
         dtype=config.dtype,
         total_steps=config.setting("steps"),
         metadata=config.metadata(),

@@ -1,14 +1,16 @@
 """A gradient in a few kilobytes: exact sums and a histogram, from which every fit and distance follows.
 
 A :class:`Sketch` is what one pass over the elements leaves; sketches of chunks, ranks and steps add up. Its
-:class:`Magnitudes` are what the statistics work on: cells that hold a known number of magnitudes each. An array of up to
-:data:`EXACT` non-zero elements keeps them all, as cells of no width, so that small samples lose nothing.
+:class:`Magnitudes` are what the statistics work on: cells that hold a known number of magnitudes each. An array of
+up to :data:`EXACT` non-zero elements keeps them all, as cells of no width, so that small samples lose nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +20,12 @@ from gradstats.primitives import Array, Histogram, Moments, histogram, moments
 from gradstats.primitives._array import check, flat_chunks
 from gradstats.primitives._histogram import bin_edges
 
-__all__ = ["BITS", "EXACT", "Magnitudes", "Sketch", "sketch"]
+__all__ = ["BITS", "EXACT", "Magnitudes", "Sketch", "merge", "sketch"]
 
 BITS = 10
 """Mantissa bits of the histogram unless asked otherwise: cells 0.05 to 0.1 % wide."""
 
-EXACT = 1 << 14
+EXACT = 1 << 15
 """Non-zero elements up to which a sketch keeps every magnitude."""
 
 
@@ -58,7 +60,7 @@ class Magnitudes:
         zero_fraction: float = 0.0,
     ) -> Magnitudes:
         """Take the sums from the cells' middles."""
-        n, middle = weight.sum(), (left + right) / 2
+        n, middle = float(weight.sum()), (left + right) / 2
         nan = float("nan")
         if n == 0:
             return cls(left, right, weight, nan, nan, nan, 0.0, zero_fraction)
@@ -108,21 +110,26 @@ class Magnitudes:
         return float(above + self.weight[i] * min(max(inside, 0.0), 1.0))
 
     def upper_quantile(self, k: float) -> float:
-        """Return the magnitude that k of them reach, 1 ≤ k; 0 if there are fewer."""
+        """Return the k-th largest magnitude, k ≥ 1, evenly placed inside its cell; 0 if there are fewer."""
         if k > self.count:
             return 0.0
         i = int(np.searchsorted(self.cumulative, self.count - k, side="right"))
         under = self.count - k - (self.cumulative[i] - self.weight[i])
-        return float(self.left[i] + (self.right[i] - self.left[i]) * under / self.weight[i])
+        share = min((under + 0.5) / self.weight[i], 1.0)
+        return float(self.left[i] + (self.right[i] - self.left[i]) * share)
 
     def excesses(self, threshold: float) -> Magnitudes:
-        """Return |g| − threshold of the magnitudes above the threshold (peaks over threshold)."""
+        """Return |g| − threshold of the magnitudes above the threshold (peaks over threshold).
+
+        A whole number of them: of a cell that the threshold cuts, the part above is rounded.
+        """
         i = int(np.searchsorted(self.right, threshold, side="right"))
         left, right, weight = self.left[i:].copy(), self.right[i:], self.weight[i:].copy()
         if left.size and left[0] < threshold:
-            weight[0] *= (right[0] - threshold) / (right[0] - left[0])
+            weight[0] = np.rint(weight[0] * (right[0] - threshold) / (right[0] - left[0]))
             left[0] = threshold
-        return Magnitudes.from_cells(left - threshold, right - threshold, weight)
+        some = weight > 0
+        return Magnitudes.from_cells(left[some] - threshold, right[some] - threshold, weight[some])
 
     def scaled(self, factor: float) -> Magnitudes:
         """Return the magnitudes times a positive factor."""
@@ -137,16 +144,23 @@ class Magnitudes:
             self.zero_fraction,
         )
 
+    def largest(self, count: int) -> NDArray[np.float64]:
+        """Return the `count` largest magnitudes, descending, evenly spread inside a cell; fewer if there are fewer."""
+        first = int(np.searchsorted(self.cumulative, self.count - count, side="right"))
+        weight = np.rint(self.weight[first:]).astype(np.int64)
+        place = np.arange(weight.sum()) - np.repeat(np.cumsum(weight) - weight, weight)
+        share = (place + 0.5) / np.repeat(weight, weight)
+        left, right = (np.repeat(edge[first:], weight) for edge in (self.left, self.right))
+        return (left + share * (right - left))[::-1][:count]
+
     def sample(self, size: int, rng: np.random.Generator) -> Magnitudes:
         """Draw `size` of the magnitudes without replacement, evenly inside a cell; all of them if there are fewer."""
         if size >= self.count:
             return self
-        counts = rng.multivariate_hypergeometric(
-            np.rint(self.weight).astype(np.int64), size, method="marginals"
-        )
-        values = np.repeat(self.left, counts)
-        values += rng.random(size) * (np.repeat(self.right, counts) - values)
-        return Magnitudes.from_values(values)
+        ranks = rng.choice(self.count, size, replace=False, shuffle=False)
+        cells = np.searchsorted(self.cumulative, ranks, side="right")
+        width = self.right[cells] - self.left[cells]
+        return Magnitudes.from_values(self.left[cells] + rng.random(size) * width)
 
     @classmethod
     def from_values(cls, values: NDArray[np.float64], zero_fraction: float = 0.0) -> Magnitudes:
@@ -209,18 +223,31 @@ class Sketch:
         return Sketch(self.moments, bins, counts, bits)
 
     def __add__(self, other: Sketch) -> Sketch:
-        if self.bits != other.bits:
-            raise InputError(
-                f"sketches of {self.bits} and {other.bits} bits do not add; coarsen one"
-            )
-        bins, counts = _merged(
-            np.concatenate([self.bins, other.bins]), np.concatenate([self.counts, other.counts])
-        )
-        total = self.moments + other.moments
-        values = None
-        if self.values is not None and other.values is not None and total.count <= EXACT:
-            values = np.sort(np.concatenate([self.values, other.values]))
-        return Sketch(total, bins, counts, self.bits, values)
+        return merge([self, other])
+
+
+def merge(sketches: Sequence[Sketch]) -> Sketch:
+    """Return the sketch of all the elements together; one at least.
+
+    Raises
+    ------
+    InputError
+        If their bits differ.
+    """
+    first = sketches[0]
+    if len(sketches) == 1:
+        return first
+    if any(s.bits != first.bits for s in sketches):
+        raise InputError("sketches of different bits do not add; coarsen the finer ones")
+    bins, counts = _merged(
+        np.concatenate([s.bins for s in sketches]), np.concatenate([s.counts for s in sketches])
+    )
+    total = reduce(add, (s.moments for s in sketches))
+    known = [s.values for s in sketches if s.values is not None]
+    values = None
+    if len(known) == len(sketches) and total.count <= EXACT:
+        values = np.sort(np.concatenate(known))
+    return Sketch(total, bins, counts, first.bits, values)
 
 
 def _merged(
@@ -259,8 +286,8 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         magnitude = np.abs(chunk)
         parts.append(magnitude[np.isfinite(magnitude) & (magnitude > 0)].astype(np.float64))
     values = np.sort(np.concatenate(parts)) if parts else np.empty(0)
-    with np.errstate(over="ignore", under="ignore"):
-        narrow = values.astype(np.float32)
-    narrow = narrow[np.isfinite(narrow)]
+    with np.errstate(under="ignore"):
+        # what float32 cannot hold is in the last bin, so that the bins count everything too
+        narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)
     bins, number = np.unique(narrow.view(np.int32) >> (23 - bits), return_counts=True)
     return Sketch(sums, bins.astype(np.int64), number.astype(np.int64), bits, values)
