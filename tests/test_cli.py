@@ -76,7 +76,7 @@ def test_layers_steps_kinds_and_windows_can_be_chosen():
     assert {r["kind"] for r in found} == {"corrected"}
     assert {r["window"] for r in records("compressibility", EF, "--window", "5:500")} == {"5-500"}
     kinds = [r["kind"] for r in records("compressibility", EF)]
-    assert kinds[-2:] == ["uniform", "halfnorm"]
+    assert kinds[-3:] == ["uniform", "halfnorm", "laplace"]
     one = records("quality", EF, "--estimator", "sidco-e", "--ratio", 0.001, "--stages", 1)
     assert one[0]["mean"] > 2
 

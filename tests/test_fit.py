@@ -400,8 +400,8 @@ def test_recovery_and_coverage(model, method):
     """500 samples of 2,000: bias within four standard errors of the mean beyond what theory allows (1.5 % for the
     gamma's closed form, 3–4 % for a moment shape and Student's df, whose bias is of order 1/n); 95 % intervals within
     3.5 binomial deviations, or conservative."""
-    coverage = runpy.run_path(str(ROOT / "docs" / "coverage.py"))
-    r = coverage["recover"](model, method, coverage["TRUTHS"][model], 2000, 500)
+    recovery = runpy.run_path(str(ROOT / "docs" / "recovery.py"))
+    r = recovery["recover"](model, method, recovery["TRUTHS"][model], 2000, 500)
     assert r.failed == 0
     allowed = {
         "dgamma": 0.015 if method == "closed" else 0.005,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 
 from gradstats._fit import FitError, Flag, Reason, Solution
 from gradstats._sketch import Magnitudes
@@ -92,6 +92,13 @@ def by_likelihood(m: Magnitudes) -> Solution:
         c = shape(theta)
         return math.log(c / theta) + c + 1
 
+    def slope(theta: float) -> float:
+        """Return the derivative of the loss, which fixes its minimum to more digits than the loss can."""
+        if abs(theta) < 1e-6:
+            return float(m.mean / unit - weight @ x**2 / 2 / (m.mean / unit))
+        inverse = float(weight @ (x / (1 + theta * x)))
+        return inverse / shape(theta) - 1 / theta + inverse
+
     # From the largest element's bound through zero to very heavy tails; fine near the bound, where it is steep
     bound = -1 / largest
     grid = np.concatenate(
@@ -104,10 +111,10 @@ def by_likelihood(m: Magnitudes) -> Solution:
         raise FitError(Reason.NO_MAXIMUM)
     best = inner[np.argmin(losses[inner])]
     low, high = float(grid[best - 1]), float(grid[best + 1])
-    found = minimize_scalar(
-        loss, bounds=(low, high), method="bounded", options={"xatol": 1e-10 * (high - low)}
-    )
-    theta = float(found.x)
+    if slope(low) < 0 < slope(high):
+        theta = float(brentq(slope, low, high, xtol=1e-15, rtol=1e-14))
+    else:  # more than one minimum between neighbours of the grid
+        theta = float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
     c = shape(theta)
     scale = c / theta * unit if abs(theta) > 1e-12 else m.mean
     if c <= -0.5:

@@ -1,4 +1,4 @@
-"""Do the estimators find the truth, and are their intervals honest? ``python docs/coverage.py`` prints the table.
+"""Do the estimators find the truth, and are their intervals honest? ``python docs/recovery.py`` prints the table.
 
 Every model and method on simulated samples of known parameters: mean estimate of the shape (the scale where there is
 none), its bias in standard errors of the mean, and how often the 95 % intervals hold the truth.
