@@ -7,15 +7,18 @@ none), its bias in standard errors of the mean, and how often the 95 % intervals
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 
 from gradstats import FitError, fit
 from gradstats._sketch import Magnitudes
 from gradstats.distributions import MAGNITUDES, SHAPES
 from gradstats.estimation import SOLVERS
+from gradstats.goodness import bootstrap
 
 TRUTHS: dict[str, tuple[float, ...]] = {
     "laplace": (),
@@ -80,7 +83,7 @@ def table(n: int, replicates: int) -> str:
         "| model | method | parameter | truth | mean | bias, % | 95 % interval holds it |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    for model, method in track(list(SOLVERS), "simulating"):
+    for model, method in _progress(list(SOLVERS)):
         r = recover(model, method, TRUTHS[model], n, replicates)
         for name, truth in r.truth.items():
             bias = 100 * (r.mean[name] / truth - 1)
@@ -91,9 +94,45 @@ def table(n: int, replicates: int) -> str:
     return "\n".join(lines)
 
 
+def _progress(cases: list[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    return track(cases, "simulating", console=Console(stderr=True))
+
+
+def calibration(n: int, samples: int) -> str:
+    """Return how often tests at 5 % reject samples of their own model, as Markdown."""
+    lines = [
+        "| model | method | statistic | bootstrap rejects | naive Kolmogorov test rejects |",
+        "|---|---|---|---:|---:|",
+    ]
+    cases = [("laplace", "closed"), ("dgamma", "mle"), ("double_genpareto", "mle")]
+    rng = np.random.default_rng(1)
+    for model, method in _progress(cases):
+        law = MAGNITUDES[model](*TRUTHS[model])
+        for statistic in ("ks", "ad"):
+            tests = [
+                bootstrap(
+                    law.rvs(n, random_state=rng),
+                    model,
+                    method,
+                    statistic=statistic,
+                    size=n,
+                    replicates=99,
+                    seed=i,
+                )
+                for i in range(samples)
+            ]
+            rejected = 100 * np.mean([t.p_value <= 0.05 for t in tests])
+            naive = 100 * np.mean([t.p_naive <= 0.05 for t in tests])
+            shown = f"{naive:.1f} %" if statistic == "ks" else "–"
+            lines.append(f"| {model} | {method} | {statistic} | {rejected:.1f} % | {shown} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=2000, help="elements of a sample")
     parser.add_argument("--replicates", type=int, default=1000)
     options = parser.parse_args()
     print(table(options.n, options.replicates))
+    print()
+    print(calibration(500, options.replicates // 2))

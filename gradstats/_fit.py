@@ -140,6 +140,19 @@ def as_magnitudes(x: Array | Sketch | Magnitudes) -> Magnitudes:
     return (x if isinstance(x, Sketch) else sketch(x)).magnitudes
 
 
+def check_method(model: str, method: str) -> None:
+    """Raise :class:`InputError` for an unknown model, or a method that it does not have."""
+    from gradstats.estimation import SOLVERS
+
+    if model not in MODELS:
+        raise InputError(f"no model {model!r}; there are {', '.join(MODELS)}")
+    if method not in METHODS:
+        raise InputError(f"no method {method!r}; there is {', '.join(METHODS)}")
+    if (model, method) not in SOLVERS:
+        have = ", ".join(m for name, m in SOLVERS if name == model)
+        raise InputError(f"{model} has no method {method!r}; it has {have}")
+
+
 def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -> Fit:
     """Fit a symmetric distribution to a gradient, with a point mass for its exact zeros.
 
@@ -179,13 +192,7 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
     """
     from gradstats.estimation import SOLVERS
 
-    if model not in MODELS:
-        raise InputError(f"no model {model!r}; there are {', '.join(MODELS)}")
-    if method not in METHODS:
-        raise InputError(f"no method {method!r}; there is {', '.join(METHODS)}")
-    if (model, method) not in SOLVERS:
-        have = ", ".join(m for name, m in SOLVERS if name == model)
-        raise InputError(f"{model} has no method {method!r}; it has {have}")
+    check_method(model, method)
     m = as_magnitudes(x)
     if m.count == 0:
         raise FitError(Reason.EMPTY)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives._array import as_numpy
 from gradstats.sources import layer_parts, open_source
-from gradstats.thresholds import Estimator, make_estimator
+from gradstats.thresholds import Estimate, Estimator, make_estimator
 
 __all__ = ["noise_floor", "quality", "quality_series", "stage_budget", "summarise"]
 
@@ -28,13 +29,7 @@ def quality_series(
     source: object,
     ratios: Sequence[float] = (0.1, 0.01, 0.001),
     estimators: Iterable[str] = ("exact", "dgc", "sidco-e"),
-    *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[str] | None = None,
-    per_layer: bool = False,
-    options: dict[str, dict[str, Any]] | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **selection: Any,
 ) -> list[dict[str, Any]]:
     """Replay estimators over every gradient of a source, one record each.
 
@@ -44,57 +39,80 @@ def quality_series(
     Returns
     -------
     list of dict
-        trace, estimator, ratio, step, rank, kind, layer, numel, k, selected (k̂), quality (k̂/k), energy_error
+        trace, step, rank, kind, layer, estimator, ratio, numel, k, selected (k̂), quality (k̂/k), energy_error
         (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold.
     """
+    records = []
+    best: _BestK | None = None
+    for played in _replay(source, ratios, estimators, **selection):
+        if best is None or best.values is not played.values:
+            best = _BestK(played.values)
+        kept, k = len(played.selection), played.estimate.k
+        records.append(
+            played.labels
+            | {
+                "numel": numel_of(played.values),
+                "k": k,
+                "selected": kept,
+                "quality": kept / k if k else float("nan"),
+                "energy_error": best.energy_error(played.selection, k),
+                "threshold": played.estimate.threshold,
+            }
+        )
+    return records
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One estimator on one gradient."""
+
+    labels: dict[str, Any]
+    values: Array
+    estimate: Estimate
+    selection: Selection
+
+
+def _replay(
+    source: object,
+    ratios: Sequence[float],
+    estimators: Iterable[str],
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[str] | None = None,
+    per_layer: bool = False,
+    options: dict[str, dict[str, Any]] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Iterator[_Played]:
+    """Run estimators over the gradients of a source, steps in order, each with one instance per series."""
     opened = open_source(source)
     names = list(estimators)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
-    records = []
     for rank, kind, step in opened.select(steps=steps, ranks=ranks, kinds=kinds):
         captured = opened.read(rank, kind, step)
         for layer, values in layer_parts(opened, captured, per_layer):
-            best = _BestK(values)
             for name in names:
                 for ratio in ratios:
                     key = (name, ratio, rank, kind, layer)
                     if key not in live:
                         live[key] = make_estimator(name, **(options or {}).get(name, {}))
-                    estimate, selection = live[key].select(values, ratio)
-                    kept = len(selection)
-                    records.append(
-                        {
-                            "trace": captured.trace,
-                            "estimator": name,
-                            "ratio": ratio,
-                            "step": step,
-                            "rank": rank,
-                            "kind": kind,
-                            "layer": layer,
-                            "numel": numel_of(values),
-                            "k": estimate.k,
-                            "selected": kept,
-                            "quality": kept / estimate.k if estimate.k else float("nan"),
-                            "energy_error": best.energy_error(selection, estimate.k),
-                            "threshold": estimate.threshold,
-                        }
-                    )
+                    labels = captured.labels | {"layer": layer, "estimator": name, "ratio": ratio}
+                    yield _Played(labels, values, *live[key].select(values, ratio))
         on_progress()
-    return records
 
 
 class _BestK:
     """The error of best-k selection on one gradient, remembered by k."""
 
     def __init__(self, values: Array) -> None:
-        self._values = values
+        self.values = values
         self._total = moments(values, log=False).sum_squares
         self._kept: dict[int, float] = {}
 
     def energy_error(self, selection: Selection, k: int) -> float:
         """Return ‖g − C(g)‖/σ_k − 1; NaN where best-k leaves nothing."""
         if k not in self._kept:
-            magnitudes = np.abs(as_numpy(top_candidates(self._values, k)[1].values)) if k else []
+            magnitudes = np.abs(as_numpy(top_candidates(self.values, k)[1].values)) if k else []
             # ties at the threshold beyond k do not count
             largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
             self._kept[k] = float(np.square(largest).sum())
@@ -181,12 +199,7 @@ def stage_budget(
     source: object,
     ratios: Sequence[float] = (0.1, 0.01, 0.001),
     estimators: Iterable[str] = ("sidco-e", "sidco-gp", "sidco-p"),
-    *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[str] | None = None,
-    options: dict[str, dict[str, Any]] | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **selection: Any,
 ) -> list[dict[str, Any]]:
     """Split the error of multi-stage thresholds over their stages.
 
@@ -198,29 +211,18 @@ def stage_budget(
     Returns
     -------
     list of dict
-        trace, step, rank, kind, estimator, ratio, stage (from 1), asked, got, factor (got/asked), quality (the product
-        of the factors up to this stage).
+        trace, step, rank, kind, layer, estimator, ratio, stage (from 1), asked, got, factor (got/asked), quality (the
+        product of the factors up to this stage).
     """
-    opened = open_source(source)
-    names = list(estimators)
-    live: dict[tuple[str, float, int, str], Estimator] = {}
     records = []
-    for rank, kind, step in opened.select(steps=steps, ranks=ranks, kinds=kinds):
-        captured = opened.read(rank, kind, step)
-        for name in names:
-            for ratio in ratios:
-                key = (name, ratio, rank, kind)
-                if key not in live:
-                    live[key] = make_estimator(name, **(options or {}).get(name, {}))
-                estimate, selection = live[key].select(captured.values, ratio)
-                stages = estimate.details.get("stages", [])
-                counts = [stage["count"] for stage in stages] + [len(selection)]
-                product = 1.0
-                for i, stage in enumerate(stages):
-                    got = counts[i + 1] / counts[i]
-                    product *= got / stage["ratio"]
-                    labels = captured.labels | {"estimator": name, "ratio": ratio, "stage": i + 1}
-                    shares = {"asked": stage["ratio"], "got": got, "factor": got / stage["ratio"]}
-                    records.append(labels | shares | {"quality": product})
-        on_progress()
+    for played in _replay(source, ratios, estimators, **selection):
+        stages = played.estimate.details.get("stages", [])
+        counts = [stage["count"] for stage in stages] + [len(played.selection)]
+        product = 1.0
+        for i, stage in enumerate(stages):
+            got = counts[i + 1] / counts[i]
+            factor = got / stage["ratio"]
+            product *= factor
+            shares = {"stage": i + 1, "asked": stage["ratio"], "got": got, "factor": factor}
+            records.append(played.labels | shares | {"quality": product})
     return records

@@ -148,9 +148,14 @@ def _with_progress(
     """Call ``work(on_progress, client)`` under a progress bar that counts the gradients selected."""
     from contextlib import ExitStack
 
+    from gradstats.sources import SKETCHED
     from gradstats.tables import progress_bar
 
-    total = sum(len(source.select(**selection)) for source in sources)
+    keys = [(source, key) for source in sources for key in source.select(**selection)]
+    total = len(keys)
+    rough = dict.fromkeys(s.name for s, (rank, kind, _) in keys if s.sketched(rank, kind))
+    if rough:
+        typer.echo(f"Sketches ({', '.join(rough)}): {SKETCHED}.", err=True)
     with ExitStack() as stack:
         client = None
         if scheduler is not None:
@@ -403,9 +408,8 @@ def quality(
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
 
     function: Callable[..., list[dict[str, Any]]] = measure
-    more: dict[str, bool] = {"per_layer": per_layer}
     if by_stage:
-        function, more = stage_budget, {}
+        function = stage_budget
 
     def work(on_progress: Callable[[], None], client: Any) -> list[dict[str, Any]]:
         return [
@@ -417,15 +421,15 @@ def quality(
                 estimator or tuple(ESTIMATORS),
                 options=options,
                 on_progress=on_progress,
-                **more,
+                per_layer=per_layer,
                 **selection,
             )
         ]
 
     records = _with_progress("quality", sources, selection, work)
     if by_stage:
-        columns = ["trace", "step", "rank", "kind", "estimator", "ratio", "stage", "asked", "got"]
-        columns += ["factor", "quality"]
+        columns = ["trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"]
+        columns += ["asked", "got", "factor", "quality"]
         emit(records, format, output, columns=columns, title="k̂/k stage by stage")
         return
     columns = ["trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high"]
@@ -437,6 +441,87 @@ def quality(
         columns=columns,
         title="Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k",
     )
+
+
+@app.command()
+def pot(
+    source: SourceArgument,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option("--ratio", help="Of the non-zero elements beyond a threshold (repeatable)."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="moments, mle or pwm.")] = "mle",
+    choose: Annotated[
+        int, typer.Option(help="Replicates of the tests that choose a threshold; 0: none.", min=0)
+    ] = 0,
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Instead: the tail at 0.1 pooled, normalised and by layer."),
+    ] = False,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+    scheduler: SchedulerOption = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Fit the peaks over a series of thresholds: how heavy is the tail, and from where on.
+
+    c: generalized Pareto shape ξ, above 0 a heavy tail; scale: σ − cu, which with c stays the same from a good
+    threshold on.
+    """
+    from gradstats._fit import METHODS
+    from gradstats.analysis import mixture_records, pot_records
+    from gradstats.sources import matching, open_sources
+
+    _check_format(format)
+    if method not in METHODS:
+        raise InputError(f"no method {method!r}; there is {', '.join(METHODS)}")
+    selection = _selection(step, rank, kind)
+    sources = matching(open_sources(source), **selection)
+    chosen: Method = method
+
+    def work(on_progress: Callable[[], None], client: Any) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for s in sources:
+            if layers:
+                at = ratio[0] if ratio else 0.1
+                records += mixture_records(
+                    s, at, method=chosen, client=client, on_progress=on_progress, **selection
+                )
+            else:
+                records += pot_records(
+                    s,
+                    ratio,
+                    method=chosen,
+                    replicates=choose,
+                    client=client,
+                    on_progress=on_progress,
+                    **selection,
+                )
+        return records
+
+    records = _with_progress("peaks", sources, selection, work, scheduler)
+    labels = ["trace", "step", "rank", "kind"]
+    if layers:
+        columns, title = [*labels, "layer", "n", "c", "c_low", "c_high"], "Tail shapes by layer"
+    else:
+        columns = [
+            *labels,
+            "ratio",
+            "threshold",
+            "n",
+            "mean_excess",
+            "c",
+            "c_low",
+            "c_high",
+            "scale",
+        ]
+        columns += ["p_value", "chosen"] if choose else []
+        title = "Peaks over threshold, 95 % intervals"
+        if choose:
+            title += "; p: of 1000 excesses each, and what they cannot show stays"
+    emit(records, format, output, columns=columns, title=title, group_by=("trace", "kind", "step"))
 
 
 @app.command()
@@ -466,8 +551,8 @@ def drift(
     """Quantify how a gradient moves over training: trend, memory, step-to-step change.
 
     low–high: 90 % of steps and ranks. slope: relative change per 100 steps (JSON and CSV have its Newey-West interval).
-    change: 1 % and 99 % quantiles of a step's value over the last one's. It takes twenty steps; sketches of every
-    step are made for this (gradstats capture --store sketches --every 1).
+    acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles of a step's value over the last one's. It takes
+    twenty steps; sketches of every step are made for this (gradstats capture --store sketches --every 1).
     """
     from gradstats.evolution import drift_records, over_training
     from gradstats.sources import matching, open_sources
@@ -492,8 +577,8 @@ def drift(
         return records
 
     records = _with_progress("measuring", sources, selection, work, scheduler)
-    columns = ["trace", "quantity", "kind", "layer", "n", "mean", "low", "high", "slope"]
-    columns += ["autocorrelation", "change_low", "change_high"]
+    columns = ["trace", "quantity", "kind", "layer", "n", "low", "high", "slope"]
+    columns += ["acf1", "change_low", "change_high"]
     emit(records, format, output, columns=columns, title="Drift over training")
 
 

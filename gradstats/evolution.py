@@ -186,7 +186,7 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
         quantity (with its ratio or model), kind, layer; n, steps; spacing, the most common distance between steps;
         mean, low, high: over ranks and steps, low to high holds 90 %; slope, slope_low, slope_high: change per 100
         steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
-        autocorrelation, of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
+        acf1, the autocorrelation of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
         stationarity (small: it moves); change_low, change_high: 1 % and 99 % quantiles of the ratio of successive
         steps (of the difference where not relative). Numbers that fewer than 20 steps cannot give are NaN.
 
@@ -237,7 +237,7 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
 def _trend(
     at: NDArray[np.float64], y: NDArray[np.float64], spacing: float, relative: bool
 ) -> dict[str, float]:
-    fields = ("slope", "slope_low", "slope_high", "autocorrelation", "adf_p", "kpss_p")
+    fields = ("slope", "slope_low", "slope_high", "acf1", "adf_p", "kpss_p")
     result = dict.fromkeys((*fields, "change_low", "change_high"), math.nan)
     if y.size < _FEWEST_STEPS or np.ptp(y) == 0:
         return result
@@ -250,7 +250,7 @@ def _trend(
     result |= dict(
         zip(fields[:3], map(float, np.expm1(bounds) if relative else bounds), strict=True)
     )
-    result["autocorrelation"] = float(acf(y, nlags=1, fft=False)[1])
+    result["acf1"] = float(acf(y, nlags=1, fft=False)[1])
     even = np.diff(at) == spacing
     changes = np.diff(y)[even]
     if changes.size >= _FEWEST_STEPS:

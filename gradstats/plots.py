@@ -14,18 +14,26 @@ import seaborn as sns
 from matplotlib.ticker import LogFormatter, NullFormatter
 from numpy.typing import NDArray
 
-from gradstats._compressibility import CONTROLS, control
+from gradstats import pot
+from gradstats._compressibility import CONTROLS, control, local_exponents
 from gradstats._fit import Fit, as_magnitudes
 from gradstats._sketch import Magnitudes, Sketch
+from gradstats.errors import InputError
 from gradstats.primitives import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from xarray import Dataset
 
 __all__ = [
+    "best_k_error",
     "density",
+    "drift",
     "latency_bars",
+    "local_exponent",
     "magnitude_decay",
+    "mean_excess",
+    "parameter_stability",
     "quality_bars",
     "quality_over_steps",
     "tail",
@@ -36,6 +44,11 @@ _LINES = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _LABELS = {
     "laplace": "Laplace",
     "dgamma": "double gamma",
+    "norm": "normal",
+    "t": "Student's t",
+    "gennorm": "gen. normal",
+    "dweibull": "double Weibull",
+    "lognorm": "log-normal",
     "double_genpareto": "double gen. Pareto",
     "halfnorm": "half-normal",
 }
@@ -45,6 +58,11 @@ _MOST_POINTS = 2000
 
 def _label(name: str) -> str:
     return _LABELS.get(name, name)
+
+
+def _next_colour(ax: Axes) -> tuple[float, float, float]:
+    """Return a colour that no labelled line of the axes has yet."""
+    return _PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]  # type: ignore[no-any-return]
 
 
 def _tidy(ax: Axes, title: str | None) -> Axes:
@@ -155,7 +173,7 @@ def magnitude_decay(
     window : ranks to shade, as in :func:`gradstats.compressibility`.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
-    numel = max((m.count for m in each.values()), default=1)
+    numel = max([2, *(m.count for m in each.values())])  # of the controls
     for i, (label, m) in enumerate(each.items()):
         ranks, magnitudes = _ranked(m)
         if ranks.size:
@@ -177,6 +195,161 @@ def magnitude_decay(
         ylim=(1e-5, 1.5),
     )
     ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def best_k_error(
+    vectors: Mapping[str, Array | Sketch | Magnitudes], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw the error of keeping the k largest, σ_k over the norm, with controls (SIDCo figure 7 b).
+
+    Parameters
+    ----------
+    vectors : label to gradient or sketch.
+    """
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    numel = max([2, *(m.count for m in each.values())])  # of the controls
+    for i, (label, m) in enumerate(each.items()):
+        if m.count:
+            ax.plot(*_remaining(m), color=_PALETTE[i % 10], lw=2, label=label)
+    for i, name in enumerate(CONTROLS):
+        ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
+        ax.plot(*_remaining(ideal), color="0.5", ls=_LINES[i], label=f"control: {_label(name)}")
+    ax.set(xlabel="k", ylabel="σ_k ÷ norm", xscale="log", yscale="log", ylim=(1e-3, 1.2))
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return ranks k and σ_k over the norm, cell by cell from the largest."""
+    kept = np.cumsum((m.weight * m.middle**2)[::-1])
+    ranks = np.cumsum(m.weight[::-1])
+    picks = np.unique(np.searchsorted(ranks, _log_ranks(m.count)).clip(0, ranks.size - 1))
+    left = np.sqrt(np.maximum(1 - kept[picks] / kept[-1], 0.0))
+    return np.rint(ranks[picks]).astype(np.int64), np.where(left > 1e-6, left, np.nan)
+
+
+def local_exponent(
+    vectors: Mapping[str, Array | Sketch | Magnitudes],
+    ax: Axes,
+    *,
+    per_decade: int = 2,
+    title: str | None = None,
+) -> Axes:
+    """Draw the decay exponent over successive ranges of ranks, with 95 % intervals and controls.
+
+    Compressible is what stays above ½; a light tail starts near 0 and rises.
+
+    Parameters
+    ----------
+    vectors : label to gradient or sketch.
+    per_decade : ranges per factor of ten.
+    """
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    numel = max([2, *(m.count for m in each.values())])  # of the controls
+    for i, (label, m) in enumerate(each.items()):
+        found = local_exponents(m, per_decade)
+        centres = [np.sqrt(e.first * e.last) for e in found]
+        colour = _PALETTE[i % 10]
+        ax.plot(centres, [e.p for e in found], marker=_MARKERS[i], ms=4, color=colour, label=label)
+        bounds = [e.p_low for e in found], [e.p_high for e in found]
+        ax.fill_between(centres, *bounds, color=colour, alpha=0.2)
+    for i, name in enumerate(CONTROLS):
+        ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
+        found = local_exponents(ideal, per_decade)
+        centres = [np.sqrt(e.first * e.last) for e in found]
+        label = f"control: {_label(name)}"
+        ax.plot(centres, [e.p for e in found], color="0.5", ls=_LINES[i], label=label)
+    ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")
+    ax.set(xlabel="rank", ylabel="local exponent p", xscale="log", ylim=(0, 2))
+    ax.legend(fontsize="small", loc="upper left")
+    return _tidy(ax, title)
+
+
+def mean_excess(
+    x: Array | Sketch | Magnitudes, ax: Axes, *, label: str = "captured", title: str | None = None
+) -> Axes:
+    """Draw the mean excess over each threshold with its 95 % interval.
+
+    A line: level for an exponential tail, rising for a heavy one, falling for one that ends.
+
+    Parameters
+    ----------
+    x : gradient or sketch.
+    label : for the legend, so that several can share axes.
+    """
+    rows = pot.mean_excess(x)
+    colour = _next_colour(ax)
+    thresholds = [r.threshold for r in rows]
+    ax.plot(thresholds, [r.mean for r in rows], marker="o", ms=3, color=colour, label=label)
+    ax.fill_between(
+        thresholds, [r.low for r in rows], [r.high for r in rows], color=colour, alpha=0.2
+    )
+    ax.set(xlabel="threshold u (gradient's unit)", ylabel="mean of |g| − u beyond u")
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def parameter_stability(
+    x: Array | Sketch | Magnitudes, ax: Axes, *, label: str = "captured", title: str | None = None
+) -> Axes:
+    """Draw the generalized Pareto shape of the excesses by the share beyond the threshold, with its 95 % interval.
+
+    From a good threshold on it stays the same; neighbouring points share their largest elements.
+
+    Parameters
+    ----------
+    x : gradient or sketch.
+    label : for the legend, so that several can share axes.
+    """
+    rows = [r for r in pot.parameter_stability(x) if np.isfinite(r.c)]
+    colour = _next_colour(ax)
+    ratios = [r.ratio for r in rows]
+    ax.plot(ratios, [r.c for r in rows], marker="o", ms=3, color=colour, label=label)
+    ax.fill_between(
+        ratios, [r.c_low for r in rows], [r.c_high for r in rows], color=colour, alpha=0.2
+    )
+    ax.axhline(0, color="0.3", lw=0.8)
+    ax.set(
+        xlabel="share of elements beyond the threshold",
+        ylabel="shape ξ of the excesses",
+        xscale="log",
+    )
+    if not ax.xaxis_inverted():
+        ax.invert_xaxis()
+    ax.legend(fontsize="small")
+    return _tidy(ax, title)
+
+
+def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None) -> Axes:
+    """Draw a quantity over training: mean over ranks, and the band from the least to the largest rank.
+
+    Parameters
+    ----------
+    dataset : of :func:`gradstats.over_training`, selected down to one layer and kind; a ratio or model that is left
+        is told apart by colour and line.
+    quantity : variable of it.
+    """
+    array = dataset[quantity]
+    other = [str(d) for d in array.dims if d not in ("step", "rank")]
+    if len(other) > 1:
+        raise InputError(f"select one of each but one of {', '.join(other)}")
+    values = dataset[other[0]].values if other else [None]
+    for i, value in enumerate(values):
+        series = array if value is None else array.sel({other[0]: value})
+        middle, ranks = series, "rank" in series.dims
+        if ranks:
+            middle = series.mean("rank")
+            bounds = series.min("rank"), series.max("rank")
+            ax.fill_between(series["step"], *bounds, color=_PALETTE[i % 10], alpha=0.2, lw=0)
+        label = None if value is None else _label(str(value))
+        style = ("-", *_LINES)[i % 5]
+        ax.plot(middle["step"], middle, color=_PALETTE[i % 10], ls=style, lw=1.2, label=label)
+    ax.set(xlabel="step", ylabel=quantity.replace("_", " "))
+    if float(array.min()) > 0 and float(array.max()) > 10 * float(array.min()):
+        ax.set_yscale("log")
+    if other:
+        ax.legend(fontsize="small", title=other[0])
     return _tidy(ax, title)
 
 

@@ -17,7 +17,7 @@ from gradstats.analysis import compressibility_records, fit_records
 from gradstats.distributions import SIDS
 from gradstats.errors import InputError
 from gradstats.primitives import numel_of
-from gradstats.sources import Captured, Source, TraceSource
+from gradstats.sources import SKETCHED, Captured, Source, TraceSource
 from gradstats.tables import progress_bar
 from gradstats.thresholds import ESTIMATORS
 
@@ -80,7 +80,7 @@ def _overview(sources: Sequence[Source]) -> str:
         f"<h1>Gradient report</h1><p>Sources: {names}. Made by gradstats {__version__}.</p>"
         "<p class=note>k is the number of elements a ratio asks to keep, k̂ the number a threshold keeps. "
         "A gradient is called compressible if its sorted magnitudes fall like rank^(−p) with p above ½ "
-        "(SIDCo, definition 1) on its largest hundredth; uniform and half-normal vectors stand beside it "
+        "(SIDCo, definition 1) on its largest hundredth; uniform, half-normal and Laplace vectors stand beside it "
         "as controls that must fail.</p>"
     )
 
@@ -93,6 +93,8 @@ def _section(source: Source, advance: Callable[[], None]) -> str:
     steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     captured = [source.read(*key) for key in shown if key[2] in steps]
     parts = [f"<h2>{html.escape(source.name)}</h2>", _describe(source)]
+    if any(source.sketched(rank, kind) for rank, kind, _ in shown):
+        parts.append(f"<p class=note>Captured as sketches: {SKETCHED}.</p>")
     decay = compressibility_records([source], steps=steps, ranks=[rank])
     series = quality_series(source, _RATIOS, tuple(ESTIMATORS))
     results = summarise(series)

@@ -24,6 +24,7 @@ from gradstats.primitives._array import check, flat_chunks, is_tensor, numel_of
 from gradstats.trace import Kind, Layer, Trace, is_trace, open_trace
 
 __all__ = [
+    "SKETCHED",
     "ArraySource",
     "Captured",
     "Source",
@@ -33,6 +34,11 @@ __all__ = [
     "open_source",
     "open_sources",
 ]
+
+SKETCHED = (
+    "sizes are good to half a percent; signs and positions, where a rule asks for them, are made up"
+)
+"""What to mind about a source of sketches."""
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
 

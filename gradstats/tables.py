@@ -151,7 +151,7 @@ def _terminal(
         table.add_column(
             name.replace("_", " "),
             justify="right" if right else "left",
-            no_wrap=name in ("compressor", "estimator", "kind", "model", "trace"),
+            no_wrap=name in ("compressor", "estimator", "kind", "model", "quantity", "trace"),
             overflow="fold",
         )
     for row in rows:

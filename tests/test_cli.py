@@ -16,7 +16,18 @@ from conftest import DATA, ROOT
 
 from gradstats.tables import render
 
-COMMANDS = ("info", "fit", "compressibility", "quality", "bench", "report", "capture", "demo")
+COMMANDS = (
+    "info",
+    "fit",
+    "compressibility",
+    "pot",
+    "drift",
+    "quality",
+    "bench",
+    "report",
+    "capture",
+    "demo",
+)
 EF = str(DATA / "resnet20-ef.zarr")
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 
@@ -42,9 +53,17 @@ FIELDS = {
     ("info", EF): {"step", "rank", "kind", "numel"},
     ("fit", EF, "--step", "100"): {
         "step", "rank", "kind", "layer", "model", "params", "nll", "aic", "ks", "tail_error",
+        "method", "stderr", "bic", "wasserstein", "ad_upper", "log_quantile", "quality", "status",
+    },
+    ("pot", EF, "--step", "100"): {
+        "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess", "c", "c_low", "c_high", "scale", "status",
+    },
+    ("pot", EF, "--step", "100", "--layers"): {"layer", "n", "c", "c_low", "c_high", "status"},
+    ("drift", EF): {
+        "quantity", "kind", "layer", "n", "mean", "low", "high", "slope", "slope_low", "acf1", "adf_p", "change_low",
     },
     ("compressibility", EF): {
-        "step", "rank", "kind", "p", "p_low", "p_high", "c1", "window", "compressible",
+        "step", "rank", "kind", "p", "p_low", "p_high", "c1", "window", "compressible", "sigma_p",
     },
     ("quality", EF): {"estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"},
 }  # fmt: skip
@@ -110,6 +129,13 @@ ERRORS = [
     (("quality", EF, "--format", "xml"), "no format 'xml'; there are table"),
     (("quality", DATA / "nothing.zarr"), "data holds resnet20-ef.zarr"),
     (("fit", EF, "--model", "cauchy"), "no model 'cauchy'; there are laplace"),
+    (("fit", EF, "--method", "guess"), "no method 'guess'; there is closed"),
+    (("fit", EF, "--model", "t", "--method", "pwm"), "t has no method 'pwm'; it has moments, mle"),
+    (("fit", EF, "--scheduler", "tcp://127.0.0.1:1"), "no dask scheduler at tcp://127.0.0.1:1"),
+    (("pot", EF, "--method", "guess"), "no method 'guess'"),
+    (("pot", EF, "--ratio", 0), "ratio must be in (0, 1]"),
+    (("drift", EF, "--quantity", "foo"), "no quantity 'foo'; there are zero_fraction"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--store", "zip"), "no store 'zip'"),
     (("compressibility", EF, "--window", "a"), "two ranks like 1:1000"),
     (("info", ROOT / "pyproject.toml"), "not a trace, nor one of"),
     (("info", EF, "-o", "/nowhere/x"), "cannot write /nowhere/x"),
@@ -135,6 +161,48 @@ def test_errors_are_one_line_and_exit_2(command, message, tmp_path):
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert message in lines[0]
+
+
+def test_a_bootstrap_says_what_it_tested():
+    command = ["fit", EF, "--step", 100, "--kind", "gradient", "--bootstrap", 19, "--size", 500]
+    for record in records(*command):
+        assert record["subsample"] == 500
+        assert 0.05 <= record["p_value"] <= 1
+    shown = run(*command).stdout
+    assert "p of 19 refitted replicates of 500 elements" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_choice_of_threshold():
+    command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 59]
+    found = records(*command)
+    assert sum(r["chosen"] for r in found) <= 1
+    assert all(0 < r["p_value"] <= 1 for r in found if r["n"] >= 100)
+
+
+def test_models_all_and_methods():
+    found = records("fit", EF, "--step", 100, "--model", "all", "--method", "mle")
+    assert len({r["model"] for r in found}) == 8
+    assert {r["method"] for r in found} == {"mle"}
+    default = records("fit", EF, "--step", 100, "--kind", "gradient")
+    assert [r["model"] for r in default] == ["laplace", "dgamma", "double_genpareto"]
+    assert all(set(r["stderr"]) <= set(r["params"]) for r in default)
+    status = run("fit", EF, "--step", 100).stderr
+    assert "double_genpareto: shape above 1/4: moment estimate unreliable (1 of the fits)" in status
+
+
+def test_sketches_are_announced(tmp_path):
+    from test_reduction import make_trace
+
+    path = make_trace(tmp_path / "s.zarr", "sketches", steps=2)
+    for command in ("fit", "compressibility", "quality", "pot"):
+        done = run(command, path)
+        assert done.returncode == 0, done.stderr
+        assert "Sketches (s): sizes are good to half a percent" in done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 80
+    assert records("info", path)[0]["stored"] == "sketch"
+    assert run("report", path, "-o", tmp_path / "r.html").returncode == 0
+    assert "Captured as sketches" in (tmp_path / "r.html").read_text()
 
 
 def test_usage_errors_exit_2_too():

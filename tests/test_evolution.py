@@ -94,7 +94,7 @@ class TestDrift:
         assert mean["spacing"] == 1
         assert mean["relative"]
         assert mean["low"] < mean["mean"] < mean["high"]
-        assert mean["autocorrelation"] > 0.8
+        assert mean["acf1"] > 0.8
         assert mean["kpss_p"] <= 0.05  # it moves
         # successive means: noise √2/√4200, drift 0.2 %
         assert mean["change_low"] == pytest.approx(1 - 2.33 * math.sqrt(2 / 4140), abs=0.02)
@@ -104,7 +104,7 @@ class TestDrift:
         path = make_trace(tmp_path / "run.zarr", range(0, 200, 2), lambda s: 3.0)
         mean = drift_records(over_training(path, models=["laplace"]), ["mean"])[0]
         assert mean["slope_low"] < 0 < mean["slope_high"]
-        assert abs(mean["autocorrelation"]) < 0.4
+        assert abs(mean["acf1"]) < 0.4
         assert mean["adf_p"] < 0.05  # it returns to its level
         assert mean["kpss_p"] > 0.05
         assert mean["spacing"] == 2
@@ -130,7 +130,7 @@ class TestDrift:
         mean = drift_records(over_training(path), ["mean"])[0]
         assert mean["n"] == 3
         assert math.isfinite(mean["mean"])
-        for name in ("slope", "autocorrelation", "adf_p", "kpss_p", "change_low"):
+        for name in ("slope", "acf1", "adf_p", "kpss_p", "change_low"):
             assert math.isnan(mean[name])
 
     def test_constants_have_no_trend_to_speak_of(self, tmp_path):

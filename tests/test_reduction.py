@@ -9,8 +9,10 @@ import sys
 import numpy as np
 import pytest
 import xarray
+from conftest import DATA
 
 from gradstats import reduction
+from gradstats._fit import MODELS
 from gradstats._sketch import sketch
 from gradstats.analysis import compressibility_records, fit_records
 from gradstats.cli import main
@@ -116,6 +118,27 @@ def test_sketches_are_enough(trace, tmp_path):
     assert np.allclose(x["mean"], y["mean"], rtol=1e-6)
     p, q = (compressibility_records([s], steps=[1], ranks=[0]) for s in (full, rough))
     assert q[0]["p"] == pytest.approx(p[0]["p"], rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("resnet20", "gradient"), ("resnet20-ef", "corrected")])
+def test_sketches_of_the_captured_gradients_are_enough(tmp_path, name, kind):
+    """The traces in data/, kept as sketches instead: thresholds within 0.5 %, parameters within 1 %."""
+    full = open_source(DATA / f"{name}.zarr")
+    create_trace(tmp_path / "s.zarr", full.layers)
+    writer = TraceWriter(tmp_path / "s.zarr", 0, kinds=(kind,), store="sketches")
+    for _, _, step in full.select(kinds=[kind]):
+        writer.append(step, {kind: full.read(0, kind, step).values})
+    writer.close()
+    rough = open_source(tmp_path / "s.zarr")
+    x, y = (over_training(s, models=MODELS, kinds=[kind]) for s in (full, rough))
+    assert np.abs(y["threshold"] / x["threshold"] - 1).max() < 0.005
+    assert np.abs(y["scale"] / x["scale"] - 1).max() < 0.01
+    shapes = ["double_genpareto", "dgamma", "gennorm", "dweibull", "lognorm"]
+    difference = (y["shape"] - x["shape"]).sel(model=shapes)
+    assert (np.abs(difference) <= 0.01 * np.abs(x["shape"].sel(model=shapes)) + 1e-3).all()
+    assert np.allclose(x["ks"], y["ks"], atol=0.003)
+    for q in ("p", "hill"):
+        assert np.allclose(x[q], y[q], rtol=0.02)
 
 
 def test_estimators_run_on_a_gradient_made_up_from_sketches(trace, tmp_path):
