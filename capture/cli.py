@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,12 @@ def capture(
     ],
     out: Annotated[Path, typer.Option(help="Trace to create, NAME.zarr.", show_default=False)],
     nproc: Annotated[int, typer.Option(help="Processes.")] = 2,
-    compressor: Annotated[str, typer.Option(help="none, topk, or an estimator's name.")] = "topk",
+    compressor: Annotated[
+        str,
+        typer.Option(
+            help="none, topk, an estimator's name, or a system's, such as micro or marsit."
+        ),
+    ] = "topk",
     ratio: Annotated[float, typer.Option(help="Kept fraction k/d.")] = 0.001,
     error_feedback: Annotated[
         bool, typer.Option("--error-feedback/--no-error-feedback", help="Keep what is not sent.")
@@ -92,8 +98,11 @@ def _run(config: RunConfig) -> None:
     steps = config.setting("steps")
     _say(f"{config.info.description}: {config.nproc} processes, {steps} steps")
     result = run(config)
+    unseen = (
+        "" if math.isnan(result.accuracy) else f", {100 * result.accuracy:.1f} % of unseen right,"
+    )
     _say(
-        f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f} "
+        f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}{unseen} "
         f"in {sum(result.seconds):.0f} s; captured in {config.out}"
     )
 

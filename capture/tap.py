@@ -148,8 +148,9 @@ class Capture:
         """Wrap a DDP communication hook, so that what goes into it is captured.
 
         Use as ``ddp_model.register_comm_hook(*capture.wrap(state, hook))``. The inner hook runs unchanged.
-        For ``"corrected"`` the residual is asked of `state`: of its method ``residual(parameter)``
-        (:class:`gradstats.hooks.CompressionState`), or of the error dictionary of PyTorch's ``PowerSGDState``;
+        What ``"corrected"`` is, `state` says: its method ``corrected(parameter, gradient)``
+        (:class:`gradstats.hooks.CompressionState`) or ``residual(parameter)``, or the error dictionary of PyTorch's
+        ``PowerSGDState``;
         a state with neither has no residual, and corrected equals gradient.
 
         Parameters
@@ -227,7 +228,10 @@ class Capture:
         if self._current is None:
             return
         corrected = self._current.arrays.get("corrected")
-        residuals = _residuals(self._state, bucket) if corrected is not None else None
+        preview = getattr(self._state, "corrected", None)
+        residuals = None
+        if corrected is not None and preview is None:
+            residuals = _residuals(self._state, bucket)
         parameters = bucket.parameters()
         for i, (parameter, gradient) in enumerate(zip(parameters, bucket.gradients(), strict=True)):
             slot = self._slots.get(id(parameter))
@@ -238,7 +242,9 @@ class Capture:
                 torch.from_numpy(self._current.arrays["gradient"][slot]).copy_(flat)
             if corrected is not None:
                 residual = residuals[i] if residuals is not None else None
-                if residual is not None:
+                if preview is not None:
+                    flat = preview(parameter, gradient)
+                elif residual is not None:
                     # The same sum, in the same precision, as the hook is about to make.
                     flat = flat + residual.reshape(-1)
                 torch.from_numpy(corrected[slot]).copy_(flat)

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from gradstats._fit import Fit, FitError, fit
     from gradstats._quality import quality, quality_series, stage_budget
     from gradstats._sketch import Magnitudes, Sketch, sketch
-    from gradstats.errors import GradstatsError, InputError, NonFiniteGradientError, TraceError
+    from gradstats.errors import (
+        ExchangeError,
+        GradstatsError,
+        InputError,
+        NonFiniteGradientError,
+        TraceError,
+    )
     from gradstats.evolution import over_training
     from gradstats.primitives import histogram, moments, select, warm_up
     from gradstats.thresholds import threshold
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ExchangeError": "gradstats.errors",
     "Fit": "gradstats._fit",
     "FitError": "gradstats._fit",
     "GradstatsError": "gradstats.errors",
@@ -50,6 +57,7 @@ _HOME = {
 _MODULES = ("compressors", "distributions", "goodness", "plots", "pot", "thresholds")
 
 __all__ = [
+    "ExchangeError",
     "Fit",
     "FitError",
     "GradstatsError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["GradstatsError", "InputError", "NonFiniteGradientError", "TraceError"]
+__all__ = ["ExchangeError", "GradstatsError", "InputError", "NonFiniteGradientError", "TraceError"]
 
 
 class GradstatsError(Exception):
@@ -19,3 +19,7 @@ class TraceError(GradstatsError):
 
 class NonFiniteGradientError(GradstatsError, ArithmeticError):
     """A gradient held NaN or infinity while a compressor was running; raised on every rank."""
+
+
+class ExchangeError(GradstatsError):
+    """The exchange of a step failed, most likely because a rank was lost. Memories are as they were before it."""

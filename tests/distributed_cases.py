@@ -191,7 +191,7 @@ def resume(rank, world):
         ddp(torch.ones(1, 3)).sum().backward()
     except Exception as error:
         message = str(error)
-    return same, residuals, sorted(saved["residuals"]), message
+    return same, residuals, sorted(saved["memory"]["residual"]), message
 
 
 def nonfinite(rank, world):

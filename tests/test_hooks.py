@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from gradstats.compressors import COMPRESSORS, ThresholdCompressor, make_compressor
+from gradstats.compressors import SELECTIONS, ThresholdCompressor, make_compressor
 from gradstats.errors import InputError
 
 pytestmark = pytest.mark.distributed
@@ -99,7 +99,7 @@ def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
 
 def test_compressors_by_name():
     assert make_compressor("none", 0.01) is None
-    for name in COMPRESSORS[1:]:
+    for name in SELECTIONS[1:]:
         compressor = make_compressor(name, 0.01)
         assert isinstance(compressor, ThresholdCompressor)
         assert compressor.target(1000) == 10

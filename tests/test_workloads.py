@@ -62,6 +62,11 @@ def test_cifar10_records_are_read_as_documented(tmp_path):
     mean = pixels.mean((0, 2, 3), keepdims=True)
     expected = (pixels - mean) / pixels.std((0, 2, 3), keepdims=True, ddof=1)
     assert np.allclose(images._padded[:, :, 4:-4, 4:-4], expected, atol=1e-4)
+    assert images.test is None
+    raw[:12].tofile(tmp_path / "test_batch.bin")
+    unseen, labels = load_cifar10(tmp_path).test  # normalised like what is trained on
+    assert np.allclose(unseen, expected[:12], atol=1e-4)
+    assert labels.tolist() == raw[:12, 0].tolist()
     (tmp_path / "data_batch_3.bin").write_bytes(raw.tobytes()[:-1])
     with pytest.raises(InputError, match="not whole records"):
         load_cifar10(tmp_path)
@@ -69,6 +74,23 @@ def test_cifar10_records_are_read_as_documented(tmp_path):
     raw.tofile(tmp_path / "data_batch_3.bin")
     with pytest.raises(InputError, match="label 77"):
         load_cifar10(tmp_path)
+
+
+def test_accuracy_is_what_the_model_gets_right_of_unseen_images(tmp_path):
+    from capture.workloads.resnet20 import make_task
+
+    raw = np.random.default_rng(1).integers(0, 256, (1100, 3073), np.uint8)
+    raw[:, 0] = 3
+    raw[:40].tofile(tmp_path / "data_batch_1.bin")
+    raw[600:, 0] = 4
+    raw.tofile(tmp_path / "test_batch.bin")  # 600 threes, 500 fours
+    config = RunConfig(workload="resnet20-cifar10", data_dir=tmp_path, batch_size=4, nproc=1)
+    task = make_task(config, 0)
+    with torch.no_grad():
+        task.model.fc.weight.zero_()
+        task.model.fc.bias.copy_(torch.eye(10)[3])
+    assert task.accuracy(task.model) == pytest.approx(600 / 1100)
+    assert task.model.training
 
 
 def test_cifar10_of_the_shared_folder(cifar10):

@@ -123,10 +123,10 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise :class:`InputError` for anything a worker would trip over."""
-        from gradstats.compressors import make_compressor
+        from gradstats.compressors import make_reducer
 
         info = self.info
-        make_compressor(self.compressor, self.ratio)
+        make_reducer(self.compressor, self.ratio)
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
@@ -173,10 +173,14 @@ class RunResult:
     losses : its training loss at every step.
     seconds : wall-clock seconds of every step, gradient exchange included.
     numel : trainable parameters of the model.
+    records : of the hook's state at every step (:class:`gradstats.hooks.StepRecord`'s fields); empty if dense.
+    accuracy : share of the unseen samples that the final model gets right; NaN where there are none.
     checksum : sum of the final parameters in float64, to compare runs bit by bit.
     """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    accuracy: float = float("nan")
     numel: int = 0
     checksum: float = 0.0

@@ -24,9 +24,18 @@ class ImageSet:
     labels : int64 (n,).
     shift : pixels an image is moved by at most, at random, in each direction.
     flip : mirror half of the images.
+    test : images (m, 3, h, w) and labels (m,) never trained on; None if there are none.
     """
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, shift: int, flip: bool) -> None:
+    def __init__(
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        shift: int,
+        flip: bool,
+        test: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self.test = test
         self._padded = F.pad(images, (shift, shift, shift, shift))
         self._labels = labels
         self._shift = shift
@@ -93,28 +102,33 @@ def load_digits() -> ImageSet:
 
 
 def load_cifar10(folder: Path) -> ImageSet:
-    """Load the training images of CIFAR-10's binary version: whichever of the five batches are there.
+    """Load CIFAR-10's binary version: whichever of the five training batches are there, and the test batch.
 
     Raises
     ------
     InputError
-        If there is no batch, a file is not whole records, or a label is not 0–9.
+        If there is no training batch, a file is not whole records, or a label is not 0–9.
     """
     files = [f for i in range(1, 6) if (f := folder / f"data_batch_{i}.bin").is_file()]
     if not files:
         raise InputError(f"{folder} holds no data_batch_*.bin")
-    parts = []
-    for file in files:
-        raw = np.fromfile(file, np.uint8)
-        if raw.size == 0 or raw.size % _CIFAR_RECORD:
-            raise InputError(
-                f"{file} is not whole records of {_CIFAR_RECORD} bytes: {raw.size} bytes"
-            )
-        parts.append(raw.reshape(-1, _CIFAR_RECORD))
-        if parts[-1][:, 0].max() > 9:
-            raise InputError(f"{file} has the label {parts[-1][:, 0].max()}; CIFAR-10's are 0 to 9")
-    records = torch.from_numpy(np.concatenate(parts))
-    images = records[:, 1:].reshape(-1, 3, 32, 32).float() / 255
+    parts = [_read_records(file) for file in files]
+    images, labels = torch.cat([i for i, _ in parts]), torch.cat([n for _, n in parts])
     mean = images.mean(dim=(0, 2, 3), keepdim=True)
     std = images.std(dim=(0, 2, 3), keepdim=True)
-    return ImageSet((images - mean) / std, records[:, 0].long(), shift=4, flip=True)
+    test = None
+    if (folder / "test_batch.bin").is_file():
+        unseen, unseen_labels = _read_records(folder / "test_batch.bin")
+        test = ((unseen - mean) / std, unseen_labels)
+    return ImageSet((images - mean) / std, labels, shift=4, flip=True, test=test)
+
+
+def _read_records(file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images, 0 to 1, and labels of one file."""
+    raw = np.fromfile(file, np.uint8)
+    if raw.size == 0 or raw.size % _CIFAR_RECORD:
+        raise InputError(f"{file} is not whole records of {_CIFAR_RECORD} bytes: {raw.size} bytes")
+    records = torch.from_numpy(raw.reshape(-1, _CIFAR_RECORD))
+    if records[:, 0].max() > 9:
+        raise InputError(f"{file} has the label {records[:, 0].max()}; CIFAR-10's are 0 to 9")
+    return records[:, 1:].reshape(-1, 3, 32, 32).float() / 255, records[:, 0].long()

@@ -14,6 +14,9 @@ from capture.workloads.task import Task
 
 __all__ = ["ResNet20", "make_task"]
 
+_EVALUATED = 500
+"""Unseen images at once."""
+
 
 class _Block(nn.Module):
     """Two 3×3 convolutions and a parameter-free shortcut (option A: subsample, pad channels with zeros)."""
@@ -81,8 +84,21 @@ def make_task(config: RunConfig, rank: int) -> Task:
             network(inputs.contiguous(memory_format=torch.channels_last)), targets
         )
 
+    def accuracy(network: nn.Module) -> float:
+        """Count what the network gets right of the unseen images, with its running statistics."""
+        assert images.test is not None
+        inputs, targets = images.test
+        network.eval()
+        right = 0
+        with torch.no_grad():
+            for start in range(0, len(targets), _EVALUATED):
+                part = slice(start, start + _EVALUATED)
+                right += int((network(inputs[part]).argmax(1) == targets[part]).sum())
+        network.train()
+        return right / len(targets)
+
     _check_size(images, config)
-    return Task(model, loss, learning_rate)
+    return Task(model, loss, learning_rate, accuracy=accuracy if images.test else None)
 
 
 def _check_size(images: ImageSet, config: RunConfig) -> None:

@@ -19,6 +19,7 @@ class Task:
     model : initialised alike on all ranks.
     loss : computes the training loss of the rank's batch number `step`, through the (DDP-wrapped) model given.
     learning_rate : the rate at a step, given the initial rate and the length of the run.
+    accuracy : share of unseen samples the model gets right; None if there are none.
     clip : largest norm of the averaged gradient; None for no clipping.
     """
 
@@ -26,3 +27,4 @@ class Task:
     loss: Callable[[torch.nn.Module, int], torch.Tensor]
     learning_rate: Callable[[int], float]
     clip: float | None = None
+    accuracy: Callable[[torch.nn.Module], float] | None = None

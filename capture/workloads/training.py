@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capture import Capture, at, every
 from capture.workloads.config import RunConfig, RunResult
-from gradstats.compressors import make_compressor
+from gradstats.compressors import make_reducer
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
@@ -40,18 +41,17 @@ def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
     ddp = DistributedDataParallel(task.model)
-    compressor = make_compressor(config.compressor, config.ratio)
-    hook: Hook
-    state: Any
-    if compressor is None:
-        state, hook = None, allreduce_hook
-    else:
-        state = CompressionState(
-            compressor,
-            error_feedback=config.error_feedback,
+    reducer = make_reducer(config.compressor, config.ratio)
+    hook: Hook = allreduce_hook
+    state: Any = None
+    compression: CompressionState | None = None
+    if reducer is not None:
+        compression = CompressionState(
+            reducer,
+            error_feedback=config.error_feedback and reducer.feedback,
             named_parameters=task.model.named_parameters(),
         )
-        hook = compression_hook
+        state, hook = compression, compression_hook
     capture = _make_capture(config, ddp)
     if capture is not None:
         state, hook = capture.wrap(state, hook)
@@ -75,9 +75,13 @@ def _train(config: RunConfig) -> RunResult:
             optimizer.step()
             result.losses.append(loss.item())
             result.seconds.append(time.perf_counter() - started)
+            if compression is not None and compression.last is not None:
+                result.records.append(asdict(compression.last))
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
+    if task.accuracy is not None and rank == 0:
+        result.accuracy = task.accuracy(task.model)
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
     return result
 

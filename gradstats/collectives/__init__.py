@@ -1,5 +1,13 @@
 """Collectives for compressed gradients, on any torch.distributed backend."""
 
 from gradstats.collectives.packed import GatheredSelections, SparseAllGather
+from gradstats.collectives.plain import all_gather_flags
+from gradstats.collectives.ring import one_bit_ring, one_bit_torus
 
-__all__ = ["GatheredSelections", "SparseAllGather"]
+__all__ = [
+    "GatheredSelections",
+    "SparseAllGather",
+    "all_gather_flags",
+    "one_bit_ring",
+    "one_bit_torus",
+]

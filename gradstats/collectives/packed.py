@@ -8,12 +8,12 @@ message carries the rest: nothing is ever dropped, and in a steady state there i
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from gradstats.collectives.plain import all_gather
 
 __all__ = ["GatheredSelections", "SparseAllGather"]
 
@@ -46,25 +46,6 @@ class GatheredSelections:
         for indices, values in zip(self.indices, self.values, strict=True):
             total.index_add_(0, indices, values)
         return total.div_(len(self.values))
-
-
-def _all_gather(
-    gathered: torch.Tensor, message: torch.Tensor, group: dist.ProcessGroup | None
-) -> None:
-    """All-gather, and wait until the backend's thread has let go of both tensors.
-
-    The thread destroys its work item microseconds *after* it has reported completion, and to drop the tensors in it, it
-    needs the interpreter. If the interpreter is shutting down by then, CPython ends the thread, C++ takes that for
-    an uncaught exception, and the process aborts: "terminate called without an active exception". Seen in a
-    tenth of all runs that exit right after their last step; the stack is gloo's runLoop, ~AsyncAllgatherWork,
-    decref_pyobject, take_gil.
-    """
-    tensors = (gathered, message)
-    before = [sys.getrefcount(t) for t in tensors]
-    dist.all_gather_single(gathered, message, group=group)
-    deadline = time.monotonic() + 1.0
-    while [sys.getrefcount(t) for t in tensors] != before and time.monotonic() < deadline:
-        time.sleep(0)  # lets the thread have the interpreter
 
 
 class SparseAllGather:
@@ -108,12 +89,14 @@ class SparseAllGather:
                 indices[capacity:], values[capacity:], rest, words, max(0, count - capacity), flag
             )
             parts.append((more, rest))
-        self._adapt(max(counts))
+        flags = first[:, 1].tolist()
+        if not any(flags):  # a refused step says nothing about the next one's size
+            self._adapt(max(counts))
         gathered = [self._decode(parts, rank, words) for rank in range(len(counts))]
         return GatheredSelections(
             indices=[i for i, _ in gathered],
             values=[v for _, v in gathered],
-            flags=first[:, 1].tolist(),
+            flags=flags,
             bytes_sent=sum(part.shape[1] * part.element_size() for part, _ in parts),
             messages=len(parts),
         )
@@ -144,7 +127,7 @@ class SparseAllGather:
         message[offset : offset + sent] = values.contiguous().view(torch.int32)
         world = dist.get_world_size(self.process_group)
         gathered = torch.empty(world * message.numel(), dtype=torch.int32, device=values.device)
-        _all_gather(gathered, message, self.process_group)
+        all_gather(gathered, message, self.process_group)
         return gathered.view(world, -1)
 
     @staticmethod

@@ -4,26 +4,66 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradstats.compressors.base import Compressed, Compressor
+from gradstats.compressors.base import Compressed, Compressor, Reduced, Reducer
+from gradstats.compressors.cltk import CLTk
+from gradstats.compressors.dense import DenseReducer
+from gradstats.compressors.marsit import Marsit
+from gradstats.compressors.micro import MiCRO
+from gradstats.compressors.randomk import RandomK
+from gradstats.compressors.redsync import RedSync
+from gradstats.compressors.signs import SSDM, Cascading, EFSignSGD, SignSGD
+from gradstats.compressors.sparse import SparseReducer
 from gradstats.compressors.sparsify import ThresholdCompressor, TopK
 from gradstats.errors import InputError
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 __all__ = [
     "COMPRESSORS",
+    "SELECTIONS",
+    "SSDM",
+    "CLTk",
+    "Cascading",
     "Compressed",
     "Compressor",
+    "DenseReducer",
+    "EFSignSGD",
+    "Marsit",
+    "MiCRO",
+    "RandomK",
+    "RedSync",
+    "Reduced",
+    "Reducer",
+    "SignSGD",
+    "SparseReducer",
     "ThresholdCompressor",
     "TopK",
     "make_compressor",
+    "make_reducer",
 ]
 
-COMPRESSORS = ("none", "topk", *ESTIMATORS)
-"""Names the command line takes; ``none`` is dense averaging, ``topk`` and ``exact`` are the same."""
+SELECTIONS = ("none", "topk", *ESTIMATORS)
+"""Names that :func:`make_compressor` takes: what each rank selects by itself; ``topk`` and ``exact`` are the same."""
+
+_SPARSE_SYSTEMS: dict[str, Any] = {
+    "micro": MiCRO,
+    "cltk": CLTk,
+    "randomk": RandomK,
+    "redsync-quantised": lambda ratio, **options: RedSync(ratio, quantise=True, **options),
+}
+_SIGN_SYSTEMS: dict[str, Any] = {
+    "signsgd": SignSGD,
+    "ef-signsgd": EFSignSGD,
+    "ssdm": SSDM,
+    "cascading": Cascading,
+    "marsit": Marsit,
+}
+
+COMPRESSORS = (*SELECTIONS, *(n for n in _SPARSE_SYSTEMS if n not in SELECTIONS), *_SIGN_SYSTEMS)
+"""Names that :func:`make_reducer` and the command line take; ``none`` is PyTorch's dense averaging."""
 
 
 def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
-    """Build the compressor called `name`; None for ``none``.
+    """Build the selection called `name`; None for ``none``.
 
     Raises
     ------
@@ -35,5 +75,30 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     if name == "topk":
         return TopK(ratio, **options)
     if name not in ESTIMATORS:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
+        raise InputError(f"no compressor {name!r}; there are {', '.join(SELECTIONS)}")
     return ThresholdCompressor(make_estimator(name, **options), ratio)
+
+
+def make_reducer(name: str, ratio: float, **options: Any) -> Reducer | None:
+    """Build the system called `name`: a selection with its all-gather, or an exchange of its own; None for ``none``.
+
+    Parameters
+    ----------
+    name : one of :data:`COMPRESSORS`. ``micro`` is the whole system with exclusive partitions; the threshold rule alone
+        is ``make_compressor("micro", …)``.
+    ratio : kept fraction k/d; of no meaning to systems that send signs.
+    options : of the system.
+
+    Raises
+    ------
+    InputError
+        For an unknown name; the message lists what there is.
+    """
+    if name in _SPARSE_SYSTEMS:
+        return _SPARSE_SYSTEMS[name](ratio, **options)  # type: ignore[no-any-return]
+    if name in _SIGN_SYSTEMS:
+        return _SIGN_SYSTEMS[name](**options)  # type: ignore[no-any-return]
+    if name not in SELECTIONS:
+        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
+    compressor = make_compressor(name, ratio, **options)
+    return None if compressor is None else SparseReducer(compressor)

@@ -1,16 +1,17 @@
-"""What a compressor is: from an accumulated gradient to what travels."""
+"""What a compressor is: from an accumulated gradient to what travels, and what comes back."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
-__all__ = ["Compressed", "Compressor"]
+__all__ = ["Compressed", "Compressor", "Reduced", "Reducer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,67 @@ class Compressor(ABC):
     @abstractmethod
     def target(self, numel: int) -> int:
         """Return the number of elements it aims to send, k."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs to continue bit-identically."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 — none to restore
+        """Restore what :meth:`state_dict` returned."""
+
+
+@dataclass(slots=True)
+class Reduced:
+    """What an exchange over the ranks came to.
+
+    Attributes
+    ----------
+    flags : per rank, what it announced; if any is not zero, nothing else below counts.
+    mean : float32 (d,), the update: the same bits on every rank.
+    residual : (d,), what this rank has not sent; it may be the corrected gradient itself, overwritten.
+    sent : int64 (k̂,), positions this rank sent; None if it sent something of all.
+    threshold : η on this rank; NaN without one.
+    selected : elements this rank sent, k̂.
+    union : positions at which any rank sent something.
+    bytes_sent : bytes of this rank's messages, padding included.
+    select_seconds, communicate_seconds : of this rank's wall clock.
+    """
+
+    flags: list[int]
+    mean: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
+    threshold: float = float("nan")
+    selected: int = 0
+    union: int = 0
+    bytes_sent: int = 0
+    select_seconds: float = field(default=0.0)
+    communicate_seconds: float = field(default=0.0)
+
+
+class Reducer(ABC):
+    """Averages a flat gradient over the ranks, lossily. Every rank calls it the same number of times.
+
+    Attributes
+    ----------
+    feedback : whether it is meant to be used with error feedback; unbiased and sign systems are not.
+    """
+
+    feedback: bool = True
+
+    @abstractmethod
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Exchange and average.
+
+        Parameters
+        ----------
+        corrected : float32 (d,), gradient plus what memory added. May be overwritten unless a flag comes back.
+        group : of the ranks; the default one if None.
+        flag : a small integer that every rank is to learn, not zero if this rank's gradient must not be used
+            (it is then not looked at).
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically."""

@@ -74,7 +74,10 @@ class RedSync(Estimator):
         self._step = 0
 
     def _find(self, x: Array, k: int) -> Found:
-        searching = self._step % self.interval == 0
+        # a threshold of zero, from a gradient without enough elements, would send everything of the next ones
+        searching = self._step % self.interval == 0 or (
+            self._threshold == 0 and self.rule == "corrected"
+        )
         self._step += 1
         if not searching:
             return Found(self._threshold, {"searched": False})

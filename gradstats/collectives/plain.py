@@ -1,0 +1,63 @@
+"""torch.distributed's collectives, returning only when the backend has let go of their tensors.
+
+gloo's thread destroys its work item microseconds *after* it has reported completion, and to drop the tensors in it, it
+needs the interpreter. If the interpreter is shutting down by then, CPython ends the thread, C++ takes that for an
+uncaught exception, and the process aborts: "terminate called without an active exception". Seen in a tenth of all
+runs that exit right after their last step; the stack is gloo's runLoop, ~AsyncAllgatherWork, decref_pyobject,
+take_gil. Point-to-point messages do not have it (:mod:`gradstats.collectives.ring`).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather", "all_gather_flags", "all_reduce", "all_reduce_mean", "broadcast"]
+
+_LONGEST_S = 1.0
+
+
+def _released(call: Callable[[], object], *tensors: torch.Tensor) -> None:
+    """Make a call, and wait until nobody holds more of the tensors than before."""
+    before = [sys.getrefcount(t) for t in tensors]
+    call()
+    deadline = time.monotonic() + _LONGEST_S
+    while [sys.getrefcount(t) for t in tensors] != before and time.monotonic() < deadline:
+        time.sleep(0)  # lets the thread have the interpreter
+
+
+def all_gather(
+    gathered: torch.Tensor, message: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Gather messages (n,) of equal length into `gathered`, (ranks · n,)."""
+    _released(lambda: dist.all_gather_single(gathered, message, group=group), gathered, message)
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Add up a tensor over the ranks, in place."""
+    _released(lambda: dist.all_reduce(values, group=group), values)
+    return values
+
+
+def all_reduce_mean(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Average a tensor over the ranks, in place."""
+    return all_reduce(values, group).div_(dist.get_world_size(group))
+
+
+def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Give every rank what the rank `source` of the group has, in place."""
+    _released(lambda: dist.broadcast(values, group=group, group_src=source), values)
+    return values
+
+
+def all_gather_flags(
+    flag: int, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> list[int]:
+    """Return the small integer that every rank announces, by rank."""
+    gathered = torch.empty(dist.get_world_size(group), dtype=torch.int32, device=device)
+    all_gather(gathered, torch.tensor([flag], dtype=torch.int32, device=device), group)
+    return [int(f) for f in gathered.tolist()]

@@ -1,0 +1,240 @@
+"""Rings of point-to-point messages, and an all-reduce over them that takes one bit per element and hop.
+
+A ring all-reduce cuts the vector into as many parts as there are ranks. In the reduce period every part travels once
+around the ring, and each rank merges its own contribution into it; in the gather period the finished parts travel
+around. A 2-D torus (Mikami et al. 2018) does so along the rows, then along the columns with a row's part.
+
+gloo runs point-to-point messages without the worker thread that :mod:`gradstats.collectives.plain` must wait
+for: once `wait` is back, nothing but the caller holds the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradstats.errors import InputError
+
+__all__ = ["Merge", "Ring", "one_bit_ring", "one_bit_torus", "pack_bits", "unpack_bits"]
+
+Merge: TypeAlias = Callable[[torch.Tensor, int, int], Callable[[torch.Tensor], torch.Tensor]]
+"""``merge(local, local_count, received_count)`` returns the function that takes `received` to the merged bits.
+
+All three are packed bits, uint8 of equal length; the counts say how many ranks' contributions are in them. `merge` runs
+while the message is on its way, so what can be drawn before it arrives should be drawn there.
+"""
+
+_SHIFTS = range(8)
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack bool (n,) into uint8 (⌈n/8⌉,): element i is bit i mod 8, counted from the lowest, of byte i div 8."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+    return _pack(bits)
+
+
+def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the first `numel` bits of what :func:`pack_bits` made, bool (numel,)."""
+    if packed.device.type == "cpu":
+        bits = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    return _unpack(packed, numel)
+
+
+def _pack(bits: torch.Tensor) -> torch.Tensor:
+    """`pack_bits` for accelerators; on a CPU NumPy is fifty times as fast."""
+    padded = bits.new_zeros((bits.numel() + 7) // 8 * 8)
+    padded[: bits.numel()] = bits
+    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=bits.device)
+    return (padded.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & 1).view(-1)[:numel].bool()
+
+
+class Ring:
+    """A rank's place in a ring, and the two periods of a ring all-reduce.
+
+    Parameters
+    ----------
+    group : the process group; the default one if None.
+    members : ranks within the group, in the order of the ring; all of them if None. This rank must be one.
+
+    Attributes
+    ----------
+    size : ranks in the ring.
+    position : of this rank in it.
+    bytes_sent : what this rank has sent so far.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, members: Sequence[int] | None = None
+    ) -> None:
+        self._group = group
+        if members is None:
+            members = range(dist.get_world_size(group))
+        self.size = len(members)
+        self.position = members.index(dist.get_rank(group))
+        self._next = members[(self.position + 1) % self.size]
+        self._previous = members[self.position - 1]
+        self.bytes_sent = 0
+
+    def reduce_scatter(
+        self,
+        parts: list[torch.Tensor],
+        prepare: Callable[[int, int], Callable[[torch.Tensor], torch.Tensor]],
+    ) -> int:
+        """Merge every part over the ring; each rank ends with one of them.
+
+        Parameters
+        ----------
+        parts : one message per rank, updated in place. Part i has the same dtype and length on every rank and
+            may be empty, in which case nothing travels. Only the one at this rank's own position is sent
+            as it is; of the others, length and dtype matter.
+        prepare : `prepare(i, m)` is called while part i is on its way from the previous rank with m ranks'
+            contributions in it. It returns the function that turns the message received into the next one.
+
+        Returns
+        -------
+        index of the part that is complete on this rank.
+        """
+        for hop in range(self.size - 1):
+            outgoing = (self.position - hop) % self.size
+            index = (outgoing - 1) % self.size
+            incoming = torch.empty_like(parts[index])
+            works = self._start(parts[outgoing], incoming)
+            if incoming.numel():
+                merge = prepare(index, hop + 1)
+                _wait(works)
+                parts[index] = merge(incoming)
+            else:
+                _wait(works)
+        return (self.position + 1) % self.size
+
+    def all_gather(self, parts: list[torch.Tensor], complete: int) -> None:
+        """Replace all `parts` by the completed ones; part `complete` is this rank's."""
+        for hop in range(self.size - 1):
+            outgoing = (complete - hop) % self.size
+            index = (outgoing - 1) % self.size
+            incoming = torch.empty_like(parts[index])
+            _wait(self._start(parts[outgoing], incoming))
+            parts[index] = incoming
+
+    def _start(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> list[dist.Work]:
+        operations = []
+        if outgoing.numel():
+            operations.append(
+                dist.P2POp(dist.isend, outgoing, group=self._group, group_peer=self._next)
+            )
+            self.bytes_sent += outgoing.numel() * outgoing.element_size()
+        if incoming.numel():
+            operations.append(
+                dist.P2POp(dist.irecv, incoming, group=self._group, group_peer=self._previous)
+            )
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def split(words: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Cut (n,) into `count` views whose lengths differ by one at most; some are empty if n < count."""
+    ends = [i * words.numel() // count for i in range(count + 1)]
+    return [words[a:b] for a, b in pairwise(ends)]
+
+
+def one_bit_ring(
+    bits: torch.Tensor, merge: Merge, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, int]:
+    """All-reduce one bit per element over a ring.
+
+    Parameters
+    ----------
+    bits : bool (d,), this rank's; d is the same on all ranks and may be less than their number.
+    merge : see :data:`Merge`. It is called with bits past the end, too, whose values nobody reads.
+    group : the process group; the default one if None.
+
+    Returns
+    -------
+    bits : bool (d,), the same on every rank.
+    bytes_sent : by this rank: 2·d·(M − 1)/M bits for M ranks, and at most a byte of padding per hop.
+    """
+    ring = Ring(group)
+    packed = _reduce([ring], pack_bits(bits), merge, contributions=1)
+    return unpack_bits(packed, bits.numel()), ring.bytes_sent
+
+
+def one_bit_torus(
+    bits: torch.Tensor,
+    merge: Merge,
+    group: dist.ProcessGroup | None = None,
+    shape: tuple[int, int] = (1, 1),
+) -> tuple[torch.Tensor, int]:
+    """All-reduce one bit per element over a 2-D torus: rows, columns, and back.
+
+    It moves as many bits as a ring, in (columns − 1) + (rows − 1) hops per period instead of M − 1.
+
+    Parameters
+    ----------
+    bits, merge, group : as for :func:`one_bit_ring`. Along the columns both sides hold more than one contribution.
+    shape : (rows, columns); rank r sits in row r div columns.
+
+    Returns
+    -------
+    bits : bool (d,), the same on every rank.
+    bytes_sent : by this rank, as for the ring.
+
+    Raises
+    ------
+    InputError
+        If rows · columns is not the number of ranks.
+    """
+    rows, columns = check_torus(shape, dist.get_world_size(group))
+    row, column = divmod(dist.get_rank(group), columns)
+    rings = [
+        Ring(group, range(row * columns, (row + 1) * columns)),
+        Ring(group, range(column, rows * columns, columns)),
+    ]
+    packed = _reduce(rings, pack_bits(bits), merge, contributions=1)
+    return unpack_bits(packed, bits.numel()), sum(ring.bytes_sent for ring in rings)
+
+
+def check_torus(shape: tuple[int, int], world: int) -> tuple[int, int]:
+    """Return `shape`, or raise :class:`InputError` if it does not hold `world` ranks."""
+    rows, columns = shape
+    if rows < 1 or columns < 1 or rows * columns != world:
+        raise InputError(f"a torus of {rows} x {columns} ranks does not fit {world} ranks")
+    return rows, columns
+
+
+def _reduce(
+    rings: Sequence[Ring], packed: torch.Tensor, merge: Merge, contributions: int
+) -> torch.Tensor:
+    """All-reduce packed bits over the first ring, and each part of it over the remaining rings.
+
+    Parameters
+    ----------
+    contributions : ranks whose bits are already in `packed`.
+    """
+    ring, *others = rings
+    # Cutting whole bytes: one packing serves all parts, and no part pads its end.
+    parts = split(packed, ring.size)
+
+    def prepare(index: int, hops: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return merge(parts[index], contributions, hops * contributions)
+
+    complete = ring.reduce_scatter(parts, prepare)
+    if others:
+        parts[complete] = _reduce(others, parts[complete], merge, contributions * ring.size)
+    ring.all_gather(parts, complete)
+    return torch.cat(parts)

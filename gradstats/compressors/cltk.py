@@ -1,0 +1,122 @@
+"""Cyclic local top-k: one rank a step chooses the positions for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.plain import all_gather_flags, all_reduce_mean, broadcast
+from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.sparsify import TopK
+
+__all__ = ["CLTk", "average_at"]
+
+_INT32_LIMIT = 2**31
+_FLAG_BYTES = 4
+
+
+def average_at(
+    corrected: torch.Tensor, indices: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Average a gradient over the ranks at positions that all of them know, and zero it there.
+
+    Parameters
+    ----------
+    corrected : float32 (d,), this rank's; zero at `indices` afterwards.
+    indices : int64 (k̂,), distinct, the same on every rank. If empty, nothing is sent.
+    group : of the ranks; the default one if None.
+
+    Returns
+    -------
+    float32 (d,): the mean at `indices`, 0 elsewhere; the same bits on every rank.
+    """
+    mean = torch.zeros_like(corrected)
+    if indices.numel():
+        mean[indices] = all_reduce_mean(corrected[indices], group)
+        corrected[indices] = 0
+    return mean
+
+
+class CLTk(Reducer):
+    """Cyclic local top-k (CLT-k of ScaleCom, Chen et al. 2020).
+
+    In step t rank t mod n, the leader, broadcasts the positions of its own top-k; every rank's values there are
+    all-reduced. No build-up, but the positions are one rank's choice, and the others wait while it chooses.
+
+    Parameters
+    ----------
+    ratio : k/d in (0, 1].
+
+    Notes
+    -----
+    Exactly k positions travel, or as many as the leader has non-zero elements: where more than k magnitudes tie, the
+    first in index order are taken, since a broadcast needs a length that all ranks know. Three collectives a step:
+    flags (a leader must not choose while its gradient is bad), positions, values. A step refused by a flag keeps the
+    leader.
+
+    `selected` is k̂ on every rank, as all of them send that many values. `bytes_sent` counts the
+    broadcast on the leader alone.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self._top = TopK(ratio)
+        self._step = 0
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Average at the leader's positions."""
+        started = time.perf_counter()
+        flags = all_gather_flags(flag, group, corrected.device)
+        if any(flags):
+            return Reduced(flags)
+        leader = self._step % dist.get_world_size(group)
+        k = self._top.target(corrected.numel())
+        dtype = torch.int32 if corrected.numel() < _INT32_LIMIT else torch.int64
+        message = torch.zeros(1 + k, dtype=dtype, device=corrected.device)
+        before = time.perf_counter()
+        threshold, leading = float("nan"), dist.get_rank(group) == leader
+        if leading:
+            indices, threshold = self._choose(corrected, k)
+            message[0] = indices.numel()
+            message[1 : 1 + indices.numel()] = indices
+        chosen = time.perf_counter()
+        broadcast(message, leader, group)
+        indices = message[1 : 1 + int(message[0])].long()
+        mean = average_at(corrected, indices, group)
+        self._step += 1
+        count = indices.numel()
+        sent = count * corrected.element_size() + _FLAG_BYTES
+        return Reduced(
+            flags=flags,
+            mean=mean,
+            residual=corrected,
+            sent=indices,
+            threshold=threshold,
+            selected=count,
+            union=count,
+            bytes_sent=sent + leading * message.numel() * message.element_size(),
+            select_seconds=chosen - before,
+            communicate_seconds=time.perf_counter() - chosen + before - started,
+        )
+
+    def _choose(self, gradient: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
+        """Return at most k positions, ascending, and the threshold."""
+        message = self._top.compress(gradient)
+        indices = message.indices
+        if indices.numel() > k:
+            order = message.values.abs().argsort(descending=True, stable=True)
+            indices = indices[order[:k]].sort().values
+        return indices, message.threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, which decides who leads."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the step."""
+        self._step = int(state["step"])

@@ -1,0 +1,259 @@
+"""MiCRO: exclusive partitions, one threshold steered by the global count, values all-reduced at the union."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradstats import thresholds
+from gradstats.collectives.plain import all_gather
+from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.cltk import average_at
+from gradstats.primitives import select, top_candidates
+from gradstats.thresholds import target_count
+from gradstats.thresholds.micro import Rule
+
+__all__ = ["GatheredIndices", "IndexAllGather", "MiCRO", "partition"]
+
+_HEADER = 3
+_INT32_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredIndices:
+    """What every rank sent.
+
+    Attributes
+    ----------
+    indices : per rank, int64 tensor (k̂_r,).
+    numbers : per rank, the float32 number it attached.
+    flags : per rank, the integer it attached.
+    bytes_sent : bytes of this rank's own messages, padding included.
+    """
+
+    indices: list[torch.Tensor]
+    numbers: list[float]
+    flags: list[int]
+    bytes_sent: int
+
+
+class IndexAllGather:
+    """All-gather of positions of different number on every rank, with one number and one flag each.
+
+    Each message is `[count, flag, number | indices]` in 32-bit words. As in
+    :class:`gradstats.collectives.SparseAllGather` it is padded to a capacity derived from the counts that all ranks
+    have seen; what does not fit travels in a second one.
+
+    Parameters
+    ----------
+    capacity : indices the first message has room for, equal on all ranks.
+    process_group : the group; the default one if None.
+    """
+
+    def __init__(self, capacity: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+        self.capacity = max(1, capacity)
+        self.process_group = process_group
+
+    def __call__(
+        self, indices: torch.Tensor, numel: int, number: float = 0.0, flag: int = 0
+    ) -> GatheredIndices:
+        """Exchange this rank's positions for everybody's.
+
+        Parameters
+        ----------
+        indices : int64 (k̂,); may be empty.
+        numel : elements of the dense gradient; decides the width of an index (32 bits below 2³¹).
+        number : a float32 every rank learns from every other.
+        flag : likewise a small integer.
+        """
+        words = 1 if numel < _INT32_LIMIT else 2
+        dtype = torch.int32 if words == 1 else torch.int64
+        packed = indices.to(dtype).contiguous().view(torch.int32)
+        capacity = self.capacity
+        header = torch.tensor([indices.numel(), flag, 0], dtype=torch.int32)
+        header[2:].view(torch.float32)[0] = number
+        parts = [
+            self._gather(
+                torch.cat([header.to(indices.device), packed[: capacity * words]]),
+                _HEADER + capacity * words,
+            )
+        ]
+        headers = parts[0][:, :_HEADER].cpu()
+        counts = headers[:, 0].tolist()
+        rest = max(counts) - capacity
+        if rest > 0:
+            parts.append(self._gather(packed[capacity * words :], rest * words))
+        sent_bytes = sum(part.shape[1] * part.element_size() for part in parts)
+        flags = headers[:, 1].tolist()
+        if not any(
+            flags
+        ):  # else the counts may be of empty messages, and all of this is as if it had not been
+            self._adapt(max(counts))
+        bodies = torch.cat([parts[0][:, _HEADER:], *parts[1:]], dim=1)
+        # clone: the index words may start at an odd offset that an int64 view would refuse
+        gathered = [bodies[r, : n * words].clone().view(dtype).long() for r, n in enumerate(counts)]
+        return GatheredIndices(
+            indices=gathered,
+            numbers=headers[:, 2].contiguous().view(torch.float32).tolist(),
+            flags=flags,
+            bytes_sent=sent_bytes,
+        )
+
+    def _adapt(self, largest: int) -> None:
+        """Leave a quarter of room above the largest count; shrink only when half the message is padding."""
+        if largest > self.capacity or largest < self.capacity // 2:
+            self.capacity = max(1, largest + largest // 4)
+
+    def _gather(self, sent: torch.Tensor, length: int) -> torch.Tensor:
+        """All-gather one message, padded to `length` words; return int32 (world, length)."""
+        message = torch.zeros(length, dtype=torch.int32, device=sent.device)
+        message[: sent.numel()] = sent
+        world = dist.get_world_size(self.process_group)
+        gathered = torch.empty(world * length, dtype=torch.int32, device=sent.device)
+        all_gather(gathered, message, self.process_group)
+        return gathered.view(world, -1)
+
+
+def partition(numel: int, parts: int, index: int) -> slice:
+    """Return one of `parts` contiguous parts of 0 … `numel` − 1, of lengths that differ by one at most.
+
+    They are disjoint and cover everything; where `numel` < `parts` some are empty.
+
+    Examples
+    --------
+    >>> [partition(5, 3, i) for i in range(3)]
+    [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
+    """
+    return slice(index * numel // parts, (index + 1) * numel // parts)
+
+
+class MiCRO(Reducer):
+    """MiCRO (Yoon and Oh 2023, algorithm 1).
+
+    In step t rank i selects |acc| ≥ η in partition (t + i) mod n alone. The positions are all-gathered, *every* rank's
+    values at their union all-reduced, and its residual zeroed there. The union is Σ k̂_i: nothing builds up. η is the
+    same on all ranks, steered by Σ k̂_i against k = max(1, round(ratio · d)).
+
+    Parameters
+    ----------
+    ratio : k/d in (0, 1], of the whole gradient.
+    rule : how η is steered, see :class:`gradstats.thresholds.MiCRO`; ``"paper"`` is the authors' program's way.
+    threshold : where η starts. None: ``"corrected"`` takes the exact k-th largest magnitude of the first gradients,
+        each rank looking at its partition; ``"paper"`` takes 1/(2√k) whatever the gradient's scale.
+
+    Notes
+    -----
+    The paper leaves out how δ_{t+1} is estimated, and how δ_0 is. An empty selection sends no index, where the authors'
+    program makes one up. A step in which every rank's partition is zero says nothing about η and leaves it.
+    A step refused by a flag changes nothing, so the ranks stay together.
+
+    `selected` is k̂_i, what this rank chose; `sent` is the union, where its residual was zeroed. The first step's
+    bytes include the exchange of magnitudes that yields η.
+    """
+
+    def __init__(
+        self, ratio: float, rule: Rule = "corrected", threshold: float | None = None
+    ) -> None:
+        target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
+        self.ratio = ratio
+        self.rule = rule
+        self._controller = thresholds.MiCRO(rule, threshold)
+        self._gather: IndexAllGather | None = None
+        self._capacity: int | None = None
+        self._step = 0
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Select in this rank's partition, average at everybody's positions, steer η."""
+        started = time.perf_counter()
+        numel, world = corrected.numel(), dist.get_world_size(group)
+        k = max(1, target_count(self.ratio, numel))
+        own = partition(numel, world, (self._step + dist.get_rank(group)) % world)
+        part = corrected[own]
+        extra_bytes = 0
+        threshold: float | None = self._controller.state_dict()["threshold"]
+        if threshold is None and self.rule == "paper":
+            threshold = self._controller._find(part, k).threshold
+        elif threshold is None:
+            threshold, first = self._first_threshold(part, k, group, flag)
+            if any(first.flags):
+                return Reduced(first.flags)
+            extra_bytes = first.bytes_sent
+        estimated = time.perf_counter()
+        empty = corrected[:0].long()
+        indices, largest = empty, 0.0
+        if threshold is not None:
+            threshold = float(np.float32(threshold))  # as it is compared
+        if threshold is not None and not flag and part.numel():
+            indices = select(part, threshold).indices + own.start
+            if not indices.numel():
+                largest = float(part.abs().max())
+        chosen = time.perf_counter()
+        if self._gather is None:
+            self._gather = IndexAllGather(self._capacity or -(-5 * k // (4 * world)), group)
+        gathered = self._gather(indices, numel, largest, flag)
+        if any(gathered.flags):
+            return Reduced(gathered.flags)
+        union = torch.cat(gathered.indices)
+        mean = average_at(corrected, union, group)
+        count = union.numel()
+        if count or any(gathered.numbers):
+            # Everything it is told is the same on all ranks, and so is the η it comes to.
+            self._controller._observe(count, k, numel)
+        self._step += 1
+        ended = time.perf_counter()
+        return Reduced(
+            flags=gathered.flags,
+            mean=mean,
+            residual=corrected,
+            sent=union,
+            threshold=float("nan") if threshold is None else threshold,
+            selected=indices.numel(),
+            union=count,
+            bytes_sent=extra_bytes + gathered.bytes_sent + count * corrected.element_size(),
+            select_seconds=chosen - estimated,
+            communicate_seconds=ended - chosen + estimated - started,
+        )
+
+    def _first_threshold(
+        self, part: torch.Tensor, k: int, group: dist.ProcessGroup | None, flag: int
+    ) -> tuple[float | None, GatheredIndices]:
+        """Set η to the k-th largest magnitude in all ranks' partitions together.
+
+        The smallest non-zero one if there are fewer than k; None, to be tried again, if there is none.
+        """
+        largest = part[:0]
+        if part.numel() and not flag:
+            chosen = top_candidates(part, k)[1].values
+            assert isinstance(chosen, torch.Tensor)
+            largest = chosen.abs()
+        # The bits of positive floats, read as whole numbers, are in the same order.
+        gathered = IndexAllGather(k, group)(largest.view(torch.int32).long(), 0, flag=flag)
+        magnitudes = torch.cat(gathered.indices)
+        if any(gathered.flags) or not magnitudes.numel():
+            return None, gathered
+        least = magnitudes.topk(min(k, magnitudes.numel())).values[-1:]
+        threshold = float(least.int().view(torch.float32))
+        self._controller = thresholds.MiCRO(self.rule, threshold)
+        return threshold, gathered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step, controller (with η), and the room the messages have."""
+        return {
+            "step": self._step,
+            "controller": self._controller.state_dict(),
+            "capacity": self._gather.capacity if self._gather is not None else self._capacity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self._step = int(state["step"])
+        self._controller.load_state_dict(state["controller"])
+        self._gather, self._capacity = None, state["capacity"]

@@ -1,0 +1,97 @@
+"""Random-k: the same random positions on every rank, so that no index travels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradstats.collectives.plain import all_gather_flags
+from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.cltk import average_at
+from gradstats.errors import InputError
+from gradstats.thresholds import target_count
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["RandomK"]
+
+_FLAG_BYTES = 4
+
+
+class RandomK(Reducer):
+    """All-reduce of k positions drawn without replacement, the same on every rank.
+
+    Parameters
+    ----------
+    ratio : k/d in (0, 1].
+    unbiased : scale what was sent by d/k, so that the expectation of the mean over the draws is the dense mean. For
+        training *without* error feedback: the scaled values are not what a residual could account for. What comes
+        back as residual is then the gradient without what was drawn, as for plain random-k.
+    seed : of the positions, at least 0, equal on all ranks.
+
+    Notes
+    -----
+    The positions are a function of (seed, step): nobody's random state is touched, resuming takes the step alone,
+    and a rank that announces a flag falls behind nobody. Plain random-k (`unbiased` False) conserves:
+    what was sent + residual = corrected, bit for bit.
+    """
+
+    def __init__(self, ratio: float, unbiased: bool = False, seed: int = 0) -> None:
+        target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
+        if seed < 0:
+            raise InputError(f"a seed must be at least 0, not {seed}")
+        self.ratio = ratio
+        self.unbiased = unbiased
+        self.feedback = not unbiased
+        self.seed = seed
+        self._step = 0
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Average at this step's positions."""
+        started = time.perf_counter()
+        flags = all_gather_flags(flag, group, corrected.device)
+        if any(flags):
+            return Reduced(flags)
+        flagged = time.perf_counter()
+        numel = corrected.numel()
+        k = target_count(self.ratio, numel)
+        indices = self._draw(numel, k).to(corrected.device)
+        drawn = time.perf_counter()
+        mean = average_at(corrected, indices, group)
+        if self.unbiased and k:
+            mean.mul_(numel / k)
+        self._step += 1
+        return Reduced(
+            flags=flags,
+            mean=mean,
+            residual=corrected,
+            sent=indices,
+            selected=k,
+            union=k,
+            bytes_sent=k * corrected.element_size() + _FLAG_BYTES,
+            select_seconds=drawn - flagged,
+            communicate_seconds=time.perf_counter() - drawn + flagged - started,
+        )
+
+    def _draw(self, numel: int, k: int) -> torch.Tensor:
+        """Return this step's k positions, ascending."""
+        if not k:
+            return torch.empty(0, dtype=torch.int64)
+        generator = np.random.default_rng([self.seed, self._step])
+        drawn = generator.choice(numel, k, replace=False, shuffle=False)
+        return torch.from_numpy(np.sort(drawn.astype(np.int64)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the seed."""
+        return {"step": self._step, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self._step, self.seed = int(state["step"]), int(state["seed"])

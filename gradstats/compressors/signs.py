@@ -1,0 +1,473 @@
+"""One-bit baselines: signSGD with majority vote, EF-signSGD, SSDM, and cascading compression.
+
+A sign has two values, zero has none: sgn(0) is a fair coin throughout, thrown by each rank for itself, and so is a
+tied majority, thrown once for all ranks. All coins come from generators of the reducer's own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives import all_gather_flags
+from gradstats.collectives.plain import all_gather
+from gradstats.collectives.ring import Ring, pack_bits, split, unpack_bits
+from gradstats.compressors.base import Reduced, Reducer
+from gradstats.errors import InputError
+
+__all__ = [
+    "SSDM",
+    "Cascading",
+    "EFSignSGD",
+    "RandomStream",
+    "SignSGD",
+    "bits_per_element",
+    "check_scale",
+    "matching_rate",
+    "mean_over_ranks",
+    "sign_bits",
+    "signed",
+    "stochastic_sign_bits",
+]
+
+_SCALE_BYTES = 4
+
+
+def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
+    """Return the share of elements whose signs agree with those of the exact mean, Marsit's Figure 1b.
+
+    Parameters
+    ----------
+    mean : (d,), a lossy average.
+    exact_mean : (d,), the dense one. Elements where it is zero have no sign to agree with and do not count.
+
+    Returns
+    -------
+    share in [0, 1]; NaN if no element counts.
+    """
+    counts = exact_mean != 0
+    agree = (torch.sign(mean) == torch.sign(exact_mean)) & counts
+    total = int(counts.sum())
+    return int(agree.sum()) / total if total else math.nan
+
+
+def bits_per_element(bytes_sent: float, numel: int, ring: int | None = None) -> float:
+    """Return the bits per element and round that travelled.
+
+    Parameters
+    ----------
+    bytes_sent : of one rank and round, or the average over rounds.
+    numel : d.
+    ring : M for what a ring or torus of M ranks sent (:class:`Cascading`, Marsit). Every element then takes
+        2(M − 1) hops with M messages under way at once, so bytes are divided by 2(M − 1)/M: bits per element *and
+        hop*, which is 1 for one-bit and 32 for full precision, as in Marsit's Figure 3b. None for all-gathers,
+        whose bytes are those of one message.
+
+    Returns
+    -------
+    bits; NaN for d = 0 and for a ring of one, which sends nothing.
+    """
+    hops = 1.0 if ring is None else 2 * (ring - 1) / ring
+    return 8 * bytes_sent / (numel * hops) if numel and hops else math.nan
+
+
+class RandomStream:
+    """A random generator of a reducer's own, made on first use, which can be checkpointed.
+
+    Parameters
+    ----------
+    seed : not negative, equal on all ranks.
+    purpose : tells the streams of a reducer apart.
+    """
+
+    def __init__(self, seed: int, purpose: int) -> None:
+        if seed < 0:
+            raise InputError(f"the seed must not be negative, not {seed}")
+        self._key = (seed, purpose)
+        self._generator: torch.Generator | None = None
+        self._state: torch.Tensor | None = None
+
+    def generator(self, rank: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return the generator.
+
+        Parameters
+        ----------
+        rank : every rank has a stream of its own; pass the same number, and draw equally often, to share one.
+        device : where the numbers are drawn.
+        """
+        if self._generator is None:
+            self._generator = torch.Generator(device)
+            key = np.random.SeedSequence([*self._key, rank])
+            self._generator.manual_seed(int(key.generate_state(1, np.uint64)[0]))
+            if self._state is not None:
+                self._generator.set_state(self._state)
+        return self._generator
+
+    def state(self) -> torch.Tensor | None:
+        """Return the generator's state, None before its first use."""
+        return self._state if self._generator is None else self._generator.get_state()
+
+    def load(self, state: torch.Tensor | None) -> None:
+        """Continue from what :meth:`state` returned."""
+        self._generator, self._state = None, state
+
+
+def sign_bits(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return bool (d,): true for +, false for −, and a fair coin for zero."""
+    bits = values > 0
+    zeros = (values == 0).nonzero().view(-1)
+    if zeros.numel():
+        bits[zeros] = _coins(zeros.numel(), generator)
+    return bits
+
+
+def stochastic_sign_bits(
+    values: torch.Tensor, norm: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Return bool (d,), true with probability ½ + v/(2‖v‖₂) (Marsit, appendix A).
+
+    Then ‖v‖₂·(2·bit − 1) has the expectation v. Section 3.2's ½ + |v|/‖v‖₂ is not a probability for |v| > ‖v‖₂/2.
+    """
+    uniform = torch.rand(
+        values.numel(), generator=generator, device=values.device, dtype=values.dtype
+    )
+    # A zero vector is an array of fair coins; whatever they say is multiplied by zero.
+    return uniform < (values / (2 * norm) if norm > 0 else values).add(0.5)
+
+
+def signed(bits: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return scale·(2·bit − 1), (d,)."""
+    # exact: 2s − s is s in every binary format
+    return bits.to(dtype).mul_(2 * scale).sub_(scale)
+
+
+def check_scale(scale: float | str) -> float | Literal["mean"]:
+    """Return a step size of signs, or raise :class:`InputError`."""
+    if scale == "mean":
+        return "mean"
+    if isinstance(scale, str) or not (0 < scale < math.inf):
+        raise InputError(f"scale must be a positive number or 'mean', not {scale!r}")
+    return float(scale)
+
+
+def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Average a number over the ranks; the same float64 on every rank, because all add in the order of ranks."""
+    gathered = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
+    all_gather(gathered, torch.tensor([value], dtype=torch.float64, device=device), group)
+    values: list[float] = gathered.tolist()
+    return sum(values) / len(values)
+
+
+def _coins(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(
+        2, (count,), generator=generator, device=generator.device, dtype=torch.uint8
+    ).bool()
+
+
+def _mean_magnitude(values: torch.Tensor) -> float:
+    """‖v‖₁/d as a float32, 0 for d = 0."""
+    total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
+    return float(np.float32(total / max(1, values.numel())))
+
+
+def _norm(values: torch.Tensor) -> float:
+    """‖v‖₂ as a float32; added up in float64, where squares neither overflow nor vanish."""
+    return float(np.float32(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
+
+
+def _write(bits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the message [float32 scale | packed bits], uint8 (4 + ⌈d/8⌉,)."""
+    scales = torch.tensor([scale], dtype=torch.float32, device=bits.device)
+    return torch.cat([scales.view(torch.uint8), pack_bits(bits)])
+
+
+def _read(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
+    # clone: a row of gathered messages need not start where a float32 may
+    scale = message[:_SCALE_BYTES].clone().view(torch.float32)
+    return unpack_bits(message[_SCALE_BYTES:], numel), float(scale)
+
+
+class _Gathering(Reducer):
+    """Signs and one float32 of every rank, all-gathered in one message."""
+
+    def __init__(self, seed: int) -> None:
+        self._own = RandomStream(seed, 0)
+
+    @abstractmethod
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        """Return this rank's bits, bool (d,), and its scale, a float32."""
+
+    @abstractmethod
+    def _average(
+        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the update from all ranks' bits and scales."""
+
+    def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return what memory keeps; none, unless a subclass says so."""
+        return corrected.zero_()
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Send the signs and a scale, average everybody's."""
+        flags = all_gather_flags(flag, group, corrected.device)
+        if any(flags):
+            return Reduced(flags)
+        started = time.perf_counter()
+        generator = self._own.generator(dist.get_rank(group), corrected.device)
+        bits, scale = self._compress(corrected, generator)
+        message = _write(bits, scale)
+        selected = time.perf_counter()
+        gathered = message.new_empty(len(flags) * message.numel())
+        all_gather(gathered, message, group)
+        communicated = time.perf_counter()
+        numel = corrected.numel()
+        rows = gathered.view(len(flags), -1)
+        mean = self._average([_read(row, numel) for row in rows], corrected)
+        return Reduced(
+            flags=flags,
+            mean=mean,
+            residual=self._residual(corrected, bits, scale),
+            selected=numel,
+            union=numel,
+            bytes_sent=message.numel(),
+            select_seconds=selected - started,
+            communicate_seconds=communicated - selected,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the random generator."""
+        return {"generator": self._own.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self._own.load(state["generator"])
+
+
+class SignSGD(_Gathering):
+    """Signs by majority vote (Bernstein et al. 2018): the update is η_s·sgn(Σ_r sgn(g_r)).
+
+    A tie is a fair coin that all ranks throw alike. A majority of votes is not the sum of what was sent, so nothing
+    is left over for memory; :class:`EFSignSGD` is the system with error feedback.
+
+    Parameters
+    ----------
+    scale : η_s. "mean" is the mean over ranks of each rank's mean |g|, which gives the update the size of a gradient:
+        the same learning rate then suits dense training and this. 1.0 is signSGD as published.
+    seed : of the coins, equal on all ranks, not negative.
+
+    Raises
+    ------
+    InputError
+        For a scale that is not positive, or a negative seed.
+    """
+
+    feedback = False
+
+    def __init__(self, scale: float | Literal["mean"] = "mean", seed: int = 0) -> None:
+        super().__init__(seed)
+        self.scale = check_scale(scale)
+        self._ties = RandomStream(seed, 1)
+
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        scale = _mean_magnitude(corrected) if self.scale == "mean" else self.scale
+        return sign_bits(corrected, generator), float(scale)
+
+    def _average(
+        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
+    ) -> torch.Tensor:
+        votes = torch.zeros(corrected.numel(), dtype=torch.int32, device=corrected.device)
+        for bits, _ in messages:
+            votes += bits
+        twice = votes.mul_(2)
+        majority = twice > len(messages)
+        ties = (twice == len(messages)).nonzero().view(-1)
+        if ties.numel():
+            # On the CPU: the ranks may have different devices, whose generators differ.
+            coins = _coins(ties.numel(), self._ties.generator(rank=0))
+            majority[ties] = coins.to(majority.device)
+        scale = sum(s for _, s in messages) / len(messages) if self.scale == "mean" else self.scale
+        return signed(majority, float(scale), corrected.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of both random generators."""
+        return {**super().state_dict(), "ties": self._ties.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        super().load_state_dict(state)
+        self._ties.load(state["ties"])
+
+
+class _Averaging(_Gathering):
+    """The update is the average of scale·sign over the ranks."""
+
+    def _average(
+        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(corrected)
+        for bits, scale in messages:
+            total += signed(bits, scale, corrected.dtype)
+        return total.div_(len(messages))
+
+
+class EFSignSGD(_Averaging):
+    """Signs times the mean magnitude, with error feedback (Karimireddy et al. 2019).
+
+    Each rank sends (‖p‖₁/d)·sgn(p) of its corrected gradient p, the update is the average over ranks, and the residual
+    is p minus what the rank itself sent.
+
+    Parameters
+    ----------
+    seed : of the coins for zeros, equal on all ranks, not negative.
+
+    Raises
+    ------
+    InputError
+        For a negative seed.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        return sign_bits(corrected, generator), _mean_magnitude(corrected)
+
+    def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
+        return corrected.sub_(signed(bits, scale, corrected.dtype))
+
+
+class SSDM(_Averaging):
+    """Stochastic signs (Safaryan & Richtárik 2021), as the appendix of Marsit states them.
+
+    Each rank sends ‖g‖₂·b with b = ±1, P(b_i = 1) = ½ + g_i/(2‖g‖₂), so that the average over ranks is unbiased. Its
+    variance is about d times the squared norm of the gradient. Unbiased messages leave nothing for memory.
+
+    Parameters
+    ----------
+    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
+
+    Raises
+    ------
+    InputError
+        For a negative seed.
+    """
+
+    feedback = False
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        norm = _norm(corrected)
+        return stochastic_sign_bits(corrected, norm, generator), norm
+
+
+class Cascading(Reducer):
+    """Cascading compression: the partial sum is compressed to scale·sign anew at every hop of a ring.
+
+    This is the baseline Marsit's Section 3.2 and appendix A warn of: s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M, whose squared
+    error is bounded by (2D)^M·G²/M only. Every part of the vector has its own scale. There is no memory.
+
+    Parameters
+    ----------
+    stochastic : Q is SSDM's (‖v‖₂ times stochastic signs, unbiased), as in the paper; otherwise
+        (‖v‖₁/d)·sgn(v), which is biased and has a bounded error.
+    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
+
+    Raises
+    ------
+    InputError
+        For a negative seed.
+    """
+
+    feedback = False
+
+    def __init__(self, stochastic: bool = True, seed: int = 0) -> None:
+        self.stochastic = stochastic
+        self._own = RandomStream(seed, 0)
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Send partial sums around the ring, compressing at every hop."""
+        flags = all_gather_flags(flag, group, corrected.device)
+        if any(flags):
+            return Reduced(flags)
+        started = time.perf_counter()
+        ring = Ring(group)
+        generator = self._own.generator(dist.get_rank(group), corrected.device)
+        local = split(corrected, ring.size)
+        compressing = 0.0
+
+        def compress(values: torch.Tensor) -> torch.Tensor:
+            nonlocal compressing
+            begun = time.perf_counter()
+            if self.stochastic:
+                scale = _norm(values)
+                bits = stochastic_sign_bits(values, scale, generator)
+            else:
+                scale = _mean_magnitude(values)
+                bits = sign_bits(values, generator)
+            message = _write(bits, scale)
+            compressing += time.perf_counter() - begun
+            return message
+
+        def prepare(index: int, _: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            own = local[index]
+            return lambda received: compress(
+                signed(*_read(received, own.numel()), own.dtype).add_(own)
+            )
+
+        # An empty part sends nothing, not even a scale.
+        parts = [
+            torch.empty(
+                _SCALE_BYTES + (part.numel() + 7) // 8 if part.numel() else 0,
+                dtype=torch.uint8,
+                device=corrected.device,
+            )
+            for part in local
+        ]
+        if local[ring.position].numel():
+            parts[ring.position] = compress(local[ring.position])
+        ring.all_gather(parts, ring.reduce_scatter(parts, prepare))
+        total = [
+            signed(*_read(part, own.numel()), own.dtype) if part.numel() else own
+            for part, own in zip(parts, local, strict=True)
+        ]
+        mean = torch.cat(total).div_(ring.size)
+        numel = corrected.numel()
+        return Reduced(
+            flags=flags,
+            mean=mean,
+            residual=corrected.zero_(),
+            selected=numel,
+            union=numel,
+            bytes_sent=ring.bytes_sent,
+            select_seconds=compressing,
+            communicate_seconds=time.perf_counter() - started - compressing,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the random generator."""
+        return {"generator": self._own.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self._own.load(state["generator"])
