@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
 from capture.workloads import RunConfig, run
+from capture.workloads.launch import RunFailedError
 from gradstats.compressors import COMPRESSORS
 
 LAST = 25
@@ -61,6 +63,15 @@ def table(rows: list[dict[str, float | str]]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
+        if "problem" in row:
+            step = re.search(r"step \d+", str(row["problem"]))
+            cells = [
+                f"`{row['compressor']}`",
+                f"diverged, {step[0]}" if step else "failed",
+                *["–"] * 7,
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+            continue
         signs = row["quality"] > 100 or math.isnan(row["quality"])
         cells = [
             f"`{row['compressor']}`",
@@ -98,7 +109,10 @@ def main() -> None:
     for compressor in options.only:
         if compressor in done or compressor == "exact":  # exact and topk are the same
             continue
-        rows.append(one(compressor, options, options.rate))
+        try:
+            rows.append(one(compressor, options, options.rate))
+        except RunFailedError as error:  # a diverging system is a result
+            rows.append({"compressor": compressor, "problem": str(error)})
         with options.store.open("a") as stream:
             stream.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))
