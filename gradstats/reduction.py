@@ -44,7 +44,7 @@ def connect(address: str) -> Any:
     from distributed import Client
 
     try:
-        return Client(address, timeout="10s")  # type: ignore[no-untyped-call]
+        return Client(address, timeout="5s")  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
 
