@@ -60,8 +60,10 @@ def capture(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing trace.")] = False,
 ) -> None:
     """Train a reference workload in several processes and capture its gradients."""
-    if store not in ("gradients", "sketches"):
-        raise InputError(f"no store {store!r}; there are gradients, sketches")
+    from gradstats.trace import STORES
+
+    if store not in STORES:
+        raise InputError(f"no store {store!r}; there are {', '.join(STORES)}")
     if dtype not in ("float32", "bfloat16"):
         raise InputError(f"no dtype {dtype!r}; there are float32, bfloat16")
     _run(
@@ -82,7 +84,7 @@ def capture(
             every=every,
             at=tuple(at or ()),
             ranks=tuple(rank) if rank else None,
-            store=store,  # type: ignore[arg-type]
+            store=store,
             dtype=dtype,  # type: ignore[arg-type]
             compress=compress,
             overwrite=overwrite,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,35 +108,35 @@ class _Fitting:
             numbers = dict.fromkeys(_DISTANCES, nan)
             record |= {"params": {}, "stderr": {}, **numbers, "log_quantile": {}, "quality": {}}
             if self.replicates:
-                record |= {"p_value": nan, "p_naive": nan, "subsample": 0}
+                record |= _UNTESTED
             return record | {"status": str(error)}
-        distances = asdict(goodness(fitted, reduced))
+        distances = goodness(fitted, reduced)
         record |= {
             "params": dict(fitted.params),
             "stderr": dict(fitted.stderr),
-            "tail_error": max(map(abs, distances["log_quantile"].values()), default=nan),
-            **distances,
+            "tail_error": distances.tail_error,
+            **asdict(distances),
         }
         if self.replicates:
-            try:
-                test = bootstrap(
-                    reduced,
-                    model,
-                    method,
-                    size=self.size,
-                    replicates=self.replicates,
-                    seed=self.seed,
-                )
-                record |= {
-                    "p_value": test.p_value,
-                    "p_naive": test.p_naive,
-                    "subsample": test.size,
-                }
-            except FitError:
-                record |= {"p_value": nan, "p_naive": nan, "subsample": 0}
+            record |= self._test(model, method, reduced)
         return record | {"status": "; ".join(fitted.flags) or "ok"}
 
+    def _test(self, model: str, method: Method, reduced: Sketch) -> dict[str, Any]:
+        try:
+            test = bootstrap(
+                reduced,
+                model,
+                method,
+                size=self.size,
+                replicates=self.replicates,
+                seed=self.seed,
+            )
+        except FitError:
+            return _UNTESTED
+        return {"p_value": test.p_value, "p_naive": test.p_naive, "subsample": test.size}
 
+
+_UNTESTED = {"p_value": float("nan"), "p_naive": float("nan"), "subsample": 0}
 _DISTANCES = ("nll", "aic", "bic", "ks", "wasserstein", "ad_upper", "tail_error")
 
 
@@ -182,12 +183,23 @@ def fit_records(
     for model in models:
         check_method(model, method or default_method(model))
     work = _Fitting(tuple(models), method, replicates, size, seed)
+    return _each(source, work, per_layer, client, on_progress, selection)
+
+
+def _each(
+    source: Source,
+    work: Callable[[dict[str, Any], dict[str, Sketch]], list[dict[str, Any]]],
+    per_layer: bool,
+    client: Any,
+    on_progress: Callable[[], None],
+    selection: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the records that ``work(labels, sketches)`` makes of every gradient selected."""
     records: list[dict[str, Any]] = []
 
     def plan(submit: Submit, key: Key) -> Any:
-        return submit(
-            work, _labels(source, key), plan_sketches(submit, source, key, per_layer=per_layer)
-        )
+        sketches = plan_sketches(submit, source, key, per_layer=per_layer)
+        return submit(work, _labels(source, key), sketches)
 
     for found in evaluate(plan, source.select(**selection), client):
         records += found
@@ -287,15 +299,7 @@ def pot_records(
     for ratio in asked:
         target_count(ratio, 1)
     work = _Peaks(asked, method, replicates, size, seed)
-
-    def plan(submit: Submit, key: Key) -> Any:
-        return submit(work, _labels(source, key), plan_sketches(submit, source, key))
-
-    records: list[dict[str, Any]] = []
-    for found in evaluate(plan, source.select(**selection), client):
-        records += found
-        on_progress()
-    return records
+    return _each(source, work, False, client, on_progress, selection)
 
 
 _POT_RATIOS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
@@ -320,16 +324,8 @@ def mixture_records(
         trace, step, rank, kind; layer (``pooled``, ``normalised``, then the parameters' names); n, c, c_low, c_high;
         status.
     """
-    records: list[dict[str, Any]] = []
-
-    def plan(submit: Submit, key: Key) -> Any:
-        sketches = plan_sketches(submit, source, key, per_layer=True)
-        return submit(_mixture, _labels(source, key), sketches, at, method)
-
-    for found in evaluate(plan, source.select(**selection), client):
-        records += found
-        on_progress()
-    return records
+    work = partial(_mixture, at=at, method=method)
+    return _each(source, work, True, client, on_progress, selection)
 
 
 def _mixture(

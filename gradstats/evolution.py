@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats._compressibility import compressibility
-from gradstats._fit import MODELS, FitError, Method, fit
+from gradstats._fit import MODELS, FitError, Method, check_method, fit
 from gradstats._sketch import Sketch
 from gradstats.analysis import default_method
 from gradstats.errors import InputError
@@ -108,8 +108,7 @@ def over_training(
     import xarray
 
     for model in models:
-        if model not in MODELS:
-            raise InputError(f"no model {model!r}; there are {', '.join(MODELS)}")
+        check_method(model, method or default_method(model))
     for ratio in ratios:
         target_count(ratio, 1)
     opened = open_source(source)

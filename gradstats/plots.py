@@ -6,7 +6,7 @@ so that the figures read in grey.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -208,16 +208,22 @@ def best_k_error(
     vectors : label to gradient or sketch.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
-    numel = max([2, *(m.count for m in each.values())])  # of the controls
     for i, (label, m) in enumerate(each.items()):
         if m.count:
             ax.plot(*_remaining(m), color=_PALETTE[i % 10], lw=2, label=label)
-    for i, name in enumerate(CONTROLS):
-        ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
-        ax.plot(*_remaining(ideal), color="0.5", ls=_LINES[i], label=f"control: {_label(name)}")
+    for style, label, ideal in _controls(each):
+        ax.plot(*_remaining(ideal), color="0.5", ls=style, label=label)
     ax.set(xlabel="k", ylabel="σ_k ÷ norm", xscale="log", yscale="log", ylim=(1e-3, 1.2))
     ax.legend(fontsize="small")
     return _tidy(ax, title)
+
+
+def _controls(each: Mapping[str, Magnitudes]) -> Iterator[tuple[Any, str, Magnitudes]]:
+    """Yield line style, label and ideal sample of every control, of the largest vector's size."""
+    numel = max([2, *(m.count for m in each.values())])
+    for i, name in enumerate(CONTROLS):
+        ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
+        yield _LINES[i], f"control: {_label(name)}", ideal
 
 
 def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -246,7 +252,6 @@ def local_exponent(
     per_decade : ranges per factor of ten.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
-    numel = max([2, *(m.count for m in each.values())])  # of the controls
     for i, (label, m) in enumerate(each.items()):
         found = local_exponents(m, per_decade)
         centres = [np.sqrt(e.first * e.last) for e in found]
@@ -254,12 +259,10 @@ def local_exponent(
         ax.plot(centres, [e.p for e in found], marker=_MARKERS[i], ms=4, color=colour, label=label)
         bounds = [e.p_low for e in found], [e.p_high for e in found]
         ax.fill_between(centres, *bounds, color=colour, alpha=0.2)
-    for i, name in enumerate(CONTROLS):
-        ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
+    for style, label, ideal in _controls(each):
         found = local_exponents(ideal, per_decade)
         centres = [np.sqrt(e.first * e.last) for e in found]
-        label = f"control: {_label(name)}"
-        ax.plot(centres, [e.p for e in found], color="0.5", ls=_LINES[i], label=label)
+        ax.plot(centres, [e.p for e in found], color="0.5", ls=style, label=label)
     ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")
     ax.set(xlabel="rank", ylabel="local exponent p", xscale="log", ylim=(0, 2))
     ax.legend(fontsize="small", loc="upper left")

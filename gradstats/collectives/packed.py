@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather
 
-__all__ = ["GatheredSelections", "SparseAllGather"]
+__all__ = ["GatheredSelections", "Ragged", "SparseAllGather", "index_dtype"]
 
 _HEADER = 2
 _INT32_LIMIT = 2**31
@@ -48,11 +48,16 @@ class GatheredSelections:
         return total.div_(len(self.values))
 
 
-class SparseAllGather:
-    """All-gather of (indices, values) of different lengths on every rank.
+def index_dtype(numel: int) -> torch.dtype:
+    """Return the integer that holds every position of a gradient of `numel` elements: 32 bits below 2³¹."""
+    return torch.int32 if numel < _INT32_LIMIT else torch.int64
 
-    The instance remembers the capacity of its messages between calls; it must be called the same number of
-    times on all ranks, with the same `numel`.
+
+class Ragged:
+    """An all-gather of messages of different length, padded to a capacity that it adapts.
+
+    The instance remembers the capacity between calls; it must be called the same number of times on all ranks, with the
+    same `numel`.
 
     Parameters
     ----------
@@ -63,6 +68,28 @@ class SparseAllGather:
     def __init__(self, capacity: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.capacity = max(1, capacity)
         self.process_group = process_group
+
+    def _adapt(self, largest: int, flags: list[int]) -> None:
+        """Leave a quarter of room above the largest count; shrink only when half the message is padding.
+
+        A refused step, whose messages may be empty, says nothing about the next one's size.
+        """
+        if not any(flags) and (largest > self.capacity or largest < self.capacity // 2):
+            self.capacity = max(1, largest + largest // 4)
+
+    def _exchange(self, message: torch.Tensor) -> torch.Tensor:
+        """All-gather int32 (words,); return (world, words)."""
+        world = dist.get_world_size(self.process_group)
+        gathered = message.new_empty(world * message.numel())
+        all_gather(gathered, message, self.process_group)
+        return gathered.view(world, -1)
+
+
+class SparseAllGather(Ragged):
+    """All-gather of (indices, values) of different lengths on every rank.
+
+    Parameters are those of :class:`Ragged`.
+    """
 
     def __call__(
         self, indices: torch.Tensor, values: torch.Tensor, numel: int, flag: int = 0
@@ -77,7 +104,7 @@ class SparseAllGather:
         flag : a small integer every rank learns from every other, such as a count of bad elements.
         """
         count = int(indices.numel())
-        words = 1 if numel < _INT32_LIMIT else 2
+        words = index_dtype(numel).itemsize // torch.int32.itemsize
         values = values.to(torch.float32)
         capacity = self.capacity
         first = self._gather(indices[:capacity], values[:capacity], capacity, words, count, flag)
@@ -90,8 +117,7 @@ class SparseAllGather:
             )
             parts.append((more, rest))
         flags = first[:, 1].tolist()
-        if not any(flags):  # a refused step says nothing about the next one's size
-            self._adapt(max(counts))
+        self._adapt(max(counts), flags)
         gathered = [self._decode(parts, rank, words) for rank in range(len(counts))]
         return GatheredSelections(
             indices=[i for i, _ in gathered],
@@ -100,11 +126,6 @@ class SparseAllGather:
             bytes_sent=sum(part.shape[1] * part.element_size() for part, _ in parts),
             messages=len(parts),
         )
-
-    def _adapt(self, largest: int) -> None:
-        """Leave a quarter of room above the largest count; shrink only when half the message is padding."""
-        if largest > self.capacity or largest < self.capacity // 2:
-            self.capacity = max(1, largest + largest // 4)
 
     def _gather(
         self,
@@ -125,10 +146,7 @@ class SparseAllGather:
         message[_HEADER : _HEADER + sent * words] = indices.to(width).view(torch.int32)
         offset = _HEADER + capacity * words
         message[offset : offset + sent] = values.contiguous().view(torch.int32)
-        world = dist.get_world_size(self.process_group)
-        gathered = torch.empty(world * message.numel(), dtype=torch.int32, device=values.device)
-        all_gather(gathered, message, self.process_group)
-        return gathered.view(world, -1)
+        return self._exchange(message)
 
     @staticmethod
     def _decode(

@@ -9,36 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.plain import all_gather_flags, all_reduce_mean, broadcast
+from gradstats.collectives.packed import index_dtype
+from gradstats.collectives.plain import all_gather_flags, average_at, broadcast
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.compressors.sparsify import TopK
 
-__all__ = ["CLTk", "average_at"]
+__all__ = ["CLTk"]
 
-_INT32_LIMIT = 2**31
 _FLAG_BYTES = 4
-
-
-def average_at(
-    corrected: torch.Tensor, indices: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Average a gradient over the ranks at positions that all of them know, and zero it there.
-
-    Parameters
-    ----------
-    corrected : float32 (d,), this rank's; zero at `indices` afterwards.
-    indices : int64 (k̂,), distinct, the same on every rank. If empty, nothing is sent.
-    group : of the ranks; the default one if None.
-
-    Returns
-    -------
-    float32 (d,): the mean at `indices`, 0 elsewhere; the same bits on every rank.
-    """
-    mean = torch.zeros_like(corrected)
-    if indices.numel():
-        mean[indices] = all_reduce_mean(corrected[indices], group)
-        corrected[indices] = 0
-    return mean
 
 
 class CLTk(Reducer):
@@ -76,8 +54,7 @@ class CLTk(Reducer):
             return Reduced(flags)
         leader = self._step % dist.get_world_size(group)
         k = self._top.target(corrected.numel())
-        dtype = torch.int32 if corrected.numel() < _INT32_LIMIT else torch.int64
-        message = torch.zeros(1 + k, dtype=dtype, device=corrected.device)
+        message = torch.zeros(1 + k, dtype=index_dtype(corrected.numel()), device=corrected.device)
         before = time.perf_counter()
         threshold, leading = float("nan"), dist.get_rank(group) == leader
         if leading:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,112 +11,14 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
-from gradstats.collectives.plain import all_gather
+from gradstats.collectives.indices import GatheredIndices, IndexAllGather
+from gradstats.collectives.plain import average_at
 from gradstats.compressors.base import Reduced, Reducer
-from gradstats.compressors.cltk import average_at
 from gradstats.primitives import select, top_candidates
 from gradstats.thresholds import target_count
 from gradstats.thresholds.micro import Rule
 
-__all__ = ["GatheredIndices", "IndexAllGather", "MiCRO", "partition"]
-
-_HEADER = 3
-_INT32_LIMIT = 2**31
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredIndices:
-    """What every rank sent.
-
-    Attributes
-    ----------
-    indices : per rank, int64 tensor (k̂_r,).
-    numbers : per rank, the float32 number it attached.
-    flags : per rank, the integer it attached.
-    bytes_sent : bytes of this rank's own messages, padding included.
-    """
-
-    indices: list[torch.Tensor]
-    numbers: list[float]
-    flags: list[int]
-    bytes_sent: int
-
-
-class IndexAllGather:
-    """All-gather of positions of different number on every rank, with one number and one flag each.
-
-    Each message is `[count, flag, number | indices]` in 32-bit words. As in
-    :class:`gradstats.collectives.SparseAllGather` it is padded to a capacity derived from the counts that all ranks
-    have seen; what does not fit travels in a second one.
-
-    Parameters
-    ----------
-    capacity : indices the first message has room for, equal on all ranks.
-    process_group : the group; the default one if None.
-    """
-
-    def __init__(self, capacity: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
-        self.capacity = max(1, capacity)
-        self.process_group = process_group
-
-    def __call__(
-        self, indices: torch.Tensor, numel: int, number: float = 0.0, flag: int = 0
-    ) -> GatheredIndices:
-        """Exchange this rank's positions for everybody's.
-
-        Parameters
-        ----------
-        indices : int64 (k̂,); may be empty.
-        numel : elements of the dense gradient; decides the width of an index (32 bits below 2³¹).
-        number : a float32 every rank learns from every other.
-        flag : likewise a small integer.
-        """
-        words = 1 if numel < _INT32_LIMIT else 2
-        dtype = torch.int32 if words == 1 else torch.int64
-        packed = indices.to(dtype).contiguous().view(torch.int32)
-        capacity = self.capacity
-        header = torch.tensor([indices.numel(), flag, 0], dtype=torch.int32)
-        header[2:].view(torch.float32)[0] = number
-        parts = [
-            self._gather(
-                torch.cat([header.to(indices.device), packed[: capacity * words]]),
-                _HEADER + capacity * words,
-            )
-        ]
-        headers = parts[0][:, :_HEADER].cpu()
-        counts = headers[:, 0].tolist()
-        rest = max(counts) - capacity
-        if rest > 0:
-            parts.append(self._gather(packed[capacity * words :], rest * words))
-        sent_bytes = sum(part.shape[1] * part.element_size() for part in parts)
-        flags = headers[:, 1].tolist()
-        if not any(
-            flags
-        ):  # else the counts may be of empty messages, and all of this is as if it had not been
-            self._adapt(max(counts))
-        bodies = torch.cat([parts[0][:, _HEADER:], *parts[1:]], dim=1)
-        # clone: the index words may start at an odd offset that an int64 view would refuse
-        gathered = [bodies[r, : n * words].clone().view(dtype).long() for r, n in enumerate(counts)]
-        return GatheredIndices(
-            indices=gathered,
-            numbers=headers[:, 2].contiguous().view(torch.float32).tolist(),
-            flags=flags,
-            bytes_sent=sent_bytes,
-        )
-
-    def _adapt(self, largest: int) -> None:
-        """Leave a quarter of room above the largest count; shrink only when half the message is padding."""
-        if largest > self.capacity or largest < self.capacity // 2:
-            self.capacity = max(1, largest + largest // 4)
-
-    def _gather(self, sent: torch.Tensor, length: int) -> torch.Tensor:
-        """All-gather one message, padded to `length` words; return int32 (world, length)."""
-        message = torch.zeros(length, dtype=torch.int32, device=sent.device)
-        message[: sent.numel()] = sent
-        world = dist.get_world_size(self.process_group)
-        gathered = torch.empty(world * length, dtype=torch.int32, device=sent.device)
-        all_gather(gathered, message, self.process_group)
-        return gathered.view(world, -1)
+__all__ = ["MiCRO", "partition"]
 
 
 def partition(numel: int, parts: int, index: int) -> slice:

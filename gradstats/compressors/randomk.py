@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradstats.collectives.plain import all_gather_flags
+from gradstats.collectives.plain import all_gather_flags, average_at
 from gradstats.compressors.base import Reduced, Reducer
-from gradstats.compressors.cltk import average_at
 from gradstats.errors import InputError
 from gradstats.thresholds import target_count
 

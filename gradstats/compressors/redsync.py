@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
+from gradstats.collectives.indices import IndexAllGather
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.compressors.dense import DenseReducer
-from gradstats.compressors.micro import IndexAllGather
 from gradstats.compressors.sparse import SparseReducer
 from gradstats.compressors.sparsify import ThresholdCompressor
 from gradstats.errors import InputError

@@ -197,7 +197,7 @@ def _read(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
 class _Gathering(Reducer):
     """Signs and one float32 of every rank, all-gathered in one message."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self._own = RandomStream(seed, 0)
 
     @abstractmethod
@@ -339,9 +339,6 @@ class EFSignSGD(_Averaging):
         For a negative seed.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-
     def _compress(
         self, corrected: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, float]:
@@ -368,9 +365,6 @@ class SSDM(_Averaging):
     """
 
     feedback = False
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
 
     def _compress(
         self, corrected: torch.Tensor, generator: torch.Generator
