@@ -1,0 +1,56 @@
+"""What the callbacks of all trainers share: a capture whose model is known only when training begins."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from capture.schedule import Schedule
+from capture.tap import Capture, Hook
+from gradstats.errors import InputError
+
+__all__ = ["TrainerCapture"]
+
+
+class TrainerCapture:
+    """Opens, steps and closes a :class:`capture.Capture` as a trainer's events come.
+
+    Attributes
+    ----------
+    capture : the capture of the training under way, or of the last one; None before the first.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schedule: Schedule | int | Iterable[int] = 1,
+        *,
+        comm_hook: Hook | None = None,
+        comm_state: Any = None,
+        **options: Any,
+    ) -> None:
+        self._arguments = {"path": path, "schedule": schedule, **options}
+        # A misspelt option shows here, not when the model and the data have been loaded.
+        inspect.signature(Capture).bind(model=None, start_step=0, **self._arguments)
+        self._comm_hook = comm_hook
+        self._comm_state = comm_state
+        self.capture: Capture | None = None
+
+    def _open(self, model: nn.Module, start_step: int) -> None:
+        hook = self._comm_hook
+        if hook is not None and not isinstance(model, DistributedDataParallel):
+            raise InputError(
+                "comm_hook needs a model in DistributedDataParallel, which this training does not use"
+            )
+        self.capture = Capture(model=model, start_step=start_step, **self._arguments)
+        if hook is not None:
+            model.register_comm_hook(*self.capture.wrap(self._comm_state, hook))  # type: ignore[operator]
+
+    def _close(self) -> None:
+        if self.capture is not None:
+            self.capture.close()

@@ -1,0 +1,119 @@
+"""Capture in a Hugging Face ``Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"{__name__} needs transformers and accelerate: pip install 'gradstats[huggingface]'"
+    ) from error
+
+from capture.integrations._trainer import TrainerCapture
+from capture.schedule import Schedule
+from capture.tap import Hook
+from gradstats.errors import InputError
+
+__all__ = ["CaptureCallback"]
+
+_SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
+    """Records the gradients of ``Trainer(callbacks=[CaptureCallback("run.zarr", schedule=100)])``.
+
+    What is recorded is every parameter's ``.grad`` at ``on_pre_optimizer_step``, as the optimizer is about to use it:
+    accumulated over the micro-batches, averaged over the ranks under DDP (so every rank holds the same one;
+    ``ranks=[0]`` keeps it once), and clipped to ``max_grad_norm``, which is 1 unless you set it (0 switches it off).
+    It is free of fp16's loss scale, but for transformers 4 with clipping off.
+
+    With `comm_hook` it is what goes into that hook instead: each rank's own gradient, before averaging and clipping,
+    and in fp16 with the loss scale.
+
+    Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
+    another `path`. The learning rate is recorded, the loss is not: the ``Trainer`` shows it to no callback.
+
+    Parameters
+    ----------
+    path, schedule : as of :class:`capture.Capture`.
+    comm_hook : DDP communication hook to register when training begins, PyTorch's or ours; ``allreduce_hook`` averages
+        as DDP does without one. Needs `trainer`, and training in several processes.
+    comm_state : the hook's state.
+    trainer : the ``Trainer``, for its DDP model; use ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
+    options : others of :class:`capture.Capture`, but for ``start_step``.
+
+    Raises
+    ------
+    TypeError
+        For an unknown option.
+    InputError
+        If `comm_hook` comes without `trainer`; when training begins, if the model is not in DDP though `comm_hook`
+        needs it, or is sharded (FSDP, DeepSpeed), or an option has a wrong value.
+    TraceError
+        When training begins, if the trace cannot be created.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schedule: Schedule | int | Iterable[int] = 1,
+        *,
+        comm_hook: Hook | None = None,
+        comm_state: Any = None,
+        trainer: Trainer | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, schedule, comm_hook=comm_hook, comm_state=comm_state, **options)
+        if comm_hook is not None and trainer is None:
+            raise InputError("comm_hook needs trainer=, whose DDP model it is registered on")
+        self._trainer = trainer
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        **_: Any,
+    ) -> None:
+        """Create the trace, and register the hook if there is one."""
+        parallel = PartialState().distributed_type
+        if parallel in _SHARDED:
+            raise InputError(f"gradients sharded by {parallel.value} cannot be captured")
+        self._open(
+            model if self._trainer is None else self._trainer.model_wrapped, state.global_step
+        )
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: torch.optim.Optimizer,
+        **_: Any,
+    ) -> None:
+        """Record the step."""
+        assert self.capture is not None
+        self.capture.step(learning_rate=optimizer.param_groups[0]["lr"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Finish the trace; a training that fails leaves that to the interpreter's exit."""
+        self._close()

@@ -1,0 +1,100 @@
+"""Capture in a Lightning ``Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+except ImportError as error:
+    raise ImportError(f"{__name__} needs lightning: pip install 'gradstats[lightning]'") from error
+
+from capture.integrations._trainer import TrainerCapture
+from capture.schedule import Schedule
+from capture.tap import Hook
+from gradstats.errors import InputError
+
+__all__ = ["CaptureCallback"]
+
+
+class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
+    """Records the gradients of ``Trainer(callbacks=[CaptureCallback("run.zarr", schedule=100)])``.
+
+    What is recorded is every parameter's ``.grad`` at ``on_before_optimizer_step``: the mean over the micro-batches of
+    ``accumulate_grad_batches``, averaged over the ranks under DDP (so every rank holds the same one; ``ranks=[0]``
+    keeps it once), without the loss scale of fp16, and before ``gradient_clip_val``.
+
+    With `comm_hook` it is what goes into that hook instead: each rank's own gradient, before averaging, and in fp16
+    with the loss scale.
+
+    Steps are numbered as ``trainer.global_step`` counts them, from 0, and go on in a resumed training, which needs
+    another `path`; with several optimizers every optimizer's step is one. Loss (as ``backward`` gets it, summed over
+    the micro-batches) and learning rate are recorded.
+
+    Parameters
+    ----------
+    path, schedule : as of :class:`capture.Capture`.
+    comm_hook : DDP communication hook to register when training begins, PyTorch's or ours; ``allreduce_hook`` averages
+        as DDP does without one. Give it here, not to ``DDPStrategy(ddp_comm_hook=…)``: DDP takes one hook, and
+        Lightning registers its own on CUDA only.
+    comm_state : the hook's state.
+    options : others of :class:`capture.Capture`, but for ``start_step``.
+
+    Raises
+    ------
+    TypeError
+        For an unknown option.
+    InputError
+        When training begins: if the strategy is neither a single device nor DDP, or not DDP though `comm_hook` needs
+        it, or an option has a wrong value.
+    TraceError
+        When training begins, if the trace cannot be created.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schedule: Schedule | int | Iterable[int] = 1,
+        *,
+        comm_hook: Hook | None = None,
+        comm_state: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, schedule, comm_hook=comm_hook, comm_state=comm_state, **options)
+        self._loss: torch.Tensor | float = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Create the trace, and register the hook if there is one."""
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            name = type(trainer.strategy).__name__
+            raise InputError(f"gradients of {name} cannot be captured: it is neither DDP nor alone")
+        self._open(trainer.strategy.model, trainer.global_step)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        """Add up the loss of the step."""
+        self._loss = self._loss + loss.detach()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Record the step."""
+        assert self.capture is not None
+        self.capture.step(loss=self._loss, learning_rate=optimizer.param_groups[0]["lr"])
+        self._loss = 0.0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finish the trace."""
+        self._close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Finish the trace of what was captured before the training failed."""
+        self._close()

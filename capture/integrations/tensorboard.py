@@ -1,0 +1,79 @@
+"""Scalars of gradients as TensorBoard event files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ImportError(
+        f"{__name__} needs tensorboard: pip install 'gradstats[tensorboard]'"
+    ) from error
+
+from gradstats.errors import InputError
+from gradstats.hooks import StepRecord
+from gradstats.thresholds import target_count
+
+if TYPE_CHECKING:
+    import xarray
+
+__all__ = ["add_step", "write_dataset"]
+
+
+def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
+    """Write every quantity of a captured run over its steps.
+
+    Parameters
+    ----------
+    dataset : with a dimension ``step``, such as :func:`gradstats.over_training` returns. Its other dimensions make
+        the tags, ``quantity/label/…`` in the dataset's order: ``p/0/gradient/all`` is p of rank 0.
+    log_dir : folder of one TensorBoard run, made if missing. NaN is left out.
+
+    Raises
+    ------
+    InputError
+        If the dataset has no dimension ``step``.
+    """
+    if "step" not in dataset.dims:
+        raise InputError(
+            f"no dimension 'step' in the dataset; it has {', '.join(map(str, dataset.dims))}"
+        )
+    with SummaryWriter(str(log_dir)) as writer:
+        for name, quantity in dataset.items():
+            if "step" not in quantity.dims:
+                continue
+            series = quantity.transpose(..., "step").to_series().dropna().reset_index()
+            for *labels, step, value in series.itertuples(index=False, name=None):
+                writer.add_scalar("/".join(map(str, (name, *labels))), value, step)
+
+
+def add_step(writer: SummaryWriter, record: StepRecord, ratio: float | None = None) -> None:
+    """Add what a compressor did in one step; call it after ``backward()`` with ``state.last``.
+
+    Parameters
+    ----------
+    writer : a ``torch.utils.tensorboard.SummaryWriter``, yours.
+    record : of :class:`gradstats.hooks.CompressionState`.
+    ratio : wanted k/d; adds ``compression/selected_over_wanted``, k̂/k.
+
+    Notes
+    -----
+    The tags are ``compression/`` and the names of :class:`gradstats.hooks.StepRecord`; all are of this rank but
+    ``union``.
+    """
+    scalars = {
+        "threshold": record.threshold,
+        "selected": record.selected,
+        "bytes_sent": record.bytes_sent,
+        "union": record.union,
+        "select_seconds": record.select_seconds,
+        "communicate_seconds": record.communicate_seconds,
+    }
+    if ratio is not None:
+        scalars["selected_over_wanted"] = record.selected / target_count(ratio, record.numel)
+    for name, value in scalars.items():
+        if not math.isnan(value):
+            writer.add_scalar(f"compression/{name}", value, record.step)
