@@ -1,0 +1,37 @@
+"""Figures: one function each, drawing on the axes given and returning them.
+
+Colours are distinguishable with any colour vision, and every series also differs in line style, marker or hatch,
+so that the figures read in grey.
+"""
+
+from __future__ import annotations
+
+from gradstats.plots._decay import best_k_error, local_exponent, magnitude_decay
+from gradstats.plots._fits import density, mean_excess, parameter_stability, qq, tail
+from gradstats.plots._style import png
+from gradstats.plots._systems import build_up, lags_delta, matching_rate, time_split, timeline
+from gradstats.plots._thresholds import latency_bars, quality_bars, quality_over_steps
+from gradstats.plots._training import drift, drift_map, layer_map
+
+__all__ = [
+    "best_k_error",
+    "build_up",
+    "density",
+    "drift",
+    "drift_map",
+    "lags_delta",
+    "latency_bars",
+    "layer_map",
+    "local_exponent",
+    "magnitude_decay",
+    "matching_rate",
+    "mean_excess",
+    "parameter_stability",
+    "png",
+    "qq",
+    "quality_bars",
+    "quality_over_steps",
+    "tail",
+    "time_split",
+    "timeline",
+]

@@ -1,0 +1,118 @@
+"""One self-contained page: verdicts in words, figures, sortable tables, and how it was made."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+
+from gradstats.errors import InputError
+from gradstats.report._html import page, table
+from gradstats.report._measure import (
+    MOST_STEPS,
+    REPLICATES,
+    SEED,
+    SUBSAMPLE,
+    Measured,
+    measure,
+)
+from gradstats.report._section import section
+from gradstats.report._verdicts import QUESTIONS
+from gradstats.sources import Source, TraceSource
+from gradstats.tables import progress_bar
+
+__all__ = ["write_report"]
+
+
+def write_report(sources: Sequence[Source], path: Path) -> None:
+    """Write the page for one or more sources: what the gradient is like first, then figures and tables.
+
+    It loads nothing: style, script and images are in the file.
+
+    Parameters
+    ----------
+    sources : traces or single gradients.
+    path : file to write, replaced if it exists.
+
+    Raises
+    ------
+    InputError
+        If the page cannot be written, or a source holds nothing.
+    """
+    with progress_bar() as bar:
+        task = bar.add_task("report", total=7 * len(sources))
+        measured, sections = [], []
+        for source in sources:
+            measured.append(measure(source, lambda: bar.advance(task)))
+            sections.append(section(measured[-1]))
+            bar.advance(task)
+    body = "\n".join([_first_screen(measured), *sections, _provenance(measured)])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page("Gradient report", body), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _first_screen(measured: Sequence[Measured]) -> str:
+    columns = [(m, kind) for m in measured for kind in m.kinds]
+    heads = "".join(
+        f"<th scope=col>{escape(m.source.name)}, {escape(kind)}</th>" for m, kind in columns
+    )
+    rows = []
+    for question, answer in QUESTIONS.items():
+        cells = []
+        for m, kind in columns:
+            v = answer(m, kind)
+            warn = " class=warn" if v.warn else ""
+            numbers = f"<small>{escape(v.numbers)}</small>"
+            cells.append(f"<td{warn}><strong>{escape(v.headline)}</strong>{numbers}</td>")
+        rows.append(f"<tr><th scope=row>{escape(question)}</th>{''.join(cells)}</tr>")
+    links = " · ".join(
+        f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
+    )
+    return (
+        f"<h1>What this gradient is like</h1><nav>Figures and tables: {links} · "
+        '<a href="#made">how this page was made</a></nav>'
+        f"<div class=scroll><table class=verdicts><thead><tr><td></td>{heads}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>{_READING}"
+    )
+
+
+_READING = """<p class=note>k: elements a ratio asks to keep; k̂: those a threshold keeps. ξ: shape of the generalized
+Pareto distribution of what exceeds a threshold. Compressible: sorted magnitudes fall like rank^(−p), p above ½ (SIDCo,
+definition 1). Intervals are 95 % and take elements as independent, which those of a gradient are not: read them as
+too narrow.</p>"""
+
+
+def _provenance(measured: Sequence[Measured]) -> str:
+    program = Path(sys.argv[0])
+    name = "gradstats" if program.stem == "__main__" else program.name
+    packages = ("gradstats", "numpy", "scipy", "torch", "statsmodels", "zarr")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    rows = []
+    for m in measured:
+        attributes = m.source.trace.attrs if isinstance(m.source, TraceSource) else {}
+        path = m.source.trace.path if isinstance(m.source, TraceSource) else m.source.name
+        rows.append(
+            {
+                "source": str(path),
+                "steps": ", ".join(map(str, m.steps)),
+                "ranks": ", ".join(str(r) for r in dict.fromkeys(r["rank"] for r in m.ledger)),
+                "kinds": ", ".join(m.kinds),
+                "seed": attributes.get("seed"),
+            }
+        )
+    columns = {"source": "source", "steps": "steps looked at", "ranks": "ranks", "kinds": "kinds"}
+    return (
+        '<h2 id="made">How this page was made</h2>'
+        f"<p><code>{escape(shlex.join([name, *sys.argv[1:]]))}</code></p>"
+        f"<p>{escape(versions)}, Python {platform.python_version()}. Tests: {REPLICATES} refitted replicates of "
+        f"{SUBSAMPLE:,} elements, seed {SEED}. At most {MOST_STEPS} steps of a trace, evenly; fits and figures at the "
+        "first, middle and last of them, of the first rank.</p>"
+        + table(rows, columns | {"seed": "seed of the training"}, "Sources")
+    )

@@ -1,0 +1,111 @@
+"""Pieces of the page: figures as embedded images, sortable tables, everything escaped."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from gradstats.tables import Record, format_value
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["details", "figure", "note", "page", "table"]
+
+
+def page(title: str, body: str) -> str:
+    """Return the whole document."""
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(title=escape(title), body=body)
+
+
+def note(text: str) -> str:
+    """Return a paragraph in small print."""
+    return f"<p class=note>{escape(text)}</p>"
+
+
+def details(summary: str, body: str) -> str:
+    """Return HTML that is folded away until asked for; printing unfolds it."""
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+
+
+def figure(
+    panels: int,
+    draw: Callable[[Sequence[Axes]], object],
+    caption: str,
+    *,
+    width: float = 5.2,
+    height: float = 3.7,
+) -> str:
+    """Render a figure as an embedded PNG; its caption is its alternative text.
+
+    Parameters
+    ----------
+    panels : axes beside each other.
+    draw : called with them.
+    caption : says what is drawn and how to read it.
+    width, height : of a panel, inches.
+    """
+    from matplotlib.figure import Figure
+
+    from gradstats import plots
+
+    canvas = Figure(figsize=(width * max(panels, 1.3), height), layout="constrained")
+    draw(list(canvas.subplots(1, panels, squeeze=False)[0]))
+    data = base64.b64encode(plots.png(canvas)).decode()
+    text = escape(caption)
+    return (
+        f'<figure><img alt="{text}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -> str:
+    """Return records as a table whose headings sort it.
+
+    Parameters
+    ----------
+    records : flat mappings.
+    columns : field to heading.
+    caption : above the table.
+    """
+    text = {name for name in columns if any(isinstance(r[name], str) for r in records)}
+
+    def left(name: str) -> str:
+        return " class=text" if name in text else ""
+
+    head = "".join(
+        f"<th scope=col{left(name)}>{escape(title)}</th>" for name, title in columns.items()
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f'<td{left(name)} data-value="{escape(_sortable(record[name]))}">'
+            f"{escape(_shown(name, record[name]))}</td>"
+            for name in columns
+        )
+        + "</tr>"
+        for record in records
+    )
+    return (
+        f"<div class=scroll><table class=sortable><caption>{escape(caption)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{value:g}" if name == "ratio" else format_value(value)
+
+
+def _sortable(value: Any) -> str:
+    """Return what a column is sorted by; nothing for a value that is missing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool | int | float):
+        return repr(float(value)).replace("inf", "Infinity")
+    return format_value(value)
