@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from capture.workloads.config import WORKLOADS, RunConfig
+from gradstats.cli.options import one_of
+from gradstats.cli.output import analyse, emit, note
 from gradstats.errors import InputError
 
 __all__ = ["register"]
@@ -18,20 +21,39 @@ __all__ = ["register"]
 
 def register(app: typer.Typer) -> None:
     """Add this package's commands to the terminal program."""
-    app.command("capture")(capture)
-    app.command("demo")(demo)
+    app.command("capture", rich_help_panel="Capture")(capture)
+    app.command("demo", rich_help_panel="Capture")(demo)
+
+
+def _compressors() -> Sequence[str]:
+    from gradstats.compressors import COMPRESSORS
+
+    return COMPRESSORS
+
+
+def _stores() -> Sequence[str]:
+    from gradstats.trace import STORES
+
+    return STORES
 
 
 def capture(
     workload: Annotated[
-        str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help=f"{', '.join(WORKLOADS)}.",
+            show_default=False,
+            **one_of("workload", lambda: tuple(WORKLOADS)),
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Trace to create, NAME.zarr.", show_default=False)],
     nproc: Annotated[int, typer.Option(help="Processes.")] = 2,
     compressor: Annotated[
         str,
         typer.Option(
-            help="none, topk, an estimator's name, or a system's, such as micro or marsit."
+            help="none, topk, an estimator's name, or a system's, such as micro or marsit.",
+            **one_of("compressor", _compressors),
         ),
     ] = "topk",
     ratio: Annotated[float, typer.Option(help="Kept fraction k/d.")] = 0.001,
@@ -53,19 +75,23 @@ def capture(
     hidden: Annotated[int | None, typer.Option(help="Width of the LSTM.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Words the LSTM knows.")] = None,
     store: Annotated[
-        str, typer.Option(help="gradients, or sketches: their histograms, some kB a step.")
+        str,
+        typer.Option(
+            help="gradients, or sketches: their histograms, some kB a step.",
+            **one_of("store", _stores),
+        ),
     ] = "gradients",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, on disk.")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32 or bfloat16, on disk.",
+            **one_of("dtype", lambda: ("float32", "bfloat16")),
+        ),
+    ] = "float32",
     compress: Annotated[bool, typer.Option(help="Compress the trace.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing trace.")] = False,
 ) -> None:
     """Train a reference workload in several processes and capture its gradients."""
-    from gradstats.trace import STORES
-
-    if store not in STORES:
-        raise InputError(f"no store {store!r}; there are {', '.join(STORES)}")
-    if dtype not in ("float32", "bfloat16"):
-        raise InputError(f"no dtype {dtype!r}; there are float32, bfloat16")
     _run(
         RunConfig(
             workload=workload,
@@ -84,7 +110,7 @@ def capture(
             every=every,
             at=tuple(at or ()),
             ranks=tuple(rank) if rank else None,
-            store=store,
+            store=store,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
             compress=compress,
             overwrite=overwrite,
@@ -95,23 +121,34 @@ def capture(
 
 def _run(config: RunConfig) -> None:
     from capture.workloads import run
+    from gradstats.tables import messages
 
     config.check()
+    if config.out is not None and config.out.exists() and not config.overwrite:
+        raise InputError(f"{config.out} exists; choose another name or give --overwrite")
     steps = config.setting("steps")
-    _say(f"{config.info.description}: {config.nproc} processes, {steps} steps")
-    result = run(config)
+    note(f"{config.info.description}: {config.nproc} processes, {steps} steps")
+    if messages().quiet:
+        config = config.replace(label="")
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).disabled = True  # their warnings would stand beside our one line
+    try:
+        result = run(config)
+    except SignalException as error:  # torchrun's agent has stopped the processes
+        if messages().is_terminal:
+            messages().print()  # below the progress bar
+        raise typer.Exit(128 + error.sigval) from error
+    finally:
+        messages().show_cursor()  # a process that was stopped left it hidden
     unseen = (
         "" if math.isnan(result.accuracy) else f", {100 * result.accuracy:.1f} % of unseen right,"
     )
-    _say(
+    note(
         f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}{unseen} "
         f"in {sum(result.seconds):.0f} s; captured in {config.out}"
     )
-
-
-def _say(text: str) -> None:
-    """Report to the person, leaving stdout to the tables."""
-    typer.echo(text, err=True)
 
 
 def demo(
@@ -128,7 +165,7 @@ def demo(
     traces = []
     for error_feedback in (False, True):
         name = "topk-ef" if error_feedback else "topk"
-        _say(f"Training {'with' if error_feedback else 'without'} error feedback")
+        note(f"Training {'with' if error_feedback else 'without'} error feedback")
         config = RunConfig(
             workload="resnet20-digits",
             steps=steps,
@@ -147,43 +184,51 @@ def demo(
 
     page = out / "report.html"
     write_report([open_source(trace) for trace in traces], page)
-    _say(f"\nDone in {time.monotonic() - started:.0f} s. Everything is in {out}/:")
-    _say(f"  {page}   the figures behind the tables, open it in a browser")
+    note(f"\nDone in {time.monotonic() - started:.0f} s. Everything is in {out}/:")
+    note(f"  {page}   the figures behind the tables, open it in a browser")
     for trace in traces:
-        _say(f"  {trace}   captured gradients")
-    _say("Try next:")
-    _say(f"  gradstats fit {traces[1]} --per-layer --step 0")
-    _say(f"  gradstats quality {traces[1]} --estimator sidco-e --stages 1")
-    _say(f"  gradstats info {traces[1]}")
-    _say("  README.md shows how to capture your own training run")
+        note(f"  {trace}   captured gradients")
+    note("Try next:")
+    note(f"  gradstats fit {traces[1]} --per-layer --step 0")
+    note(f"  gradstats quality {traces[1]} --estimator sidco-e --stages 1")
+    note(f"  gradstats info {traces[1]}")
+    note("  README.md shows how to capture your own training run")
 
 
 def _tables(out: Path) -> None:
     """Print the two tables of the demo: the decay at a few steps, and the estimation quality."""
     from gradstats._quality import quality
     from gradstats.analysis import compressibility_records
-    from gradstats.cli import emit
     from gradstats.sources import open_sources
     from gradstats.thresholds import ESTIMATORS
 
-    sources = open_sources(out)
-    decay: list[dict[str, Any]] = []
-    steps = sorted({key[2] for source in sources for key in source.select()})
-    some = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    decay = compressibility_records(sources, steps=some, ranks=[0])
+    steps = sorted({key[2] for source in open_sources(out) for key in source.select()})
     emit(
-        decay,
+        analyse(
+            "decay",
+            out,
+            compressibility_records,
+            steps=sorted({steps[0], steps[len(steps) // 2], steps[-1]}),
+            ranks=[0],
+        ),
         "table",
         None,
         columns=["trace", "step", "kind", "p", "p_low", "p_high", "hill", "compressible"],
         title="Compressibility: is p above ½ on the largest hundredth of ranks? (rank 0)",
         group_by=(),
     )
-    sys.stdout.flush()
+    typer.echo()
     emit(
-        [r for s in sources for r in quality(s, estimators=tuple(ESTIMATORS))],
+        analyse(
+            "quality",
+            out,
+            lambda sources, **given: [
+                r for s in sources for r in quality(s, estimators=tuple(ESTIMATORS), **given)
+            ],
+        ),
         "table",
         None,
         columns=["trace", "estimator", "ratio", "kind", "mean", "low", "high", "floor", "n"],
         title="Estimation quality k̂/k, all steps and ranks",
+        group_by=("trace", "kind"),
     )

@@ -1,4 +1,4 @@
-"""Flat records as tables: for the terminal, a paper or a program. Also the progress bars."""
+"""Flat records as tables: for the terminal, a paper or a program. Also what stderr shows: notes and progress bars."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import csv
 import io
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
+    import rich.console
     import rich.progress
 
-__all__ = ["FORMATS", "Format", "Record", "format_value", "progress_bar", "render"]
+__all__ = ["FORMATS", "Format", "Record", "format_value", "messages", "progress_bar", "render"]
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
-_LABELS = {"trace", "step", "rank", "kind", "layer", "numel", "window", "n", "threads"}
+_LABELS = {"trace", "step", "rank", "kind", "layer", "estimator", "model", "ratio"}
+_LABELS |= {"quantity", "numel", "window", "n", "threads"}
+_LONGEST = 30  # characters of a word, such as a layer's name, before it is broken
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -38,7 +43,7 @@ def render(
         ``table`` (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened.
     columns : fields shown in the last three; all if None.
     title : above a terminal table.
-    width : of a terminal table, in characters.
+    width : of a terminal table, in characters. Columns that do not fit are left out from the right, and named below.
     color : keep terminal colours.
 
     Returns
@@ -51,21 +56,26 @@ def render(
     if format == "csv":
         return _csv(records)
     names = list(columns if columns is not None else (records[0] if records else ()))
+    heading = [title] if title else []
     if format == "table" and len(records) > 1:
         # What is the same in every row is said once, above the table: 80 columns are few.
         values = {n: {r[n] for r in records} - {None} for n in names if n in _LABELS}
         same = {n: v.pop() for n, v in values.items() if len(v) == 1}
         names = [n for n in names if n not in same]
-        facts = [f"{n} {v}" for n, v in same.items()]
-        title = "; ".join([*([title] if title else []), *facts])
-    rows = [[f"{r[n]:g}" if n == "ratio" else format_value(r[n]) for n in names] for r in records]
+        heading += ["; ".join(f"{n} {_cell(n, v)}" for n, v in same.items())] if same else []
+    rows = [[_cell(n, r[n]) for n in names] for r in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
         rules = ["---:" if n else "---" for n in numeric]
         return "\n".join("| " + " | ".join(row) + " |" for row in [names, rules, *rows])
     if format == "latex":
         return _latex(names, rows, numeric)
-    return _terminal(names, rows, numeric, title, width, color)
+    return _terminal(names, rows, numeric, heading, width, color)
+
+
+def _cell(name: str, value: Any) -> str:
+    # a ratio is what somebody typed: 0.1, not 0.100
+    return f"{value:g}" if name == "ratio" and value is not None else format_value(value)
 
 
 def _plain(record: Record) -> dict[str, Any]:
@@ -131,7 +141,7 @@ def _terminal(
     names: Sequence[str],
     rows: Sequence[Sequence[str]],
     numeric: Sequence[bool],
-    title: str | None,
+    heading: Sequence[str],
     width: int,
     color: bool,
 ) -> str:
@@ -139,23 +149,13 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1),
-        collapse_padding=True,
-    )
-    for name, right in zip(names, numeric, strict=True):
-        table.add_column(
-            name.replace("_", " "),
-            justify="right" if right else "left",
-            no_wrap=name in ("compressor", "estimator", "kind", "model", "quantity", "trace"),
-            overflow="fold",
-        )
+    labels = [name.replace("_", " ") for name in names]
+    widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
+    for label, right, size in zip(labels, numeric, widths, strict=False):
+        table.add_column(label, justify="right" if right else "left", width=size, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row[: len(widths)])
     stream = io.StringIO()
     console = Console(
         file=stream,
@@ -164,28 +164,72 @@ def _terminal(
         force_terminal=color,
         no_color=not color,
         highlight=False,
+        markup=False,
+        emoji=False,
     )
+    for line in heading:
+        console.print(line, style="bold")
     console.print(table)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    if left_out := ", ".join(labels[len(widths) :]):
+        lines += textwrap.wrap(
+            f"Too wide for {width} columns: {left_out}. --format json and csv have them.", width
+        )
+    return "\n".join(lines).rstrip("\n")
+
+
+def _layout(columns: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
+    """Return the widths of the columns that fit, and the gap between them; `columns` have the header first."""
+
+    def longest(texts: Sequence[str]) -> int:
+        return max((len(word) for text in texts for word in text.split()), default=0)
+
+    natural = [max(map(len, column)) for column in columns]
+    whole = [max(longest([head]), *map(len, cells), 0) for head, *cells in columns]
+    broken = [max(longest([head]), min(longest(cells), _LONGEST)) for head, *cells in columns]
+
+    def spare(shown: int, least: Sequence[int], gap: int) -> int:
+        return width - sum(least[:shown]) - gap * (shown - 1) - 2
+
+    # Headers are broken first, then the gap narrows, then cells are broken between words; only then columns go.
+    ways = [(least, gap) for least in (whole, broken) for gap in (2, 1)]
+    choices = ((n, least, gap) for n in range(len(columns), 0, -1) for least, gap in ways)
+    one = (min(1, len(columns)), broken, 1)
+    shown, least, gap = next((c for c in choices if spare(*c) >= 0), one)
+    left, widths = max(spare(shown, least, gap), 0), []
+    for small, large in zip(least[:shown], natural, strict=False):
+        widths.append(min(large, small + left))
+        left -= widths[-1] - small
+    return widths, gap
+
+
+@cache
+def messages() -> rich.console.Console:
+    """Return the console for what is not a result, on stderr; its attribute ``quiet`` silences notes and progress."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def progress_bar() -> rich.progress.Progress:
-    """Return a progress display on stderr with time left; silent where stderr is no terminal."""
-    from rich.console import Console
+    """Return a progress display on stderr with time left; silent where stderr is no terminal, or told to be quiet."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    console = messages()
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=console.quiet or not console.is_terminal,
     )

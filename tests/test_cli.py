@@ -1,20 +1,25 @@
-"""The terminal, as a user meets it."""
+"""The terminal, as a user meets it: in this process, but where the process is what is tested."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
-import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import DATA, ROOT
+from rich.cells import cell_len
 
-from gradstats.tables import render
+from gradstats.cli import main
 
 COMMANDS = (
     "info",
@@ -32,14 +37,31 @@ EF = str(DATA / "resnet20-ef.zarr")
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 
 
-def run(*args, **options):
-    return subprocess.run(
-        [GRADSTATS, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def run(*args, terminal=False):
+    """Run a command as the entry point does; both streams are a terminal, or neither."""
+    stdout, stderr = (Terminal() if terminal else io.StringIO() for _ in range(2))
+    with (
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        pytest.raises(SystemExit) as done,
+    ):
+        main(list(map(str, args)))
+    return SimpleNamespace(
+        returncode=done.value.code, stdout=stdout.getvalue(), stderr=stderr.getvalue()
     )
 
 
@@ -100,38 +122,65 @@ def test_layers_steps_kinds_and_windows_can_be_chosen():
     assert one[0]["mean"] > 2
 
 
-def test_tables_fit_80_columns_and_other_formats_parse(tmp_path):
-    for command in [
-        ("quality", DATA),
-        ("fit", DATA, "--step", 10),
-        ("compressibility", DATA),
-        ("info", EF),
-    ]:
-        done = run(*command)
-        assert done.returncode == 0, done.stderr
-        assert max(map(len, done.stdout.splitlines())) <= 80
-        rows = list(csv.DictReader(run(*command, "--format", "csv").stdout.splitlines()))
-        assert len(rows) == len(records(*command))
-        lines = run(*command, "--format", "markdown").stdout.splitlines()
-        assert all(line.count("|") == lines[0].count("|") for line in lines)
-        latex = run(*command, "--format", "latex").stdout
-        assert latex.startswith("\\begin{tabular}")
-        assert "_" not in latex.replace("\\_", "")
+WIDE = [
+    ("info", DATA),
+    ("fit", DATA, "--per-layer", "--step", 10, "--bootstrap", 2, "--size", 100, "--model", "laplace"),
+    ("compressibility", DATA),
+    ("pot", EF, "--step", 10, "--layers"),
+    ("drift", EF, "--per-layer", "--model", "laplace", "--kind", "gradient"),
+    ("quality", DATA),
+    ("quality", EF, "--per-layer", "--ratio", 0.01, "--step", 10),
+    ("quality", EF, "--by-stage", "--step", 10),
+    ("bench", "--numel", 1000, "--repeats", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WIDE, ids=lambda c: "-".join(map(str, c[::2])))
+def test_tables_fit_80_columns(command):
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [("quality", EF, "--step", 10), ("fit", EF, "--step", 10), ("info", EF)]
+)
+def test_other_formats_parse(command, tmp_path):
+    rows = list(csv.DictReader(run(*command, "--format", "csv").stdout.splitlines()))
+    there = records(*command)
+    assert len(rows) == len(there)
+    assert list(rows[0]) == list(there[0])
+    lines = run(*command, "--format", "markdown").stdout.splitlines()
+    assert len(lines) == len(there) + 2
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    latex = run(*command, "--format", "latex").stdout
+    assert latex.startswith("\\begin{tabular}")
+    assert "_" not in latex.replace("\\_", "")
     out = tmp_path / "q.json"
-    assert run("quality", EF, "--format", "json", "-o", out).stdout == ""
-    assert json.loads(out.read_text()) == records("quality", EF)
+    assert run(*command, "--format", "json", "-o", out).stdout == ""
+    assert json.loads(out.read_text()) == there
 
 
 ERRORS = [
     (("quality", EF, "--estimator", "foo"), "no estimator 'foo'; there are exact"),
     (("quality", EF, "--ratio", 2), "ratio must be in (0, 1]"),
+    (("quality", EF, "--stages", 0), "Invalid value for '--stages'"),
     (("quality", EF, "--step", 5), "it holds steps 10, 100, 1000, 2999"),
+    (("quality", EF, "--estimator", "sidko-e"), "did you mean sidco-e?"),
+    (
+        ("quality", EF, "--kind", "correct"),
+        "there are gradient, corrected; did you mean corrected?",
+    ),
     (("quality", EF, "--format", "xml"), "no format 'xml'; there are table"),
+    (("quality",), "gradstats quality: Missing argument 'SOURCE'. (gradstats quality --help)"),
+    (("quality", EF, "--ratoi", 1), "No such option: --ratoi"),
+    (("quality", EF, "--ratio", "a"), "Invalid value for '--ratio'"),
+    (("qualty", EF), "No such command 'qualty'. Did you mean 'quality'?"),
     (("quality", DATA / "nothing.zarr"), "data holds resnet20-ef.zarr"),
     (("fit", EF, "--model", "cauchy"), "no model 'cauchy'; there are laplace"),
-    (("fit", EF, "--method", "guess"), "no method 'guess'; there is closed"),
+    (("fit", EF, "--method", "guess"), "no method 'guess'; there are closed"),
     (("fit", EF, "--model", "t", "--method", "pwm"), "t has no method 'pwm'; it has moments, mle"),
-    (("fit", EF, "--scheduler", "tcp://127.0.0.1:1"), "no dask scheduler at tcp://127.0.0.1:1"),
     (("pot", EF, "--method", "guess"), "no method 'guess'"),
     (("pot", EF, "--ratio", 0), "ratio must be in (0, 1]"),
     (("drift", EF, "--quantity", "foo"), "no quantity 'foo'; there are zero_fraction"),
@@ -139,14 +188,21 @@ ERRORS = [
     (("compressibility", EF, "--window", "a"), "two ranks like 1:1000"),
     (("info", ROOT / "pyproject.toml"), "not a trace, nor one of"),
     (("info", EF, "-o", "/nowhere/x"), "cannot write /nowhere/x"),
-    (("report", EF, "-o", "/proc/x.html"), "cannot write /proc/x.html"),
+    (("report", "x.npy", "-o", "/proc/x.html"), "cannot write /proc/x.html"),
+    (("fit", EF, "--model", "laplac"), "did you mean laplace?"),
     (("capture", "foo", "--out", "x.zarr"), "no workload 'foo'; there are resnet20-digits"),
+    (("capture", "lstm-pydok", "--out", "x.zarr"), "did you mean lstm-pydoc?"),
+    (
+        ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "marsid"),
+        "did you mean marsit?",
+    ),
     (("capture", "lstm-ptb", "--out", "x.zarr"), "--data-dir"),
     (
         ("capture", "lstm-ptb", "--out", "x.zarr", "--data-dir", "/tmp"),
         "holds none of ptb.train.txt",
     ),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"), "there are none, topk"),
+    (("capture", "lstm-pydoc", "--out", "x.npy"), "x.npy exists; choose another name"),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--steps", 0), "steps must be at least 1"),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--nproc", 0), "nproc must be at least 1"),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--dtype", "int8"), "no dtype 'int8'"),
@@ -154,8 +210,10 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("command", "message"), ERRORS, ids=[m for _, m in ERRORS])
-def test_errors_are_one_line_and_exit_2(command, message, tmp_path):
-    done = run(*command, cwd=tmp_path)
+def test_errors_are_one_line_and_exit_2(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.arange(1, 500, dtype=np.float32))
+    done = run(*command)
     assert done.returncode == 2
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
@@ -178,6 +236,10 @@ def test_a_choice_of_threshold():
     found = records(*command)
     assert sum(r["chosen"] for r in found) <= 1
     assert all(0 < r["p_value"] <= 1 for r in found if r["n"] >= 100)
+    shown = run(*command).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "chosen" in shown
+    assert "Too wide" not in shown
 
 
 def test_models_all_and_methods():
@@ -205,18 +267,17 @@ def test_sketches_are_announced(tmp_path):
     assert "Captured as sketches" in (tmp_path / "r.html").read_text()
 
 
-def test_usage_errors_exit_2_too():
-    assert run("quality").returncode == 2
-    assert run("nonsense").returncode == 2
+def test_version():
     assert run("--version").stdout == "gradstats 0.1.0\n"
 
 
 def test_every_command_has_help_and_is_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     for command in COMMANDS:
-        done = run(command, "--help", env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"})
+        done = run(command, "--help")
         assert done.returncode == 0
         assert len(done.stdout) > 200
+        assert max(map(cell_len, done.stdout.splitlines())) <= 80
         assert f"gradstats {command}" in readme
     listed = run("--help").stdout
     assert all(command in listed for command in COMMANDS)
@@ -229,59 +290,114 @@ def test_a_closed_pipe_is_no_error():
     assert "Traceback" not in done.stderr
 
 
-def test_a_terminal_gets_a_progress_bar(tmp_path):
+@pytest.fixture
+def gradient_file(tmp_path):
     x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
-    leader, follower = pty.openpty()
+    return tmp_path / "x.npy"
+
+
+def test_a_terminal_gets_colour_and_progress_with_time_left(gradient_file):
+    shown = run("quality", gradient_file, terminal=True)
+    assert shown.returncode == 0
+    for part in ("quality", "1/1", "left:", "0:00:00"):
+        assert part in shown.stderr
+    assert "\x1b[1m" in shown.stdout
+    piped = run("quality", gradient_file)
+    assert (piped.stderr, "\x1b" in piped.stdout) == ("", False)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "environment"])
+def test_no_color(gradient_file, where, monkeypatch):
+    command = ["quality", gradient_file, "--estimator", "exact"]
+    if where == "environment":
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        command.insert(0 if where == "before" else 3, "--no-color")
+    assert "\x1b" not in run(*command, terminal=True).stdout
+
+
+def test_quiet_keeps_results_and_errors():
+    command = ["fit", EF, "--step", 100]
+    loud, quiet = run(*command, terminal=True), run("--quiet", *command, terminal=True)
+    assert "of the fits" in loud.stderr
+    assert quiet.stderr == ""
+    assert quiet.stdout == loud.stdout
+    assert "no model 'x'" in run("-q", "fit", EF, "--model", "x").stderr
+
+
+COMPLETIONS = [
+    ("quality x.zarr --estimator sid", ["sidco-e", "sidco-gp", "sidco-p"]),
+    ("quality x.zarr --kind c", ["corrected"]),
+    ("fit x.zarr --model d", ["dgamma", "double_genpareto", "dweibull"]),
+    ("fit x.zarr --method m", ["moments", "mle"]),
+    ("drift x.zarr --quantity thr", ["threshold"]),
+    ("info x.zarr --format l", ["latex"]),
+    ("capture lstm", ["lstm-pydoc", "lstm-ptb"]),
+    ("capture lstm-ptb --compressor mar", ["marsit"]),
+    ("comp", ["compressibility"]),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), COMPLETIONS, ids=[w for w, _ in COMPLETIONS])
+def test_completion(words, expected, monkeypatch):
+    monkeypatch.setenv("_GRADSTATS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"gradstats {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert run().stdout.split() == expected
+
+
+def test_an_interrupt_is_one_line(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradstats.report.write_report", interrupted)
+    done = run("report", EF, "-o", tmp_path / "r.html")
+    assert (done.returncode, done.stderr) == (130, "gradstats: interrupted\n")
+
+
+@pytest.mark.distributed
+def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
+    out = tmp_path / "x.zarr"
+    command = [GRADSTATS, "capture", "resnet20-digits", "--out", out, "--steps", "100000"]
     process = subprocess.Popen(
-        [GRADSTATS, "quality", tmp_path / "x.npy"], stderr=follower, stdout=subprocess.PIPE
+        [*command, "--every", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    os.close(follower)
-    shown = b""
-    while True:  # a terminal holds 4 kB: whoever does not read, stops the program
-        try:
-            part = os.read(leader, 4096)
-        except OSError:  # how a terminal says that its last user has gone
-            break
-        if not part:
-            break
-        shown += part
-    os.close(leader)
-    table, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "quality" in shown.decode()
-    assert "1/1" in shown.decode()
-    assert b"sidco-e" in table
+    while process.poll() is None and not list(out.glob("rank*/step/c/*")):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1] == "gradstats: interrupted"
+    end = time.monotonic() + 10
+    while members(process.pid) and time.monotonic() < end:  # the resource tracker goes last
+        time.sleep(0.1)
+    assert members(process.pid) == []
 
 
-def test_rendering_of_numbers_and_nothing():
-    row = {
-        "a": 0.123456,
-        "b": float("nan"),
-        "c": True,
-        "d": {"x": 1.5, "loc": 0},
-        "e": 1e-7,
-        "f": None,
-    }
-    assert json.loads(render([row], "json"))[0]["b"] is None
-    assert (
-        render([row], "markdown").splitlines()[-1] == "| 0.123 | – | yes | x=1.50 | 1.0e-07 | – |"
-    )
-    assert render([], "json") == "[]"
-    assert render([], "csv") == ""
-    for format in ("table", "markdown", "latex"):
-        assert isinstance(render([], format), str)
+def members(session):
+    """Return the processes of a session that are alive."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, sid = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
+                found.append(stat.parent.name)
+    return found
 
 
-def test_report_is_one_self_contained_page(tmp_path):
+def test_report_is_one_self_contained_page(gradient_file, tmp_path):
     page = tmp_path / "deep" / "report.html"
-    done = run("report", DATA, "-o", page)
+    done = run("report", gradient_file, "-o", page, terminal=True)
     assert done.returncode == 0, done.stderr
+    assert "report" in done.stderr
+    assert f"wrote {page}" in done.stderr
+    assert done.stdout == ""
     text = page.read_text()
     assert page.stat().st_size < 5_000_000
-    assert text.count("<img ") == text.count('alt="') >= 10
+    assert text.count("<img ") == text.count('alt="') >= 3
     assert 'src="data:image/png;base64,' in text
     assert "http://" not in text
     assert "https://" not in text
-    for name in ("resnet20", "resnet20-ef", "uniform", "sidco-e"):
+    for name in ("x.npy", "sidco-e"):
         assert name in text

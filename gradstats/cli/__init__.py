@@ -1,0 +1,121 @@
+"""The ``gradstats`` command, one module per group of commands.
+
+Commands import what they need when they run, so that ``--help`` and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import typer
+
+from gradstats.cli.data import info, report
+from gradstats.cli.statistics import compressibility, drift, fit, pot
+from gradstats.cli.thresholds import bench, quality
+from gradstats.errors import GradstatsError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="gradstats",
+    help="Statistical analysis of gradients: capture, model, threshold.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Data": (info, report),
+    "Statistics": (fit, compressibility, pot, drift),
+    "Thresholds": (quality, bench),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+
+_UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from gradstats import __version__
+
+        typer.echo(f"gradstats {__version__}")
+        raise typer.Exit
+
+
+def _drop_color(wanted: bool) -> None:
+    if wanted:
+        os.environ["NO_COLOR"] = "1"  # for rich, and for the processes that a run starts
+
+
+@app.callback()
+def _root(
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Results and errors only: no progress, no notes.")
+    ] = False,
+    no_color: Annotated[
+        bool,
+        typer.Option(
+            "--no-color", help="Plain text, as with NO_COLOR.", is_eager=True, callback=_drop_color
+        ),
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    from gradstats.tables import messages
+
+    messages().quiet = quiet
+
+
+@cache
+def _load_plugins() -> None:
+    for entry in entry_points(group="gradstats.commands"):
+        entry.load()(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Parameters
+    ----------
+    arguments : without the program's name; those of the process if None.
+
+    Raises
+    ------
+    SystemExit
+        0; 2 after one line on stderr, for anything the user can mend; 130 when interrupted, 143 when terminated.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    # typer knows a global option before the command only; people write it anywhere
+    anywhere = [a for a in given if a in ("--quiet", "-q", "--no-color")]
+    given = [*anywhere, *(a for a in given if a not in anywhere)]
+    try:
+        _load_plugins()
+        code = app(given, prog_name="gradstats", standalone_mode=False) or 0
+    except GradstatsError as error:
+        _fail(f"gradstats: {error}")
+        code = 2
+    except _UsageError as error:
+        # no message: the help page has been printed instead
+        if message := error.format_message():
+            path = error.ctx.command_path if error.ctx else "gradstats"
+            _fail(f"{path}: {message} ({path} --help)")
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code > 128:
+        _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
+    sys.exit(code)
+
+
+def _fail(message: str) -> None:
+    typer.echo(" ".join(message.split()), err=True)

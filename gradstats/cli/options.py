@@ -1,0 +1,169 @@
+"""Options that several commands share, and how a name is checked and completed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from gradstats.errors import InputError
+
+__all__ = [
+    "EstimatorOption",
+    "FormatOption",
+    "KindOption",
+    "MethodOption",
+    "ModelOption",
+    "OutputOption",
+    "PerLayerOption",
+    "QuantityOption",
+    "RankOption",
+    "RatioOption",
+    "SchedulerOption",
+    "SourceArgument",
+    "StepOption",
+    "one_of",
+]
+
+
+def one_of(what: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
+    """Return the settings of an option or argument that takes one of some names.
+
+    Parameters
+    ----------
+    what : a name is of, for the error.
+    names : called when a value is checked or completed, so that ``--help`` loads no registry.
+
+    Returns
+    -------
+    dict
+        Keyword arguments of :func:`typer.Option`: completion, and a check that raises :class:`InputError`.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    def check(value: Any) -> Any:
+        for given in [value] if isinstance(value, str) else value or ():
+            if given not in names():
+                raise _unknown(what, given, names())
+        return value
+
+    return {"autocompletion": complete, "callback": check}
+
+
+def _unknown(what: str, given: str, names: Sequence[str]) -> InputError:
+    from difflib import get_close_matches
+
+    near = get_close_matches(given, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return InputError(f"no {what} {given!r}; there are {', '.join(names)}{hint}")
+
+
+def _estimators() -> Sequence[str]:
+    from gradstats.thresholds import ESTIMATORS
+
+    return tuple(ESTIMATORS)
+
+
+def _formats() -> Sequence[str]:
+    from gradstats.tables import FORMATS
+
+    return FORMATS
+
+
+def _kinds() -> Sequence[str]:
+    from gradstats.trace import Kind
+
+    return get_args(Kind)
+
+
+def _methods() -> Sequence[str]:
+    from gradstats._fit import METHODS
+
+    return METHODS
+
+
+def _models() -> Sequence[str]:
+    from gradstats._fit import MODELS
+
+    return (*MODELS, "all")
+
+
+def _quantities() -> Sequence[str]:
+    from gradstats.evolution import _BY_MODEL, _PLAIN
+
+    return (*_PLAIN, *_BY_MODEL, "threshold")
+
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A trace, a folder of traces, or a .npy, .npz, .safetensors or .pt file.",
+        show_default=False,
+    ),
+]
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help="table, json, csv, markdown or latex.",
+        metavar="FORMAT",
+        **one_of("format", _formats),
+    ),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write to this file.", metavar="FILE")
+]
+StepOption = Annotated[
+    list[int] | None, typer.Option("--step", help="Only this step (repeatable).")
+]
+RankOption = Annotated[
+    list[int] | None, typer.Option("--rank", help="Only this rank (repeatable).")
+]
+KindOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kind", help="Only gradient or corrected (repeatable).", **one_of("kind", _kinds)
+    ),
+]
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option("--scheduler", help="Do the work on this dask cluster.", metavar="ADDRESS"),
+]
+PerLayerOption = Annotated[bool, typer.Option("--per-layer", help="Also each parameter by itself.")]
+RatioOption = Annotated[
+    list[float] | None, typer.Option("--ratio", help="Kept fraction k/d (repeatable).")
+]
+EstimatorOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--estimator", help="Threshold rule (repeatable).", **one_of("estimator", _estimators)
+    ),
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="laplace, dgamma, double_genpareto (these if absent), norm, t, gennorm, dweibull, lognorm or all.",
+        **one_of("model", _models),
+    ),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        help="closed, moments, mle or pwm; closed forms where there are any if absent.",
+        **one_of("method", _methods),
+    ),
+]
+QuantityOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quantity",
+        help="mean, threshold, shape, p (these if absent), rms, max, scale, ks, … (repeatable).",
+        **one_of("quantity", _quantities),
+    ),
+]

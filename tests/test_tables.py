@@ -1,0 +1,73 @@
+"""Records as tables: numbers, nothing, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradstats.tables import render
+
+
+def test_rendering_of_numbers_and_nothing():
+    row = {
+        "a": 0.123456,
+        "b": float("nan"),
+        "c": True,
+        "d": {"x": 1.5, "loc": 0},
+        "e": 1e-7,
+        "f": None,
+    }
+    assert json.loads(render([row], "json"))[0]["b"] is None
+    assert (
+        render([row], "markdown").splitlines()[-1] == "| 0.123 | – | yes | x=1.50 | 1.0e-07 | – |"
+    )
+    assert render([], "json") == "[]"
+    assert render([], "csv") == ""
+    for format in ("table", "markdown", "latex"):
+        assert isinstance(render([], format), str)
+
+
+LAYER = "blocks.0.attention.projection.weight"
+ROWS = [
+    {"layer": LAYER, "params": "c=-0.412 scale=9.8e-04", "tail_error": 0.5, "wasserstein": 0.1 * i}
+    for i in (1, 2)
+] + [{"layer": "all", "params": "scale=9.8e-04", "tail_error": 1e-9, "wasserstein": 0.3}]
+
+
+@pytest.mark.parametrize("width", range(20, 120))
+def test_a_table_keeps_its_width_and_says_what_it_leaves_out(width):
+    text = render(ROWS, width=width)
+    body, _, left_out = text.partition("Too wide for")
+    assert max(map(len, text.splitlines())) <= width
+    said = " ".join(left_out.split())
+    for name, cell in (("tail error", "1.0e-09"), ("wasserstein", "0.300")):
+        # a number is whole, or its column is named as left out
+        assert (cell in body) != (name in said)
+
+
+def test_headers_break_before_cells_and_cells_between_words():
+    lines = render(ROWS, width=82).splitlines()
+    assert any(LAYER in line and "c=-0.412 scale=9.8e-04" in line for line in lines)
+    assert not any("tail error" in line for line in lines)
+    folded = render(ROWS, width=70).splitlines()
+    assert any("c=-0.412" in line and "scale" not in line for line in folded)
+    assert "Too wide" not in "".join(folded)
+
+
+def test_what_every_row_shares_is_said_once():
+    rows = [{"kind": "corrected", "ratio": 0.1, "n": i} for i in (1, 2)]
+    heading, facts, *table = render(rows, title="A title").splitlines()
+    assert (heading, facts) == ("A title", "kind corrected; ratio 0.1")
+    assert "corrected" not in "".join(table)
+    assert "corrected" in render(rows[:1]).splitlines()[-1]
+
+
+def test_names_are_no_markup():
+    assert "w[0]" in render([{"layer": "w[0]"}, {"layer": "[bold]"}])
+    assert "[bold]" in render([{"layer": "w[0]"}, {"layer": "[bold]"}])
+
+
+def test_color_only_where_wanted():
+    assert "\x1b[1m" in render(ROWS, color=True)
+    assert "\x1b" not in render(ROWS)
