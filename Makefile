@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean demo figures lab lint notebooks tables test types
+.PHONY: .venv clean demo docs figures lab lint notebooks tables test types
 
 demo: .venv
 	$(BIN)/gradstats demo --out demo
@@ -34,6 +34,10 @@ clean:
 # Execute the notebooks in place, so that the outputs committed are current.
 notebooks: .venv
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+# The documentation, in site/; a warning is an error.
+docs: .venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 figures: .venv
 	$(BIN)/python docs/figures.py
