@@ -5,17 +5,17 @@ Two lines in a training script::
     state = CompressionState(TopK(0.001), error_feedback=True)
     ddp_model.register_comm_hook(state, compression_hook)
 
-The gradient is compressed as one vector over the whole model, as in the papers: buckets are held until the last one
-arrives. The collective then runs on the calling thread, and nothing of Python's is left with a communication
-thread afterwards: releasing it while the interpreter shuts down would abort the process (see
-:mod:`gradstats.collectives.plain`).
+The gradient is compressed as one vector over the whole model, as in most papers: buckets are held until the last one
+arrives. Layer-wise systems (:class:`gradstats.compressors.Layerwise`) get every bucket at once, and communicate while
+backpropagation goes on. Either way nothing of Python's is left with a communication thread afterwards:
+releasing it while the interpreter shuts down would abort the process (see :mod:`gradstats.collectives.plain`).
 """
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations at run time.
 
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,55 +25,49 @@ import torch.distributed as dist
 # mypy does not see `dist.GradBucket`; this private path is the same class.
 from torch._C._distributed_c10d import GradBucket
 
+from gradstats._layout import ParameterLayout
 from gradstats.collectives.plain import all_reduce_mean
-from gradstats.compressors import Compressor, DenseReducer, Reduced, Reducer, SparseReducer
-from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
+from gradstats.compressors import (
+    Compressor,
+    DenseReducer,
+    Layerwise,
+    Reduced,
+    Reducer,
+    SparseReducer,
+)
+from gradstats.diagnostics import Diagnosis, StepRecord, diagnose
+from gradstats.errors import ExchangeError, GradstatsError, InputError, NonFiniteGradientError
 from gradstats.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.primitives import warm_up
+from gradstats.thresholds import target_count
 
-__all__ = ["CompressionState", "NonFinite", "StepRecord", "compression_hook", "dgc_warm_up"]
+__all__ = [
+    "CompressionState",
+    "Diagnosis",
+    "NonFinite",
+    "StepRecord",
+    "compression_hook",
+    "dgc_warm_up",
+]
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero"]
 
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A parameter and its gradient."""
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one rank's compressor did in one step.
-
-    Attributes
-    ----------
-    step : 0 for the first synchronised backward pass.
-    threshold : η on this rank, NaN without one.
-    selected : elements this rank sent, k̂.
-    numel : elements of the compressed part of the gradient, d.
-    bytes_sent : bytes of this rank's messages, padding included; the dense part's too.
-    union : positions at which any rank sent something: union ÷ k is the build-up.
-    select_seconds, communicate_seconds : of this rank's wall clock.
-    problem : what was wrong with the gradient and handled by policy; empty if nothing.
-    """
-
-    step: int
-    threshold: float
-    selected: int
-    numel: int
-    bytes_sent: int
-    union: int = 0
-    select_seconds: float = 0.0
-    communicate_seconds: float = 0.0
-    problem: str = ""
+_LARGEST_FLAG = 2**31 - 1
 
 
 @dataclass(slots=True)
 class _HeldBucket:
     buffer: torch.Tensor
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
+    pairs: list[_Pair]
     future: torch.futures.Future[torch.Tensor]
 
 
 def dgc_warm_up(
     steps_per_epoch: int, ratios: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
-) -> Callable[[int], float]:
+) -> Callable[[int], float | None]:
     """Return DGC's schedule: the n-th ratio in the n-th epoch, the last one from then on (Lin et al. 2018).
 
     A ratio of 1 is a dense step.
@@ -91,16 +85,18 @@ class CompressionState:
     memory : other than plain error feedback, such as :class:`gradstats.memory.MomentumCorrection`.
     named_parameters : ``model.named_parameters()``; gives the residuals the names under which they are
         checkpointed, and the flat gradient the model's order. Without it parameters are numbered
-        in the order of the first backward pass.
+        in the order of the first backward pass. Layer-wise systems need it.
     dense_below : parameters with fewer elements are averaged densely, in one message.
     exclude : name patterns (``fnmatch``) of parameters to average densely, such as ``"*.bias"`` or an output layer;
         needs `named_parameters`.
-    ratio_at : step to ratio, for warm-up (:func:`dgc_warm_up`); 1 is a dense step. For compressors with a ratio.
+    ratio_at : step to ratio, for warm-up (:func:`dgc_warm_up`); 1 is a dense step, None leaves the compressor's.
     clip : local clipping: each of n ranks' gradients is scaled to a norm of at most clip/√n before it is accumulated
-        (DGC).
+        (DGC). Layer-wise systems then send when the backward pass is over and the norm known.
     weight_decay : added to the gradient times the parameter before it is accumulated (RedSync, algorithm 4).
     nonfinite : what NaN or infinity on any rank does, on all of them: ``"raise"`` :class:`NonFiniteGradientError`;
         ``"skip"`` the step, with an update of zero and memories untouched; ``"zero"`` takes such elements as zero.
+    diagnose_every : in every n-th step, all-reduce the dense gradient too, and compare (:attr:`diagnosis`); 0 for
+        never.
     process_group : the group to average over; the default one if None.
 
     Notes
@@ -118,10 +114,11 @@ class CompressionState:
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         dense_below: int = 0,
         exclude: Sequence[str] = (),
-        ratio_at: Callable[[int], float] | None = None,
+        ratio_at: Callable[[int], float | None] | None = None,
         clip: float | None = None,
         weight_decay: float = 0.0,
         nonfinite: NonFinite = "raise",
+        diagnose_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         warm_up()  # here, where it stalls nobody, and not in the first backward pass
@@ -130,8 +127,8 @@ class CompressionState:
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
         self.reducer = compressor if isinstance(compressor, Reducer) else SparseReducer(compressor)
-        if ratio_at is not None and not hasattr(self._ratio_owner(), "ratio"):
-            raise InputError(f"{type(compressor).__name__} has no ratio to schedule")
+        if isinstance(self.reducer, Layerwise) and named_parameters is None:
+            raise InputError("a layer-wise system needs named_parameters")
         wanted = self.reducer.feedback if error_feedback is None else error_feedback
         if (wanted or memory is not None) and not self.reducer.feedback:
             raise InputError(f"{type(self.reducer).__name__} leaves no residual to feed back")
@@ -140,21 +137,22 @@ class CompressionState:
         self.clip = clip
         self.weight_decay = weight_decay
         self.nonfinite = nonfinite
+        self.diagnose_every = diagnose_every
         self.process_group = process_group
         self.step = 0
+        self._set_ratio()  # raises now, not in the first backward pass
         self.last: StepRecord | None = None
         """Record of the last step, None before the first."""
-        self._dense_below = dense_below
-        self._exclude = tuple(exclude)
+        self.diagnosis: Diagnosis | None = None
+        """Of the last step diagnosed."""
+        self._layout = ParameterLayout(dense_below, exclude)
         self._held: list[_HeldBucket] = []
-        self._names: list[str] = []
-        self._slots: dict[int, slice] = {}
-        self._dense: dict[int, slice] = {}
-        self._numel = self._dense_numel = 0
-        self._known = self._allocated = False
+        self._dense = torch.empty(0)
+        self._problem = ""
+        self._allocated = False
         self._restored: Mapping[str, Any] | None = None
         if named_parameters is not None:
-            self._lay_out((n, p) for n, p in named_parameters if p.requires_grad)
+            self._layout.add((n, p) for n, p in named_parameters if p.requires_grad)
 
     @property
     def error_feedback(self) -> bool:
@@ -165,20 +163,9 @@ class CompressionState:
         """Return the object whose ``ratio`` decides how much is sent."""
         return self.reducer.compressor if isinstance(self.reducer, SparseReducer) else self.reducer
 
-    def _lay_out(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._known = True
-        for name, parameter in named_parameters:
-            n = parameter.numel()
-            if n < self._dense_below or any(fnmatch.fnmatchcase(name, e) for e in self._exclude):
-                self._dense[id(parameter)] = slice(self._dense_numel, self._dense_numel + n)
-                self._dense_numel += n
-                continue
-            self._names.append(name)
-            self._slots[id(parameter)] = slice(self._numel, self._numel + n)
-            self._numel += n
-
     def _allocate(self, device: torch.device) -> None:
-        self.memory.allocate(self._numel, device)
+        self.memory.allocate(self._layout.numel, device)
+        self._dense = torch.zeros(self._layout.dense_numel, device=device)
         self._allocated = True
         if self._restored is not None:
             self._restore(self._restored)
@@ -190,7 +177,7 @@ class CompressionState:
         A float32 view of the parameter's shape; None before the first step, without error feedback, or where the memory
         is not a mere sum (:meth:`corrected` knows).
         """
-        slot = self._slots.get(id(parameter))
+        slot = self._layout.slots.get(id(parameter))
         if not self._allocated or slot is None or self.memory.residual is None:
             return None
         return self.memory.residual[slot].view(parameter.shape)
@@ -201,7 +188,7 @@ class CompressionState:
         But for clipping, which needs the whole gradient, and weight decay.
         """
         flat = gradient.detach().reshape(-1)
-        slot = self._slots.get(id(parameter))
+        slot = self._layout.slots.get(id(parameter))
         if not self._allocated or slot is None:
             return flat
         return self.memory.preview(flat, slot)
@@ -214,7 +201,7 @@ class CompressionState:
         memory: dict[str, dict[str, torch.Tensor]] = {}
         if self._allocated:
             for kind, tensor in self.memory.tensors().items():
-                parts = zip(self._names, self._slots.values(), strict=True)
+                parts = self._layout.parts()
                 memory[kind] = {name: tensor[slot].clone() for name, slot in parts}
         elif self._restored is not None:
             memory = dict(self._restored["memory"])
@@ -252,138 +239,213 @@ class CompressionState:
         for kind, saved in state["memory"].items():
             if kind not in tensors:
                 raise InputError(f"the checkpoint's memory is another: it holds {kind}")
-            if list(saved) != self._names:
-                odd = sorted(set(saved) ^ set(self._names)) or ["order of parameters"]
+            if list(saved) != self._layout.names:
+                odd = sorted(set(saved) ^ set(self._layout.names)) or ["order of parameters"]
                 raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
-            for name, slot in zip(self._names, self._slots.values(), strict=True):
+            for name, slot in self._layout.parts():
                 tensors[kind][slot].copy_(saved[name])
 
     def _hold(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take a bucket; on the last one of the iteration, communicate and complete them all."""
         if bucket.index() == 0:  # also drops what an interrupted backward pass left
             self._held.clear()
+            self._problem = ""
+            if isinstance(self.reducer, Layerwise):
+                self.reducer.abandon()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        held = _HeldBucket(bucket.buffer(), bucket.parameters(), bucket.gradients(), future)
-        self._held.append(held)
-        if bucket.is_last():
-            buckets, self._held = self._held, []
-            self._synchronise(buckets)
-            for each in buckets:
-                each.future.set_result(each.buffer)
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        self._held.append(_HeldBucket(bucket.buffer(), pairs, future))
+        with self._lost_ranks_named():
+            if self._streams():
+                self._push(pairs, self._take(pairs))
+            if bucket.is_last():
+                buckets, self._held = self._held, []
+                self._synchronise([pair for each in buckets for pair in each.pairs])
+                for each in buckets:
+                    each.future.set_result(each.buffer)
         return future
 
-    def _synchronise(self, buckets: list[_HeldBucket]) -> None:
-        if not self._known:
-            parameters = [p for bucket in buckets for p in bucket.parameters]
-            self._lay_out((str(i), p) for i, p in enumerate(parameters))
-        if not self._allocated:
-            self._allocate(buckets[0].buffer.device)
-        pairs = [
-            pair
-            for bucket in buckets
-            for pair in zip(bucket.parameters, bucket.gradients, strict=True)
-        ]
-        dense = self._accumulate(pairs)
-        problem = ""
-        bad = self._count_bad(dense)
-        if bad and self.nonfinite == "zero":
-            problem = f"{bad} NaN or infinite elements taken as zero{self._where(dense)}"
-            for _, gradient in pairs:
-                gradient.nan_to_num_(0.0, 0.0, 0.0)
-            dense = self._accumulate(pairs)
-            bad = self._count_bad(dense)
+    @contextmanager
+    def _lost_ranks_named(self) -> Iterator[None]:
         try:
-            reduced = self._reduce(min(bad, 2**31 - 1))
+            yield
+        except GradstatsError:
+            raise
         except RuntimeError as error:  # what every backend raises when a peer is gone or late
             why = str(error).strip().splitlines() or [type(error).__name__]
             raise ExchangeError(
                 f"step {self.step}: the exchange failed, a rank may be lost: {why[0]}"
             ) from error
+
+    def _ratio(self) -> float | None:
+        """Return the ratio scheduled for this step."""
+        return None if self.ratio_at is None else self.ratio_at(self.step)
+
+    def _dense_step(self) -> bool:
+        return (self._ratio() or 0) >= 1
+
+    def _streams(self) -> bool:
+        """Tell whether buckets are sent as they come."""
+        return isinstance(self.reducer, Layerwise) and self.clip is None and not self._dense_step()
+
+    def _push(self, pairs: list[_Pair], flag: int) -> None:
+        """Give parameters that are ready to a layer-wise system."""
+        assert isinstance(self.reducer, Layerwise)
+        self._set_ratio()
+        slots = self._layout.slots
+        layers = [
+            (self._layout.name(parameter), slots[id(parameter)])
+            for parameter, _ in pairs
+            if id(parameter) in slots
+        ]
+        self.reducer.push(self.memory.corrected, layers, self.process_group, flag)
+
+    def _set_ratio(self) -> None:
+        ratio = self._ratio()
+        if ratio is not None and ratio < 1:
+            owner = self._ratio_owner()
+            if not hasattr(owner, "ratio"):
+                raise InputError(f"{type(owner).__name__} has no ratio to schedule")
+            owner.ratio = ratio
+
+    def _synchronise(self, pairs: list[_Pair]) -> None:
+        """Exchange, put the average into the gradients, and settle the memory."""
+        layout = self._layout
+        if not layout.known:
+            layout.add((str(i), parameter) for i, (parameter, _) in enumerate(pairs))
+        flag, dense_step = 0, self._dense_step()
+        if not self._streams():
+            flag = self._take(pairs)
+            if isinstance(self.reducer, Layerwise) and not dense_step:
+                self._push(pairs, flag)
+        self._set_ratio()
+        reducer = DenseReducer() if dense_step else self.reducer
+        corrected = self.memory.corrected
+        diagnosed = self.diagnose_every > 0 and self.step % self.diagnose_every == 0
+        dense_mean = corrected.clone() if diagnosed else None
+        # before the exchange, after which the ratios may change
+        targets = [self._target(name, slot.stop - slot.start) for name, slot in layout.parts()]
+        target = self._whole_target(targets, dense_step)
+        reduced = reducer.reduce(corrected, self.process_group, flag)
         if any(reduced.flags):
-            problem = self._describe(reduced.flags, dense)
-            if self.nonfinite == "raise":
-                raise NonFiniteGradientError(problem)
-            for _, gradient in pairs:
-                gradient.zero_()
-            self.last = StepRecord(
-                self.step, math.nan, 0, self._numel, reduced.bytes_sent, problem=problem
-            )
-            self.step += 1
+            self._refuse(pairs, reduced)
             return
         assert reduced.mean is not None
         assert reduced.residual is not None
-        if self._dense_numel:
-            all_reduce_mean(dense, self.process_group)
+        if layout.dense_numel:
+            all_reduce_mean(self._dense, self.process_group)
         for parameter, gradient in pairs:
-            slot = self._slots.get(id(parameter))
-            part = dense[self._dense[id(parameter)]] if slot is None else reduced.mean[slot]
+            slot = layout.slots.get(id(parameter))
+            dense = layout.dense_slots.get(id(parameter))
+            part = self._dense[dense] if slot is None else reduced.mean[slot]
             gradient.copy_(part.view(gradient.shape))
+        if dense_mean is not None:
+            self.diagnosis = diagnose(
+                self.step,
+                layout.parts(),
+                targets,
+                reduced.mean,
+                all_reduce_mean(dense_mean, self.process_group),
+                reduced.sent,
+                reduced.residual,
+            )
         self.memory.settle(reduced.residual, reduced.sent)
         self.last = StepRecord(
             step=self.step,
             threshold=reduced.threshold,
             selected=reduced.selected,
-            numel=self._numel,
-            bytes_sent=reduced.bytes_sent + dense.numel() * dense.element_size(),
+            target=target,
+            numel=layout.numel,
+            bytes_sent=reduced.bytes_sent + self._dense.numel() * self._dense.element_size(),
             union=reduced.union,
             select_seconds=reduced.select_seconds,
             communicate_seconds=reduced.communicate_seconds,
-            problem=problem,
+            overlapped_seconds=reduced.overlapped_seconds,
+            problem=self._problem,
         )
         self.step += 1
 
-    def _accumulate(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Write gradient plus memory of the compressed part; return the dense part, (its elements,)."""
+    def _target(self, name: str, numel: int) -> int:
+        """Return k of a layer, or of the whole; 0 where there is none."""
+        if isinstance(self.reducer, Layerwise) and name in self.reducer.compressors:
+            return self.reducer.compressors[name].target(numel)
+        ratio = getattr(self._ratio_owner(), "ratio", None)
+        return 0 if ratio is None else target_count(ratio, numel)
+
+    def _whole_target(self, targets: list[int], dense_step: bool) -> int:
+        if dense_step:
+            return self._layout.numel
+        if isinstance(self.reducer, Layerwise):
+            return sum(targets)
+        return self._target("", self._layout.numel)
+
+    def _refuse(self, pairs: list[_Pair], reduced: Reduced) -> None:
+        """Raise, or take the step as one of zero gradients: a gradient somewhere is not finite."""
+        problem = self._describe(reduced.flags)
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError(problem)
+        for _, gradient in pairs:
+            gradient.zero_()
+        self.last = StepRecord(
+            self.step, math.nan, 0, self._layout.numel, reduced.bytes_sent, problem=problem
+        )
+        self.step += 1
+
+    def _take(self, pairs: list[_Pair]) -> int:
+        """Add the memory to gradients; return how many elements are not finite, after the policy saw to them."""
+        if not self._allocated:
+            self._allocate(pairs[0][1].device)
+        bad = self._count_bad(self._accumulate(pairs))
+        if bad and self.nonfinite == "zero":
+            self._problem = f"{bad} NaN or infinite elements taken as zero{self._where()}"
+            for _, gradient in pairs:
+                gradient.nan_to_num_(0.0, 0.0, 0.0)
+            bad = self._count_bad(self._accumulate(pairs))
+        return min(bad, _LARGEST_FLAG)
+
+    def _accumulate(self, pairs: list[_Pair]) -> list[torch.Tensor]:
+        """Write gradient plus memory of the compressed part, and the dense part; return what was written."""
         scale = 1.0
         if self.clip is not None:
             norm = math.sqrt(sum(float(g.detach().norm()) ** 2 for _, g in pairs))
             bound = self.clip / math.sqrt(dist.get_world_size(self.process_group))
             scale = min(1.0, bound / norm) if norm > 0 else 1.0
-        dense = torch.empty(self._dense_numel, device=self.memory.corrected.device)
+        written = []
         for parameter, gradient in pairs:
+            self._layout.check(parameter)
             flat = gradient.detach().reshape(-1)
             if scale != 1.0:
                 flat = flat * scale
             if self.weight_decay:
                 flat = torch.add(flat, parameter.detach().reshape(-1), alpha=self.weight_decay)
-            slot = self._slots.get(id(parameter))
+            slot = self._layout.slots.get(id(parameter))
             if slot is not None:
                 self.memory.add(flat, slot)
-            elif id(parameter) in self._dense:
-                dense[self._dense[id(parameter)]] = flat.to(torch.float32)
+                written.append(self.memory.corrected[slot])
             else:
-                raise InputError(
-                    "the hook met a parameter that named_parameters did not list; pass the model DDP wraps"
-                )
-        return dense
+                part = self._dense[self._layout.dense_slots[id(parameter)]]
+                written.append(part.copy_(flat))
+        return written
 
-    def _count_bad(self, dense: torch.Tensor) -> int:
-        corrected = self.memory.corrected
-        if torch.isfinite(corrected.sum() + dense.sum()):  # one pass; a false alarm costs one more
+    @staticmethod
+    def _count_bad(parts: list[torch.Tensor]) -> int:
+        # one pass; a false alarm, sums that overflow, costs one more
+        if torch.isfinite(torch.stack([part.sum() for part in parts]).sum()):
             return 0
-        parts = corrected, dense
         return sum(part.numel() - int(torch.isfinite(part).sum()) for part in parts)
 
-    def _reduce(self, flag: int) -> Reduced:
-        """Exchange the corrected gradient; densely in a step whose ratio is 1."""
-        if self.ratio_at is not None:
-            ratio = self.ratio_at(self.step)
-            if ratio >= 1:
-                return DenseReducer().reduce(self.memory.corrected, self.process_group, flag)
-            self._ratio_owner().ratio = ratio
-        return self.reducer.reduce(self.memory.corrected, self.process_group, flag)
-
-    def _where(self, dense: torch.Tensor) -> str:
+    def _where(self) -> str:
         """Name the first parameter whose gradient is not finite here, if any is."""
-        for name, slot in zip(self._names, self._slots.values(), strict=True):
+        for name, slot in self._layout.parts():
             if not torch.isfinite(self.memory.corrected[slot]).all():
                 return f" (here first in parameter {name})"
-        return " (here in a densely averaged parameter)" if not torch.isfinite(dense).all() else ""
+        dense = torch.isfinite(self._dense).all()
+        return "" if dense else " (here in a densely averaged parameter)"
 
-    def _describe(self, flags: list[int], dense: torch.Tensor) -> str:
+    def _describe(self, flags: list[int]) -> str:
         """Return the same sentence on every rank, with the parameter on the ranks that can name it."""
         ranks = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(flags) if n)
-        return f"step {self.step}: NaN or infinite gradient elements: {ranks}{self._where(dense)}"
+        return f"step {self.step}: NaN or infinite gradient elements: {ranks}{self._where()}"
 
 
 def compression_hook(

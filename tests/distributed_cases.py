@@ -26,7 +26,7 @@ def model(seed=0):
 def gather_cases(rank, world):
     """Ragged all-gathers against the dense mean: unequal, empty and full selections, duplicates."""
     numel = 1000
-    gather = SparseAllGather(capacity=8)
+    gather = SparseAllGather()
     report = []
     for case in range(12):
         rng = np.random.default_rng([case, rank])
@@ -38,17 +38,19 @@ def gather_cases(rank, world):
         dense = torch.zeros(numel)
         dense[indices] = values
         dist.all_reduce(dense)
-        got = gather(indices, values, numel, flag=rank + case)
-        mean = got.mean(numel)
+        got = gather([(indices, values)], numel, flag=rank + case, expected=(8, 8))
+        mean = torch.zeros(numel)
+        got.add_to(mean)
+        mean /= world
+        ((own_indices, own_values),) = got.selections[rank]
         report.append(
             {
                 "error": float((mean - dense / world).abs().max()),
-                "own": torch.equal(got.indices[rank], indices)
-                and torch.equal(got.values[rank], values),
+                "own": torch.equal(own_indices, indices) and torch.equal(own_values, values),
                 "flags": got.flags,
                 "messages": got.messages,
                 "mean": mean.numpy(),
-                "capacity": gather.capacity,
+                "capacity": gather.words.capacity,
             }
         )
     return report
@@ -57,8 +59,9 @@ def gather_cases(rank, world):
 def wide_indices(rank, world):
     """Indices beyond 32 bits travel as 64-bit ones."""
     indices = torch.tensor([1, 2**31 + rank, 2**40])
-    got = SparseAllGather(2)(indices, torch.arange(3.0), numel=2**41)
-    return [i.tolist() for i in got.indices], [v.tolist() for v in got.values]
+    got = SparseAllGather()([(indices, torch.arange(3.0))], numel=2**41, expected=(2, 2))
+    selections = [selection for (selection,) in got.selections]
+    return [i.tolist() for i, _ in selections], [v.tolist() for _, v in selections]
 
 
 class Ragged(TopK):
@@ -122,7 +125,7 @@ def train(rank, world, steps, error_feedback, ragged, named):
         sent[message.indices] = message.values
         # sent + residual = gradient + old residual, to the last bit
         for p in net.parameters():
-            slot = state._slots[id(p)]
+            slot = state._layout.slots[id(p)]
             after = state.residual(p)
             total = sent[slot].view_as(p) + (torch.zeros_like(p) if after is None else after)
             if error_feedback:
@@ -130,7 +133,7 @@ def train(rank, world, steps, error_feedback, ragged, named):
         dense = sent.clone()
         dist.all_reduce(dense)
         for p in net.parameters():
-            expected = dense[state._slots[id(p)]].view_as(p) / world
+            expected = dense[state._layout.slots[id(p)]].view_as(p) / world
             worst = max(worst, float((p.grad - expected).abs().max()))
         optimizer.step()
     parameters = torch.cat([p.detach().reshape(-1) for p in net.parameters()])

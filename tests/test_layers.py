@@ -22,7 +22,10 @@ LAYERS = [
     "gradstats.collectives",
     "gradstats.compressors",
     "gradstats.memory",
+    "gradstats.diagnostics",
+    "gradstats._layout",
     "gradstats.hooks",
+    "gradstats.systems",
     "gradstats.trace",
     "capture",
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from gradstats.collectives.packed import Ragged, index_dtype
+from gradstats.collectives.packed import index_dtype
+from gradstats.collectives.ragged import RaggedAllGather
 
 __all__ = ["GatheredIndices", "IndexAllGather"]
-
-_HEADER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class GatheredIndices:
     indices : per rank, int64 tensor (k̂_r,).
     numbers : per rank, the float32 number it attached.
     flags : per rank, the integer it attached.
-    bytes_sent : bytes of this rank's own messages, padding included.
+    bytes_sent : bytes of this rank's own messages, header and padding included.
     """
 
     indices: list[torch.Tensor]
@@ -31,18 +31,25 @@ class GatheredIndices:
     bytes_sent: int
 
 
-class IndexAllGather(Ragged):
-    """All-gather of positions of different number on every rank, with one number and one flag each.
+class IndexAllGather:
+    """All-gather of `[number | indices]`, of different length on every rank.
 
-    Each message is `[count, flag, number | indices]` in 32-bit words. As in
-    :class:`gradstats.collectives.SparseAllGather` it is padded to a capacity derived from the counts that all ranks
-    have seen; what does not fit travels in a second one.
-
-    Parameters are those of :class:`gradstats.collectives.packed.Ragged`.
+    Attributes
+    ----------
+    words : the exchange below; its ``capacity`` is all there is to checkpoint.
     """
 
+    def __init__(self) -> None:
+        self.words = RaggedAllGather()
+
     def __call__(
-        self, indices: torch.Tensor, numel: int, number: float = 0.0, flag: int = 0
+        self,
+        indices: torch.Tensor,
+        numel: int,
+        group: dist.ProcessGroup | None = None,
+        number: float = 0.0,
+        flag: int = 0,
+        expected: int = 1,
     ) -> GatheredIndices:
         """Exchange this rank's positions for everybody's.
 
@@ -50,41 +57,19 @@ class IndexAllGather(Ragged):
         ----------
         indices : int64 (k̂,); may be empty.
         numel : elements of the dense gradient; decides the width of an index (32 bits below 2³¹).
+        group : of the ranks; the default one if None.
         number : a float32 every rank learns from every other.
         flag : likewise a small integer.
+        expected : indices to make room for in the very first call, equal on all ranks.
         """
         dtype = index_dtype(numel)
-        words = dtype.itemsize // torch.int32.itemsize
-        packed = indices.to(dtype).contiguous().view(torch.int32)
-        capacity = self.capacity
-        header = torch.tensor([indices.numel(), flag, 0], dtype=torch.int32)
-        header[2:].view(torch.float32)[0] = number
-        parts = [
-            self._gather(
-                torch.cat([header.to(indices.device), packed[: capacity * words]]),
-                _HEADER + capacity * words,
-            )
-        ]
-        headers = parts[0][:, :_HEADER].cpu()
-        counts = headers[:, 0].tolist()
-        rest = max(counts) - capacity
-        if rest > 0:
-            parts.append(self._gather(packed[capacity * words :], rest * words))
-        sent_bytes = sum(part.shape[1] * part.element_size() for part in parts)
-        flags = headers[:, 1].tolist()
-        self._adapt(max(counts), flags)
-        bodies = torch.cat([parts[0][:, _HEADER:], *parts[1:]], dim=1)
-        # clone: the index words may start at an odd offset that an int64 view would refuse
-        gathered = [bodies[r, : n * words].clone().view(dtype).long() for r, n in enumerate(counts)]
+        attached = torch.tensor([number], device=indices.device).view(torch.int32)
+        words = torch.cat([attached, indices.to(dtype).contiguous().view(torch.int32)])
+        gathered = self.words(words, group, flag, 1 + expected * dtype.itemsize // 4)
         return GatheredIndices(
-            indices=gathered,
-            numbers=headers[:, 2].contiguous().view(torch.float32).tolist(),
-            flags=flags,
-            bytes_sent=sent_bytes,
+            # clone: the index words start at an odd offset that a view of 64-bit integers would refuse
+            indices=[each[1:].clone().view(dtype).long() for each in gathered.words],
+            numbers=[float(each[:1].view(torch.float32)) for each in gathered.words],
+            flags=gathered.flags,
+            bytes_sent=gathered.bytes_sent,
         )
-
-    def _gather(self, sent: torch.Tensor, length: int) -> torch.Tensor:
-        """All-gather one message, padded to `length` words; return int32 (world, length)."""
-        message = torch.zeros(length, dtype=torch.int32, device=sent.device)
-        message[: sent.numel()] = sent
-        return self._exchange(message)

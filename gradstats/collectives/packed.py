@@ -1,24 +1,81 @@
-"""A ragged sparse all-gather in one packed message.
+"""Sparse selections packed into words, and their all-gather.
 
-Each rank sends `[count, flag | indices | values]` as one tensor of 32-bit words, and every rank decodes every
-message by the sender's own count. All messages of a collective must have the same length, so they are padded to a
-capacity that all ranks derive from the counts they have all seen. When a count exceeds it, one more
-message carries the rest: nothing is ever dropped, and in a steady state there is one message a step.
+A selection is `[count, number of values | indices | values]` in 32-bit words, several of them one after the other.
+Indices take 32 bits where that is enough, values 32 or 16, or one value stands for all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.plain import all_gather
+from gradstats.collectives.ragged import RaggedAllGather
+from gradstats.errors import InputError
 
-__all__ = ["GatheredSelections", "Ragged", "SparseAllGather", "index_dtype"]
+__all__ = [
+    "VALUE_DTYPES",
+    "GatheredSelections",
+    "Selection",
+    "SparseAllGather",
+    "index_dtype",
+    "pack",
+    "unpack",
+]
+
+Selection: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Positions int64 (k̂,) and values (k̂,), or (1,) where one stands for all."""
+
+VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What values may travel as."""
 
 _HEADER = 2
 _INT32_LIMIT = 2**31
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """Return the integer that holds every position of a gradient of `numel` elements: 32 bits below 2³¹."""
+    return torch.int32 if numel < _INT32_LIMIT else torch.int64
+
+
+def pack(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return a selection as int32 words.
+
+    Parameters
+    ----------
+    indices : int64 (k̂,), below `numel`.
+    values : (k̂,) or (1,), of the dtype they travel as.
+    numel : elements of the dense gradient; decides the width of an index.
+    """
+    header = torch.tensor(
+        [indices.numel(), values.numel()], dtype=torch.int32, device=indices.device
+    )
+    if values.itemsize == 2 and values.numel() % 2:
+        values = torch.cat([values, values.new_zeros(1)])
+    positions = indices.to(index_dtype(numel)).contiguous()
+    return torch.cat([header, positions.view(torch.int32), values.contiguous().view(torch.int32)])
+
+
+def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) -> list[Selection]:
+    """Return the selections packed one after the other, values as float32."""
+    width, selections, start = index_dtype(numel), [], 0
+
+    def take(count: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal start
+        length = -(-count * dtype.itemsize // words.itemsize)
+        # clone: words may start at an odd offset that a view of 64-bit integers would refuse
+        part = words[start : start + length].clone().view(dtype)[:count]
+        start += length
+        return part
+
+    while start < words.numel():
+        count, number = take(_HEADER, torch.int32).tolist()
+        indices = take(count, width).long()
+        selections.append((indices, take(number, dtype).float()))
+    return selections
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,138 +84,78 @@ class GatheredSelections:
 
     Attributes
     ----------
-    indices : per rank, int64 tensor (k̂_r,).
-    values : per rank, float32 tensor (k̂_r,).
+    selections : per rank, its selections; values are float32.
     flags : per rank, the integer it attached.
-    bytes_sent : bytes of this rank's own messages, padding included.
+    bytes_sent : bytes of this rank's own messages, header and padding included.
     messages : collectives it took, 1 or 2.
     """
 
-    indices: list[torch.Tensor]
-    values: list[torch.Tensor]
+    selections: list[list[Selection]]
     flags: list[int]
     bytes_sent: int
     messages: int
 
-    def mean(self, numel: int) -> torch.Tensor:
-        """Return the dense average over ranks, float32 (numel,); the same bits on every rank."""
-        total = torch.zeros(numel, device=self.values[0].device)
-        for indices, values in zip(self.indices, self.values, strict=True):
-            total.index_add_(0, indices, values)
-        return total.div_(len(self.values))
+    def add_to(self, total: torch.Tensor) -> None:
+        """Add what all ranks sent, rank after rank, so that every rank gets the same bits."""
+        for rank in self.selections:
+            for indices, values in rank:
+                total.index_add_(0, indices, values.expand(indices.shape))
 
 
-def index_dtype(numel: int) -> torch.dtype:
-    """Return the integer that holds every position of a gradient of `numel` elements: 32 bits below 2³¹."""
-    return torch.int32 if numel < _INT32_LIMIT else torch.int64
-
-
-class Ragged:
-    """An all-gather of messages of different length, padded to a capacity that it adapts.
-
-    The instance remembers the capacity between calls; it must be called the same number of times on all ranks, with the
-    same `numel`.
+class SparseAllGather:
+    """All-gather of selections of different size on every rank, in one packed message.
 
     Parameters
     ----------
-    capacity : elements the first message has room for, equal on all ranks. The target k is a good choice.
-    process_group : the group; the default one if None.
+    dtype : values travel as, one of :data:`VALUE_DTYPES`.
+
+    Attributes
+    ----------
+    words : the exchange below; its ``capacity`` is all there is to checkpoint.
     """
 
-    def __init__(self, capacity: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
-        self.capacity = max(1, capacity)
-        self.process_group = process_group
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in VALUE_DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in VALUE_DTYPES)
+            raise InputError(f"values travel as {names}, not {dtype}")
+        self.dtype = dtype
+        self.words = RaggedAllGather()
 
-    def _adapt(self, largest: int, flags: list[int]) -> None:
-        """Leave a quarter of room above the largest count; shrink only when half the message is padding.
-
-        A refused step, whose messages may be empty, says nothing about the next one's size.
-        """
-        if not any(flags) and (largest > self.capacity or largest < self.capacity // 2):
-            self.capacity = max(1, largest + largest // 4)
-
-    def _exchange(self, message: torch.Tensor) -> torch.Tensor:
-        """All-gather int32 (words,); return (world, words)."""
-        world = dist.get_world_size(self.process_group)
-        gathered = message.new_empty(world * message.numel())
-        all_gather(gathered, message, self.process_group)
-        return gathered.view(world, -1)
-
-
-class SparseAllGather(Ragged):
-    """All-gather of (indices, values) of different lengths on every rank.
-
-    Parameters are those of :class:`Ragged`.
-    """
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values as they will travel; those too large for 16 bits become the largest there is."""
+        if self.dtype == torch.float32:
+            return values.to(torch.float32)
+        largest = torch.finfo(self.dtype).max
+        return values.clamp(-largest, largest).to(self.dtype)
 
     def __call__(
-        self, indices: torch.Tensor, values: torch.Tensor, numel: int, flag: int = 0
+        self,
+        selections: Sequence[Selection],
+        numel: int,
+        group: dist.ProcessGroup | None = None,
+        flag: int = 0,
+        expected: tuple[int, int] = (1, 1),
+        device: torch.device | str = "cpu",
     ) -> GatheredSelections:
-        """Exchange this rank's selection for everybody's.
+        """Exchange this rank's selections for everybody's.
 
         Parameters
         ----------
-        indices : int64 (k̂,), positions in the flattened gradient; may be empty.
-        values : (k̂,), any floating dtype, sent as float32.
+        selections : positions, below `numel`, and values as :meth:`rounded` returns them. There may be none.
         numel : elements of the dense gradient; decides the width of an index (32 bits below 2³¹).
+        group : of the ranks; the default one if None.
         flag : a small integer every rank learns from every other, such as a count of bad elements.
+        expected : positions and values to make room for in the very first call, equal on all ranks.
+        device : of the message.
         """
-        count = int(indices.numel())
-        words = index_dtype(numel).itemsize // torch.int32.itemsize
-        values = values.to(torch.float32)
-        capacity = self.capacity
-        first = self._gather(indices[:capacity], values[:capacity], capacity, words, count, flag)
-        counts = first[:, 0].tolist()
-        rest = max(counts) - capacity
-        parts = [(first, capacity)]
-        if rest > 0:
-            more = self._gather(
-                indices[capacity:], values[capacity:], rest, words, max(0, count - capacity), flag
-            )
-            parts.append((more, rest))
-        flags = first[:, 1].tolist()
-        self._adapt(max(counts), flags)
-        gathered = [self._decode(parts, rank, words) for rank in range(len(counts))]
+        words = [torch.empty(0, dtype=torch.int32, device=device)]
+        words += [pack(indices, values, numel) for indices, values in selections]
+        positions, values = expected
+        room = positions * index_dtype(numel).itemsize + values * self.dtype.itemsize
+        gathered = self.words(torch.cat(words), group, flag, _HEADER + -(-room // 4))
         return GatheredSelections(
-            indices=[i for i, _ in gathered],
-            values=[v for _, v in gathered],
-            flags=flags,
-            bytes_sent=sum(part.shape[1] * part.element_size() for part, _ in parts),
-            messages=len(parts),
+            selections=[unpack(each, numel, self.dtype) for each in gathered.words],
+            flags=gathered.flags,
+            bytes_sent=gathered.bytes_sent,
+            messages=gathered.messages,
         )
-
-    def _gather(
-        self,
-        indices: torch.Tensor,
-        values: torch.Tensor,
-        capacity: int,
-        words: int,
-        count: int,
-        flag: int,
-    ) -> torch.Tensor:
-        """All-gather one message; return int32 (world, words)."""
-        message = torch.zeros(
-            _HEADER + capacity * (words + 1), dtype=torch.int32, device=values.device
-        )
-        message[0], message[1] = count, flag
-        width = torch.int32 if words == 1 else torch.int64
-        sent = values.numel()
-        message[_HEADER : _HEADER + sent * words] = indices.to(width).view(torch.int32)
-        offset = _HEADER + capacity * words
-        message[offset : offset + sent] = values.contiguous().view(torch.int32)
-        return self._exchange(message)
-
-    @staticmethod
-    def _decode(
-        parts: list[tuple[torch.Tensor, int]], rank: int, words: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        indices, values = [], []
-        for gathered, capacity in parts:
-            row = gathered[rank]
-            # clone: the index words start at an odd offset that an int64 view would refuse
-            sent = min(int(row[0]), capacity)
-            packed = row[_HEADER : _HEADER + sent * words].clone()
-            indices.append(packed.view(torch.int32 if words == 1 else torch.int64).long())
-            offset = _HEADER + capacity * words
-            values.append(row[offset : offset + sent].clone().view(torch.float32))
-        return torch.cat(indices), torch.cat(values)

@@ -7,6 +7,8 @@ from typing import Any
 from gradstats.compressors.base import Compressed, Compressor, Reduced, Reducer
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.dense import DenseReducer
+from gradstats.compressors.lags import LAGS
+from gradstats.compressors.layerwise import Layerwise
 from gradstats.compressors.marsit import Marsit
 from gradstats.compressors.micro import MiCRO
 from gradstats.compressors.randomk import RandomK
@@ -19,6 +21,7 @@ from gradstats.thresholds import ESTIMATORS, make_estimator
 
 __all__ = [
     "COMPRESSORS",
+    "LAGS",
     "SELECTIONS",
     "SSDM",
     "CLTk",
@@ -27,6 +30,7 @@ __all__ = [
     "Compressor",
     "DenseReducer",
     "EFSignSGD",
+    "Layerwise",
     "Marsit",
     "MiCRO",
     "RandomK",
@@ -48,6 +52,7 @@ _SPARSE_SYSTEMS: dict[str, Any] = {
     "micro": MiCRO,
     "cltk": CLTk,
     "randomk": RandomK,
+    "lags": LAGS,
     "redsync-quantised": lambda ratio, **options: RedSync(ratio, quantise=True, **options),
 }
 _SIGN_SYSTEMS: dict[str, Any] = {

@@ -21,7 +21,7 @@ class Compressed:
     Attributes
     ----------
     indices : int64 tensor (k̂,), ascending positions in the flat gradient.
-    values : tensor (k̂,), the gradient's values there.
+    values : tensor (k̂,), the gradient's values there; or (1,), one value that stands for all of them.
     threshold : η the selection used, NaN for a compressor without one.
     """
 
@@ -31,7 +31,14 @@ class Compressed:
 
 
 class Compressor(ABC):
-    """Selects what to send from one rank's gradient (residual already added)."""
+    """Selects what to send from one rank's gradient (residual already added).
+
+    Attributes
+    ----------
+    single_value : whether it sends one value that stands for all.
+    """
+
+    single_value: bool = False
 
     @abstractmethod
     def compress(self, gradient: torch.Tensor) -> Compressed:
@@ -63,7 +70,9 @@ class Reduced:
     selected : elements this rank sent, k̂.
     union : positions at which any rank sent something.
     bytes_sent : bytes of this rank's messages, padding included.
-    select_seconds, communicate_seconds : of this rank's wall clock.
+    select_seconds : of this rank's wall clock.
+    communicate_seconds : likewise, as long as nothing else went on.
+    overlapped_seconds : of communication while the backward pass went on.
     """
 
     flags: list[int]
@@ -76,6 +85,7 @@ class Reduced:
     bytes_sent: int = 0
     select_seconds: float = field(default=0.0)
     communicate_seconds: float = field(default=0.0)
+    overlapped_seconds: float = field(default=0.0)
 
 
 class Reducer(ABC):

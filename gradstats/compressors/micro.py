@@ -65,8 +65,7 @@ class MiCRO(Reducer):
         self.ratio = ratio
         self.rule = rule
         self._controller = thresholds.MiCRO(rule, threshold)
-        self._gather: IndexAllGather | None = None
-        self._capacity: int | None = None
+        self._gather = IndexAllGather()
         self._step = 0
 
     def reduce(
@@ -97,9 +96,8 @@ class MiCRO(Reducer):
             if not indices.numel():
                 largest = float(part.abs().max())
         chosen = time.perf_counter()
-        if self._gather is None:
-            self._gather = IndexAllGather(self._capacity or -(-5 * k // (4 * world)), group)
-        gathered = self._gather(indices, numel, largest, flag)
+        expected = -(-5 * k // (4 * world))
+        gathered = self._gather(indices, numel, group, largest, flag, expected)
         if any(gathered.flags):
             return Reduced(gathered.flags)
         union = torch.cat(gathered.indices)
@@ -136,7 +134,8 @@ class MiCRO(Reducer):
             assert isinstance(chosen, torch.Tensor)
             largest = chosen.abs()
         # The bits of positive floats, read as whole numbers, are in the same order.
-        gathered = IndexAllGather(k, group)(largest.view(torch.int32).long(), 0, flag=flag)
+        bits = largest.view(torch.int32).long()
+        gathered = IndexAllGather()(bits, 0, group, flag=flag, expected=k)
         magnitudes = torch.cat(gathered.indices)
         if any(gathered.flags) or not magnitudes.numel():
             return None, gathered
@@ -150,11 +149,11 @@ class MiCRO(Reducer):
         return {
             "step": self._step,
             "controller": self._controller.state_dict(),
-            "capacity": self._gather.capacity if self._gather is not None else self._capacity,
+            "capacity": self._gather.words.capacity,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         self._step = int(state["step"])
         self._controller.load_state_dict(state["controller"])
-        self._gather, self._capacity = None, state["capacity"]
+        self._gather.words.capacity = state["capacity"]

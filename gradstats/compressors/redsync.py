@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,50 +9,110 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
-from gradstats.collectives.indices import IndexAllGather
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressed, Compressor, Reduced, Reducer
 from gradstats.compressors.dense import DenseReducer
 from gradstats.compressors.sparse import SparseReducer
 from gradstats.compressors.sparsify import ThresholdCompressor
 from gradstats.errors import InputError
 from gradstats.thresholds.redsync import Rule
 
-__all__ = ["RedSync"]
+__all__ = ["DENSE_BELOW", "SEARCH_ABOVE", "MeanOfSign", "RedSync", "redsync_compressor"]
+
+DENSE_BELOW = 1 << 15
+"""Elements below which all is averaged densely: the paper's 128 KB of float32."""
+SEARCH_ABOVE = 1 << 20
+"""Elements from which on the threshold is searched: 4 MB."""
+
+
+class MeanOfSign(Compressor):
+    """Send positions and one float, the mean of the values there (RedSync, section 5.2.3).
+
+    So that the values have one sign, the largest k elements are taken in even steps, the smallest k in odd ones. Fewer
+    than k of that sign are sent as they are.
+
+    Parameters
+    ----------
+    compressor : selects; its state belongs to this one from now on.
+
+    Notes
+    -----
+    Algorithm 4 (line 22) zeroes the residual where values were sent, and so loses how each differed from the mean.
+    Here the residual is corrected − sent: sent + residual = corrected, to rounding.
+    """
+
+    single_value = True
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+        self._step = 0
+
+    def compress(self, gradient: torch.Tensor) -> Compressed:
+        """Select among one sign."""
+        # The other sign is zero, which is never selected.
+        signed = gradient.clamp(min=0) if self._step % 2 == 0 else gradient.clamp(max=0)
+        message = self.compressor.compress(signed)
+        self._step += 1
+        if not message.indices.numel():
+            return message
+        # float64: the mean of millions; rounded once, so that what is sent is what is subtracted
+        mean = gradient[message.indices].double().mean().float()
+        return Compressed(message.indices, mean[None], message.threshold)
+
+    def target(self, numel: int) -> int:
+        """Return the number of elements it aims to send, k."""
+        return self.compressor.target(numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, whose parity is the sign, and the selection's state."""
+        return {"step": self._step, "compressor": self.compressor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self._step = int(state["step"])
+        self.compressor.load_state_dict(state["compressor"])
+
+
+def redsync_compressor(
+    numel: int,
+    ratio: float,
+    quantise: bool = False,
+    search_above: int = SEARCH_ABOVE,
+    rule: Rule = "corrected",
+) -> Compressor:
+    """Return what RedSync selects with in a message of `numel` elements (algorithm 5).
+
+    Trimmed top-k up to `search_above` elements, binary search of the threshold, reused for five steps, from there on.
+    With quantisation the threshold is searched anew in every step, as published: it is of the other sign each
+    time. The paper's binary search runs on a sample, without a word on how; here on everything.
+    """
+    estimator: thresholds.Estimator = thresholds.RedSyncTrimmed(rule)
+    if numel >= search_above:
+        estimator = thresholds.RedSync(rule, interval=1 if quantise else 5)
+    compressor = ThresholdCompressor(estimator, ratio)
+    return MeanOfSign(compressor) if quantise else compressor
 
 
 class RedSync(Reducer):
-    """RedSync's exchange (Fang et al. 2018, algorithms 4 and 5, section 5.4).
+    """RedSync's exchange of the gradient as one message (Fang et al. 2018, algorithms 4 and 5, section 5.4).
 
-    Three classes of messages by their number of elements d: a dense all-reduce of small ones, trimmed
-    top-k of middling ones, binary search of the threshold, reused for five steps, of large ones.
+    The paper chooses by the size of a layer, each layer being a message: :func:`gradstats.systems.redsync`.
 
     Parameters
     ----------
     ratio : k/d in (0, 1].
-    quantise : send positions and one float, the mean of the values there. So that they have one sign, the largest k
-        elements are taken in even steps, the smallest k in odd ones. The output layer should not be quantised (section
-        5.2.3); whoever lays out the messages sees to that.
-    dense_below : below this d all is averaged densely; 32768 is the paper's 128 KB of float32. 0 for never.
-    search_above : from this d on the threshold is searched; 1048576 is 4 MB.
+    quantise : send one value, see :class:`MeanOfSign`. The output layer should not be quantised (section 5.2.3).
+    dense_below : below this number of elements all is averaged densely. 0 for never.
+    search_above : see :func:`redsync_compressor`.
     rule : of the thresholds, see :class:`gradstats.thresholds.RedSync` and
         :class:`gradstats.thresholds.RedSyncTrimmed`.
-
-    Notes
-    -----
-    The paper chooses by the size of a layer, each layer being a message. Here the message is the gradient that comes,
-    usually the whole model's. Its binary search runs on a sample, without a word on how; here on everything.
-    With quantisation the threshold is searched anew in every step, as published: it is of the other sign each time.
-
-    Algorithm 4 (line 22) zeroes the residual where values were sent, and so loses how each
-    differed from the mean. Here the residual is corrected − sent: sent + residual = corrected, to rounding.
     """
 
     def __init__(
         self,
         ratio: float,
         quantise: bool = False,
-        dense_below: int = 1 << 15,
-        search_above: int = 1 << 20,
+        dense_below: int = DENSE_BELOW,
+        search_above: int = SEARCH_ABOVE,
         rule: Rule = "corrected",
     ) -> None:
         if dense_below > search_above:
@@ -68,24 +127,19 @@ class RedSync(Reducer):
         self._chosen: Reducer | None = None
         self._restored: Mapping[str, Any] | None = None
 
-    def _choose(self, numel: int) -> Reducer:
-        """Build what messages of this size take."""
-        if numel < self.dense_below:
-            return DenseReducer()
-        estimator: thresholds.Estimator
-        if numel < self.search_above:
-            estimator = thresholds.RedSyncTrimmed(self.rule)
-        else:
-            estimator = thresholds.RedSync(self.rule, interval=1 if self.quantise else 5)
-        compressor = ThresholdCompressor(estimator, self.ratio)
-        return _Quantised(compressor) if self.quantise else SparseReducer(compressor)
-
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
         """Exchange by the class of the message; all messages must be of the same one."""
         if self._chosen is None:
-            self._chosen = self._choose(corrected.numel())
+            numel = corrected.numel()
+            self._chosen = DenseReducer()
+            if numel >= self.dense_below:
+                self._chosen = SparseReducer(
+                    redsync_compressor(
+                        numel, self.ratio, self.quantise, self.search_above, self.rule
+                    )
+                )
             if self._restored is not None:
                 self._chosen.load_state_dict(self._restored)
                 self._restored = None
@@ -98,71 +152,3 @@ class RedSync(Reducer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it at the next step, when the size of the messages is known."""
         self._chosen, self._restored = None, state["chosen"]
-
-
-class _Quantised(Reducer):
-    """One sign a step, and one float a message: `[count, flag, mean | indices]`."""
-
-    def __init__(self, compressor: ThresholdCompressor) -> None:
-        self._compressor = compressor
-        self._gather: IndexAllGather | None = None
-        self._capacity: int | None = None
-        self._step = 0
-
-    def reduce(
-        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
-    ) -> Reduced:
-        """Select among one sign, all-gather positions and means, add them up."""
-        numel = corrected.numel()
-        if self._gather is None:
-            capacity = self._capacity or self._compressor.target(numel)
-            self._gather = IndexAllGather(capacity, group)
-        started = time.perf_counter()
-        indices, number, threshold = corrected[:0].long(), 0.0, float("nan")
-        if not flag:
-            # The other sign is zero, which is never selected: fewer than k of this one are sent as they are.
-            positive = self._step % 2 == 0
-            signed = corrected.clamp(min=0) if positive else corrected.clamp(max=0)
-            message = self._compressor.compress(signed)
-            indices, threshold = message.indices, message.threshold
-            if indices.numel():
-                # float64: the mean of millions; rounded once, so that what is sent is what is subtracted
-                number = float(corrected[indices].double().mean().float())
-        selected = time.perf_counter()
-        gathered = self._gather(indices, numel, number, flag)
-        if any(gathered.flags):
-            return Reduced(gathered.flags)
-        communicated = time.perf_counter()
-        total = torch.zeros_like(corrected)
-        # One rank after the other, so that all sum in the same order; within a rank positions are distinct.
-        for positions, each in zip(gathered.indices, gathered.numbers, strict=True):
-            total[positions] += each
-        union = int(total.count_nonzero())  # one sign: no two cancel
-        corrected[indices] -= number
-        self._step += 1
-        return Reduced(
-            flags=gathered.flags,
-            mean=total.div_(len(gathered.flags)),
-            residual=corrected,
-            sent=indices,
-            threshold=threshold,
-            selected=indices.numel(),
-            union=union,
-            bytes_sent=gathered.bytes_sent,
-            select_seconds=selected - started,
-            communicate_seconds=communicated - selected,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step, whose parity is the sign, the threshold's state, and the room messages have."""
-        return {
-            "step": self._step,
-            "compressor": self._compressor.state_dict(),
-            "capacity": self._gather.capacity if self._gather is not None else self._capacity,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
-        self._step = int(state["step"])
-        self._compressor.load_state_dict(state["compressor"])
-        self._gather, self._capacity = None, state["capacity"]

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives import SparseAllGather
+from gradstats.collectives.packed import Selection
+from gradstats.collectives.plain import all_reduce_mean
+from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.compressors.base import Compressor, Reduced, Reducer
 
-__all__ = ["SparseReducer"]
+__all__ = ["SparseReducer", "count_union"]
 
 
 class SparseReducer(Reducer):
@@ -21,66 +24,114 @@ class SparseReducer(Reducer):
     Parameters
     ----------
     compressor : its state belongs to this reducer from now on.
+    dtype : values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
+    dense_above : where the ranks' selections of the last step came to more than this share of the gradient's elements
+        together, they are all-reduced as one dense vector instead. At 1 that moves fewer bytes. Infinity for never.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(
+        self, compressor: Compressor, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
+    ) -> None:
         self.compressor = compressor
-        self._gather: SparseAllGather | None = None
-        self._capacity: int | None = None
+        self.dense_above = dense_above
+        self._gather = SparseAllGather(dtype)
+        self._counts = RaggedAllGather()
+        self._last = 0
+        """Elements all ranks sent together in the last step."""
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Select, all-gather, add up; the flag travels in the message."""
-        if self._gather is None:
-            capacity = self._capacity or self.compressor.target(corrected.numel())
-            self._gather = SparseAllGather(capacity, group)
+        """Select, exchange, add up; the flag travels in the message."""
+        numel = corrected.numel()
+        target = self.compressor.target(numel)
+        expected = target, 1 if self.compressor.single_value else target
         before = self.compressor.state_dict()
         started = time.perf_counter()
         message = self.compressor.compress(corrected) if not flag else None
         selected = time.perf_counter()
-        empty = corrected[:0]
-        gathered = self._gather(
-            message.indices if message else empty.long(),
-            message.values if message else empty,
-            corrected.numel(),
-            flag,
-        )
-        if message is None or any(gathered.flags):
+        own = [] if message is None else [(message.indices, self._gather.rounded(message.values))]
+        dense = self._last > self.dense_above * numel
+        if dense:
+            reduced = self._all_reduce(own, corrected, group, flag)
+        else:
+            reduced = self._all_gather(own, corrected, group, flag, expected)
+        if message is None or any(reduced.flags):
             self.compressor.load_state_dict(before)  # a refused step leaves no trace on any rank
+            return Reduced(reduced.flags)
+        reduced.communicate_seconds = time.perf_counter() - selected
+        reduced.select_seconds = selected - started
+        reduced.threshold, reduced.selected = message.threshold, message.indices.numel()
+        corrected[message.indices] -= own[0][1].float()
+        reduced.residual, reduced.sent = corrected, message.indices
+        return reduced
+
+    def _all_gather(
+        self,
+        own: list[Selection],
+        corrected: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        flag: int,
+        expected: tuple[int, int],
+    ) -> Reduced:
+        numel = corrected.numel()
+        gathered = self._gather(own, numel, group, flag, expected, corrected.device)
+        if any(gathered.flags):
             return Reduced(gathered.flags)
-        communicated = time.perf_counter()
-        mean = gathered.mean(corrected.numel())
-        corrected[message.indices] = 0
+        mean = torch.zeros_like(corrected)
+        gathered.add_to(mean)
+        positions = [indices for rank in gathered.selections for indices, _ in rank]
+        self._last = sum(each.numel() for each in positions)
         return Reduced(
-            flags=gathered.flags,
-            mean=mean,
-            residual=corrected,
-            sent=message.indices,
-            threshold=message.threshold,
-            selected=message.indices.numel(),
-            union=_union(gathered.indices, corrected.numel()),
+            gathered.flags,
+            mean.div_(len(gathered.flags)),
+            union=count_union(positions, numel, corrected.device),
             bytes_sent=gathered.bytes_sent,
-            select_seconds=selected - started,
-            communicate_seconds=communicated - selected,
+        )
+
+    def _all_reduce(
+        self,
+        own: list[Selection],
+        corrected: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        flag: int,
+    ) -> Reduced:
+        mean = torch.zeros_like(corrected)
+        for indices, values in own:
+            mean[indices] = values.float()
+        count = torch.tensor([sum(i.numel() for i, _ in own)], dtype=torch.int32)
+        counts = self._counts(count.to(corrected.device), group, flag)
+        if any(counts.flags):
+            return Reduced(counts.flags)
+        self._last = sum(int(each) for each in counts.words)
+        mean = all_reduce_mean(mean, group)
+        return Reduced(
+            counts.flags,
+            mean,
+            union=int(mean.count_nonzero()),
+            bytes_sent=counts.bytes_sent + mean.numel() * mean.element_size(),
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the compressor's state, and the room its messages have."""
-        capacity = self._gather.capacity if self._gather is not None else self._capacity
-        return {"compressor": self.compressor.state_dict(), "capacity": capacity}
+        """Return the compressor's state, the room its messages have, and how much all ranks sent."""
+        return {
+            "compressor": self.compressor.state_dict(),
+            "capacity": self._gather.words.capacity,
+            "last": self._last,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         self.compressor.load_state_dict(state["compressor"])
-        self._capacity = state["capacity"]
-        if self._gather is not None and self._capacity is not None:
-            self._gather.capacity = self._capacity
+        self._gather.words.capacity = state["capacity"]
+        self._last = state["last"]
 
 
-def _union(indices: list[torch.Tensor], numel: int) -> int:
-    """Count the positions that any rank sent."""
-    seen = torch.zeros(numel, dtype=torch.bool, device=indices[0].device)
-    for each in indices:
+def count_union(
+    positions: list[torch.Tensor], numel: int, device: torch.device | str = "cpu"
+) -> int:
+    """Count the positions, int64 tensors of values below `numel`, that any rank sent."""
+    seen = torch.zeros(numel, dtype=torch.bool, device=device)
+    for each in positions:
         seen[each] = True
     return int(seen.count_nonzero())

@@ -1,0 +1,281 @@
+"""Layer by layer: what is ready is selected and sent while backpropagation goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.packed import GatheredSelections, Selection, SparseAllGather
+from gradstats.compressors.base import Compressor, Reduced, Reducer
+from gradstats.compressors.sparse import count_union
+
+__all__ = ["Activity", "Lane", "Layerwise", "NamedSlice"]
+
+NamedSlice: TypeAlias = tuple[str, slice]
+"""A parameter's name and its place in the flat gradient."""
+
+Lane: TypeAlias = Literal["backward", "select", "communicate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a rank did from `start` to `end`, seconds since the step's first gradient was ready.
+
+    Attributes
+    ----------
+    lane : what it was.
+    layer : the last parameter concerned, by name; of a message that merges several, the one that completed it.
+    numel : elements of the gradient concerned.
+    """
+
+    lane: Lane
+    layer: str
+    start: float
+    end: float
+    numel: int
+
+
+@dataclass(slots=True)
+class _Message:
+    """What is merged until it is large enough to send."""
+
+    layer: str = ""
+    numel: int = 0
+    target: list[int] = field(default_factory=lambda: [0, 0])
+    selections: list[Selection] = field(default_factory=list)
+    flag: int = 0
+
+
+class Layerwise(Reducer):
+    """Selection of every layer by itself, sent as soon as its gradient is ready (LAGS-SGD, algorithm 1).
+
+    Layers come in the order backpropagation delivers them (:meth:`push`); the selections of those smaller than
+    `merge` wait for the next ones. On the CPU the exchange goes on in a thread of its own while the backward pass
+    continues; elsewhere in line.
+
+    Parameters
+    ----------
+    choose : a layer's name and number of elements to what selects in it. One call a layer; the state of what it returns
+        belongs to this reducer from then on.
+    merge : elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last delivery
+        of a step sends what there is.
+    dtype : values travel as, see :class:`gradstats.compressors.SparseReducer`.
+    overlap : whether to exchange beside the backward pass.
+
+    Attributes
+    ----------
+    timeline : what the last step's time went to.
+
+    Notes
+    -----
+    DDP delivers buckets: give it a small ``bucket_cap_mb``, or there is one delivery a step and nothing to overlap.
+    As long as messages are in flight nothing else may use the process group.
+    """
+
+    layerwise = True
+
+    def __init__(
+        self,
+        choose: Callable[[str, int], Compressor],
+        *,
+        merge: int = 1 << 16,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+    ) -> None:
+        self.choose = choose
+        self.merge = merge
+        self.overlap = overlap
+        self.timeline: list[Activity] = []
+        self._dtype = dtype
+        self._compressors: dict[str, Compressor] = {}
+        self._restored: Mapping[str, Any] = {}
+        self._gathers: list[SparseAllGather] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the step in progress."""
+        self._before: dict[str, dict[str, Any]] | None = None
+        self._pending = _Message()
+        self._sent: list[Selection] = []
+        self._thresholds: list[float] = []
+        self._futures: list[Future[GatheredSelections]] = []
+        self._numel = 0
+        self._total = torch.empty(0)
+        self._epoch = self._resumed = 0.0
+
+    @property
+    def compressors(self) -> Mapping[str, Compressor]:
+        """What selects in each layer, by name; those met so far."""
+        return self._compressors
+
+    def push(
+        self,
+        corrected: torch.Tensor,
+        layers: Sequence[NamedSlice],
+        group: dist.ProcessGroup | None,
+        flag: int = 0,
+    ) -> None:
+        """Take layers whose gradient is complete, select, and send if enough has come together.
+
+        Parameters
+        ----------
+        corrected : float32 (d,), of which the layers' parts are valid. Not changed before :meth:`reduce`.
+        layers : delivered together.
+        group : of the ranks; the default one if None.
+        flag : not zero if these layers' gradient must not be used; nothing of them is then looked at.
+        """
+        self._begin(corrected)
+        started = self._now()
+        self._record("backward", layers, self._resumed, started)
+        message = self._pending
+        for name, slot in layers:
+            compressor = self._compressor(name, slot.stop - slot.start)
+            target = compressor.target(slot.stop - slot.start)
+            message.target[0] += target
+            message.target[1] += 1 if compressor.single_value else target
+            message.numel += slot.stop - slot.start
+            message.layer = name
+            message.flag |= flag
+            if flag:
+                continue
+            chosen = compressor.compress(corrected[slot])
+            gather = self._gather(len(self._futures))
+            selection = chosen.indices + slot.start, gather.rounded(chosen.values)
+            message.selections.append(selection)
+            self._sent.append(selection)
+            self._thresholds.append(chosen.threshold)
+        self._resumed = self._now()
+        self._record("select", layers, started, self._resumed)
+        if message.numel >= max(1, self.merge):
+            self._send(group)
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Send what is left, wait for everybody's, add up. A gradient never pushed is taken as one layer."""
+        if self._before is None:
+            self.push(corrected, [("", slice(0, corrected.numel()))], group, flag)
+        self._pending.flag |= flag
+        if self._pending.layer or not self._futures:
+            self._send(group)
+        waiting = self._now()
+        try:
+            gathered = [future.result() for future in self._futures]
+            flags = [max(f) for f in zip(*(g.flags for g in gathered), strict=True)]
+            if any(flags):
+                for name, state in (self._before or {}).items():
+                    self._compressors[name].load_state_dict(state)
+                return Reduced(flags)
+            positions = [i for g in gathered for rank in g.selections for i, _ in rank]
+            sent = torch.cat([corrected[:0].long(), *(indices for indices, _ in self._sent)])
+            for indices, values in self._sent:
+                corrected[indices] -= values.float()
+            done = self._now()
+            lanes = {
+                lane: sum(a.end - a.start for a in self.timeline if a.lane == lane)
+                for lane in ("select", "communicate")
+            }
+            return Reduced(
+                flags=flags,
+                mean=self._total.div_(len(flags)),
+                residual=corrected,
+                sent=sent,
+                threshold=self._thresholds[0] if len(self._thresholds) == 1 else float("nan"),
+                selected=sent.numel(),
+                union=count_union(positions, corrected.numel(), corrected.device),
+                bytes_sent=sum(g.bytes_sent for g in gathered),
+                select_seconds=lanes["select"],
+                communicate_seconds=done - waiting,
+                overlapped_seconds=max(0.0, lanes["communicate"] - (done - waiting)),
+            )
+        finally:
+            self._reset()
+
+    def abandon(self) -> None:
+        """Drop a step that will not be completed, once its messages have come to an end."""
+        for future in self._futures:
+            future.exception()
+        self._reset()
+
+    def _begin(self, corrected: torch.Tensor) -> None:
+        if self._before is not None:
+            return
+        self._before = {name: c.state_dict() for name, c in self._compressors.items()}
+        self._total = torch.zeros_like(corrected)
+        self._numel = corrected.numel()
+        self.timeline = []
+        self._epoch = time.perf_counter()
+        self._resumed = 0.0
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._epoch
+
+    def _record(self, lane: Lane, layers: Sequence[NamedSlice], start: float, end: float) -> None:
+        if end > start and layers:
+            numel = sum(slot.stop - slot.start for _, slot in layers)
+            self.timeline.append(Activity(lane, layers[-1][0], start, end, numel))
+
+    def _compressor(self, name: str, numel: int) -> Compressor:
+        if name not in self._compressors:
+            compressor = self._compressors[name] = self.choose(name, numel)
+            if name in self._restored:
+                compressor.load_state_dict(self._restored[name])
+            if self._before is not None:
+                self._before[name] = compressor.state_dict()
+        return self._compressors[name]
+
+    def _gather(self, message: int) -> SparseAllGather:
+        """Return the exchange of a step's n-th message."""
+        while message >= len(self._gathers):
+            self._gathers.append(SparseAllGather(self._dtype))
+        return self._gathers[message]
+
+    def _send(self, group: dist.ProcessGroup | None) -> None:
+        message, self._pending = self._pending, _Message()
+        gather, total, numel = self._gather(len(self._futures)), self._total, self._numel
+        expected = message.target[0], message.target[1]
+
+        def exchange() -> GatheredSelections:
+            started = self._now()
+            gathered = gather(
+                message.selections, numel, group, message.flag, expected, total.device
+            )
+            gathered.add_to(total)
+            self.timeline.append(
+                Activity("communicate", message.layer, started, self._now(), message.numel)
+            )
+            return gathered
+
+        if self.overlap and total.device.type == "cpu":
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "gradstats-exchange")
+            self._futures.append(self._thread.submit(exchange))
+        else:
+            done: Future[GatheredSelections] = Future()
+            done.set_result(exchange())
+            self._futures.append(done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every layer's state by name, and the room the messages have."""
+        return {
+            "layers": {name: c.state_dict() for name, c in self._compressors.items()}
+            or dict(self._restored),
+            "capacities": [gather.words.capacity for gather in self._gathers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them; layers not met yet when they are."""
+        self._restored = state["layers"]
+        for name, compressor in self._compressors.items():
+            if name in self._restored:
+                compressor.load_state_dict(self._restored[name])
+        self._gathers.clear()
+        for message, capacity in enumerate(state["capacities"]):
+            self._gather(message).words.capacity = capacity
