@@ -89,6 +89,12 @@ def capture(
         ),
     ] = "float32",
     compress: Annotated[bool, typer.Option(help="Compress the trace.")] = False,
+    diagnose_every: Annotated[
+        int, typer.Option(help="Compare with the dense mean in every N-th step.", metavar="N")
+    ] = 0,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="DDP's buckets; small for lags if absent.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing trace.")] = False,
 ) -> None:
     """Train a reference workload in several processes and capture its gradients."""
@@ -113,6 +119,8 @@ def capture(
             store=store,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
             compress=compress,
+            diagnose_every=diagnose_every,
+            bucket_mb=bucket_mb,
             overwrite=overwrite,
             label=workload,
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
@@ -19,7 +20,17 @@ from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.G
 from capture.schedule import Schedule, as_schedule
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError
-from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
+from gradstats.trace import (
+    COMPRESSION,
+    KINDS,
+    LAYER_COMPRESSION,
+    STORES,
+    Kind,
+    Layer,
+    Store,
+    TraceWriter,
+    create_trace,
+)
 
 __all__ = ["Capture", "CaptureWarning", "Hook"]
 
@@ -297,6 +308,7 @@ class Capture:
                 dtype=self._dtype,
                 expected_steps=expected,
                 compress=self._compress,
+                compression=hasattr(self._state, "last"),
             )
         except (GradstatsError, OSError) as error:
             self._stop(error)
@@ -310,7 +322,7 @@ class Capture:
         step, self._next = self._next, self._next + 1
         if snapshot is None or self._background is None:
             return
-        scalars: dict[str, float] = {}
+        scalars: dict[str, Any] = {}
         if loss is not None:
             scalars["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if learning_rate is not None:
@@ -319,8 +331,24 @@ class Capture:
         if record is not None:
             scalars["threshold"] = record.threshold
             scalars["selected"] = record.selected
+            scalars.update(self._compression(record))
         snapshot.step, snapshot.scalars = step, scalars
         self._background.submit(snapshot)
+
+    def _compression(self, record: Any) -> dict[str, dict[str, Any]]:
+        """Return what a compressor's state says of its last step, in the trace's columns and order of layers."""
+        step = {name: getattr(record, name) for name in COMPRESSION if hasattr(record, name)}
+        diagnosis = getattr(self._state, "diagnosis", None)
+        if diagnosis is None or diagnosis.step != record.step:
+            return {"compression": step}
+        step |= {name: getattr(diagnosis, name) for name in ("residual_norm", "matching_rate")}
+        places = {name: i for i, name in enumerate(diagnosis.layers)}
+        rows = [places.get(layer.name) for layer in self._layers]
+        layers = {
+            name: np.array([np.nan if i is None else getattr(diagnosis, name)[i] for i in rows])
+            for name in LAYER_COMPRESSION
+        }
+        return {"compression": step, "layer_compression": layers}
 
     def _on_wait(self) -> None:
         if not self._waited:

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ class Snapshot:
 
     arrays: dict[Kind, NDArray[np.float32]]
     step: int = -1
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
 
 
 class BackgroundWriter:
@@ -71,7 +72,7 @@ class BackgroundWriter:
         while (snapshot := self._full.get()) is not None:
             if self.error is None:
                 try:
-                    self._writer.append(snapshot.step, snapshot.arrays, **snapshot.scalars)  # type: ignore[arg-type]
+                    self._writer.append(snapshot.step, snapshot.arrays, **snapshot.scalars)
                 except Exception as error:
                     self.error = error
             self._free.put(snapshot)

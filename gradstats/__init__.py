@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradstats import compressors, distributions, goodness, plots, pot, thresholds
     from gradstats._compressibility import compressibility
+    from gradstats._compression import compression
     from gradstats._fit import Fit, FitError, fit
     from gradstats._quality import quality, quality_series, stage_budget
     from gradstats._sketch import Magnitudes, Sketch, sketch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from gradstats.evolution import over_training
+    from gradstats.export import save_safetensors
     from gradstats.primitives import histogram, moments, select, warm_up
     from gradstats.thresholds import threshold
     from gradstats.trace import Trace, open_trace
@@ -41,12 +43,14 @@ _HOME = {
     "Magnitudes": "gradstats._sketch",
     "Sketch": "gradstats._sketch",
     "compressibility": "gradstats._compressibility",
+    "compression": "gradstats._compression",
     "fit": "gradstats._fit",
     "histogram": "gradstats.primitives",
     "over_training": "gradstats.evolution",
     "moments": "gradstats.primitives",
     "open_trace": "gradstats.trace",
     "quality": "gradstats._quality",
+    "save_safetensors": "gradstats.export",
     "quality_series": "gradstats._quality",
     "select": "gradstats.primitives",
     "sketch": "gradstats._sketch",
@@ -68,6 +72,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "compressibility",
+    "compression",
     "compressors",
     "distributions",
     "fit",
@@ -80,6 +85,7 @@ __all__ = [
     "pot",
     "quality",
     "quality_series",
+    "save_safetensors",
     "select",
     "sketch",
     "stage_budget",

@@ -13,6 +13,7 @@ from state_cases import batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from capture import Capture
 from gradstats.compressors import LAGS, Layerwise, SparseReducer, TopK
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.systems import dgc, redsync
@@ -230,3 +231,22 @@ def rounded(rank, world, dtype, dense_above):
         report.append((float(error), float(worst), done.bytes_sent, done.union, done.mean.numpy()))
         residual = done.residual
     return report
+
+
+def captured(rank, world, path, name):
+    """Capture a compressed run; report what the hook's state said after every step."""
+    net = model()
+    ddp = DDP(net, bucket_cap_mb=0.001)
+    reducer = SYSTEMS["merged"]() if name == "layerwise" else SparseReducer(TopK(RATIO))
+    state = CompressionState(
+        reducer, named_parameters=net.named_parameters(), diagnose_every=3, exclude=["4.bias"]
+    )
+    said = []
+    with Capture(path, ddp, store="sketches") as capture:
+        ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+        for step in range(5):
+            ddp.zero_grad()
+            loss_of(ddp, batch(rank, step)).backward()
+            capture.step()
+            said.append((state.last, state.diagnosis if step % 3 == 0 else None))
+    return said

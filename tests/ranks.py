@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 from pathlib import Path
+
+from forked import CONTEXT
 
 LIMIT_S = 60
 """Ranks that wait for each other for ever are killed after this."""
@@ -34,14 +35,12 @@ def run_ranks(world, function, *args):
     """Return [function(rank, world, *args) for each rank], each in its own process."""
     import torch.multiprocessing as mp
 
-    # One process imports torch, and the ranks are forked from it: seconds saved for each of them.
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "gradstats.hooks"])
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _entry,
             (world, folder, function, args),
             nprocs=world,
-            start_method="forkserver",
+            start_method=CONTEXT.get_start_method(),
             join=False,
         )
         deadline = time.monotonic() + LIMIT_S

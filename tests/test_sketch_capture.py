@@ -279,15 +279,15 @@ def test_a_plain_loop_is_sketched_step_by_step(tmp_path, dtype):
 def test_sketching_is_not_the_training_threads_work(tmp_path, monkeypatch):
     import threading
 
-    from gradstats import trace as trace_module
+    from gradstats.trace import _writer as trace_writer
 
-    threads, original = set(), trace_module._tally
+    threads, original = set(), trace_writer._tally
 
     def spy(values):
         threads.add(threading.current_thread().name)
         return original(values)
 
-    monkeypatch.setattr(trace_module, "_tally", spy)
+    monkeypatch.setattr(trace_writer, "_tally", spy)
     model = cases.model()
     with Capture(tmp_path / "a.zarr", model, store="sketches") as capture:
         train(capture, model, 3)

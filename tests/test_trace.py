@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -11,11 +11,12 @@ import time
 import numpy as np
 import pytest
 import xarray
+from forked import CONTEXT
 
 from gradstats import open_trace
-from gradstats import trace as trace_module
 from gradstats.errors import InputError, TraceError
 from gradstats.trace import KINDS, SCHEMA, Layer, TraceWriter, create_trace, is_trace
+from gradstats.trace import _writer as trace_writer
 
 LAYERS = [Layer("a.weight", 0, (30, 20)), Layer("a.bias", 600, (20,))]
 NUMEL = 620
@@ -211,7 +212,7 @@ def test_damaged_chunks_are_errors_not_numbers(path, damage):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compress", [False, True])
 def test_slices_are_parts_of_the_gradient(path, monkeypatch, dtype, compress):
-    monkeypatch.setattr(trace_module, "_CHUNK", 100)
+    monkeypatch.setattr(trace_writer, "CHUNK", 100)
     write(path, [0, 3], dtype=dtype, compress=compress)
     trace = open_trace(path)
     assert trace.chunk_numel(0, "gradient") == 100
@@ -234,7 +235,7 @@ def test_slices_are_parts_of_the_gradient(path, monkeypatch, dtype, compress):
 
 @pytest.mark.parametrize("damage", ["truncate", "remove"])
 def test_slices_read_only_their_chunks_and_notice_when_they_are_damaged(path, monkeypatch, damage):
-    monkeypatch.setattr(trace_module, "_CHUNK", 100)
+    monkeypatch.setattr(trace_writer, "CHUNK", 100)
     x = gradient(0)
     x[[5, 150, 250, 350]] = np.nan
     writer = TraceWriter(path, 0)
@@ -307,16 +308,22 @@ def test_wrong_arrays_are_refused_before_the_commit(path):
     assert open_trace(path).steps() == [1]
 
 
-KILLED = """
-import sys
-from test_trace import *
-path, rank = sys.argv[1], int(sys.argv[2])
-print("ready", flush=True)
-writer = TraceWriter(path, rank, kinds=KINDS, expected_steps=[None, 100_000][rank])
-for step in range(100_000):
-    writer.append(step, {k: gradient(step, rank, k) for k in KINDS}, loss=step)
-    print(step, flush=True)
-"""
+def write_for_ever(path, rank, reports):
+    """Say every step whose append returned."""
+    reports.send("ready")
+    writer = TraceWriter(path, rank, kinds=KINDS, expected_steps=[None, 100_000][rank])
+    for step in itertools.count():
+        writer.append(step, {k: gradient(step, rank, k) for k in KINDS}, loss=step)
+        reports.send(step)
+
+
+def received(reports):
+    """Return what is left in a pipe whose other end is gone."""
+    steps = []
+    with contextlib.suppress(EOFError):
+        while True:
+            steps.append(reports.recv())
+    return steps
 
 
 @pytest.mark.slow
@@ -324,26 +331,20 @@ for step in range(100_000):
 def test_sigkill_at_50_random_moments_loses_only_uncommitted_steps(tmp_path):
     """Ranks take turns: one grows its arrays as it goes, the other has them laid out."""
     rng = random.Random(0)
-    from conftest import ROOT
-
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
     committed = []
     for trial in range(50):
         path = tmp_path / f"{trial}.zarr"
         create_trace(path, LAYERS)
         rank = trial % 2
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(path), str(rank)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(rng.uniform(0, 1.2))
-        process.send_signal(signal.SIGKILL)
-        reported = process.stdout.read().split()
-        process.wait()
-        process.stdout.close()
+        reports, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=write_for_ever, args=(path, rank, theirs))
+        process.start()
+        theirs.close()
+        assert reports.recv() == "ready"
+        time.sleep(rng.uniform(0, 0.5))
+        process.kill()
+        reported = received(reports)
+        process.join()
         trace = open_trace(path)
         if not trace.ranks:
             assert not reported

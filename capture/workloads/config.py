@@ -104,6 +104,10 @@ class RunConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     compress: bool = False
     overwrite: bool = False
+    diagnose_every: int = 0  # steps; each costs a dense all-reduce
+    bucket_mb: float | None = (
+        None  # DDP's; small for layer-wise systems, PyTorch's for others if None
+    )
     label: str = ""  # before the progress bar; no bar if empty
 
     @property

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capture import Capture, at, every
 from capture.workloads.config import RunConfig, RunResult
-from gradstats.compressors import make_reducer
+from gradstats.compressors import Layerwise, make_reducer
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from capture.workloads.task import Task
 
 __all__ = ["worker"]
+
+_LAYERWISE_BUCKET_MB = 0.1
+"""PyTorch's buckets of 25 MB would hold the whole of a small model, and leave nothing to overlap."""
 
 
 def worker(config: RunConfig) -> RunResult:
@@ -40,8 +43,9 @@ def worker(config: RunConfig) -> RunResult:
 def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
-    ddp = DistributedDataParallel(task.model)
     reducer = make_reducer(config.compressor, config.ratio)
+    bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(reducer, Layerwise) else None
+    ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
     hook: Hook = allreduce_hook
     state: Any = None
     compression: CompressionState | None = None
@@ -50,6 +54,7 @@ def _train(config: RunConfig) -> RunResult:
             reducer,
             error_feedback=config.error_feedback and reducer.feedback,
             named_parameters=task.model.named_parameters(),
+            diagnose_every=config.diagnose_every,
         )
         state, hook = compression, compression_hook
     capture = _make_capture(config, ddp)

@@ -16,6 +16,7 @@ import typer
 
 from gradstats.cli.data import info, report
 from gradstats.cli.statistics import compressibility, drift, fit, pot
+from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
 from gradstats.errors import GradstatsError
 
@@ -31,7 +32,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Data": (info, report),
     "Statistics": (fit, compressibility, pot, drift),
-    "Thresholds": (quality, bench),
+    "Thresholds": (quality, bench, compression),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
