@@ -1,0 +1,460 @@
+"""Measure what collectives and local work cost on this cluster, and fit lines to it.
+
+::
+
+    torchrun --nproc-per-node 4 -m gradstats.collectives.measure -o network.json
+
+Every rank runs it; rank 0 writes a :class:`gradstats.cost.Network` and prints what was fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradstats.bench import sample_gradient
+from gradstats.collectives.packed import pack, unpack
+from gradstats.collectives.plain import all_gather, all_reduce, broadcast
+from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
+from gradstats.compressors import COMPRESSORS, DenseReducer, Reducer, make_reducer
+from gradstats.compressors.marsit import transient_merge
+from gradstats.compressors.signs import signed
+from gradstats.compressors.sparse import count_union
+from gradstats.cost.exchange import exchange
+from gradstats.cost.network import ALGORITHMS, Line, Network, fit_line, interval
+from gradstats.errors import InputError
+from gradstats.primitives import warm_up
+from gradstats.tables import render
+
+__all__ = ["compare", "main", "measure"]
+
+_SMALLEST = 1 << 7
+_FEWEST_SIZES = 4
+_STEP = 4
+"""Between sizes."""
+_SHORTEST_S = 2e-3
+"""What is timed at once takes at least this long: shorter calls are repeated."""
+_MOST = 200
+
+_Group = dist.ProcessGroup | None
+_Call = Callable[[], object]
+
+
+def _all_reduce(size: int, device: torch.device, group: _Group) -> _Call:
+    vector = torch.zeros(size // 4, device=device)
+    return lambda: all_reduce(vector, group)
+
+
+def _all_gather(size: int, device: torch.device, group: _Group) -> _Call:
+    message = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    gathered = message.new_empty(dist.get_world_size(group) * message.numel())
+    return lambda: all_gather(gathered, message, group)
+
+
+def _reduce_scatter(size: int, device: torch.device, group: _Group) -> _Call:
+    world = dist.get_world_size(group)
+    part = torch.zeros(max(1, size // 4 // world), device=device)
+    vector = torch.zeros(world * part.numel(), device=device)
+    return lambda: dist.reduce_scatter_single(part, vector, group=group)
+
+
+def _broadcast(size: int, device: torch.device, group: _Group) -> _Call:
+    vector = torch.zeros(size // 4, device=device)
+    return lambda: broadcast(vector, 0, group)
+
+
+def _hop(size: int, device: torch.device, group: _Group) -> _Call:
+    ring = Ring(group)
+    parts = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ring.size)]
+    return lambda: ring.all_gather(parts, ring.position)
+
+
+_COLLECTIVES: dict[str, Callable[[int, torch.device, _Group], _Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "hop": _hop,
+}
+
+
+def _gradient(numel: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(sample_gradient(numel)).to(device)
+
+
+def _local(size: int, numel: int, device: torch.device) -> dict[str, _Call]:
+    """Return local work on `size` elements of a gradient, or sent of one of `numel`."""
+    gradient = _gradient(size, device)
+    indices = torch.arange(size, device=device) * (numel // size)
+    words = pack(indices, gradient, numel)
+    sparse = torch.zeros(numel, device=device)
+    packed = pack_bits(gradient > 0)
+    total = torch.zeros_like(gradient)
+    merge = transient_merge(torch.Generator(device))
+
+    def unpacking() -> None:
+        ((positions, values),) = unpack(words, numel)
+        sparse.index_add_(0, positions, values)
+
+    def averaging() -> None:
+        torch.zeros_like(gradient).div_(2)
+        count_union([], size, device)
+
+    return {
+        "pack": lambda: pack(indices, gradient, numel),
+        "unpack": unpacking,
+        "average": averaging,
+        "unpack_signs": lambda: total.add_(signed(unpack_bits(packed, size), 0.0, total.dtype)),
+        "merge_signs": lambda: merge(packed, 1, 1)(packed),
+    }
+
+
+def _geometric(largest: int) -> list[int]:
+    count = int(math.log(largest / _SMALLEST, _STEP) + 1e-9)
+    return [_SMALLEST * _STEP**i for i in range(count + 1)]
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timed(call: _Call, calls: int, device: torch.device) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _synchronise(device)
+    return (time.perf_counter() - started) / calls
+
+
+def _slowest(seconds: list[float], group: _Group, device: torch.device) -> list[float]:
+    """Return the largest of all ranks', element by element."""
+    over = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(over, dist.ReduceOp.MAX, group=group)
+    return [float(s) for s in over.tolist()]
+
+
+def _swept(
+    calls: Sequence[_Call], repeats: int, group: _Group, device: torch.device
+) -> list[list[float]]:
+    """Time a call of each size on all ranks at once; the slowest rank's seconds, by size and repeat.
+
+    Every round has all sizes, so that a noisy moment does not fall on one of them alone.
+    """
+    times = []
+    for call in calls:
+        call()
+        _synchronise(device)
+        (once,) = _slowest([_timed(call, 1, device)], group, device)
+        times.append(max(1, min(_MOST, math.ceil(_SHORTEST_S / once))))
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for of_size, call, n in zip(seconds, calls, times, strict=True):
+            dist.barrier(group)
+            of_size.append(_timed(call, n, device))
+    return [_slowest(of_size, group, device) for of_size in seconds]
+
+
+def _reducer(name: str, ratio: float) -> Reducer:
+    """Return a system that compresses in every step, whatever the size."""
+    options: dict[str, Any] = {"full_every": None} if name == "marsit" else {}
+    if name == "redsync-quantised":
+        options["dense_below"] = 0
+    return make_reducer(name, ratio, **options) or DenseReducer()
+
+
+def _selecting(
+    name: str,
+    ratio: float,
+    gradients: Sequence[torch.Tensor],
+    repeats: int,
+    alone: dist.ProcessGroup,
+) -> list[list[float]]:
+    """Return the seconds a system selects for, by its own account, with nobody to send to; by size and repeat."""
+    reducers = [_reducer(name, ratio) for _ in gradients]
+    seconds: list[list[float]] = [[] for _ in gradients]
+    for _ in range(repeats + 1):
+        for of_size, reducer, gradient in zip(seconds, reducers, gradients, strict=True):
+            of_size.append(reducer.reduce(gradient.clone(), alone).select_seconds)
+    # the first one finds its threshold
+    return [_slowest(of_size[1:], None, gradients[0].device) for of_size in seconds]
+
+
+def measure(
+    worlds: Sequence[int] | None = None,
+    *,
+    largest: int = 1 << 25,
+    largest_numel: int = 1 << 21,
+    repeats: int = 9,
+    ratio: float = 0.001,
+    select: Sequence[str] = COMPRESSORS,
+    device: torch.device | str = "cpu",
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Network:
+    """Sweep sizes of every collective and of local work, and fit lines; called on every rank of the default group.
+
+    Each repeat begins at a barrier and times calls one after the other, for two milliseconds at least; what counts is
+    the slowest rank. Local work goes on on all ranks at once, as in training, so that they share the
+    memory bandwidth as they will.
+
+    Parameters
+    ----------
+    worlds : numbers of workers to measure collectives among, the first ranks of all; the whole group if None. With
+        several, what :class:`gradstats.cost.Network` makes of one number can be checked on the others.
+    largest : bytes of the largest vector, at least 8192 a rank.
+    largest_numel : elements of the largest gradient of local work, at least 8192.
+    repeats : of every size; medians are fitted.
+    ratio : k/d of the selections.
+    select : systems, names of :data:`gradstats.compressors.COMPRESSORS`, whose selection to time.
+    device : of the tensors.
+    on_progress : called with what is measured next.
+
+    Returns
+    -------
+    Network, the same on every rank that took part in everything; :meth:`gradstats.cost.Network.save` it on rank 0.
+
+    Raises
+    ------
+    InputError
+        For options out of range.
+    """
+    device = torch.device(device)
+    everybody = dist.get_world_size()
+    worlds = sorted(set(worlds or [everybody]))
+    _check(worlds, everybody, min(largest // max(worlds), largest_numel), repeats, select)
+    warm_up()
+    alone = [dist.new_group([rank]) for rank in range(everybody)][dist.get_rank()]
+    lines: list[Line] = []
+    for world in worlds:
+        group = dist.new_group(range(world))
+        for operation, prepare in _COLLECTIVES.items():
+            if dist.get_rank() >= world:
+                continue
+            on_progress(f"{operation} among {world}")
+            # the gathered messages are to be no larger than the other vectors
+            sizes = _geometric(largest // world if operation == "all_gather" else largest)
+            calls = [prepare(size, device, group) for size in sizes]
+            seconds = _swept(calls, repeats, group, device)
+            if operation == "hop":
+                seconds = [[s / (world - 1) for s in of_size] for of_size in seconds]
+            lines.append(fit_line(operation, world, sizes, seconds))
+    dist.barrier()
+    on_progress("local work")
+    sizes = _geometric(largest_numel)
+    works = [_local(size, largest_numel, device) for size in sizes]
+    local = {
+        operation: _swept([work[operation] for work in works], repeats, None, device)
+        for operation in works[0]
+    }
+    gradients = [_gradient(size, device) for size in sizes]
+    for name in dict.fromkeys(select):
+        if name != "none":
+            on_progress(f"selection by {name}")
+            local[f"select:{name}"] = _selecting(name, ratio, gradients, repeats, alone)
+    # nobody sends all of a gradient sparsely
+    sent = {"pack", "unpack"}
+    lines += [
+        fit_line(operation, 1, sizes[:-1], seconds[:-1])
+        if operation in sent
+        else fit_line(operation, 1, sizes, seconds)
+        for operation, seconds in local.items()
+    ]
+    about = {
+        "world_size": everybody,
+        "worlds": worlds,
+        "backend": dist.get_backend(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "ratio": ratio,
+        "repeats": repeats,
+        "versions": {p: version(p) for p in ("gradstats", "numpy", "torch")},
+    }
+    algorithms = {operation: next(iter(known)) for operation, known in ALGORITHMS.items()}
+    return Network(tuple(lines), algorithms, about)
+
+
+def compare(
+    network: Network,
+    numel: int,
+    *,
+    repeats: int = 9,
+    ratio: float = 0.001,
+    select: Sequence[str] = COMPRESSORS,
+    device: torch.device | str = "cpu",
+) -> list[dict[str, Any]]:
+    """Run systems, and put what they take beside what a network predicts; called on every rank of the default group.
+
+    Parameters
+    ----------
+    network : measured.
+    numel : elements of the gradient; a different one on every rank.
+    repeats : steps, after a first one that does not count.
+    ratio, select, device : see :func:`measure`.
+
+    Returns
+    -------
+    list of dict
+        compressor, seconds (by the systems' own account, of the rank that waits least; median over the steps),
+        predicted, low and high (its 95 % interval), and predicted over measured.
+    """
+    device, world = torch.device(device), dist.get_world_size()
+    gradient = _gradient(numel, device).roll(dist.get_rank() * numel // world)
+    records = []
+    for name in dict.fromkeys(select):
+        reducer = _reducer(name, ratio)
+        seconds, selected = [], []
+        for _ in range(repeats + 1):
+            dist.barrier()
+            reduced = reducer.reduce(gradient.clone(), None)
+            seconds.append(reduced.select_seconds + reduced.communicate_seconds)
+            selected.append(reduced.selected)
+        # of the rank that comes last, which waits for nobody
+        measured = -statistics.median(_slowest([-s for s in seconds[1:]], None, device))
+        # as many as it does select: how well a rule hits k is another question
+        sent = round(statistics.median(selected[1:]))
+        one = exchange(name, numel, ratio, world, selected=sent, full_every=None)
+        value, low, high = interval(network, one.seconds)
+        records.append(
+            {
+                "compressor": name,
+                "seconds": measured,
+                "predicted": value,
+                "low": low,
+                "high": high,
+                "÷ measured": value / measured,
+            }
+        )
+    return records
+
+
+def _check(
+    worlds: Sequence[int], everybody: int, smallest: int, repeats: int, select: Sequence[str]
+) -> None:
+    if worlds[0] < 2 or worlds[-1] > everybody:
+        raise InputError(
+            f"collectives need 2 to {everybody} of the {everybody} ranks that run, not "
+            + ", ".join(map(str, worlds))
+        )
+    least = _SMALLEST * _STEP ** (_FEWEST_SIZES - 1)
+    if smallest < least:
+        raise InputError(
+            f"a line needs more sizes: bytes a rank and elements up to {least} at least"
+        )
+    if repeats < 2:
+        raise InputError(f"repeats must be at least 2, not {repeats}")
+    unknown = set(select) - set(COMPRESSORS)
+    if unknown:
+        raise InputError(f"no compressor {min(unknown)!r}; there are {', '.join(COMPRESSORS)}")
+
+
+def _table(network: Network) -> str:
+    records = []
+    for line in network.lines:
+        fixed, slope = line.confidence()
+        records.append(
+            {
+                "operation": line.operation,
+                "n": line.world if line.world > 1 else None,
+                "fixed_us": 1e6 * line.fixed,
+                "± us": 1e6 * (fixed.high - fixed.value),
+                "ns/unit": 1e9 * line.slope,
+                "± ns": 1e9 * (slope.high - slope.value),
+                "spread": line.spread,
+                "noise": line.noise,
+            }
+        )
+    return render(records, title="seconds = fixed + slope · size (bytes; elements of local work)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m gradstats.collectives.measure",
+        description="Measure latency and bandwidth of collectives and the speed of selection, packing and unpacking.",
+    )
+    parser.add_argument("-o", "--output", default="network.json", help="JSON to write")
+    parser.add_argument("--backend", default="gloo", help="gloo (default), nccl, …")
+    parser.add_argument("--worlds", type=int, nargs="+", help="numbers of workers; all that run")
+    parser.add_argument("--largest", type=int, default=1 << 25, help="bytes of a message")
+    parser.add_argument("--largest-numel", type=int, default=1 << 21, help="of local work")
+    parser.add_argument("--repeats", type=int, default=9, help="of every size")
+    parser.add_argument("--ratio", type=float, default=0.001, help="k/d of the selections")
+    parser.add_argument(
+        "--select", nargs="*", default=COMPRESSORS, metavar="NAME", help="systems; all"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run every system, too, and compare with the prediction",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; errors a user can mend are one line on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _run(options: argparse.Namespace) -> None:
+    if "RANK" not in os.environ:
+        raise InputError(f"start it on every rank: {_parser().prog} -o network.json")
+    device = "cpu"
+    if options.backend == "nccl":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group(options.backend)
+    try:
+        network = measure(
+            options.worlds,
+            largest=options.largest,
+            largest_numel=options.largest_numel,
+            repeats=options.repeats,
+            ratio=options.ratio,
+            select=options.select,
+            device=device,
+            on_progress=_report if dist.get_rank() == 0 else lambda _: None,
+        )
+        if dist.get_rank() == 0:
+            network.save(options.output)
+            print(_table(network))
+            print(f"wrote {options.output}", file=sys.stderr)
+        if options.check:
+            records = compare(
+                network,
+                options.largest_numel,
+                repeats=options.repeats,
+                ratio=options.ratio,
+                select=options.select,
+                device=device,
+            )
+            if dist.get_rank() == 0:
+                print(f"\n{render(records, title='A step, predicted and measured, in seconds')}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _report(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
