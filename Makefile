@@ -29,18 +29,23 @@ lab: .venv
 	touch $@
 
 clean:
-	rm -rf .venv demo
+	rm -rf .venv demo site
 
-# Execute the notebooks in place, so that the outputs committed are current.
+# Execute the notebooks in place, so that the outputs committed are current; nothing volatile is kept.
 notebooks: .venv
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb \
+	  --ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
+	  --ClearMetadataPreprocessor.preserve_cell_metadata_mask=tags \
+	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask=kernelspec
 
 # The documentation, in site/; a warning is an error.
 docs: .venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The picture of the report needs chromium; without it, the others are made.
 figures: .venv
 	$(BIN)/python docs/figures.py
+	if command -v chromium >/dev/null; then $(BIN)/python docs/screenshot.py; fi
 
 # Rewrite the README's table of estimation quality.
 tables: .venv

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -11,8 +10,9 @@ from typing import Annotated
 
 import typer
 
+from capture.lab.cli import bench_network
 from capture.workloads.config import WORKLOADS, RunConfig
-from gradstats.cli.options import one_of
+from gradstats.cli.options import compressors, one_of
 from gradstats.cli.output import analyse, emit, note
 from gradstats.errors import InputError
 
@@ -23,12 +23,7 @@ def register(app: typer.Typer) -> None:
     """Add this package's commands to the terminal program."""
     app.command("capture", rich_help_panel="Capture")(capture)
     app.command("demo", rich_help_panel="Capture")(demo)
-
-
-def _compressors() -> Sequence[str]:
-    from gradstats.compressors import COMPRESSORS
-
-    return COMPRESSORS
+    app.command("bench-network", rich_help_panel="Thresholds")(bench_network)
 
 
 def _stores() -> Sequence[str]:
@@ -53,7 +48,7 @@ def capture(
         str,
         typer.Option(
             help="none, topk, an estimator's name, or a system's, such as micro or marsit.",
-            **one_of("compressor", _compressors),
+            **one_of("compressor", compressors),
         ),
     ] = "topk",
     ratio: Annotated[float, typer.Option(help="Kept fraction k/d.")] = 0.001,
@@ -140,8 +135,6 @@ def _run(config: RunConfig) -> None:
         config = config.replace(label="")
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).disabled = True  # their warnings would stand beside our one line
     try:
         result = run(config)
     except SignalException as error:  # torchrun's agent has stopped the processes

@@ -1,7 +1,8 @@
-"""Every system in real training, same seed and budget, dense beside it: ``python docs/convergence.py DATA_DIR``.
+"""Every system in real training, same seed and budget, dense beside it: ``python docs/convergence.py WORKLOAD``.
 
-Two processes, ResNet-20. Each run is stored in convergence.jsonl as it ends, and not repeated: interrupt and go on
-at will. The table is printed at the end.
+Two processes. Each run is stored as it ends in docs/results/convergence-WORKLOAD.jsonl, and not repeated: interrupt and
+go on at will. Losses do not hang on the clock, times do: measure those on a quiet machine, by ``--times`` in short
+runs of their own. The table is printed at the end.
 """
 
 from __future__ import annotations
@@ -12,110 +13,120 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
-from capture.workloads import RunConfig, run
+from capture.workloads import RunConfig, run, workload_info
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import COMPRESSORS
 
+RESULTS = Path(__file__).parent / "results"
 LAST = 25
 """Steps whose mean training loss is shown."""
+Row = dict[str, Any]
 
 
-def one(compressor: str, options: argparse.Namespace, rate: float) -> dict[str, float | str]:
+def one(compressor: str, options: argparse.Namespace) -> Row:
     """Train once and reduce what the run recorded."""
     result = run(
         RunConfig(
-            workload="resnet20-cifar10" if options.data_dir else "resnet20-digits",
+            workload=options.workload,
             data_dir=options.data_dir,
             nproc=options.nproc,
             steps=options.steps,
+            hidden=options.hidden,
+            vocab=options.vocab,
             compressor=compressor,
             ratio=options.ratio,
-            learning_rate=rate,
             label=compressor,
         )
     )
     records = result.records
-    k = max(1, round(options.ratio * result.numel))
     warm = slice(len(result.seconds) // 10, None)  # the first tenth warms up
 
     def mean(values: list[float]) -> float:
         return statistics.fmean(values) if values else math.nan
 
+    def per_k(field: str) -> float:
+        return mean([r[field] / r["target"] for r in records if r["target"]])
+
+    split = {f: mean([r[f"{f}_seconds"] for r in records[warm]]) for f in ("select", "communicate")}
+    step = statistics.median(result.seconds[warm])
     return {
         "compressor": compressor,
-        "rate": rate,
         "loss": mean([loss if math.isfinite(loss) else 1e9 for loss in result.losses[-LAST:]]),
         "accuracy": result.accuracy,
-        "quality": mean([r["selected"] / k for r in records]),
-        "union": mean([r["union"] / k for r in records]),
+        "perplexity": result.perplexity,
+        "quality": per_k("selected"),
+        "build_up": per_k("union"),
         "bytes": mean([r["bytes_sent"] for r in records]) if records else 4.0 * result.numel,
-        "step_ms": 1e3 * statistics.median(result.seconds[warm]),
-        "select_ms": 1e3 * mean([r["select_seconds"] for r in records[warm]]),
-        "communicate_ms": 1e3 * mean([r["communicate_seconds"] for r in records[warm]]),
+        "step": step,
+        "compute": step - (sum(split.values()) if records else math.nan),
+        **split,
     }
 
 
-def table(rows: list[dict[str, float | str]]) -> str:
+def table(rows: list[Row], times: list[Row]) -> str:
     """Return the runs as Markdown."""
+    unseen = "accuracy" if any(r.get("accuracy", 0) > 0 for r in rows) else "perplexity"
     lines = [
-        "| compressor | loss | test accuracy | k̂/k | union/k | bytes/step | ms/step | select | communicate |",
+        f"| compressor | loss | test {unseen} | k̂/k | union/k | bytes/step | ms/step | select | communicate |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    clock = {r["compressor"]: r for r in times if "problem" not in r}
     for row in rows:
+        name = f"`{row['compressor']}`"
         if "problem" in row:
             step = re.search(r"step \d+", str(row["problem"]))
-            cells = [
-                f"`{row['compressor']}`",
-                f"diverged, {step[0]}" if step else "failed",
-                *["–"] * 7,
-            ]
+            cells = [name, f"diverged, {step[0]}" if step else "failed", *["–"] * 7]
             lines.append("| " + " | ".join(cells) + " |")
             continue
-        signs = row["quality"] > 100 or math.isnan(row["quality"])
-        cells = [
-            f"`{row['compressor']}`",
-            f"{row['loss']:.2f}",
-            f"{100 * row['accuracy']:.1f} %",
-            "–" if signs else f"{row['quality']:.2f}",
-            "–" if signs else f"{row['union']:.2f}",
-            f"{row['bytes']:,.0f}",
-            f"{row['step_ms']:.0f}",
-            *(
-                "–" if math.isnan(row[n]) else f"{row[n]:.1f}"
-                for n in ("select_ms", "communicate_ms")
-            ),
-        ]
+        final = f"{100 * row[unseen]:.1f} %" if unseen == "accuracy" else f"{row[unseen]:.0f}"
+        cells = [name, f"{row['loss']:.2f}", final]
+        cells += ["–" if math.isnan(row[f]) else f"{row[f]:.2f}" for f in ("quality", "build_up")]
+        cells += [f"{row['bytes']:,.0f}"]
+        timed = clock.get(row["compressor"], {})
+        for field, digits in (("step", 0), ("select", 1), ("communicate", 1)):
+            value = 1e3 * timed.get(field, math.nan)
+            cells += ["–" if math.isnan(value) else f"{value:.{digits}f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def stored(path: Path) -> list[Row]:
+    """Return the runs stored so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
     """Run what is not there yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "data_dir", type=Path, nargs="?", help="CIFAR-10's binary files; the digits if absent"
-    )
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("workload", nargs="?", default="resnet20-digits")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--vocab", type=int)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--only", nargs="*", default=COMPRESSORS, choices=COMPRESSORS)
-    parser.add_argument("--store", type=Path, default=Path("convergence.jsonl"))
+    parser.add_argument("--times", action="store_true", help="store as the times to show")
     options = parser.parse_args()
-    lines = options.store.read_text().splitlines() if options.store.exists() else []
-    rows = [json.loads(line) for line in lines]
-    done = {row["compressor"] for row in rows}
+    workload_info(options.workload)
+    kinds = {
+        name: RESULTS / f"{name}-{options.workload}.jsonl" for name in ("convergence", "times")
+    }
+    path = kinds["times" if options.times else "convergence"]
+    RESULTS.mkdir(exist_ok=True)
+    done = {row["compressor"] for row in stored(path)}
     for compressor in options.only:
         if compressor in done or compressor == "exact":  # exact and topk are the same
             continue
         try:
-            rows.append(one(compressor, options, options.rate))
+            row = one(compressor, options)
         except RunFailedError as error:  # a diverging system is a result
-            rows.append({"compressor": compressor, "problem": str(error)})
-        with options.store.open("a") as stream:
-            stream.write(json.dumps(rows[-1]) + "\n")
-    print(table(rows))
+            row = {"compressor": compressor, "problem": str(error)}
+        with path.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+    print(table(stored(kinds["convergence"]), stored(kinds["times"])))
 
 
 if __name__ == "__main__":

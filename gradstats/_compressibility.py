@@ -173,6 +173,8 @@ def _best_k_error(
     magnitudes: NDArray[np.float64], first: int, energy: float, p: float, c1: float
 ) -> tuple[float, float]:
     """Return the exponent at which σ_k falls over the window, and the largest σ_k over its bound."""
+    if not math.isfinite(energy):  # squares beyond float64's range
+        return math.nan, math.nan
     left = energy - np.cumsum(magnitudes**2)[first - 1 :]
     ranks = np.arange(first, magnitudes.size + 1, dtype=np.float64)
     known = left > 1e-12 * energy  # beyond, the difference is rounding

@@ -89,14 +89,14 @@ def _replay(
     names = list(estimators)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
     for rank, kind, step in opened.select(steps=steps, ranks=ranks, kinds=kinds):
-        captured = opened.read(rank, kind, step)
+        captured, where = opened.read(rank, kind, step), opened.labels(rank, kind, step)
         for layer, values in layer_parts(opened, captured, per_layer):
             for name in names:
                 for ratio in ratios:
                     key = (name, ratio, rank, kind, layer)
                     if key not in live:
                         live[key] = make_estimator(name, **(options or {}).get(name, {}))
-                    labels = captured.labels | {"layer": layer, "estimator": name, "ratio": ratio}
+                    labels = where | {"layer": layer, "estimator": name, "ratio": ratio}
                     yield _Played(labels, values, *live[key].select(values, ratio))
         on_progress()
 

@@ -111,7 +111,7 @@ class Magnitudes:
 
     def upper_quantile(self, k: float) -> float:
         """Return the k-th largest magnitude, k ≥ 1, evenly placed inside its cell; 0 if there are fewer."""
-        if k > self.count:
+        if k > self.count or not self.count:
             return 0.0
         i = int(np.searchsorted(self.cumulative, self.count - k, side="right"))
         under = self.count - k - (self.cumulative[i] - self.weight[i])

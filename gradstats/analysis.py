@@ -48,13 +48,7 @@ def info_records(source: Source) -> list[dict[str, Any]]:
     if isinstance(source, TraceSource):
         scalars = {rank: source.trace.scalars(rank) for rank in source.trace.ranks}
     for rank, kind, step in source.entries():
-        record: dict[str, Any] = {
-            "trace": source.name,
-            "step": step,
-            "rank": rank,
-            "kind": kind,
-            "numel": source.numel,
-        }
+        record = source.labels(rank, kind, step) | {"numel": source.numel}
         if rank in scalars:
             columns = scalars[rank]
             row = int((columns["step"] == step).argmax())
@@ -70,11 +64,6 @@ def info_records(source: Source) -> list[dict[str, Any]]:
             }
         records.append(record)
     return records
-
-
-def _labels(source: Source, key: Key) -> dict[str, Any]:
-    rank, kind, step = key
-    return {"trace": source.name, "step": step, "rank": rank, "kind": kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +188,7 @@ def _each(
 
     def plan(submit: Submit, key: Key) -> Any:
         sketches = plan_sketches(submit, source, key, per_layer=per_layer)
-        return submit(work, _labels(source, key), sketches)
+        return submit(work, source.labels(*key), sketches)
 
     for found in evaluate(plan, source.select(**selection), client):
         records += found
@@ -223,7 +212,9 @@ class _Peaks:
             excesses = pot.mean_excess(m, self.ratios)
             fits = pot.parameter_stability(m, self.ratios, self.method)
         except FitError as error:
-            return [labels | dict.fromkeys(_PEAKS, float("nan")) | {"n": 0, "status": str(error)}]
+            record = labels | dict.fromkeys(_PEAKS, float("nan")) | {"n": 0, "status": str(error)}
+            chosen = {"p_value": float("nan"), "chosen": False} if self.replicates else {}
+            return [record | chosen]
         records = [
             labels
             | {
@@ -367,7 +358,7 @@ def compressibility_records(
         ) -> Any:
             sketches = plan_sketches(submit, source, key)
             largest = plan_largest(submit, source, key, sketches, last)
-            return submit(_decay, _labels(source, key), largest, sketches, first)
+            return submit(_decay, source.labels(*key), largest, sketches, first)
 
         for record in evaluate(plan, source.select(**selection), client):
             records.append(record)

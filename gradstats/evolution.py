@@ -24,11 +24,19 @@ from gradstats.thresholds import target_count
 if TYPE_CHECKING:
     import xarray
 
-__all__ = ["drift_records", "over_training"]
+__all__ = ["FEWEST_STEPS", "QUANTITIES", "drift_records", "over_training"]
 
 _PLAIN = ("zero_fraction", "nonfinite", "mean", "rms", "max", "p", "p_low", "p_high", "hill")
 _BY_MODEL = ("shape", "scale", "nll", "ks", "wasserstein", "tail_error")
-_FEWEST_STEPS = 20
+
+QUANTITIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_PLAIN, ()),
+    **dict.fromkeys(_BY_MODEL, ("model",)),
+    "threshold": ("ratio",),
+}
+"""What is measured on every gradient, and what each depends on beside step, rank, kind and layer."""
+
+FEWEST_STEPS = 20
 """Steps below which a series says nothing about autocorrelation or stationarity."""
 
 
@@ -127,8 +135,7 @@ def over_training(
         "ratio": list(ratios),
     }
     base = ("step", "rank", "kind", "layer")
-    dims: dict[str, tuple[str, ...]] = dict.fromkeys(_PLAIN, base)
-    dims |= dict.fromkeys(_BY_MODEL, (*base, "model")) | {"threshold": (*base, "ratio")}
+    dims = {name: (*base, *others) for name, others in QUANTITIES.items()}
     arrays = {n: np.full([len(coords[d]) for d in over], math.nan) for n, over in dims.items()}
     for (rank, kind, step), found in zip(keys, evaluate(plan, keys, client), strict=True):
         place = (
@@ -187,7 +194,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
         steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
         acf1, the autocorrelation of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
         stationarity (small: it moves); change_low, change_high: 1 % and 99 % quantiles of the ratio of successive
-        steps (of the difference where not relative). Numbers that fewer than 20 steps cannot give are NaN.
+        steps (of the difference where not relative). Numbers that fewer than :data:`FEWEST_STEPS` steps cannot give
+        are NaN.
 
     Raises
     ------
@@ -238,7 +246,7 @@ def _trend(
 ) -> dict[str, float]:
     fields = ("slope", "slope_low", "slope_high", "acf1", "adf_p", "kpss_p")
     result = dict.fromkeys((*fields, "change_low", "change_high"), math.nan)
-    if y.size < _FEWEST_STEPS or np.ptp(y) == 0:
+    if y.size < FEWEST_STEPS or np.ptp(y) == 0:
         return result
     import statsmodels.api as sm
     from statsmodels.tsa.stattools import acf, adfuller, kpss
@@ -252,7 +260,7 @@ def _trend(
     result["acf1"] = float(acf(y, nlags=1, fft=False)[1])
     even = np.diff(at) == spacing
     changes = np.diff(y)[even]
-    if changes.size >= _FEWEST_STEPS:
+    if changes.size >= FEWEST_STEPS:
         ends = np.quantile(changes, [0.01, 0.99])
         ends = np.exp(ends) if relative else ends
         result["change_low"], result["change_high"] = map(float, ends)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,6 @@ class Captured:
     kind: Kind
     values: Array
 
-    @property
-    def labels(self) -> dict[str, Any]:
-        """The columns that identify it in a table."""
-        return {"trace": self.trace, "step": self.step, "rank": self.rank, "kind": self.kind}
-
 
 class Source(ABC):
     """Something that yields gradients.
@@ -101,6 +97,10 @@ class Source(ABC):
         """Elements of a gradient, d."""
         return sum(layer.numel for layer in self.layers)
 
+    def labels(self, rank: int, kind: Kind, step: int) -> dict[str, Any]:
+        """Return the columns that identify one gradient in a table."""
+        return {"trace": self.name, "step": step, "rank": rank, "kind": kind}
+
     def select(
         self,
         *,
@@ -108,7 +108,11 @@ class Source(ABC):
         ranks: Sequence[int] | None = None,
         kinds: Sequence[str] | None = None,
     ) -> list[tuple[int, Kind, int]]:
-        """Return the keys that match; raise :class:`InputError` if none does."""
+        """Return the keys that match; raise :class:`InputError` if none does.
+
+        A value that matches nothing beside others that do is no error here: another source may hold it
+        (:func:`matching`).
+        """
         keys = self.entries()
         found = [
             (rank, kind, step)
@@ -120,13 +124,16 @@ class Source(ABC):
         if not found:
             if not keys:
                 raise InputError(f"{self.name} holds no committed step")
-            have = f"steps {_some(k[2] for k in keys)}; ranks {_some(k[0] for k in keys)}; "
-            have += f"kinds {_some(k[1] for k in keys)}"
-            raise InputError(f"nothing in {self.name} matches; it holds {have}")
+            raise InputError(f"nothing in {self.name} matches; it holds {_held(keys)}")
         return found
 
 
-def _some(values: Iterator[Any]) -> str:
+def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
+    ranks, kinds, steps = (_some(column) for column in zip(*keys, strict=True))
+    return f"steps {steps}; ranks {ranks}; kinds {kinds}"
+
+
+def _some(values: Iterable[Any]) -> str:
     distinct = sorted(set(values))
     return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
 
@@ -267,21 +274,44 @@ def open_source(source: object) -> Source:
 
 
 def open_sources(path: str | Path) -> list[Source]:
-    """Open a source, or every trace in a folder that is not one itself."""
+    """Open a source, or every trace in a folder that is not one itself.
+
+    Raises
+    ------
+    GradstatsError
+        One line, if it cannot be read; where there is something near that can be, the line names it.
+    """
     path = Path(path)
     if path.is_dir() and not is_trace(path):
         traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
-    if not path.exists() and path.parent.is_dir():
-        near = sorted(p.name for p in path.parent.iterdir() if is_trace(p) or p.suffix in SUFFIXES)
-        if near:
-            raise InputError(f"no such trace: {path}; {path.parent} holds {', '.join(near[:5])}")
+        if files := _readable(path):
+            raise InputError(
+                f"{path} holds no trace, but the files {_some(files)}; give one of them"
+            )
+    if not path.exists() and path.parent.is_dir() and (names := _readable(path.parent)):
+        near = get_close_matches(path.name, names, n=1)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise InputError(f"no such trace: {path}; {path.parent} holds {_some(names)}{hint}")
     return [open_source(path)]
 
 
+def _readable(folder: Path) -> list[str]:
+    """Return the names of the traces and gradient files in a folder."""
+    return [
+        p.name for p in folder.iterdir() if is_trace(p) or (p.is_file() and p.suffix in SUFFIXES)
+    ]
+
+
 def matching(sources: Sequence[Source], **selection: Any) -> list[Source]:
-    """Return the sources that hold something of a selection; raise :class:`InputError` if none does."""
+    """Return the sources that hold something of a selection.
+
+    Raises
+    ------
+    InputError
+        If none does, or a value of the selection matches nothing in any.
+    """
     found, problems = [], []
     for source in sources:
         try:
@@ -291,6 +321,12 @@ def matching(sources: Sequence[Source], **selection: Any) -> list[Source]:
             problems.append(error)
     if not found:
         raise problems[0]
+    selected = [key for source in found for key in source.select(**selection)]
+    for what, there in zip(("ranks", "kinds", "steps"), zip(*selected, strict=True), strict=True):
+        if absent := set(selection.get(what) or ()).difference(there):
+            names = ", ".join(source.name for source in sources)
+            held = _held([key for source in sources for key in source.entries()])
+            raise InputError(f"nothing in {names} matches {what} {_some(absent)}; there are {held}")
     return found
 
 
@@ -298,9 +334,11 @@ def _load(path: Path) -> dict[str, Any]:
     """Read a gradient file into named arrays."""
     if not path.is_file():
         raise InputError(f"no such file: {path}")
+    arrays: dict[str, Any]
     try:
         if path.suffix == ".npy":
-            arrays = {"gradient": np.load(path, mmap_mode="r", allow_pickle=False)}
+            # not np.load, which takes any other file for a pickle and advises to open it
+            arrays = {"gradient": np.lib.format.open_memmap(path, mode="r")}
         elif path.suffix == ".npz":
             # np.load leaves a file it cannot read open; this closes it
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:

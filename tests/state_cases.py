@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_map
 
-from gradstats.compressors import DenseReducer, TopK, make_compressor
+from gradstats.compressors import (
+    LAGS,
+    DenseReducer,
+    Layerwise,
+    SparseReducer,
+    TopK,
+    make_compressor,
+    make_reducer,
+)
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, compression_hook, dgc_warm_up
 from gradstats.memory import ErrorFeedback, MomentumCorrection, NoMemory
@@ -23,6 +31,19 @@ MEMORIES = {
     "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),
     "unmasked": lambda: MomentumCorrection(0.8, masking=False),
 }
+
+
+SYSTEMS = {
+    "layerwise": lambda: Layerwise(lambda name, numel: make_compressor("warm-exact", 0.01)),
+    "lags": lambda: LAGS(0.01, adaptive=False),
+    "bfloat16": lambda: SparseReducer(make_compressor("sidco-e", 0.01), torch.bfloat16),
+    "redsync-quantised": lambda: make_reducer("redsync-quantised", 0.01),
+    "micro-partitions": lambda: make_reducer("micro", 0.01),
+}
+
+
+def system(name):
+    return SYSTEMS[name]() if name in SYSTEMS else make_compressor(name, 0.01)
 
 
 def batch(rank, step):
@@ -164,12 +185,12 @@ def clipping(rank, world):
     return float(np.abs(flat_gradients(net) - expected).max())
 
 
-def nonfinite(rank, world, policy, bad_parameter):
-    """Rank 1 has a NaN at step 2, in a compressed or a densely averaged parameter."""
+def nonfinite(rank, world, policy, bad_parameter, name):
+    """Rank 1 has infinities at step 2, in a compressed or a densely averaged parameter."""
     net = model()
-    ddp = DDP(net)
+    ddp = DDP(net, bucket_cap_mb=0.001)
     state = CompressionState(
-        TopK(0.01), named_parameters=net.named_parameters(), dense_below=500, nonfinite=policy
+        system(name), named_parameters=net.named_parameters(), dense_below=500, nonfinite=policy
     )
 
     def hook(
@@ -213,12 +234,12 @@ def resume(rank, world, name, folder):
         net = model()
         memory = MomentumCorrection(0.9, nesterov=True)
         state = CompressionState(
-            make_compressor(name, 0.01), memory=memory, named_parameters=net.named_parameters()
+            system(name), memory=memory, named_parameters=net.named_parameters()
         )
         return net, state
 
     def run(net, state, steps):
-        ddp = DDP(net)
+        ddp = DDP(net, bucket_cap_mb=0.001)
         ddp.register_comm_hook(state, compression_hook)
         for step in steps:
             backward(ddp, rank, step)
@@ -271,11 +292,10 @@ def lost_rank(rank, world, name, folder):
     import pathlib
     import time
 
-    from gradstats.compressors import make_reducer
     from gradstats.errors import ExchangeError
 
     net = model()
-    ddp = DDP(net)
+    ddp = DDP(net, bucket_cap_mb=0.001)
     state = CompressionState(make_reducer(name, 0.01), named_parameters=net.named_parameters())
 
     def hook(

@@ -167,6 +167,10 @@ ERRORS = [
     (("quality", EF, "--ratio", 2), "ratio must be in (0, 1]"),
     (("quality", EF, "--stages", 0), "Invalid value for '--stages'"),
     (("quality", EF, "--step", 5), "it holds steps 10, 100, 1000, 2999"),
+    (("fit", EF, "--step", 10, "--step", 7), "matches steps 7; there are steps 10, 100"),
+    (("fit", DATA, "--rank", 0, "--rank", 1), "matches ranks 1; there are steps 10"),
+    (("info", "."), "holds no trace, but the files x.npy"),
+    (("info", DATA / "resnet20-fe.zarr"), "did you mean"),
     (("quality", EF, "--estimator", "sidko-e"), "did you mean sidco-e?"),
     (
         ("quality", EF, "--kind", "correct"),
@@ -219,6 +223,84 @@ def test_errors_are_one_line_and_exit_2(command, message, tmp_path, monkeypatch)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert message in lines[0]
+
+
+TABLES = (
+    ("info",),
+    ("fit",),
+    ("compressibility",),
+    ("pot",),
+    ("pot", "--choose", 59),
+    ("pot", "--layers"),
+    ("drift",),
+    ("quality", "--estimator", "exact", "--estimator", "sidco-e"),
+    ("quality", "--by-stage"),
+)
+NOISE = np.random.default_rng(0).laplace(size=200)
+ODD = {
+    "nan": np.full(200, np.nan),
+    "infinite": np.full(200, -np.inf, np.float32),
+    "zero": np.zeros(200, np.float32),
+    "zero-and-nan": np.array([0, np.nan] * 100),
+    "constant": np.full(200, 0.5, np.float32),
+    "one": np.ones(1, np.float32),
+    "two": np.array([1, -2], np.float32),
+    "half": NOISE.astype(np.float16),
+    "matrix": NOISE.reshape(10, 20),
+    "scalar": np.float32(2),
+    "largest": (1e38 * NOISE / 3).astype(np.float32),
+    "smallest": np.full(200, 1e-45, np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_gradients_have_tables(name, tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, ODD[name])
+    for command, *options in TABLES:
+        done = run(command, path, *options)
+        assert done.returncode == 0, done.stderr
+        assert "x.npy" in done.stdout or "--by-stage" in options  # some have no stage
+        assert max(map(cell_len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["infinite", "two", "largest", "smallest"])
+def test_odd_gradients_have_a_report(name, tmp_path):
+    np.save(tmp_path / "x.npy", ODD[name])
+    done = run("report", tmp_path / "x.npy", "-o", tmp_path / "r.html")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def _object(path):
+    np.save(path, np.array([1, None], object), allow_pickle=True)
+
+
+def _truncated(path):
+    np.save(path, NOISE)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+UNREADABLE = {
+    "empty": (lambda path: np.save(path, np.empty(0)), "holds no elements"),
+    "int": (lambda path: np.save(path, np.arange(9)), "not int64"),
+    "complex": (lambda path: np.save(path, np.ones(9, complex)), "not complex128"),
+    "object": (_object, "Python objects"),
+    "truncated": (_truncated, "cannot read"),
+    "nothing": (Path.touch, "cannot read"),
+    "text": (lambda path: path.write_text("step,loss\n"), "magic string is not correct"),
+    "directory": (Path.mkdir, "is not a gradstats trace"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_no_gradient_is_one_line(make, message, tmp_path):
+    path = tmp_path / "x.npy"
+    make(path)
+    for command, *options in (*TABLES, ("report", "-o", tmp_path / "r.html")):
+        done = run(command, path, *options)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert message in done.stderr
 
 
 def test_a_bootstrap_says_what_it_tested():
@@ -335,7 +417,7 @@ COMPLETIONS = [
     ("info x.zarr --format l", ["latex"]),
     ("capture lstm", ["lstm-pydoc", "lstm-ptb"]),
     ("capture lstm-ptb --compressor mar", ["marsit"]),
-    ("comp", ["compressibility"]),
+    ("comp", ["compressibility", "compression"]),
 ]
 
 
@@ -359,16 +441,18 @@ def test_an_interrupt_is_one_line(monkeypatch, tmp_path):
 @pytest.mark.distributed
 def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
     out = tmp_path / "x.zarr"
-    command = [GRADSTATS, "capture", "resnet20-digits", "--out", out, "--steps", "100000"]
+    command = [GRADSTATS, "--quiet", "capture", "resnet20-digits", "--out", out]
     process = subprocess.Popen(
-        [*command, "--every", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "--steps", "100000", "--every", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while process.poll() is None and not list(out.glob("rank*/step/c/*")):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert said.splitlines()[-1] == "gradstats: interrupted"
+    assert (process.returncode, said) == (130, "gradstats: interrupted\n")
     end = time.monotonic() + 10
     while members(process.pid) and time.monotonic() < end:  # the resource tracker goes last
         time.sleep(0.1)

@@ -8,7 +8,7 @@ import pytest
 from gradstats import fit, over_training
 from gradstats._compressibility import compressibility
 from gradstats.errors import InputError
-from gradstats.evolution import drift_records
+from gradstats.evolution import FEWEST_STEPS, QUANTITIES, drift_records
 from gradstats.goodness import goodness
 from gradstats.primitives import kth_largest
 from gradstats.sources import open_source
@@ -35,6 +35,8 @@ def test_the_dataset_holds_what_the_functions_return(tmp_path):
     path = make_trace(tmp_path / "run.zarr", [0, 5, 6], lambda s: 1 + s)
     d = over_training(path, models=["laplace", "dgamma"], ratios=(0.1, 0.01), per_layer=True)
     assert dict(d.sizes) == {"step": 3, "rank": 2, "kind": 1, "layer": 4, "model": 2, "ratio": 2}
+    measured = {n: v.dims[4:] for n, v in d.items() if v.dims[2:4] == ("kind", "layer")}
+    assert measured == QUANTITIES
     source = open_source(path)
     for step in (0, 6):
         values = source.read(1, "gradient", step).values
@@ -66,6 +68,13 @@ def test_what_was_not_captured_is_nan(tmp_path):
     assert np.isnan(d["mean"].sel(rank=1, step=[0, 2])).all()
     assert d["mean"].sel(rank=1, step=1) == 1
     assert np.isfinite(d["mean"].sel(rank=0)).all()
+
+
+def test_a_trend_takes_the_fewest_steps(tmp_path):
+    path = make_trace(tmp_path / "run.zarr", range(FEWEST_STEPS), lambda s: 1.0)
+    d = over_training(path, models=["laplace"])
+    assert math.isfinite(drift_records(d, ["mean"])[0]["slope"])
+    assert math.isnan(drift_records(d.isel(step=slice(1, None)), ["mean"])[0]["slope"])
 
 
 def test_a_single_array_is_a_short_run():

@@ -201,7 +201,7 @@ if trainer.global_rank == 0:
     from torch.utils.tensorboard import SummaryWriter
     from capture.integrations.tensorboard import add_step
     with SummaryWriter("logs") as writer:
-        add_step(writer, state.last, ratio=0.01)
+        add_step(writer, state.last)
 """
     run(tmp_path, script)
     trace = gradstats.open_trace(tmp_path / "topk.zarr")
@@ -220,6 +220,7 @@ if trainer.global_rank == 0:
         assert set(trace.scalars(rank)["selected"]) == {k}
     shown = scalars(tmp_path / "logs")
     assert shown["compression/selected"] == {cases.STEPS - 1: k}
+    assert shown["compression/quality"] == {cases.STEPS - 1: 1}
     assert shown["compression/threshold"][cases.STEPS - 1] == pytest.approx(
         trace.scalars(0)["threshold"][-1]
     )
@@ -320,16 +321,19 @@ def test_a_live_compressor_in_tensorboard(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     from capture.integrations.tensorboard import add_step
-    from gradstats.hooks import StepRecord
+    from gradstats.diagnostics import StepRecord
 
     with SummaryWriter(str(tmp_path)) as writer:
-        add_step(writer, StepRecord(3, 0.5, 12, 1000, 96, union=20), ratio=0.01)
+        add_step(writer, StepRecord(3, 0.5, 12, 1000, 96, target=10, union=20))
         add_step(writer, StepRecord(4, math.nan, 0, 1000, 0))
     shown = scalars(tmp_path)
     assert shown["compression/threshold"] == {3: 0.5}
     assert shown["compression/selected"] == {3: 12, 4: 0}
     assert shown["compression/bytes_sent"] == {3: 96, 4: 0}
-    assert shown["compression/selected_over_wanted"] == {3: pytest.approx(1.2)}
+    assert shown["compression/quality"] == {3: pytest.approx(1.2)}
+    assert shown["compression/build_up"] == {3: 2}
+    assert shown["compression/density"] == {3: pytest.approx(0.02), 4: 0}
+    assert shown["compression/bits_per_element"] == {3: pytest.approx(0.768), 4: 0}
 
 
 def test_a_step_exported_has_the_same_statistics(trace_path, tmp_path):

@@ -1,39 +1,86 @@
-"""Every notebook runs from top to bottom, and the outputs committed are what it prints."""
+"""Every notebook asks, answers with what it prints, runs, and prints what is committed.
+
+Cells tagged ``varies`` depend on the machine or its clock: they have to run, and are not compared.
+"""
 
 from __future__ import annotations
+
+import re
 
 import nbformat
 import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
 
+PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LARGEST = 300_000
 
-def printed(notebook):
-    """Return what the code cells printed, and how many figures each drew."""
+each = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text(cell, stream="stdout"):
+    return "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == stream)
+
+
+def compared(notebook):
+    """Return what the cells without a tag printed, and how many figures each of all cells drew."""
     return [
         (
-            "".join(
-                o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"
-            ),
+            None if "varies" in cell.metadata.get("tags", ()) else text(cell),
             sum("image/png" in o.get("data", {}) for o in cell.outputs),
         )
-        for cell in notebook.cells
-        if cell.cell_type == "code"
+        for cell in code_cells(notebook)
     ]
 
 
+def numbers(prose):
+    return set(re.findall(r"\d+(?:[.,]\d+)*", prose))
+
+
+@each
+def test_starts_with_a_question_and_ends_with_an_answer_in_numbers_printed_above(path):
+    notebook = nbformat.read(path, as_version=4)
+    first, last = notebook.cells[0].source, notebook.cells[-1].source
+    assert first.startswith("# ")
+    assert re.search(r"^\*\*Question\.\*\* .*\?$", first, re.MULTILINE)
+    assert last.startswith("## Answer\n")
+    printed = numbers("\n".join(text(cell) for cell in code_cells(notebook)))
+    assert numbers(last)
+    assert numbers(last) <= printed
+
+
+@each
+def test_committed_as_executed_from_top_to_bottom_small_and_without_volatile_metadata(path):
+    notebook = nbformat.read(path, as_version=4)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert any(figures for _, figures in compared(notebook))
+    assert {o.output_type for cell in cells for o in cell.outputs} <= {"stream", "display_data"}
+    assert not any(text(cell, "stderr") for cell in cells)
+    assert all(cell.metadata in ({}, {"tags": ["varies"]}) for cell in notebook.cells)
+    assert set(notebook.metadata) == {"kernelspec"}
+    assert path.stat().st_size < LARGEST
+
+
+def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_its_answer():
+    page = (ROOT / "docs/notebooks.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+    assert list(rows) == [path.stem for path in PATHS]
+    for path in PATHS:
+        answer = nbformat.read(path, as_version=4).cells[-1].source
+        assert numbers(rows[path.stem]) <= numbers(answer), path.stem
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+@each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_notebook_runs_and_is_current(path):
     notebook = nbformat.read(path, as_version=4)
-    committed = printed(notebook)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": path.parent}}).execute()
-    assert printed(notebook) == committed
-    assert any(figures for _, figures in committed)
-    assert not any(
-        o.output_type == "stream" and o.name == "stderr"
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for o in cell.outputs
-    )
+    committed = compared(notebook)
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
+    assert compared(notebook) == committed
+    assert not any(text(cell, "stderr") for cell in code_cells(notebook))

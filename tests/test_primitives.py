@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +83,21 @@ def test_the_number_of_threads_changes_no_bit(threads):
         set_num_threads(None)
     with pytest.raises(InputError):
         set_num_threads(0)
+
+
+def test_threads_that_ask_for_different_numbers_of_threads_get_the_serial_sums():
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n << 19, np.float32) for n in (2, 3)]  # for two and three threads
+    set_num_threads(1)
+    expected = [moments(x) for x in arrays]
+    set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(2) as users:
+            work = [users.submit(lambda x=x: [moments(x) for _ in range(100)]) for x in arrays]
+            for sums, found in zip(expected, work, strict=True):
+                assert found.result() == [sums] * 100
+    finally:
+        set_num_threads(None)
 
 
 def test_histograms_of_other_widths():

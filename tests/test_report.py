@@ -134,7 +134,7 @@ def test_bad_data_is_said_first(tmp_path):
     assert "One step only" in page.answer("Does it move?")
 
 
-@pytest.mark.parametrize("x", [np.zeros(300, np.float32), np.ones(5)])
+@pytest.mark.parametrize("x", [np.zeros(300, np.float32), np.ones(5), np.full(200, np.nan)])
 def test_gradients_without_statistics_have_a_page(x, tmp_path):
     write_report([ArraySource({"x": x})], tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))

@@ -40,10 +40,14 @@ def test_the_plain_loop_captures(tmp_path):
 
 
 @pytest.mark.distributed
-def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path):
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerwise):
     page = (DOCS / "howto/ddp.md").read_text(encoding="utf-8")
-    script, compress = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script, compress, layers = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     before, after = re.split(r"(?m)^ddp\.register_comm_hook.*\n", script)
+    if layerwise:
+        *_, register = compress.splitlines(keepends=True)
+        compress = compress.removesuffix(register) + layers + register
     (tmp_path / "train.py").write_text(before + compress + after, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run([*torchrun, "--nproc-per-node", "2", "train.py"], check=True, cwd=tmp_path)

@@ -7,8 +7,9 @@ from safetensors.torch import save_file
 
 from gradstats import quality
 from gradstats.analysis import fit_records
-from gradstats.errors import GradstatsError, InputError
-from gradstats.sources import open_source, open_sources
+from gradstats.errors import GradstatsError, InputError, TraceError
+from gradstats.sources import matching, open_source, open_sources
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 LAYERS = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float32)}
 
@@ -33,7 +34,8 @@ def test_every_format_gives_the_same_gradient(tmp_path, suffix):
     expected = np.concatenate([v.ravel() for v in LAYERS.values()])
     assert np.array_equal(np.asarray(captured.values), expected)
     assert [la.name for la in source.layers] == (["gradient"] if suffix == ".npy" else ["a", "b"])
-    assert captured.labels == {"trace": f"g{suffix}", "step": 0, "rank": 0, "kind": "gradient"}
+    labels = {"trace": f"g{suffix}", "step": 0, "rank": 0, "kind": "gradient"}
+    assert source.labels(*source.entries()[0]) == labels
 
 
 def test_single_tensors_and_bfloat16(tmp_path):
@@ -100,6 +102,49 @@ def test_what_holds_nothing_useful(tmp_path):
     ]:
         with pytest.raises(GradstatsError, match=message):
             open_sources(tmp_path / name)
+
+
+def test_an_error_names_what_is_near(tmp_path, trace_path):
+    with pytest.raises(TraceError, match="not a gradstats trace"):
+        open_sources(tmp_path)
+    save(tmp_path / "step10.npy")
+    save(tmp_path / "step20.pt")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(InputError) as caught:
+        open_sources(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path} holds no trace, but the files step")
+    assert "step20.pt" in str(caught.value)
+    assert "notes" not in str(caught.value)
+    with pytest.raises(InputError, match=r"did you mean .*/step10\.npy\?"):
+        open_sources(tmp_path / "stpe10.npy")
+    with pytest.raises(InputError, match=rf"did you mean {trace_path}\?"):
+        open_sources(trace_path.with_suffix(""))
+    with pytest.raises(InputError) as caught:
+        open_sources(tmp_path / "zzz")
+    assert "mean" not in str(caught.value)
+
+
+def test_nothing_asked_for_is_left_out_silently(tmp_path, trace_path):
+    both = open_sources(trace_path.parent)
+    late = open_source(make_trace(tmp_path / "late.zarr", steps=[7]))
+    assert matching([*both, late], steps=[10, 7]) == [*both, late]
+    assert matching([*both, late], steps=[7]) == [late]
+    message = "matches steps 7, 8; there are steps 10, 100, 1000, 2999; ranks 0; kinds"
+    with pytest.raises(InputError, match=message):
+        matching(both, steps=[10, 7, 8])
+    with pytest.raises(InputError, match="matches ranks 1; there are"):
+        matching(both, steps=[10], ranks=[0, 1])
+    with pytest.raises(InputError, match="matches kinds corrected; there are"):
+        matching([late], kinds=["gradient", "corrected"])
+
+
+def make_trace(path, steps):
+    create_trace(path, [Layer("w", 0, (4,))], world_size=1)
+    writer = TraceWriter(path, 0)
+    for step in steps:
+        writer.append(step, {"gradient": np.ones(4, np.float32)})
+    writer.close()
+    return path
 
 
 def test_a_folder_of_traces_is_all_of_them(trace_path):

@@ -58,9 +58,10 @@ def test_local_clipping_and_weight_decay(world):
     assert max(run_ranks(world, cases.clipping)) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["topk", "layerwise"])
 @pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
-def test_a_bad_step_is_skipped_by_all(parameter):
-    for rank, (report, steps) in enumerate(run_ranks(2, cases.nonfinite, "skip", parameter)):
+def test_a_bad_step_is_skipped_by_all(parameter, name):
+    for rank, (report, steps) in enumerate(run_ranks(2, cases.nonfinite, "skip", parameter, name)):
         assert steps == 4
         problem, finite, total, untouched = report[2]
         assert "step 2: NaN or infinite gradient elements: 2 on rank 1" in problem
@@ -72,9 +73,10 @@ def test_a_bad_step_is_skipped_by_all(parameter):
         assert report[3][2] > 0
 
 
+@pytest.mark.parametrize("name", ["topk", "layerwise"])
 @pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
-def test_bad_elements_are_zeroed(parameter):
-    (zero, _), (one, _) = run_ranks(2, cases.nonfinite, "zero", parameter)
+def test_bad_elements_are_zeroed(parameter, name):
+    (zero, _), (one, _) = run_ranks(2, cases.nonfinite, "zero", parameter, name)
     assert all(finite and total > 0 for _, finite, total, _ in zero + one)
     assert [r[1:3] for r in zero] == [r[1:3] for r in one]  # the same update
     assert zero[2][0] == ""
@@ -82,14 +84,16 @@ def test_bad_elements_are_zeroed(parameter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["topk", "warm-exact", "dgc", "sidco-e", "redsync", "micro"])
+@pytest.mark.parametrize(
+    "name", ["topk", "warm-exact", "dgc", "sidco-e", "redsync", "micro", *cases.SYSTEMS]
+)
 def test_stop_and_resume_is_as_if_nothing_had_happened(name, tmp_path):
     for same, message in run_ranks(2, cases.resume, name, str(tmp_path / "checkpoint")):
         assert same == [True, True]
         assert message == "the checkpoint is of 3 ranks, and these are 2"
 
 
-@pytest.mark.parametrize("name", ["topk", "micro", "marsit"])
+@pytest.mark.parametrize("name", ["topk", "micro", "marsit", "lags"])
 def test_a_lost_rank_is_one_clear_error(name, tmp_path):
     with contextlib.suppress(FileNotFoundError):  # no rank returns a result
         run_ranks(3, cases.lost_rank, name, str(tmp_path))

@@ -13,9 +13,8 @@ except ImportError as error:
         f"{__name__} needs tensorboard: pip install 'gradstats[tensorboard]'"
     ) from error
 
+from gradstats.diagnostics import StepRecord
 from gradstats.errors import InputError
-from gradstats.hooks import StepRecord
-from gradstats.thresholds import target_count
 
 if TYPE_CHECKING:
     import xarray
@@ -50,30 +49,26 @@ def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
                 writer.add_scalar("/".join(map(str, (name, *labels))), value, step)
 
 
-def add_step(writer: SummaryWriter, record: StepRecord, ratio: float | None = None) -> None:
+def add_step(writer: SummaryWriter, record: StepRecord) -> None:
     """Add what a compressor did in one step; call it after ``backward()`` with ``state.last``.
 
     Parameters
     ----------
     writer : a ``torch.utils.tensorboard.SummaryWriter``, yours.
     record : of :class:`gradstats.hooks.CompressionState`.
-    ratio : wanted k/d; adds ``compression/selected_over_wanted``, k̂/k.
 
     Notes
     -----
-    The tags are ``compression/`` and the names of :class:`gradstats.hooks.StepRecord`; all are of this rank but
-    ``union``.
+    The tags are ``compression/`` and the names of :class:`gradstats.diagnostics.StepRecord`; all are of this rank but
+    ``union``, ``build_up`` and ``density``. NaN is left out: ``quality`` and ``build_up`` where there is no k.
     """
-    scalars = {
-        "threshold": record.threshold,
-        "selected": record.selected,
-        "bytes_sent": record.bytes_sent,
-        "union": record.union,
-        "select_seconds": record.select_seconds,
-        "communicate_seconds": record.communicate_seconds,
-    }
-    if ratio is not None:
-        scalars["selected_over_wanted"] = record.selected / target_count(ratio, record.numel)
-    for name, value in scalars.items():
+    for name in _SHOWN:
+        value = getattr(record, name)
         if not math.isnan(value):
             writer.add_scalar(f"compression/{name}", value, record.step)
+
+
+_SHOWN = (
+    *("threshold", "selected", "quality", "bytes_sent", "bits_per_element"),
+    *("union", "build_up", "density", "select_seconds", "communicate_seconds"),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +94,7 @@ class RunConfig:
     vocab: int | None = None
     compressor: str = "topk"
     ratio: float = 0.001
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the compressor
     error_feedback: bool = True
     seed: int = 0
     data_dir: Path | None = None
@@ -130,7 +132,7 @@ class RunConfig:
         from gradstats.compressors import make_reducer
 
         info = self.info
-        make_reducer(self.compressor, self.ratio)
+        make_reducer(self.compressor, self.ratio, **self.options)
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
@@ -156,6 +158,7 @@ class RunConfig:
             "optimizer": {"name": "SGD", "learning_rate": self.initial_learning_rate},
             "compressor": self.compressor,
             "ratio": self.ratio if self.compressor != "none" else 1.0,
+            **({"options": dict(self.options)} if self.options else {}),
             "error_feedback": self.error_feedback and self.compressor != "none",
             "seed": self.seed,
             "steps": self.setting("steps"),
@@ -179,6 +182,8 @@ class RunResult:
     numel : trainable parameters of the model.
     records : of the hook's state at every step (:class:`gradstats.hooks.StepRecord`'s fields); empty if dense.
     accuracy : share of the unseen samples that the final model gets right; NaN where there are none.
+    perplexity : of the final model on unseen text; likewise.
+    timeline : of a layer-wise system's last step (:class:`gradstats.compressors.layerwise.Activity`'s fields).
     checksum : sum of the final parameters in float64, to compare runs bit by bit.
     """
 
@@ -186,5 +191,7 @@ class RunResult:
     seconds: list[float] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     accuracy: float = float("nan")
+    perplexity: float = float("nan")
+    timeline: list[dict[str, Any]] = field(default_factory=list)
     numel: int = 0
     checksum: float = 0.0

@@ -1,16 +1,26 @@
-"""Starting a run in several processes on this machine, through torchrun's own API."""
+"""Starting functions and runs in several processes on this machine, through torchrun's own API."""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import select
+import signal
 import tempfile
+import threading
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any, TypeVar
 
 from capture.workloads.config import RunConfig, RunResult
 from gradstats.errors import GradstatsError
 
-__all__ = ["RunFailedError", "launch"]
+__all__ = ["RunFailedError", "launch", "start"]
+
+T = TypeVar("T")
 
 
 class RunFailedError(GradstatsError):
@@ -18,7 +28,7 @@ class RunFailedError(GradstatsError):
 
 
 def launch(config: RunConfig) -> RunResult:
-    """Run a workload under torchrun's elastic agent, gloo over the loopback interface.
+    """Run a workload in several processes, gloo over the loopback interface.
 
     Parameters
     ----------
@@ -37,38 +47,117 @@ def launch(config: RunConfig) -> RunResult:
         If a rank fails; the other ranks are stopped.
     """
     config.check()
+    return start(config.nproc, _over_loopback, config)[0]
+
+
+def _over_loopback(config: RunConfig) -> RunResult:
+    from capture.workloads.training import worker
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return worker(config)
+
+
+def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function in several processes, under torchrun's elastic agent.
+
+    Parameters
+    ----------
+    nproc : processes.
+    function : of a module, to be found by the processes; their environment is torchrun's.
+    args : of the function, picklable.
+
+    Returns
+    -------
+    list
+        What each rank returned.
+
+    Raises
+    ------
+    RunFailedError
+        If a rank fails; the others are stopped.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from capture.workloads.training import worker
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # One line of ours says what failed; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).disabled = True
+    # One process imports torch, and the ranks are forked from it; they must then see for themselves when this one ends.
+    forked = hasattr(os, "pidfd_open")
+    multiprocessing.set_forkserver_preload(["capture.workloads.training"])
     with tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
         launcher = elastic_launch(
             LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
-                nproc_per_node=config.nproc,
+                nproc_per_node=nproc,
                 run_id=uuid.uuid4().hex,
                 rdzv_backend="c10d",
                 rdzv_endpoint="127.0.0.1:0",
                 local_addr="127.0.0.1",
-                start_method="spawn",
+                start_method="forkserver" if forked else "spawn",
                 max_restarts=0,
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             ),
-            worker,
+            _rank,
         )
         try:
-            results: dict[int, RunResult] = launcher(config)
+            with _handlers_restored(), _ctrl_c_spares_children():
+                results: dict[int, T] = launcher(os.getpid() if forked else None, function, args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RunFailedError(f"rank {rank} failed: {_last_line(failure.message)}") from error
-    return results[0]
+    return [results[rank] for rank in range(nproc)]
+
+
+def _rank(parent: int | None, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    if parent is not None:
+        threading.Thread(target=_end_with, args=[os.pidfd_open(parent)], daemon=True).start()
+    # Ctrl-C reaches every process of the terminal: the agent says so once, this one just ends.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return function(*args)
+
+
+def _end_with(process: int) -> None:
+    """End this process when that of a pidfd ends, however it does."""
+    select.select([process], [], [])
+    os._exit(1)
+
+
+@contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Take back the signal handlers that torchrun's agent leaves in this process."""
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(each) for each in signals]
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for each, handler in zip(signals, handlers, strict=True):
+                signal.signal(each, handler)
+
+
+@contextmanager
+def _ctrl_c_spares_children() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are still starting, where each would print a traceback.
+
+    They inherit the signal mask of this thread. Another thread receives the signal, and Python runs the handler here.
+    """
+    resource_tracker.ensure_running()  # the first process would start it, which clears the mask
+    done = threading.Event()
+    receiver = threading.Thread(target=done.wait)
+    receiver.start()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        done.set()
+        receiver.join()
 
 
 def _last_line(message: object) -> str:

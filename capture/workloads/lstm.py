@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ __all__ = ["WordLSTM", "make_task"]
 
 _WINDOW = 35
 """Steps of truncated backpropagation through time."""
+_UNSEEN_COLUMNS, _UNSEEN_WINDOWS = 20, 30
+"""The validation text is read in 20 columns, and the first 30 windows of each are predicted: 21,000 words."""
 
 
 class WordLSTM(nn.Module):
@@ -69,7 +72,23 @@ def make_task(config: RunConfig, rank: int) -> Task:
         words = load_pydoc()
     vocab, columns = config.setting("vocab"), config.setting("batch_size")
     reader = _Reader(words_to_ids(words, vocab), columns, rank * columns, config.nproc * columns)
+    unseen = None
+    folder = config.data_dir if config.workload == "lstm-ptb" else None
+    if folder is not None and (folder / "ptb.valid.txt").is_file():
+        ids = words_to_ids(load_ptb(folder, "valid"), vocab, words)
+        unseen = _Reader(ids, _UNSEEN_COLUMNS, 0, _UNSEEN_COLUMNS)
+
+    def perplexity(network: nn.Module) -> float:
+        assert unseen is not None
+        with torch.no_grad():
+            windows = range(min(_UNSEEN_WINDOWS, unseen.windows))
+            return float(torch.stack([unseen.loss(network, w) for w in windows]).mean().exp())
+
     rate = config.initial_learning_rate
     return Task(
-        WordLSTM(vocab, config.setting("hidden")), reader.loss, lambda step: rate, clip=0.25
+        WordLSTM(vocab, config.setting("hidden")),
+        reader.loss,
+        lambda step: rate,
+        clip=0.25,
+        perplexity=None if unseen is None else perplexity,
     )

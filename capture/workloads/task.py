@@ -20,6 +20,7 @@ class Task:
     loss : computes the training loss of the rank's batch number `step`, through the (DDP-wrapped) model given.
     learning_rate : the rate at a step, given the initial rate and the length of the run.
     accuracy : share of unseen samples the model gets right; None if there are none.
+    perplexity : of unseen text; likewise.
     clip : largest norm of the averaged gradient; None for no clipping.
     """
 
@@ -28,3 +29,4 @@ class Task:
     learning_rate: Callable[[int], float]
     clip: float | None = None
     accuracy: Callable[[torch.nn.Module], float] | None = None
+    perplexity: Callable[[torch.nn.Module], float] | None = None

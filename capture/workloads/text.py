@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -27,9 +28,9 @@ def load_pydoc() -> list[str]:
     return words
 
 
-def load_ptb(folder: Path) -> list[str]:
-    """Return the training words of the Penn Treebank language-modelling files, one sentence a line."""
-    file = folder / "ptb.train.txt"
+def load_ptb(folder: Path, part: Literal["train", "valid", "test"] = "train") -> list[str]:
+    """Return words of the Penn Treebank language-modelling files, one sentence a line."""
+    file = folder / f"ptb.{part}.txt"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -40,9 +41,16 @@ def load_ptb(folder: Path) -> list[str]:
     return words
 
 
-def words_to_ids(words: list[str], vocab: int) -> torch.Tensor:
-    """Return numbers by frequency (ties by spelling); all beyond the `vocab` - 1 most frequent share one number."""
-    counts = Counter(words)
+def words_to_ids(words: list[str], vocab: int, corpus: list[str] | None = None) -> torch.Tensor:
+    """Return numbers by frequency (ties by spelling); all beyond the `vocab` - 1 most frequent share one number.
+
+    Parameters
+    ----------
+    words : to number.
+    vocab : numbers there are.
+    corpus : where frequencies are counted; `words` if None.
+    """
+    counts = Counter(words if corpus is None else corpus)
     counts.pop(_UNKNOWN, None)
     ranked = sorted(counts, key=lambda w: (-counts[w], w))[: vocab - 1]
     ids = {word: i + 1 for i, word in enumerate(ranked)}

@@ -43,7 +43,7 @@ def worker(config: RunConfig) -> RunResult:
 def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
-    reducer = make_reducer(config.compressor, config.ratio)
+    reducer = make_reducer(config.compressor, config.ratio, **config.options)
     bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(reducer, Layerwise) else None
     ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
     hook: Hook = allreduce_hook
@@ -87,6 +87,10 @@ def _train(config: RunConfig) -> RunResult:
         capture.close()
     if task.accuracy is not None and rank == 0:
         result.accuracy = task.accuracy(task.model)
+    if task.perplexity is not None and rank == 0:
+        result.perplexity = task.perplexity(task.model)
+    if isinstance(reducer, Layerwise):
+        result.timeline = [asdict(activity) for activity in reducer.timeline]
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
     return result
 

@@ -24,6 +24,7 @@ __all__ = [
     "SchedulerOption",
     "SourceArgument",
     "StepOption",
+    "compressors",
     "one_of",
 ]
 
@@ -62,6 +63,13 @@ def _unknown(what: str, given: str, names: Sequence[str]) -> InputError:
     return InputError(f"no {what} {given!r}; there are {', '.join(names)}{hint}")
 
 
+def compressors() -> Sequence[str]:
+    """Return the names of compressors."""
+    from gradstats.compressors import COMPRESSORS
+
+    return COMPRESSORS
+
+
 def _estimators() -> Sequence[str]:
     from gradstats.thresholds import ESTIMATORS
 
@@ -93,9 +101,9 @@ def _models() -> Sequence[str]:
 
 
 def _quantities() -> Sequence[str]:
-    from gradstats.evolution import _BY_MODEL, _PLAIN
+    from gradstats.evolution import QUANTITIES
 
-    return (*_PLAIN, *_BY_MODEL, "threshold")
+    return tuple(QUANTITIES)
 
 
 SourceArgument = Annotated[

@@ -45,6 +45,7 @@ class Activity:
 class _Message:
     """What is merged until it is large enough to send."""
 
+    pushed: bool = False
     layer: str = ""
     numel: int = 0
     target: list[int] = field(default_factory=lambda: [0, 0])
@@ -135,6 +136,8 @@ class Layerwise(Reducer):
         started = self._now()
         self._record("backward", layers, self._resumed, started)
         message = self._pending
+        message.pushed = True
+        message.flag |= flag
         for name, slot in layers:
             compressor = self._compressor(name, slot.stop - slot.start)
             target = compressor.target(slot.stop - slot.start)
@@ -142,7 +145,6 @@ class Layerwise(Reducer):
             message.target[1] += 1 if compressor.single_value else target
             message.numel += slot.stop - slot.start
             message.layer = name
-            message.flag |= flag
             if flag:
                 continue
             chosen = compressor.compress(corrected[slot])
@@ -163,7 +165,8 @@ class Layerwise(Reducer):
         if self._before is None:
             self.push(corrected, [("", slice(0, corrected.numel()))], group, flag)
         self._pending.flag |= flag
-        if self._pending.layer or not self._futures:
+        # by the layout alone, which all ranks share: flags may be of parameters that are not compressed
+        if self._pending.pushed or not self._futures:
             self._send(group)
         waiting = self._now()
         try:

@@ -35,7 +35,8 @@ def density(
     values = np.asarray(x, np.float32).reshape(-1)
     values = values[np.isfinite(values)]
     nonzero = values[values != 0]
-    limit = float(np.quantile(np.abs(nonzero), coverage)) if nonzero.size else 1.0
+    # a NumPy float64 makes the bins float64: float32 cannot hold the range of the largest or tell the smallest apart
+    limit = np.float64(np.quantile(np.abs(nonzero), coverage) if nonzero.size else 1.0)
     counts, edges = np.histogram(nonzero, bins=150, range=(-limit, limit))
     widths = np.diff(edges)
     centres = (edges[:-1] + edges[1:]) / 2

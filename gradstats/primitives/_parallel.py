@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -29,8 +30,6 @@ _SMALL = 1 << 19
 """Elements per thread below which a second one costs more than it brings."""
 
 _threads: int | None = None
-_pool: ThreadPoolExecutor | None = None
-_pool_key: tuple[int, int] = (0, 0)
 
 
 def set_num_threads(n: int | None) -> None:
@@ -51,14 +50,13 @@ def get_num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _executor(threads: int) -> ThreadPoolExecutor:
-    global _pool, _pool_key
-    key = (os.getpid(), threads)  # threads do not survive a fork
-    if _pool is None or _pool_key != key:
-        if _pool is not None and _pool_key[0] == key[0]:
-            _pool.shutdown(wait=False)
-        _pool, _pool_key = ThreadPoolExecutor(threads, "gradstats"), key
-    return _pool
+@cache
+def _executor(pid: int) -> ThreadPoolExecutor:
+    """Return the pool of a process; threads do not survive a fork.
+
+    One for all callers, from whatever thread: how many of its threads start is up to the runs they submit.
+    """
+    return ThreadPoolExecutor(os.cpu_count() or 1, "gradstats")
 
 
 def map_runs(
@@ -86,7 +84,7 @@ def map_runs(
     # One run per thread: each has buffers of its own, and the work is even.
     size = -(-len(starts) // threads)
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
-    return list(_executor(threads).map(run, parts))
+    return list(_executor(os.getpid()).map(run, parts))
 
 
 def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:

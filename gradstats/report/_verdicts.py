@@ -12,6 +12,7 @@ import numpy as np
 from gradstats._compressibility import CONTROLS, control
 from gradstats._fit import as_magnitudes
 from gradstats._quality import noise_floor
+from gradstats.evolution import FEWEST_STEPS
 from gradstats.plots._style import label_of
 from gradstats.pot import FEWEST
 from gradstats.report._measure import Measured
@@ -237,7 +238,7 @@ def training(measured: Measured, kind: Kind) -> Verdict:
     numbers = f"Step {first} to {last}, between {np.nanmin(means):.2g} and {np.nanmax(means):.2g}. "
     slope = rows["mean"]["slope"]
     if math.isnan(slope):
-        numbers += f"Trend tests take 20 steps; {len(measured.steps)} have no power."
+        numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(measured.steps)} have no power."
     else:
         low, high = rows["mean"]["slope_low"], rows["mean"]["slope_high"]
         numbers += f"Per 100 steps {100 * slope:+.1f} % ({100 * low:+.1f} to {100 * high:+.1f})."

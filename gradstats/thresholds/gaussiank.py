@@ -42,7 +42,7 @@ class GaussianK(Estimator):
         if m.count == 0:
             return Found(0.0)
         mean = sum(map_blocks(_signed_sum, x)) / finite
-        std = math.sqrt(max(m.sum_squares / finite - mean**2, 0.0))
+        std = math.sqrt(max(m.sum_squares / finite - mean * mean, 0.0))
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
         counts = []
         for _ in range(self.loops):

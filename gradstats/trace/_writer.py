@@ -285,7 +285,7 @@ class TraceWriter:
 def _tally(values: NDArray[np.float32]) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
     """Return the histogram, uint32 (bins,), and the statistics of one layer: the same bits as ``sketch(values, 7)``.
 
-    On this thread alone: the primitives' pool is the training's, and is not made for two users.
+    On this thread alone: the primitives' pool is the training's.
     """
     from gradstats.primitives._kernels import block_histogram, block_moments
 

@@ -1,0 +1,1 @@
+"""A small cluster on one machine: ranks in network namespaces of their own, joined by links of a given rate."""

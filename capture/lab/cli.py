@@ -1,0 +1,80 @@
+"""The command ``gradstats bench-network``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from capture.workloads import WORKLOADS, RunConfig
+from gradstats.cli.options import FormatOption, OutputOption, compressors, one_of
+from gradstats.cli.output import emit
+
+__all__ = ["bench_network"]
+
+
+def bench_network(
+    nproc: Annotated[int, typer.Option(help="Ranks, each in a namespace of its own.")] = 4,
+    rate: Annotated[
+        str, typer.Option(help="Of every link: Mbit/s, or as tc writes it: 1gbit.")
+    ] = "1gbit",
+    workload: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(WORKLOADS)}.", **one_of("workload", lambda: tuple(WORKLOADS))
+        ),
+    ] = "resnet20-digits",
+    compressor: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="none, topk, … (repeatable); these two if absent.",
+            **one_of("compressor", compressors),
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of each run; the first 3 are not counted.")] = 30,
+    ratio: Annotated[float, typer.Option(help="Kept fraction k/d.")] = 0.001,
+    batch_size: Annotated[int | None, typer.Option(help="Per process.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and sampling.")] = 0,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Train over links of a given rate: where the time of a step goes (Linux, root, iproute2).
+
+    Every rank gets a network namespace, a link shaped with tc and a real socket; the machine's own interfaces are not
+    touched, and nothing is left behind. compute is the step without an exchange, communicate what the exchange
+    adds to it, bytes what left a rank's interface; times are seconds per step.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from capture.lab.network import parse_rate
+    from capture.lab.run import bench_network as measure
+    from gradstats.tables import messages
+
+    names = compressor or ["none", "topk"]
+    config = RunConfig(
+        workload=workload,
+        nproc=nproc,
+        steps=steps,
+        batch_size=batch_size,
+        ratio=ratio,
+        data_dir=data_dir,
+        seed=seed,
+        label="" if messages().quiet else workload,
+    )
+    bits = parse_rate(rate)
+    try:
+        records = measure(config, bits, names)
+    except SignalException as error:
+        raise typer.Exit(128 + error.sigval) from error
+    finally:
+        messages().show_cursor()  # a process that was stopped left it hidden
+    emit(
+        records,
+        format,
+        output,
+        columns=[c for c in records[0] if c not in ("nproc", "rate", "ratio")],
+        title=f"{workload}, {nproc} ranks at {bits / 1e6:g} Mbit/s: seconds and bytes per step",
+        group_by=("nproc", "rate"),
+    )
