@@ -4,11 +4,12 @@ BIN := .venv/bin
 
 .PHONY: .venv clean demo docs figures lab lint notebooks tables test types
 
-demo: .venv
+demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
 
+# Two at a time: most of it is processes that start. A file's tests stay together, and share what they set up.
 test: .venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv
 	$(BIN)/ruff check .
@@ -17,15 +18,22 @@ lint: .venv
 types: .venv
 	$(BIN)/mypy
 
-lab: .venv
+lab: .venv/.base
 	$(BIN)/jupyter lab notebooks
 
-.venv: .venv/.installed
+# What the program needs, and what its developers need besides.
+.venv: .venv/.dev
 
-.venv/.installed: pyproject.toml
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+
+.venv/.base: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradstats needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP) .
+	touch $@
+
+.venv/.dev: .venv/.base
+	$(PIP) '.[dev]'
 	touch $@
 
 clean:

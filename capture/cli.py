@@ -143,9 +143,11 @@ def _run(config: RunConfig) -> None:
         raise typer.Exit(128 + error.sigval) from error
     finally:
         messages().show_cursor()  # a process that was stopped left it hidden
-    unseen = (
-        "" if math.isnan(result.accuracy) else f", {100 * result.accuracy:.1f} % of unseen right,"
-    )
+    unseen = ""
+    if not math.isnan(result.accuracy):
+        unseen = f", {100 * result.accuracy:.1f} % of unseen right,"
+    elif not math.isnan(result.perplexity):
+        unseen = f", perplexity {result.perplexity:.0f} on unseen text,"
     note(
         f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}{unseen} "
         f"in {sum(result.seconds):.0f} s; captured in {config.out}"

@@ -9,6 +9,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def _csv(records: Sequence[Record]) -> str:
 
 def format_value(value: Any) -> str:
     """Shorten a value for reading: three significant digits, two below 0.1."""
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        value = float(value)  # NumPy's too
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):

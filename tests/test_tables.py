@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from gradstats.tables import render
+from gradstats.tables import format_value, render
 
 
 def test_rendering_of_numbers_and_nothing():
@@ -71,3 +72,9 @@ def test_names_are_no_markup():
 def test_color_only_where_wanted():
     assert "\x1b[1m" in render(ROWS, color=True)
     assert "\x1b" not in render(ROWS)
+
+
+def test_numpy_numbers_read_like_pythons():
+    assert format_value(np.float32(28.885788)) == format_value(28.885788) == "28.9"
+    assert format_value(np.float64("nan")) == "–"
+    assert format_value(np.int64(28)) == "28"

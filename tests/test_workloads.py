@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,10 @@ def test_texts(ptb):
     assert len(set(words)) == 10_000
     ids = words_to_ids(words, 10_000)
     assert int(ids.max()) == 9999
+    unseen = load_ptb(ptb, "valid")
+    assert len(unseen) == 73_760
+    number = dict(zip(words, ids.tolist(), strict=True))
+    assert words_to_ids(unseen, 10_000, words).tolist() == [number[word] for word in unseen]
     assert float((ids == 0).float().mean()) == pytest.approx(words.count("<unk>") / len(words))
 
 
@@ -186,8 +191,10 @@ def test_cifar10_and_ptb_runs_over_shared_data(tmp_path, cifar10, ptb):
             "--data-dir", cifar10, "--batch-size", 16, "--rank", 1, "--no-error-feedback")  # fmt: skip
     trace = open_trace(tmp_path / "c.zarr")
     assert (trace.ranks, trace.steps(), trace.kinds(1)) == ([1], [0, 1, 2], ["gradient"])
-    command("capture", "lstm-ptb", "--out", tmp_path / "p.zarr", "--steps", 3, "--at", 2, "--hidden", 64,
-            "--data-dir", ptb, "--vocab", 2000, "--dtype", "bfloat16", "--nproc", 1)  # fmt: skip
+    done = command("capture", "lstm-ptb", "--out", tmp_path / "p.zarr", "--steps", 3, "--at", 2, "--hidden", 64,
+                   "--data-dir", ptb, "--vocab", 2000, "--dtype", "bfloat16", "--nproc", 1)  # fmt: skip
+    # three steps: better than guessing among all words, and far from good
+    assert 100 < float(re.search(r"perplexity (\d+) on unseen", done.stderr)[1]) < 2000
     trace = open_trace(tmp_path / "p.zarr")
     assert trace.numel == 2 * 2000 * 64 + 2000 + 2 * (4 * 64 * 128 + 8 * 64)
     assert trace.steps() == [2]

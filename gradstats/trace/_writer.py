@@ -158,7 +158,7 @@ class TraceWriter:
 
         layers = len(self._layers)
         for name, shape, chunks, dimensions, statistics in (
-            ("compression", (), (1024,), ("step", "statistic"), COMPRESSION),
+            ("compression", (), (64,), ("step", "statistic"), COMPRESSION),
             (
                 "layer_compression",
                 (layers,),
