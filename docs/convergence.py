@@ -2,7 +2,7 @@
 
 Two processes. Each run is stored as it ends in docs/results/convergence-WORKLOAD.jsonl, and not repeated: interrupt and
 go on at will. Losses do not hang on the clock, times do: measure those on a quiet machine, by ``--times`` in short
-runs of their own. The table is printed at the end.
+runs of their own. The table is printed at the end, and put into docs/systems.md by ``--write``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def table(rows: list[Row], times: list[Row]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     clock = {r["compressor"]: r for r in times if "problem" not in r}
-    for row in rows:
+    for row in sorted(rows, key=lambda r: COMPRESSORS.index(r["compressor"])):
         name = f"`{row['compressor']}`"
         if "problem" in row:
             step = re.search(r"step \d+", str(row["problem"]))
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.001)
     parser.add_argument("--only", nargs="*", default=COMPRESSORS, choices=COMPRESSORS)
     parser.add_argument("--times", action="store_true", help="store as the times to show")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
     options = parser.parse_args()
     workload_info(options.workload)
     kinds = {
@@ -126,7 +127,13 @@ def main() -> None:
             row = {"compressor": compressor, "problem": str(error)}
         with path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
-    print(table(stored(kinds["convergence"]), stored(kinds["times"])))
+    text = table(stored(kinds["convergence"]), stored(kinds["times"]))
+    print(text)
+    if options.write:
+        page = RESULTS.parent / "systems.md"
+        mark, end = f"<!-- {options.workload} -->", f"<!-- /{options.workload} -->"
+        before, rest = page.read_text(encoding="utf-8").split(mark)
+        page.write_text(f"{before}{mark}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

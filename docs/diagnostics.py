@@ -11,6 +11,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,19 @@ def matching_rate() -> Records:
 
 
 def sidco() -> Records:
-    """SIDCo's adaptation of the number of stages, as published and corrected: k̂/k over a training with feedback."""
+    """SIDCo's adaptation of the number of stages, as published and corrected: k̂/k over a training."""
     records = []
-    for name in ("sidco-e", "sidco-gp", "sidco-p"):
-        for rule in ("corrected", "paper"):
-            result, _ = train(name, steps=300, every=300, options={"stages": rule})
-            records += [
-                {"estimator": name, "rule": rule, "step": r["step"], "quality": r["selected"] / r["target"]}
-                for r in result.records
-            ]  # fmt: skip
+    for name, rule, feedback in product(
+        ("sidco-e", "sidco-gp", "sidco-p"), ("corrected", "paper"), (False, True)
+    ):
+        result, _ = train(
+            name, steps=300, every=300, options={"stages": rule}, error_feedback=feedback
+        )
+        labels = {"estimator": name, "rule": rule, "error_feedback": feedback}
+        records += [
+            {**labels, "step": r["step"], "quality": r["selected"] / r["target"]}
+            for r in result.records[::5]
+        ]
     return records
 
 
@@ -122,15 +127,18 @@ def summary(name: str, records: Records) -> str:
             rates.setdefault(r["compressor"], []).append(r["matching_rate"])
         return "\n".join(f"| `{c}` | {statistics.fmean(v):.3f} |" for c, v in rates.items())
     if name == "sidco":
-        last: dict[tuple[str, str], list[float]] = {}
+        last: dict[tuple[str, str, str], list[float]] = {}
         for r in records:
             if r["step"] >= 100:
-                last.setdefault((r["estimator"], r["rule"]), []).append(r["quality"])
+                feedback = "with" if r["error_feedback"] else "without"
+                last.setdefault((r["estimator"], r["rule"], feedback), []).append(r["quality"])
         lines = []
-        for (estimator, rule), values in last.items():
+        for (estimator, rule, feedback), values in last.items():
             low, *_, high = statistics.quantiles(values, n=20)
             median = statistics.median(values)
-            lines.append(f"| `{estimator}` | {rule} | {median:.2f} ({low:.2f}–{high:.2f}) |")
+            lines.append(
+                f"| `{estimator}` | {rule} | {feedback} | {median:.2f} ({low:.2f}–{high:.2f}) |"
+            )
         return "\n".join(lines)
     return f"{len(records)} records"
 

@@ -1,7 +1,8 @@
 """Draw the figures of the README and the docs: ``make figures``, or ``python docs/figures.py NAME …``.
 
 Most are drawn from the traces in data/. Those of live runs are drawn from docs/results/NAME.json, lists of flat records
-without its file, a figure is reported as missing and left as it is.
+that docs/diagnostics.py and ``gradstats bench --format json`` write; without its file, a figure is reported as missing
+and left as it is.
 """
 
 from __future__ import annotations

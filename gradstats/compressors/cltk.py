@@ -44,6 +44,15 @@ class CLTk(Reducer):
         self._top = TopK(ratio)
         self._step = 0
 
+    @property
+    def ratio(self) -> float:
+        """k/d; a warm-up may set it."""
+        return self._top.ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._top.ratio = ratio
+
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
