@@ -60,7 +60,7 @@ def delta() -> Records:
 def matching_rate() -> Records:
     """Marsit's figure 1b: whose signs agree with the exact mean's."""
     records = []
-    for compressor in ("marsit", "signsgd", "ef-signsgd", "topk"):
+    for compressor in ("marsit", "signsgd", "ef-signsgd"):
         _, trace = train(compressor, nproc=4, steps=100, every=4, diagnose_every=4)
         records += [
             {"compressor": compressor, "step": r["step"], "matching_rate": r["matching_rate"]}

@@ -52,6 +52,13 @@ def train(rank, world, name, steps=5):
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)  # a bucket a parameter
     reducer = SYSTEMS[name]()
+    push, on_the_way = reducer.push, []
+
+    def spy(*delivery):
+        on_the_way.append(len(reducer._futures))
+        push(*delivery)
+
+    reducer.push = spy
     state = CompressionState(reducer, named_parameters=net.named_parameters(), diagnose_every=2)
     ddp.register_comm_hook(state, compression_hook)
     residuals = {n: np.zeros(p.numel(), np.float32) for n, p in net.named_parameters()}
@@ -83,6 +90,7 @@ def train(rank, world, name, steps=5):
         "worst": worst,
         "conserved": bool(conserved),
         "parameters": torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy(),
+        "on the way": on_the_way,
         "lanes": [(a.lane, a.layer, a.numel, a.start, a.end) for a in reducer.timeline],
         "last": state.last,
         "delta": (diagnosis.delta, np.array(deltas)),

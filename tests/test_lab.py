@@ -18,9 +18,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from capture.lab import collectives
 from capture.lab.launch import launch
-from capture.lab.network import LabError, parse_rate, shaped_network
+from capture.lab.network import LabError, shaped_network
 from capture.workloads.launch import RunFailedError
 from gradstats.cli import main
+from gradstats.cost.rates import parse_rate
 from gradstats.errors import GradstatsError
 
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))

@@ -48,8 +48,8 @@ def bench_network(
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from capture.lab.network import parse_rate
     from capture.lab.run import bench_network as measure
+    from gradstats.cost.rates import parse_rate
     from gradstats.tables import messages
 
     names = compressor or ["none", "topk"]

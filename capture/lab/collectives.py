@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from capture.lab.launch import launch
-from capture.lab.network import parse_rate, shaped_network
+from capture.lab.network import shaped_network
+from gradstats.cost.rates import parse_rate
 
 __all__ = ["measure"]
 

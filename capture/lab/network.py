@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from gradstats.errors import GradstatsError, InputError
 
-__all__ = ["INTERFACE", "LabError", "Network", "enter", "parse_rate", "shaped_network"]
+__all__ = ["INTERFACE", "LabError", "Network", "enter", "shaped_network"]
 
 INTERFACE = "eth0"
 """Name of a rank's interface in its namespace."""
@@ -41,7 +40,6 @@ _BURST = 32 * 1024  # bytes
 _LARGEST_SEGMENT = 30_000  # bytes
 _BUCKET = f"burst {_BURST} latency 1s"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class LabError(GradstatsError):
@@ -62,25 +60,6 @@ class Network:
     ranks: tuple[str, ...]
     address: str
     rate: int
-
-
-def parse_rate(text: str) -> int:
-    """Return a rate in bit/s.
-
-    Parameters
-    ----------
-    text : a number of Mbit/s, or one with ``kbit``, ``mbit`` or ``gbit`` behind it, as tc writes it.
-
-    Raises
-    ------
-    InputError
-        If it is neither, or below 1 kbit/s.
-    """
-    match = re.fullmatch(rf"([0-9]*\.?[0-9]+)({'|'.join(_UNITS)})?", text.strip().lower())
-    rate = round(float(match[1]) * _UNITS[match[2] or "mbit"]) if match else 0
-    if rate < 1000:
-        raise InputError(f"a rate is a number of Mbit/s, or like 500kbit or 1gbit, not {text!r}")
-    return rate
 
 
 @contextmanager

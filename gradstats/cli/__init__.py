@@ -6,6 +6,7 @@ Commands import what they need when they run, so that ``--help`` and completion 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from gradstats.cli.data import info, report
+from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
@@ -32,7 +34,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Data": (info, report),
     "Statistics": (fit, compressibility, pot, drift),
-    "Thresholds": (quality, bench, compression),
+    "Thresholds": (quality, bench, compression, plan),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
@@ -114,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code > 128:
+        if arguments is None:  # this process ends: another Ctrl-C must not spoil its line or its code
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gradstats.plots._decay import best_k_error, local_exponent, magnitude_decay
 from gradstats.plots._fits import density, mean_excess, parameter_stability, qq, tail
+from gradstats.plots._plan import speedup
 from gradstats.plots._style import png
 from gradstats.plots._systems import build_up, lags_delta, matching_rate, time_split, timeline
 from gradstats.plots._thresholds import latency_bars, quality_bars, quality_over_steps
@@ -31,6 +32,7 @@ __all__ = [
     "qq",
     "quality_bars",
     "quality_over_steps",
+    "speedup",
     "tail",
     "time_split",
     "timeline",

@@ -134,9 +134,10 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
         ax.barh(range(len(names)), widths, left=left, label=part, **style)
         left += widths
     ax.set(xlabel="time per step (ms)")
+    ax.set_xlim(right=1.3 * left.max(initial=1e-3))  # room for the legend
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.legend(fontsize="small")
+    ax.legend(fontsize="small", loc="upper right")
     return tidy(ax, title)
 
 

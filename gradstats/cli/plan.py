@@ -1,0 +1,153 @@
+"""Which compressor to use: ``plan``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from gradstats.cli.options import (
+    FormatOption,
+    OutputOption,
+    RatioOption,
+    SourceArgument,
+    compressors,
+    one_of,
+)
+from gradstats.cli.output import Records, emit, note
+from gradstats.errors import InputError
+
+__all__ = ["plan"]
+
+_CAVEAT = "Predicted: no step was run, and how training converges is not in it."
+
+
+def plan(
+    source: SourceArgument,
+    network: Annotated[
+        Path,
+        typer.Option(
+            help="What `python -m gradstats.collectives.measure` wrote.", metavar="network.json"
+        ),
+    ],
+    workers: Annotated[
+        list[int], typer.Option("--workers", help="Number of workers (repeatable).", min=1)
+    ],
+    compute: Annotated[
+        float,
+        typer.Option(
+            help="Forward and backward pass of a step, which a trace does not say.",
+            metavar="SECONDS",
+        ),
+    ],
+    ratio: RatioOption = None,
+    compressor: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compressor",
+            help="Only this and dense (repeatable).",
+            **one_of("compressor", compressors),
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the links, if not that measured: Mbit/s, or as tc writes it: 1gbit (repeatable)."
+        ),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="Draw the speed-up to this file.", metavar="FILE.png"),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="JSON of `bench-network`, for points on it.", metavar="FILE"),
+    ] = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Predict what each compressor makes of a step on a cluster, and recommend one, or none.
+
+    Threshold rules send as many elements as they keep of the source's gradients.
+    """
+    from gradstats.cost import Network
+    from gradstats.cost.rates import format_rate, parse_rate
+    from gradstats.plan import advice
+    from gradstats.plan import plan as predict
+    from gradstats.sources import open_sources
+
+    sources = open_sources(source)
+    if len(sources) > 1:
+        raise InputError(f"{source} holds several traces; a plan is of one")
+    records = predict(
+        sources[0],
+        Network.load(network),
+        compute,
+        workers,
+        ratio or (0.001,),
+        compressor or (),
+        rates=[parse_rate(text) for text in bandwidth or ()],
+    )
+    if figure is not None:
+        _draw(records, _points(measured) if measured else [], figure)
+    columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "break_even", "limit"]
+    plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
+    if format == "table" and output is None:
+        for each in plans:
+            title = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
+            emit(each, format, None, columns=columns, title=title, group_by=())
+            width = shutil.get_terminal_size().columns
+            typer.echo("\n" + textwrap.fill(advice(each), width) + "\n")
+    else:
+        title = "Steps, predicted, in seconds"
+        columns = ["workers", "rate", *columns]
+        emit(records, format, output, columns=columns, title=title, group_by=("workers", "rate"))
+        for each in plans:
+            note(advice(each))
+    if assumed := sorted({r["compressor"] for r in records if r["basis"] == "assumed"}):
+        note(f"Assumed to send exactly k: {', '.join(assumed)}.")
+    note(_CAVEAT)
+
+
+def _points(path: Path) -> Records:
+    """Read the steps that ``gradstats bench-network --format json`` measured."""
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            {
+                "compressor": str(r["compressor"]),
+                "workers": int(r["nproc"]),
+                "rate": float(r["rate"]),
+                "ratio": r["ratio"],
+                "seconds": float(r["seconds"]),
+            }
+            for r in records
+        ]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path} is not what bench-network wrote as JSON") from None
+
+
+def _draw(records: Records, points: Records, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from gradstats.plots import speedup
+
+    both: tuple[Literal["rate", "workers"], ...] = ("rate", "workers")
+    axes = [at for at in both if len({r[at] for r in records}) > 1]
+    if not axes:
+        raise InputError("a figure needs several --bandwidth or --workers")
+    drawing = Figure(figsize=(6.4 * len(axes), 4.2), layout="constrained")
+    for at, ax in zip(axes, drawing.subplots(1, len(axes), squeeze=False)[0], strict=True):
+        speedup(records, ax, at=at, measured=points)
+    try:
+        drawing.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture's
+        raise InputError(f"cannot write {path}: {error}") from None
+    note(f"wrote {path}")
