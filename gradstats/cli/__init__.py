@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code > 128:
-        if arguments is None:  # this process ends: another Ctrl-C must not spoil its line or its code
+        if (
+            arguments is None
+        ):  # this process ends: another Ctrl-C must not spoil its line or its code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)
