@@ -11,6 +11,7 @@ from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO
 from gradstats.compressors.randomk import RandomK
 from gradstats.compressors.redsync import RedSync
+from gradstats.compressors.shared import GlobalHistogram
 from gradstats.compressors.sparse import SparseReducer
 from gradstats.compressors.sparsify import TopK
 
@@ -18,6 +19,7 @@ RATIO = 0.02
 SYSTEMS = {
     "micro": lambda: MiCRO(RATIO),
     "micro-paper": lambda: MiCRO(RATIO, "paper", threshold=2.0),
+    "global-histogram": lambda: GlobalHistogram(RATIO),
     "cltk": lambda: CLTk(RATIO),
     "randomk": lambda: RandomK(RATIO, seed=3),
     "randomk-unbiased": lambda: RandomK(RATIO, unbiased=True, seed=3),
@@ -161,6 +163,16 @@ def sizes(rank, make, steps=4, numel=20_000):
     return [r["union"] for r in records], [r["bytes"] for r in records]
 
 
+def one_threshold(rank, bits):
+    """Return k̂, η and bytes by step, where every rank's gradient has another scale."""
+    reducer, report = GlobalHistogram(0.01, bits), []
+    for step in range(4):
+        x = (1 + rank) * gradient("laplace", 50_000, rank, step)
+        record, _ = step_once(reducer, x.clone())
+        report.append((x.numpy(), record["threshold"], record["selected"], record["bytes"]))
+    return report
+
+
 def unbiased_mean(rank, steps=400, numel=64):
     x = gradient("laplace", numel, rank, 0)
     reducer, total = RandomK(1 / 8, unbiased=True), np.zeros(numel)
@@ -190,6 +202,7 @@ def battery(rank, world):
             "redsync": sizes(rank, lambda: RedSync(0.01, dense_below=0)),
             "redsync-quant": sizes(rank, lambda: RedSync(0.01, True, dense_below=0)),
         },
+        "one threshold": {bits: one_threshold(rank, bits) for bits in (4, 10)},
         "unbiased": unbiased_mean(rank) if world == 2 else None,
     }
     report["random state untouched"] = random_states() == before

@@ -99,6 +99,25 @@ def test_micro_is_its_algorithm_on_dense_vectors(world, name):
         assert np.array_equal(residual, left)
 
 
+@pytest.mark.distributed
+@each_world
+@pytest.mark.parametrize("bits", [4, 10])
+def test_all_ranks_use_the_threshold_of_all_their_magnitudes(world, bits):
+    for step in zip(*(r["one threshold"][bits] for r in reports(world)), strict=True):
+        thresholds = {threshold for _, threshold, *_ in step}
+        assert len(thresholds) == 1
+        magnitudes = np.abs(np.concatenate([x for x, *_ in step]))
+        k = 500 * world
+        exact = np.sort(magnitudes)[-k]
+        # within a bin, whose density is taken as linear
+        assert thresholds.pop() == pytest.approx(exact, rel=2.0**-bits / 4 + 1 / k)
+        selected = [count for *_, count, _ in step]
+        assert sum(selected) == pytest.approx(k, rel=0.15 if bits == 4 else 0.01)
+        assert selected == sorted(selected)  # the larger a rank's gradient, the more it sends
+        # 8 bytes a position with its value, and 8 a bin
+        assert all(size < 8 * 1.6 * max(selected) + 8 * 2000 for *_, size in step)
+
+
 def test_partitions_are_disjoint_and_cover():
     for numel in (0, 1, 2, 7, 8, 1000, 2**33 + 1):
         for parts in (1, 2, 3, 8, 11):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradstats.compressors.micro import MiCRO
     from gradstats.compressors.randomk import RandomK
     from gradstats.compressors.redsync import RedSync
+    from gradstats.compressors.shared import GlobalHistogram
     from gradstats.compressors.signs import SSDM, Cascading, EFSignSGD, SignSGD
     from gradstats.compressors.sparse import SparseReducer
     from gradstats.compressors.sparsify import ThresholdCompressor, TopK
@@ -29,6 +30,7 @@ _HOME = {
     "Compressor": "base",
     "DenseReducer": "dense",
     "EFSignSGD": "signs",
+    "GlobalHistogram": "shared",
     "LAGS": "lags",
     "Layerwise": "layerwise",
     "Marsit": "marsit",
@@ -55,6 +57,7 @@ __all__ = [
     "Compressor",
     "DenseReducer",
     "EFSignSGD",
+    "GlobalHistogram",
     "Layerwise",
     "Marsit",
     "MiCRO",

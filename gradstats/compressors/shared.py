@@ -1,0 +1,95 @@
+"""One threshold for all ranks, from their histograms together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.ragged import GatheredWords, RaggedAllGather
+from gradstats.compressors.base import Reduced
+from gradstats.compressors.sparse import SparseReducer
+from gradstats.compressors.sparsify import ThresholdCompressor
+from gradstats.primitives import Histogram, histogram
+from gradstats.thresholds import Hard
+
+__all__ = ["GlobalHistogram"]
+
+
+class GlobalHistogram(SparseReducer):
+    """All-gather of what reaches one threshold on every rank: the quantile of all ranks' magnitudes.
+
+    The histograms' bins are the same everywhere, so that their counts add up. Σ k̂ over n ranks is n·k, to the width of
+    a bin; a rank whose gradient is larger sends more of it.
+
+    Parameters
+    ----------
+    ratio : k/d in (0, 1], of the mean rank.
+    bits : of the histogram, see :func:`gradstats.histogram`; 10 resolves the threshold to 0.1 %.
+    dtype, dense_above : see :class:`SparseReducer`.
+
+    Notes
+    -----
+    A rank sends its upper bins alone, until they hold n·k elements: the threshold of all cannot lie below.
+    """
+
+    def __init__(
+        self,
+        ratio: float,
+        bits: int = 10,
+        dtype: torch.dtype = torch.float32,
+        dense_above: float = 1.0,
+    ) -> None:
+        self._threshold = Hard(0.0)
+        super().__init__(ThresholdCompressor(self._threshold, ratio), dtype, dense_above)
+        self.bits = bits
+        self._histograms = RaggedAllGather()
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Agree on a threshold; then as :class:`SparseReducer`."""
+        started = time.perf_counter()
+        k = self.compressor.target(corrected.numel()) * dist.get_world_size(group)
+        words = self._upper_bins(corrected, k) if not flag else corrected[:0].int()
+        counted = time.perf_counter()
+        gathered = self._histograms(words, group, flag)
+        if any(gathered.flags):
+            return Reduced(gathered.flags)
+        self._threshold.threshold = self._quantile(gathered, k)
+        agreed = time.perf_counter()
+        reduced = super().reduce(corrected, group)
+        reduced.bytes_sent += gathered.bytes_sent
+        reduced.select_seconds += counted - started
+        reduced.communicate_seconds += agreed - counted
+        return reduced
+
+    def _upper_bins(self, corrected: torch.Tensor, k: int) -> torch.Tensor:
+        """Return numbers of bins and their counts, int32 (2 · bins,)."""
+        h = histogram(corrected, self.bits)
+        # down to the bin of the k-th largest, and the one below it, which tells the density's slope
+        first = max(0, int(np.count_nonzero(h.exceedances() >= k)) - 2)
+        bins = first + np.flatnonzero(h.counts[first:])
+        packed = np.concatenate([bins, h.counts[bins]]).astype(np.uint32).view(np.int32)
+        return torch.from_numpy(packed).to(corrected.device)
+
+    def _quantile(self, gathered: GatheredWords, k: int) -> float:
+        """Return the magnitude that k elements of all ranks reach; 0 if there are no more than k."""
+        total = np.zeros(255 << self.bits, np.int64)
+        for words in gathered.words:
+            bins, counts = words.cpu().numpy().view(np.uint32).reshape(2, -1)
+            total[bins] += counts
+        return Histogram(total, 0, 0, self.bits).upper_quantile(k)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :class:`SparseReducer` keeps, and the room the histograms' messages have."""
+        return {**super().state_dict(), "histograms": self._histograms.capacity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        super().load_state_dict(state)
+        self._histograms.capacity = state["histograms"]
