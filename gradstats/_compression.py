@@ -69,9 +69,11 @@ def _steps(trace: Trace) -> list[dict[str, Any]]:
                     "matching_rate": c["matching_rate"],
                 }
             )
+    norms: dict[int, list[float]] = {}
     for record in records:
-        norms = [r["residual_norm"] for r in records if r["step"] == record["step"]]
-        record["error_norm"] = float(np.mean(norms))
+        norms.setdefault(record["step"], []).append(record["residual_norm"])
+    for record in records:
+        record["error_norm"] = float(np.mean(norms[record["step"]]))
     return records
 
 

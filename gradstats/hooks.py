@@ -324,8 +324,8 @@ class CompressionState:
         diagnosed = self.diagnose_every > 0 and self.step % self.diagnose_every == 0
         dense_mean = corrected.clone() if diagnosed else None
         # before the exchange, after which the ratios may change
-        targets = [self._target(name, slot.stop - slot.start) for name, slot in layout.parts()]
-        target = self._whole_target(targets, dense_step)
+        targets = self._layer_targets() if diagnosed else []
+        target = self._whole_target(dense_step)
         reduced = reducer.reduce(corrected, self.process_group, flag)
         if any(reduced.flags):
             self._refuse(pairs, reduced)
@@ -372,11 +372,14 @@ class CompressionState:
         ratio = getattr(self._ratio_owner(), "ratio", None)
         return 0 if ratio is None else target_count(ratio, numel)
 
-    def _whole_target(self, targets: list[int], dense_step: bool) -> int:
+    def _layer_targets(self) -> list[int]:
+        return [self._target(name, slot.stop - slot.start) for name, slot in self._layout.parts()]
+
+    def _whole_target(self, dense_step: bool) -> int:
         if dense_step:
             return self._layout.numel
         if isinstance(self.reducer, Layerwise):
-            return sum(targets)
+            return sum(self._layer_targets())
         return self._target("", self._layout.numel)
 
     def _refuse(self, pairs: list[_Pair], reduced: Reduced) -> None:
