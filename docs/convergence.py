@@ -8,21 +8,19 @@ runs of their own. The table is printed at the end, and put into docs/systems.md
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import statistics
 from pathlib import Path
-from typing import Any
+
+from records import RESULTS, Row, put, store, stored
 
 from capture.workloads import RunConfig, run, workload_info
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import COMPRESSORS
 
-RESULTS = Path(__file__).parent / "results"
 LAST = 25
 """Steps whose mean training loss is shown."""
-Row = dict[str, Any]
 
 
 def one(compressor: str, options: argparse.Namespace) -> Row:
@@ -92,11 +90,6 @@ def table(rows: list[Row], times: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def stored(path: Path) -> list[Row]:
-    """Return the runs stored so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> None:
     """Run what is not there yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -116,7 +109,6 @@ def main() -> None:
         name: RESULTS / f"{name}-{options.workload}.jsonl" for name in ("convergence", "times")
     }
     path = kinds["times" if options.times else "convergence"]
-    RESULTS.mkdir(exist_ok=True)
     done = {row["compressor"] for row in stored(path)}
     for compressor in options.only:
         if compressor in done or compressor == "exact":  # exact and topk are the same
@@ -125,15 +117,11 @@ def main() -> None:
             row = one(compressor, options)
         except RunFailedError as error:  # a diverging system is a result
             row = {"compressor": compressor, "problem": str(error)}
-        with path.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        store(path, row)
     text = table(stored(kinds["convergence"]), stored(kinds["times"]))
     print(text)
     if options.write:
-        page = RESULTS.parent / "systems.md"
-        mark, end = f"<!-- {options.workload} -->", f"<!-- /{options.workload} -->"
-        before, rest = page.read_text(encoding="utf-8").split(mark)
-        page.write_text(f"{before}{mark}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+        put("systems.md", options.workload, text)
 
 
 if __name__ == "__main__":

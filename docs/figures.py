@@ -149,11 +149,22 @@ def single(draw: Callable[..., Axes], records: list[dict]) -> Figure:
     return figure
 
 
+def speedup(records: list[dict]) -> Figure:
+    """Draw speed-ups over dense against bandwidth, predicted and measured; docs/validation.py writes both."""
+    figure, axes = panels(1, 2, width=5.6, height=4.2)
+    for workers, ax in zip(sorted({r["workers"] for r in records}), axes[0], strict=True):
+        here = [r for r in records if r["workers"] == workers]
+        predicted = [r for r in here if "speedup" in r]
+        plots.speedup(predicted, ax, measured=[r for r in here if "speedup" not in r])
+    return figure
+
+
 LIVE: dict[str, Callable[[list[dict]], Figure]] = {
     "bench": bench,
     "build_up": partial(single, plots.build_up),
     "delta": partial(single, plots.lags_delta),
     "matching_rate": partial(single, plots.matching_rate),
+    "speedup": speedup,
     "time_split": partial(single, plots.time_split),
     "timeline": partial(single, plots.timeline),
 }

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from gradstats._record import StepRecord
 from gradstats.trace import Trace
 
 __all__ = ["compression"]
+
+_COUNTS = ("target", "numel", "bytes_sent", "union")
+_SECONDS = ("select_seconds", "communicate_seconds", "overlapped_seconds")
 
 
 def compression(trace: Trace, *, per_layer: bool = False) -> list[dict[str, Any]]:
@@ -34,39 +38,42 @@ def compression(trace: Trace, *, per_layer: bool = False) -> list[dict[str, Any]
     return _layers(trace) if per_layer else _steps(trace)
 
 
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else math.nan
-
-
 def _steps(trace: Trace) -> list[dict[str, Any]]:
     records = []
     for rank in trace.ranks:
         columns = trace.compression(rank)
         scalars = trace.scalars(rank)
         for row, step in enumerate(scalars["step"].tolist() if columns else []):
-            c = {name: float(values[row]) for name, values in columns.items()}
             selected = int(scalars["selected"][row])
             if selected < 0:
                 continue
+            numbers: dict[str, Any] = {name: int(columns[name][row]) for name in _COUNTS}
+            numbers |= {name: float(columns[name][row]) for name in _SECONDS}
+            r = StepRecord(
+                step=step,
+                threshold=float(scalars["threshold"][row]),
+                selected=selected,
+                **numbers,
+            )
             records.append(
                 {
                     "trace": trace.name,
                     "step": step,
                     "rank": rank,
-                    "threshold": float(scalars["threshold"][row]),
+                    "threshold": r.threshold,
                     "selected": selected,
-                    "target": int(c["target"]),
-                    "quality": _ratio(selected, c["target"]),
-                    "union": int(c["union"]),
-                    "build_up": _ratio(c["union"], c["target"]),
-                    "density": _ratio(c["union"], c["numel"]),
-                    "bytes": int(c["bytes_sent"]),
-                    "bits_per_element": _ratio(8 * c["bytes_sent"], c["numel"]),
-                    "select": c["select_seconds"],
-                    "communicate": c["communicate_seconds"],
-                    "overlapped": c["overlapped_seconds"],
-                    "residual_norm": c["residual_norm"],
-                    "matching_rate": c["matching_rate"],
+                    "target": r.target,
+                    "quality": r.quality,
+                    "union": r.union,
+                    "build_up": r.build_up,
+                    "density": r.density,
+                    "bytes": r.bytes_sent,
+                    "bits_per_element": r.bits_per_element,
+                    "select": r.select_seconds,
+                    "communicate": r.communicate_seconds,
+                    "overlapped": r.overlapped_seconds,
+                    "residual_norm": float(columns["residual_norm"][row]),
+                    "matching_rate": float(columns["matching_rate"][row]),
                 }
             )
     norms: dict[int, list[float]] = {}
@@ -97,7 +104,7 @@ def _layers(trace: Trace) -> list[dict[str, Any]]:
                         "numel": layer.numel,
                         "selected": int(selected),
                         "target": int(target),
-                        "quality": _ratio(selected, target),
+                        "quality": selected / target if target else math.nan,
                         "delta": delta,
                     }
                 )

@@ -20,6 +20,7 @@ from gradstats.cost import (
     Message,
     Network,
     Timeline,
+    Work,
     break_even,
     deliveries,
     exchange,
@@ -69,8 +70,11 @@ class _System:
     def messages(self, network: Network, ratios: Mapping[str, float]) -> list[Message]:
         if self.name == "none":
             return deliveries(network, self.layers, self.world, None, merge=_BUCKET)
+        memory = self._memory(network)
         if self.name == "lags":
-            return deliveries(network, self.layers, self.world, ratios, selection="lags")
+            found = deliveries(network, self.layers, self.world, ratios, selection="lags")
+            share = memory / self.exchange.numel
+            return [replace(m, select=m.select + share * m.numel) for m in found]
         split = self.exchange.split(network)
         return [
             Message(
@@ -78,11 +82,17 @@ class _System:
                 numel=self.exchange.numel,
                 sent=self.exchange.selected,
                 backward=sum(layer.backward for layer in self.layers),
-                select=split.pop("select"),
+                select=split.pop("select") + memory,
                 communicate=sum(split.values()),
                 bytes_sent=round(self.exchange.bytes_sent),
             )
         ]
+
+    def _memory(self, network: Network) -> float:
+        """Return the seconds of the hook's own passes: adding what was not sent, copying the average back."""
+        if self.name == "none":
+            return 0.0
+        return network.seconds([Work("memory", self.exchange.numel)], self.world)
 
     def timeline(self, network: Network, ratios: Mapping[str, float]) -> Timeline:
         return simulate(self.messages(network, ratios), self.forward)
@@ -121,7 +131,8 @@ class _System:
         timeline = self.timeline(network, ratios)
         return {
             "compute": self.forward + timeline.lane("backward"),
-            "select": timeline.lane("select"),
+            "memory": self._memory(network),
+            "select": timeline.lane("select") - self._memory(network),
             "pack": pack,
             "latency": max(0.0, fixed - pack),
             "transfer": max(0.0, timeline.lane("communicate") - fixed),
@@ -142,7 +153,14 @@ def _limit(split: Mapping[str, float]) -> str:
     """Return what takes most of a step, of the exchange what is not hidden."""
     exchanged = split["pack"] + split["latency"] + split["transfer"]
     exposed = 1 - split["hidden"] / exchanged if exchanged else 0.0
-    kept = {"compute": 1.0, "select": 1.0, "pack": exposed, "latency": exposed, "transfer": exposed}
+    kept = {
+        "compute": 1.0,
+        "memory": 1.0,
+        "select": 1.0,
+        "pack": exposed,
+        "latency": exposed,
+        "transfer": exposed,
+    }
     return max(kept, key=lambda part: kept[part] * split[part])
 
 
@@ -157,7 +175,7 @@ def _break_even(network: Network, dense: _System, system: _System) -> float:
     found = break_even(network, gain)
     if math.isinf(found) and gain(network.slowed(_SLOWEST)) < 0:
         return math.nan
-    return 8e-6 * found
+    return found / 1e6
 
 
 def _kind(source: Source) -> Kind:
@@ -232,9 +250,10 @@ def plan(
         of a step, with low and high, its 95 % interval; speedup over dense, with speedup_low and speedup_high;
         break_even, the bandwidth in Mbit/s below which it is faster than dense (infinity: whatever the bandwidth, 0:
         never, NaN: only on faster links, or dense itself); limit, the part that takes most of the step; the parts in
-        seconds: compute, select, pack (and unpack), latency and transfer of the collectives, and hidden, what of the
-        last three goes on during the backward pass; bytes a rank sends; selected, elements; quality, k̂/k, and
-        basis, where that comes from (``"trace"``, ``"assumed"``, or ``"exact"`` of a system that sends k whatever
+        seconds: compute, memory (error feedback, and copying the average back), select, pack (and unpack), latency and
+        transfer of the collectives, and hidden, what of the last three goes on during the backward pass; bytes a rank
+        sends; selected, elements; quality, k̂/k, and basis, where that comes from (``"trace"``, ``"assumed"``, or
+        ``"exact"`` of a system that sends k whatever
         comes); union, positions all workers send together, NaN where unknown; layers, the ratio of each where a
         system chooses them, whose quality is NaN; recommended.
 
@@ -255,8 +274,7 @@ def plan(
         raise InputError("a plan needs at least 1 worker")
     if not 0 < compute < math.inf:
         raise InputError(f"compute must be seconds above 0, not {compute}")
-    beta = network.link()[1].value
-    if not beta > 0:
+    if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
     measured = {line.operation for line in network.lines}
     names = compressors or [
@@ -291,9 +309,9 @@ def plan(
     for world in dict.fromkeys(workers):
         systems = [system(name, ratio, world) for name, ratio in chosen]
         breaks = [_break_even(network, systems[0], each) for each in systems]
-        for rate in dict.fromkeys(rates) or [8 / beta]:
+        for rate in dict.fromkeys(rates) or [network.rate]:
             # drawn as measured, and only then another link
-            networks = [n.slowed(8 / beta / rate) for n in (network, *drawn)]
+            networks = [n.slowed(network.rate / rate) for n in (network, *drawn)]
             dense = np.array([systems[0].seconds(n) for n in networks])
             found: list[dict[str, Any]] = [
                 {"compressor": each.name, "workers": world, "rate": rate / 1e6, "ratio": each.ratio}

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradstats import hooks
 from gradstats.collectives import SparseAllGather
-from gradstats.compressors import TopK
+from gradstats.collectives.update import SparseUpdate
+from gradstats.compressors import TopK, make_reducer
 from gradstats.compressors.base import Compressed
 from gradstats.errors import NonFiniteGradientError
 from gradstats.hooks import CompressionState, compression_hook
@@ -40,7 +42,8 @@ def gather_cases(rank, world):
         dist.all_reduce(dense)
         got = gather([(indices, values)], numel, flag=rank + case, expected=(8, 8))
         mean = torch.zeros(numel)
-        got.add_to(mean)
+        for where, what in (pair for each in got.selections for pair in each):
+            mean.index_add_(0, where, what)
         mean /= world
         ((own_indices, own_values),) = got.selections[rank]
         report.append(
@@ -306,3 +309,51 @@ def live_thresholds(rank, world, folder, names, steps):
                 with torch.no_grad():
                     for p in net.parameters():
                         p -= 0.1 * p.grad
+
+
+def updates(rank, world):
+    """Return how often a kept update differed from a naive mean, in values and in positions counted."""
+    generator, update, wrong = np.random.default_rng(7), SparseUpdate(), []
+    for numel, counts in (
+        (500, (3, 4)),
+        (500, (0, 0)),
+        (500, (200, 90)),
+        (500, (2, 5)),
+        (90, (4, 1)),
+    ):
+        update.begin(torch.zeros(numel))
+        total, seen = torch.zeros(numel), set()
+        for count in counts:
+            positions = np.sort(generator.choice(numel, count, replace=False))
+            values = torch.from_numpy(generator.standard_normal(count).astype(np.float32))
+            update.add([(torch.from_numpy(positions), values)])
+            for i, v in zip(positions.tolist(), values, strict=True):
+                total[i] += v
+                seen.add(i)
+        if update.divide(3) != len(seen) or not torch.equal(update.vector, total / 3):
+            wrong.append((numel, counts))
+    return wrong
+
+
+def written_sparsely(rank, world, name):
+    """Return whether gradients written position by position are the ones that are copied."""
+
+    def train(large):
+        hooks._LARGE, hooks._FEW = large, 1
+        torch.manual_seed(0)
+        image = nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 20, 3, padding=1), nn.Flatten()
+        net = nn.Sequential(*image, nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 3))
+        net.to(memory_format=torch.channels_last)  # gradients of another stride
+        state = CompressionState(make_reducer(name, 0.02), named_parameters=net.named_parameters())
+        ddp = DDP(net)
+        ddp.register_comm_hook(state, compression_hook)
+        gradients = []
+        for step in range(4):
+            ddp.zero_grad()
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
+            ddp(x).square().mean().backward()
+            gradients += [p.grad.clone() for p in net.parameters()]
+        return gradients
+
+    pairs = list(zip(train(1), train(1 << 60), strict=True))
+    return all(torch.equal(a, b) for a, b in pairs) and any(a.any() for a, _ in pairs)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from capture import Capture
-from gradstats.compressors import LAGS, Layerwise, SparseReducer, TopK
+from gradstats.compressors import LAGS, Layerwise, SparseReducer, TopK, lags
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.systems import dgc, redsync
 
@@ -114,6 +114,25 @@ def adapt(rank, world, steps=9):
     again = LAGS(0.001)
     again.load_state_dict(state.state_dict()["reducer"])
     return reducer.ratios, reducer.deliveries, selected, again.ratios
+
+
+def choose_twice(rank, world, steps=9):
+    """Let LAGS send everything after its first measurement; return what the second one was made at, and chose."""
+    choose, calls = lags.hiding_ratios, []
+
+    def all_at_first(numel, *rest):
+        calls.append(len(numel))
+        return np.ones(len(numel)) if len(calls) == 1 else choose(numel, *rest)
+
+    lags.hiding_ratios = all_at_first
+    net = model()
+    ddp = DDP(net, bucket_cap_mb=0.001)
+    reducer = LAGS(0.001, calibrate=3, merge=30_000)
+    state = CompressionState(reducer, named_parameters=net.named_parameters())
+    ddp.register_comm_hook(state, compression_hook)
+    for step in range(steps):
+        loss_of(ddp, batch(rank, step)).backward()
+    return [(d.sent, d.numel) for d in reducer.deliveries], len(calls), reducer.ratios
 
 
 class Branches(nn.Module):
@@ -236,7 +255,9 @@ def rounded(rank, world, dtype, dense_above):
         kept = keep_largest(corrected.numpy(), 400)
         fits = (kept != 0) & (np.abs(kept) < 6e4)
         worst = np.abs(1 - (corrected - done.residual).numpy()[fits] / kept[fits]).max()
-        report.append((float(error), float(worst), done.bytes_sent, done.union, done.mean.numpy()))
+        report.append(
+            (float(error), float(worst), done.bytes_sent, done.union, done.mean.clone().numpy())
+        )
         residual = done.residual
     return report
 

@@ -231,6 +231,55 @@ def test_a_fit_says_whether_a_line_is_adequate():
     assert cost.fit_line("x", 1, SIZES, bent).spread > 5 * straight.noise
 
 
+def test_a_bent_line_is_predicted_as_measured():
+    rng = np.random.default_rng(5)
+    exact = 3e-4 + 1e-9 * np.asarray(SIZES)
+    exact[-3:] *= 4
+    line = cost.fit_line("x", 1, SIZES, exact[:, None] * np.ones(3))
+    assert [line.at(size) for size in SIZES] == pytest.approx(exact)
+    assert line.at(SIZES[-1] * 2) == pytest.approx(2 * exact[-1], rel=0.05)
+    assert line.at(SIZES[0] / 2) == pytest.approx(exact[0], rel=0.05)
+    middle = math.sqrt(SIZES[5] * SIZES[6])
+    assert exact[5] < line.at(middle) < exact[6]
+    straight = cost.fit_line("x", 1, SIZES, noisy(rng, 3e-4, 1e-9, SIZES, 0.05))
+    assert straight.error < 0.05 < line.error
+    network = Network((line,), {}, {})
+    slower = network.slowed(2).line("x", 1)  # local work does not hang on the links
+    assert slower.at(SIZES[-1]) == line.at(SIZES[-1])
+    assert cost.Line("x", 1, 1.0, 0.0).at(5) == 1
+
+
+def test_local_work_on_messages_grows_with_their_number():
+    line = cost.fit_line("decode:ssdm", 2, SIZES, 1e-9 * np.asarray(SIZES)[:, None] * [1, 1, 1])
+    network = Network((line,))
+    assert network.line("decode:ssdm", 2) == line
+    for world in (1, 8):
+        assert network.line("decode:ssdm", world).at(1000) == pytest.approx(5e-7 * world)
+
+
+def test_a_crowded_host_hides_no_unpacking():
+    about = {"device": "cpu", "cores": 2, "threads": 1, "ranks_per_host": 2}
+    lines = (
+        cost.Line("all_gather", 2, 1e-3, 0.0),
+        cost.Line("busy_all_gather", 2, 2e-3, 0.0),
+        cost.Line("pack", 1, 1e-2, 0.0),
+        cost.Line("unpack", 1, 0, 0.0),
+    )
+    lines += (cost.Line("select:topk", 1, 1e-4, 0.0),)
+    layers = [cost.LayerTime("a", 1000, 0.1)]
+    (spare,) = cost.deliveries(Network(lines, about={**about, "cores": 4}), layers, 2, 0.01)
+    (crowded,) = cost.deliveries(Network(lines, about=about), layers, 2, 0.01)
+    assert (spare.select, spare.communicate) == pytest.approx((1e-4, 1.1e-2))
+    assert (crowded.select, crowded.communicate) == pytest.approx((1.21e-2, 0))
+    assert not Network(lines).crowded
+
+
+def test_a_shaped_network_has_the_rate_it_was_shaped_to():
+    lines = Network.of_link(ALPHA, BETA).lines
+    assert Network(lines).rate == pytest.approx(8 / BETA)
+    assert Network(lines, about={"rate": 5e6}).rate == 5e6
+
+
 def test_a_fit_of_relative_errors_gets_both_ends():
     rng = np.random.default_rng(3)
     y = noisy(rng, 1e-4, 1e-9, SIZES, 0.1)
@@ -252,9 +301,11 @@ def measured_network(world=4):
         cost.fit_line(o, world, SIZES, noisy(rng, m * ALPHA, v * BETA, SIZES, 0.1))
         for o, (m, v) in terms.items()
     ]
-    local = ["pack", "unpack", "average", "unpack_signs", "merge_signs"]
+    local = ["memory", "pack", "unpack", "average", "unpack_signs", "merge_signs"]
     local += [f"select:{name}" for name in COMPRESSORS if name != "none"]
     lines += [cost.fit_line(o, 1, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in local]
+    decoded = [f"decode:{name}" for name in ("signsgd", "ef-signsgd", "ssdm")]
+    lines += [cost.fit_line(o, 2, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in decoded]
     return Network(tuple(lines), {}, {"world_size": world})
 
 
@@ -303,7 +354,7 @@ def test_break_even_is_where_both_take_as_long():
 
     # 2(n-1)(α + 4d/n β) = (n-1)(α + m β) + γ d
     beta = (numel * select - 7 * ALPHA) / (7 / 4 * 4 * numel - 7 * sparse.bytes_sent)
-    assert cost.break_even(network, gain) == pytest.approx(1 / beta, rel=1e-6)
+    assert cost.break_even(network, gain) == pytest.approx(8 / beta, rel=1e-6)
     assert gain(Network.of_link(ALPHA, 1.01 * beta, {"select:topk": select})) > 0
     assert gain(Network.of_link(ALPHA, 0.99 * beta, {"select:topk": select})) < 0
     assert cost.break_even(network, lambda n: 1.0) == math.inf

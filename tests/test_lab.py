@@ -13,7 +13,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from conftest import ROOT
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from capture.lab import collectives
@@ -21,8 +23,10 @@ from capture.lab.launch import launch
 from capture.lab.network import LabError, shaped_network
 from capture.workloads.launch import RunFailedError
 from gradstats.cli import main
+from gradstats.cost import ALGORITHMS, Network
 from gradstats.cost.rates import parse_rate
 from gradstats.errors import GradstatsError
+from gradstats.plan import plan
 
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 LAB = (GRADSTATS, "bench-network", "--nproc", "2", "--rate", "50")
@@ -279,3 +283,56 @@ def test_a_killed_rank_ends_the_others(lab):
             launch(network, collectives._time, 100_000, 1, 100_000)
         killer.join()
         assert "\n" not in str(raised.value)
+
+
+def test_a_burst_is_what_tc_is_told(lab):
+    with shaped_network(1, 10**8, burst=8192) as network:
+        shown = subprocess.run(
+            ["tc", "-n", network.ranks[0], "qdisc"], capture_output=True, text=True
+        ).stdout
+        assert "rate 100Mbit burst 8Kb" in shown
+        (link,) = json.loads(ip("-n", network.ranks[0], "-json", "-d", "link", "show", "eth0"))
+        assert link["gso_max_size"] < 8192
+    assert "at least 4096" in refused("bench-network", "--burst", "100")
+
+
+@pytest.mark.distributed
+def test_a_network_measured_in_the_lab_makes_a_plan(lab, tmp_path):
+    file = tmp_path / "network.json"
+    short = ("--steps", "5", "--batch-size", "4", "--compressor", "none", "--compressor")
+    done = subprocess.run(
+        [*LAB, *short, "torch-topk", "--measure", str(file)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {file}" in done.stderr
+    network = Network.load(file)
+    assert network.about["rate"] == 50e6
+    assert {line.world for line in network.lines if line.operation in ALGORITHMS} == {2}
+    alpha, beta = network.link()
+    assert alpha.value < 0.01
+    assert beta.value == pytest.approx(8 / 50e6, rel=0.15)  # headers are 4 % of it
+    shape = {"model": np.zeros(269_722, np.float32)}
+    (dense,) = plan(shape, network, 0.05, [2], compressors=["none"])
+    assert dense["transfer"] == pytest.approx(4 * 269_722 * beta.value, rel=0.05)
+
+
+@pytest.mark.distributed
+def test_the_experiment_in_short(lab, tmp_path):
+    command = [sys.executable, str(ROOT / "docs" / "experiment.py"), "resnet20-digits"]
+    command += ["--results", str(tmp_path), "--steps", "6"]
+    command += ["--measure", "--only", "none", "topk", "torch-topk"]
+    first, again = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == again.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    stored = (tmp_path / "network-resnet20-digits.jsonl").read_text().splitlines()
+    setting, *rows = map(json.loads, stored)
+    assert [row["compressor"] for row in rows] == ["none", "topk", "torch-topk"]  # run once
+    dense, ours, theirs = rows
+    assert ours["losses"] == theirs["losses"]
+    assert ours["quality"] == 1
+    assert dense["losses"][0] == pytest.approx(ours["losses"][0], abs=1e-3)
+    assert ours["bytes"] < 0.02 * dense["bytes"]
+    # the rate was chosen so that a dense step communicates a tenth of its time
+    bits = 8 * 4 * setting["numel"] / setting["rate"]
+    assert bits / (bits + setting["compute"]) == pytest.approx(0.1, rel=0.06)
+    assert Network.load(tmp_path / "network-resnet20-digits.json").about["rate"] == setting["rate"]

@@ -22,6 +22,7 @@ LAYERS = [
     "gradstats.collectives",
     "gradstats.compressors",
     "gradstats.memory",
+    "gradstats._record",
     "gradstats.diagnostics",
     "gradstats._layout",
     "gradstats.hooks",

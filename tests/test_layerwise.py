@@ -100,6 +100,14 @@ def test_ratios_hide_what_can_be_hidden():
     )
 
 
+@distributed
+def test_ratios_are_corrected_at_the_size_they_were_chosen_for():
+    for deliveries, choices, ratios in run_ranks(2, cases.choose_twice):
+        assert choices == 2
+        assert all(sent == numel for sent, numel in deliveries)
+        assert ratios["0.weight"] == 0.001  # not everything any more
+
+
 def test_equation_19_against_a_search():
     rng = np.random.default_rng(0)
     for _ in range(200):

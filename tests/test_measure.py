@@ -37,7 +37,9 @@ def test_everything_is_measured_among_every_number_of_workers():
     assert operations >= {f"select:{name}" for name in COMPRESSORS if name != "none"}
     # the slowest rank's time is everybody's
     assert second.lines == first.lines
-    assert [line for line in first.lines if line.world != 2] == list(third.lines)
+    alone = {2} if third.about["world_size"] == 3 else set()  # what the third rank had no part in
+    both = [x for x in first.lines if x.operation not in ALGORITHMS or x.world not in alone]
+    assert both == list(third.lines)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -80,7 +80,7 @@ def test_parts_add_up_for_every_system(world):
     assert {r["compressor"] for r in records} == set(COMPRESSORS)
     assert [r["seconds"] for r in records] == sorted(r["seconds"] for r in records)
     for r in records:
-        parts = [r[name] for name in ("compute", "select", "pack", "latency", "transfer")]
+        parts = [r[name] for name in ("compute", "memory", "select", "pack", "latency", "transfer")]
         assert sum(parts) - r["hidden"] == pytest.approx(r["seconds"])
         assert min(parts) >= 0
         assert r["low"] <= r["seconds"] * (1 + 1e-9)
@@ -275,14 +275,23 @@ def test_dont_is_said_where_dense_wins(inputs, capsys):
 
 def test_a_figure_is_written(inputs, capsys):
     measured = [
-        {"compressor": "none", "nproc": 4, "rate": 100.0, "ratio": None, "seconds": 0.05},
-        {"compressor": "topk", "nproc": 4, "rate": 100.0, "ratio": 0.001, "seconds": 0.02},
+        {"compressor": "none", "ratio": None, "seconds": 0.05},
+        {"compressor": "topk", "ratio": 0.001, "seconds": 0.02},
     ]
+    measured = [{**r, "nproc": 4, "rate": 100.0, "compute": 0.01} for r in measured]
     (inputs / "measured.json").write_text(json.dumps(measured))
     sweep = [*PLAN, "--compressor", "topk", "--bandwidth", "100", "--bandwidth", "1gbit"]
     code, _, err = run(capsys, *sweep, "--measured", "measured.json", "--figure", "f.png")
     assert code == 0, err
     assert (inputs / "f.png").read_bytes().startswith(b"\x89PNG")
+    at = PLAN.index("--compute")
+    alone = [*PLAN[:at], *PLAN[at + 2 :], "--format", "json"]
+    code, out, err = run(capsys, *alone, "--measured", "measured.json")
+    assert code == 0, err
+    assert (code, out) == run(capsys, *PLAN, "--format", "json")[:2]
+    code, _, err = run(capsys, *alone)
+    assert code == 2
+    assert "say --compute SECONDS, or --measured" in err
 
 
 ERRORS = [
@@ -313,13 +322,15 @@ def test_bad_input_is_one_line(inputs, capsys, options, message):
 
 
 def test_what_is_missing_is_named(inputs, capsys):
-    for option in ("--compute", "--network", "--workers"):
+    for option in ("--network", "--workers"):
         at = PLAN.index(option)
         code, _, err = run(capsys, *PLAN[:at], *PLAN[at + 2 :])
         assert code == 2
         assert f"Missing option '{option}'" in err
+    collectives = [line for line in link(0, 1).lines if line.operation in cost.ALGORITHMS]
+    lines = (*collectives, cost.Line("memory", 1, 0.0, 0.0))
     with pytest.raises(InputError, match="without 'select:dgc'"):
-        plan(ZEROS, Network(link(0, 1).lines[:5]), 1.0, [2], compressors=["dgc"])
+        plan(ZEROS, Network(lines), 1.0, [2], compressors=["dgc"])
     with pytest.raises(InputError, match="nothing per byte"):
         plan(ZEROS, link(beta=0), 1.0, [2])
     with pytest.raises(InputError, match="at least 1 worker"):

@@ -19,6 +19,7 @@ from capture.workloads.launch import RunFailedError
 from capture.workloads.lstm import WordLSTM
 from capture.workloads.resnet20 import ResNet20
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
+from capture.workloads.vgg16 import VGG16
 from gradstats import open_trace
 from gradstats._sketch import sketch
 from gradstats.errors import InputError
@@ -28,6 +29,7 @@ GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 
 def test_parameter_counts_are_the_papers():
     assert sum(p.numel() for p in ResNet20().parameters()) == 269_722
+    assert sum(p.numel() for p in VGG16().parameters()) == 14_982_987
     with torch.device("meta"):
         assert sum(p.numel() for p in WordLSTM(10_000, 1500).parameters()) == 66_034_000
 
@@ -135,6 +137,26 @@ def test_bad_settings_never_start_a_process(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
+def test_baselines_train_beside_the_compressors():
+    def train(compressor, **settings):
+        config = RunConfig(workload="resnet20-digits", steps=8, batch_size=8, ratio=0.01)
+        return run(config.replace(compressor=compressor, **settings))
+
+    ours, theirs = train("topk"), train("torch-topk")
+    assert theirs.checksum == ours.checksum  # the same selection, to the bit
+    assert all(r["selected"] == round(0.01 * ours.numel) for r in theirs.records)
+    dense, low_rank, alone = (train(name) for name in ("none", "powersgd", "no-exchange"))
+    assert low_rank.losses[:2] == dense.losses[:2]  # it starts compressing at step 2
+    assert low_rank.losses != dense.losses
+    assert np.isfinite(low_rank.losses).all()
+    full = train("powersgd", options={"start_powerSGD_iter": 100})
+    assert full.losses == pytest.approx(dense.losses, rel=1e-4)
+    assert alone.losses[0] == dense.losses[0]
+    assert alone.losses[2] != dense.losses[2]
+    assert not low_rank.records + alone.records
+
+
 def test_a_failing_rank_is_one_line():
     with pytest.raises(
         RunFailedError, match=r"rank \d failed: InputError: a batch of 4000 .* 1797 images"

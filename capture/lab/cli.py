@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from capture.workloads import WORKLOADS, RunConfig
+from capture.lab.network import BURST
+from capture.workloads import BASELINES, WORKLOADS, RunConfig
 from gradstats.cli.options import FormatOption, OutputOption, compressors, one_of
-from gradstats.cli.output import emit
+from gradstats.cli.output import emit, note
 
 __all__ = ["bench_network"]
 
@@ -28,8 +29,8 @@ def bench_network(
     compressor: Annotated[
         list[str] | None,
         typer.Option(
-            help="none, topk, … (repeatable); these two if absent.",
-            **one_of("compressor", compressors),
+            help="none, topk, …; torch-topk and powersgd are PyTorch's (repeatable). The first two if absent.",
+            **one_of("compressor", lambda: (*compressors(), *BASELINES)),
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Of each run; the first 3 are not counted.")] = 30,
@@ -37,6 +38,18 @@ def bench_network(
     batch_size: Annotated[int | None, typer.Option(help="Per process.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, batches and sampling.")] = 0,
+    hidden: Annotated[int | None, typer.Option(help="Width of the LSTM.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Words the LSTM knows.")] = None,
+    no_error_feedback: Annotated[
+        bool, typer.Option("--no-error-feedback", help="Lose what is not sent.")
+    ] = False,
+    burst: Annotated[int, typer.Option(help="Bytes an idle link saves up.")] = BURST,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure the network, too, for `gradstats plan`.", metavar="network.json"
+        ),
+    ] = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -48,7 +61,7 @@ def bench_network(
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from capture.lab.run import bench_network as measure
+    from capture.lab import run
     from gradstats.cost.rates import parse_rate
     from gradstats.tables import messages
 
@@ -61,15 +74,27 @@ def bench_network(
         ratio=ratio,
         data_dir=data_dir,
         seed=seed,
+        hidden=hidden,
+        vocab=vocab,
+        error_feedback=not no_error_feedback,
         label="" if messages().quiet else workload,
     )
     bits = parse_rate(rate)
     try:
-        records = measure(config, bits, names)
+        records = run.bench_network(
+            config,
+            bits,
+            names,
+            burst=burst,
+            on_network=None if measure is None else lambda network: network.save(measure),
+            label=config.label and "network",
+        )
     except SignalException as error:
         raise typer.Exit(128 + error.sigval) from error
     finally:
         messages().show_cursor()  # a process that was stopped left it hidden
+    if measure is not None:
+        note(f"wrote {measure}")
     emit(
         records,
         format,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gradstats.errors import GradstatsError, InputError
 
-__all__ = ["INTERFACE", "LabError", "Network", "enter", "shaped_network"]
+__all__ = ["BURST", "INTERFACE", "LabError", "Network", "enter", "shaped_network"]
 
 INTERFACE = "eth0"
 """Name of a rank's interface in its namespace."""
@@ -36,9 +36,11 @@ _CLONE_NEWNET = 0x40000000
 # What an idle link saves up passes at once, so the bucket is small, or small messages would be free. It must hold the
 # largest segment, or the kernel cuts them all into packets, and a core is busy with that at 1 Gbit/s. The queue never
 # drops a packet of the ranks' own: a retransmission timer would dwarf what is measured.
-_BURST = 32 * 1024  # bytes
+BURST = 32 * 1024
+"""Bytes that an idle link saves up, unless told otherwise."""
+_SMALLEST_BURST = 4 * 1024
 _LARGEST_SEGMENT = 30_000  # bytes
-_BUCKET = f"burst {_BURST} latency 1s"
+_QUEUE = "latency 1s"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -63,7 +65,7 @@ class Network:
 
 
 @contextmanager
-def shaped_network(nproc: int, rate: int) -> Iterator[Network]:
+def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Network]:
     """Build a network for some ranks, and take it down whatever happens.
 
     Each rank's link passes two token buckets (``tc tbf``), at its own end and at the bridge's, so that what it
@@ -74,21 +76,24 @@ def shaped_network(nproc: int, rate: int) -> Iterator[Network]:
     ----------
     nproc : ranks.
     rate : of every link in each direction, bit/s.
+    burst : bytes that an idle link saves up, and sends at once.
 
     Raises
     ------
     InputError
-        Without Linux, root, ``ip`` or ``tc``; for too many ranks; while another lab runs.
+        Without Linux, root, ``ip`` or ``tc``; for too many ranks, or a burst below 4,096; while another lab runs.
     LabError
         If the kernel refuses a part.
     torch.distributed.elastic.multiprocessing.SignalException
         On SIGINT, SIGTERM, SIGHUP and SIGQUIT, as torchrun's agent does, once the network is down.
     """
     _check(nproc)
+    if burst < _SMALLEST_BURST:
+        raise InputError(f"a burst must be at least {_SMALLEST_BURST} bytes, not {burst}")
     with _only_one(), _signals_raise():
         _remove_all()
         try:
-            yield _build(nproc, rate)
+            yield _build(nproc, rate, burst)
         finally:
             for number in _SIGNALS:  # a second Ctrl-C must not leave half of it
                 signal.signal(number, signal.SIG_IGN)
@@ -156,9 +161,10 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _build(nproc: int, rate: int) -> Network:
+def _build(nproc: int, rate: int, burst: int) -> Network:
     prefix = f"{_PREFIX}{os.getpid()}-"
     hub, ranks = f"{prefix}hub", tuple(f"{prefix}{rank}" for rank in range(nproc))
+    segment, bucket = min(_LARGEST_SEGMENT, burst * 9 // 10), f"burst {burst} {_QUEUE}"
     _run("ip netns add", hub)
     _run("ip -n", hub, "link add bridge type bridge")
     _run("ip -n", hub, "link set bridge up")
@@ -167,12 +173,10 @@ def _build(nproc: int, rate: int) -> Network:
         _run("ip netns add", name)
         _run("ip -n", name, "link set lo up")
         _run("ip -n", hub, "link add", port, "type veth peer name", INTERFACE, "netns", name)
-        _run("ip -n", name, "link set", INTERFACE, f"gso_max_size {_LARGEST_SEGMENT}")
+        _run("ip -n", name, "link set", INTERFACE, f"gso_max_size {segment}")
         _run("ip -n", name, f"address add {_SUBNET}.{rank + 1}/24 dev", INTERFACE)
         for namespace, interface in ((hub, port), (name, INTERFACE)):
-            _run(
-                "tc -n", namespace, "qdisc add dev", interface, f"root tbf rate {rate}bit", _BUCKET
-            )
+            _run("tc -n", namespace, "qdisc add dev", interface, f"root tbf rate {rate}bit", bucket)
         _run("ip -n", hub, "link set", port, "master bridge up")
         _run("ip -n", name, "link set", INTERFACE, "up")
     return Network(ranks, f"{_SUBNET}.1", rate)

@@ -6,6 +6,7 @@ This module knows names and defaults only; torch loads when a run starts.
 from __future__ import annotations
 
 from capture.workloads.config import (
+    BASELINES,
     WORKLOADS,
     RunConfig,
     RunResult,
@@ -13,7 +14,15 @@ from capture.workloads.config import (
     workload_info,
 )
 
-__all__ = ["WORKLOADS", "RunConfig", "RunResult", "WorkloadInfo", "run", "workload_info"]
+__all__ = [
+    "BASELINES",
+    "WORKLOADS",
+    "RunConfig",
+    "RunResult",
+    "WorkloadInfo",
+    "run",
+    "workload_info",
+]
 
 
 def run(config: RunConfig) -> RunResult:

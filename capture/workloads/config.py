@@ -9,7 +9,20 @@ from typing import Any, Literal
 
 from gradstats.errors import InputError
 
-__all__ = ["WORKLOADS", "RunConfig", "RunResult", "WorkloadInfo", "workload_info"]
+__all__ = [
+    "BASELINES",
+    "NO_EXCHANGE",
+    "WORKLOADS",
+    "RunConfig",
+    "RunResult",
+    "WorkloadInfo",
+    "workload_info",
+]
+
+BASELINES = ("torch-topk", "powersgd")
+"""Rivals that a run takes beside this project's compressors: :mod:`capture.workloads.baselines`."""
+NO_EXCHANGE = "no-exchange"
+"""Name of a run that exchanges nothing: its ranks train by themselves, but wait for each other in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,15 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             learning_rate=0.1,
             batch_size=64,
             steps=3000,
+            files=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        ),
+        WorkloadInfo(
+            "vgg16-cifar10",
+            "VGG16 on CIFAR-10, binary version, 14,982,987 parameters",
+            "capture.workloads.vgg16",
+            learning_rate=0.01,
+            batch_size=32,
+            steps=1000,
             files=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
         ),
         WorkloadInfo(
@@ -110,6 +132,7 @@ class RunConfig:
     bucket_mb: float | None = (
         None  # DDP's; small for layer-wise systems, PyTorch's for others if None
     )
+    evaluate: bool = True  # the final model on unseen data, where there is any
     label: str = ""  # before the progress bar; no bar if empty
 
     @property
@@ -129,10 +152,17 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise :class:`InputError` for anything a worker would trip over."""
-        from gradstats.compressors import make_reducer
+        from gradstats.compressors import COMPRESSORS, make_reducer
+        from gradstats.thresholds import target_count
 
         info = self.info
-        make_reducer(self.compressor, self.ratio, **self.options)
+        if self.compressor in (*BASELINES, NO_EXCHANGE):
+            target_count(self.ratio, 1)  # raises on a bad ratio
+        elif self.compressor not in COMPRESSORS:
+            known = ", ".join((*COMPRESSORS, *BASELINES))
+            raise InputError(f"no compressor {self.compressor!r}; there are {known}")
+        else:
+            make_reducer(self.compressor, self.ratio, **self.options)
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):

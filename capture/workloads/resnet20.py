@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from capture.workloads.classification import classification
 from capture.workloads.config import RunConfig
-from capture.workloads.images import ImageSet, load_cifar10, load_digits
+from capture.workloads.images import load_cifar10, load_digits
 from capture.workloads.task import Task
 
 __all__ = ["ResNet20", "make_task"]
-
-_EVALUATED = 500
-"""Unseen images at once."""
 
 
 class _Block(nn.Module):
@@ -69,41 +66,4 @@ def make_task(config: RunConfig, rank: int) -> Task:
         images = load_cifar10(config.data_dir)
     else:
         images = load_digits()
-    model = ResNet20().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    steps, rate = config.setting("steps"), config.initial_learning_rate
-
-    def learning_rate(step: int) -> float:
-        """Divide by 10 at one half and at three quarters of the run, as He et al. do."""
-        return rate * 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4))
-
-    def loss(network: nn.Module, step: int) -> Tensor:
-        inputs, targets = images.batch(
-            step, config.setting("batch_size"), rank, config.nproc, config.seed
-        )
-        return F.cross_entropy(
-            network(inputs.contiguous(memory_format=torch.channels_last)), targets
-        )
-
-    def accuracy(network: nn.Module) -> float:
-        """Count what the network gets right of the unseen images, with its running statistics."""
-        assert images.test is not None
-        inputs, targets = images.test
-        network.eval()
-        right = 0
-        with torch.no_grad():
-            for start in range(0, len(targets), _EVALUATED):
-                part = slice(start, start + _EVALUATED)
-                right += int((network(inputs[part]).argmax(1) == targets[part]).sum())
-        network.train()
-        return right / len(targets)
-
-    _check_size(images, config)
-    return Task(model, loss, learning_rate, accuracy=accuracy if images.test else None)
-
-
-def _check_size(images: ImageSet, config: RunConfig) -> None:
-    from gradstats.errors import InputError
-
-    wanted = config.setting("batch_size") * config.nproc
-    if wanted > len(images):
-        raise InputError(f"a batch of {wanted} over all processes exceeds the {len(images)} images")
+    return classification(config, rank, ResNet20(), images)

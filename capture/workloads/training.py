@@ -11,26 +11,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from capture import Capture, at, every
-from capture.workloads.config import RunConfig, RunResult
-from gradstats.compressors import Layerwise, make_reducer
+from capture.workloads.baselines import TorchTopK, powersgd_state, waiting_hook
+from capture.workloads.config import NO_EXCHANGE, RunConfig, RunResult
+from gradstats.compressors import Layerwise, Reducer, SparseReducer, make_reducer
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
     from capture.tap import Hook
     from capture.workloads.task import Task
 
-__all__ = ["worker"]
+__all__ = ["thread_count", "worker"]
 
 _LAYERWISE_BUCKET_MB = 0.1
 """PyTorch's buckets of 25 MB would hold the whole of a small model, and leave nothing to overlap."""
+_ONE_BUCKET_MB = 100_000.0
+"""Of any model: several, and PowerSGD's callbacks wait for each other in gloo's threads for ever."""
 
 
 def worker(config: RunConfig) -> RunResult:
     """Train one rank; the environment is torchrun's."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.nproc))
+    torch.set_num_threads(thread_count(config.nproc))
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
     dist.init_process_group("gloo")
@@ -40,23 +44,18 @@ def worker(config: RunConfig) -> RunResult:
         dist.destroy_process_group()
 
 
+def thread_count(nproc: int) -> int:
+    """Return how many threads each of some processes on this machine gets."""
+    return max(1, (os.cpu_count() or 1) // nproc)
+
+
 def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
-    reducer = make_reducer(config.compressor, config.ratio, **config.options)
-    bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(reducer, Layerwise) else None
+    state, hook, bucket_mb = _exchange(config, task.model)
     ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
-    hook: Hook = allreduce_hook
-    state: Any = None
-    compression: CompressionState | None = None
-    if reducer is not None:
-        compression = CompressionState(
-            reducer,
-            error_feedback=config.error_feedback and reducer.feedback,
-            named_parameters=task.model.named_parameters(),
-            diagnose_every=config.diagnose_every,
-        )
-        state, hook = compression, compression_hook
+    compression = state if isinstance(state, CompressionState) else None
+    reducer = compression.reducer if compression else None
     capture = _make_capture(config, ddp)
     if capture is not None:
         state, hook = capture.wrap(state, hook)
@@ -85,14 +84,41 @@ def _train(config: RunConfig) -> RunResult:
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
-    if task.accuracy is not None and rank == 0:
+    if task.accuracy is not None and config.evaluate and rank == 0:
         result.accuracy = task.accuracy(task.model)
-    if task.perplexity is not None and rank == 0:
+    if task.perplexity is not None and config.evaluate and rank == 0:
         result.perplexity = task.perplexity(task.model)
     if isinstance(reducer, Layerwise):
         result.timeline = [asdict(activity) for activity in reducer.timeline]
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
     return result
+
+
+def _exchange(config: RunConfig, model: torch.nn.Module) -> tuple[Any, Hook, float | None]:
+    """Return the state and the hook that average gradients, and the size of DDP's buckets in MB, None for its own."""
+    if config.compressor == "powersgd":
+        return (
+            powersgd_state(config.error_feedback, **config.options),
+            powerSGD_hook,
+            _ONE_BUCKET_MB,
+        )
+    if config.compressor == NO_EXCHANGE:
+        return None, waiting_hook, None
+    reducer: Reducer | None
+    if config.compressor == "torch-topk":
+        reducer = SparseReducer(TorchTopK(config.ratio))
+    else:
+        reducer = make_reducer(config.compressor, config.ratio, **config.options)
+    if reducer is None:
+        return None, allreduce_hook, None
+    state = CompressionState(
+        reducer,
+        error_feedback=config.error_feedback and reducer.feedback,
+        named_parameters=model.named_parameters(),
+        diagnose_every=config.diagnose_every,
+    )
+    bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(reducer, Layerwise) else None
+    return state, compression_hook, bucket_mb
 
 
 def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:

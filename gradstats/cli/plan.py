@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Literal
 
 import typer
@@ -32,19 +33,21 @@ def plan(
     network: Annotated[
         Path,
         typer.Option(
-            help="What `python -m gradstats.collectives.measure` wrote.", metavar="network.json"
+            help="What `bench-network --measure` or `python -m gradstats.collectives.measure` wrote.",
+            metavar="network.json",
         ),
     ],
     workers: Annotated[
         list[int], typer.Option("--workers", help="Number of workers (repeatable).", min=1)
     ],
     compute: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Forward and backward pass of a step, which a trace does not say.",
+            help="A step without an exchange, which a trace does not say; that of --measured if absent.",
             metavar="SECONDS",
+            show_default=False,
         ),
-    ],
+    ] = None,
     ratio: RatioOption = None,
     compressor: Annotated[
         list[str] | None,
@@ -81,6 +84,9 @@ def plan(
     from gradstats.plan import plan as predict
     from gradstats.sources import open_sources
 
+    points = _points(measured) if measured else []
+    if compute is None:
+        compute = _computing(points)
     sources = open_sources(source)
     if len(sources) > 1:
         raise InputError(f"{source} holds several traces; a plan is of one")
@@ -94,7 +100,7 @@ def plan(
         rates=[parse_rate(text) for text in bandwidth or ()],
     )
     if figure is not None:
-        _draw(records, _points(measured) if measured else [], figure)
+        _draw(records, points, figure)
     columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "break_even", "limit"]
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
@@ -125,6 +131,7 @@ def _points(path: Path) -> Records:
                 "rate": float(r["rate"]),
                 "ratio": r["ratio"],
                 "seconds": float(r["seconds"]),
+                "compute": float(r["compute"]),
             }
             for r in records
         ]
@@ -132,6 +139,13 @@ def _points(path: Path) -> Records:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path} is not what bench-network wrote as JSON") from None
+
+
+def _computing(points: Records) -> float:
+    """Return what computing took in the steps measured."""
+    if not points:
+        raise InputError("say --compute SECONDS, or --measured with what `bench-network` wrote")
+    return median(float(point["compute"]) for point in points)
 
 
 def _draw(records: Records, points: Records, path: Path) -> None:

@@ -15,8 +15,10 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -27,13 +29,14 @@ from gradstats.bench import sample_gradient
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
 from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
+from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors import COMPRESSORS, DenseReducer, Reducer, make_reducer
 from gradstats.compressors.marsit import transient_merge
-from gradstats.compressors.signs import signed
-from gradstats.compressors.sparse import count_union
+from gradstats.compressors.signs import SignGathering, signed
 from gradstats.cost.exchange import exchange
 from gradstats.cost.network import ALGORITHMS, Line, Network, fit_line, interval
 from gradstats.errors import InputError
+from gradstats.memory import ErrorFeedback
 from gradstats.primitives import warm_up
 from gradstats.tables import render
 
@@ -86,7 +89,10 @@ _COLLECTIVES: dict[str, Callable[[int, torch.device, _Group], _Call]] = {
     "reduce_scatter": _reduce_scatter,
     "broadcast": _broadcast,
     "hop": _hop,
+    "busy_all_gather": _all_gather,
 }
+_MATRIX = 512
+"""Rows of the matrices that are multiplied while collectives go on: long enough to leave the interpreter alone."""
 
 
 def _gradient(numel: int, device: torch.device) -> torch.Tensor:
@@ -98,31 +104,49 @@ def _local(size: int, numel: int, device: torch.device) -> dict[str, _Call]:
     gradient = _gradient(size, device)
     indices = torch.arange(size, device=device) * (numel // size)
     words = pack(indices, gradient, numel)
-    sparse = torch.zeros(numel, device=device)
+    update, dense = SparseUpdate(), torch.zeros(numel, device=device)
     packed = pack_bits(gradient > 0)
     total = torch.zeros_like(gradient)
     merge = transient_merge(torch.Generator(device))
+    memory = ErrorFeedback()
+    memory.allocate(size, device)
 
     def unpacking() -> None:
-        ((positions, values),) = unpack(words, numel)
-        sparse.index_add_(0, positions, values)
+        update.begin(dense)
+        update.add(unpack(words, numel))
+        update.divide(2)
 
-    def averaging() -> None:
-        torch.zeros_like(gradient).div_(2)
-        count_union([], size, device)
+    def remembering() -> None:
+        memory.add(gradient, slice(0, size))
+        torch.isfinite(memory.corrected.sum())
+        total.copy_(gradient)
+        memory.settle(memory.corrected, indices)
 
     return {
         "pack": lambda: pack(indices, gradient, numel),
         "unpack": unpacking,
-        "average": averaging,
+        "memory": remembering,
+        "average": lambda: torch.zeros_like(gradient).div_(2),
         "unpack_signs": lambda: total.add_(signed(unpack_bits(packed, size), 0.0, total.dtype)),
         "merge_signs": lambda: merge(packed, 1, 1)(packed),
     }
 
 
+def _decoding(name: str, size: int, world: int, device: torch.device) -> _Call:
+    """Return what a sign system does with the messages of some ranks, whose signs differ."""
+    reducer = _reducer(name, 1.0)
+    assert isinstance(reducer, SignGathering)
+    gradient = _gradient(size, device)
+    signs = torch.stack([gradient.roll(rank * size // world) > 0 for rank in range(world)])
+    scale = torch.ones(1, device=device).view(torch.uint8)
+    messages = torch.stack([torch.cat([scale, pack_bits(row)]) for row in signs])
+    return lambda: reducer.decode(messages, gradient)
+
+
 def _geometric(largest: int) -> list[int]:
-    count = int(math.log(largest / _SMALLEST, _STEP) + 1e-9)
-    return [_SMALLEST * _STEP**i for i in range(count + 1)]
+    """Return sizes up to the largest itself, of which none is close to another."""
+    count = math.ceil(math.log(largest / _SMALLEST, _STEP) - 0.5)
+    return [*(_SMALLEST * _STEP**i for i in range(count)), largest]
 
 
 def _synchronise(device: torch.device) -> None:
@@ -164,6 +188,25 @@ def _swept(
             dist.barrier(group)
             of_size.append(_timed(call, n, device))
     return [_slowest(of_size, group, device) for of_size in seconds]
+
+
+@contextmanager
+def _computing(device: torch.device) -> Iterator[None]:
+    """Multiply matrices in a thread beside this one, as backpropagation does."""
+    done = threading.Event()
+
+    def multiply() -> None:
+        matrix = torch.zeros(_MATRIX, _MATRIX, device=device)
+        while not done.is_set():
+            torch.mm(matrix, matrix)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _reducer(name: str, ratio: float) -> Reducer:
@@ -243,9 +286,10 @@ def measure(
                 continue
             on_progress(f"{operation} among {world}")
             # the gathered messages are to be no larger than the other vectors
-            sizes = _geometric(largest // world if operation == "all_gather" else largest)
+            sizes = _geometric(largest // world if "all_gather" in operation else largest)
             calls = [prepare(size, device, group) for size in sizes]
-            seconds = _swept(calls, repeats, group, device)
+            with _computing(device) if operation.startswith("busy") else nullcontext():
+                seconds = _swept(calls, repeats, group, device)
             if operation == "hop":
                 seconds = [[s / (world - 1) for s in of_size] for of_size in seconds]
             lines.append(fit_line(operation, world, sizes, seconds))
@@ -257,6 +301,12 @@ def measure(
         operation: _swept([work[operation] for work in works], repeats, None, device)
         for operation in works[0]
     }
+    for name in (n for n in select if isinstance(_reducer(n, ratio), SignGathering)):
+        for world in sorted({2, everybody}):
+            on_progress(f"decoding of {name} from {world}")
+            calls = [_decoding(name, size, world, device) for size in sizes]
+            seconds = _swept(calls, repeats, None, device)
+            lines.append(fit_line(f"decode:{name}", world, sizes, seconds))
     gradients = [_gradient(size, device) for size in sizes]
     for name in dict.fromkeys(select):
         if name != "none":
@@ -276,6 +326,7 @@ def measure(
         "backend": dist.get_backend(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cores": os.cpu_count(),
+        "ranks_per_host": int(os.environ.get("LOCAL_WORLD_SIZE", everybody)),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "ratio": ratio,

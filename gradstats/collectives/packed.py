@@ -95,12 +95,6 @@ class GatheredSelections:
     bytes_sent: int
     messages: int
 
-    def add_to(self, total: torch.Tensor) -> None:
-        """Add what all ranks sent, rank after rank, so that every rank gets the same bits."""
-        for rank in self.selections:
-            for indices, values in rank:
-                total.index_add_(0, indices, values.expand(indices.shape))
-
 
 class SparseAllGather:
     """All-gather of selections of different size on every rank, in one packed message.

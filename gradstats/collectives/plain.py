@@ -21,7 +21,6 @@ __all__ = [
     "all_gather_flags",
     "all_reduce",
     "all_reduce_mean",
-    "average_at",
     "broadcast",
 ]
 
@@ -68,25 +67,3 @@ def all_gather_flags(
     gathered = torch.empty(dist.get_world_size(group), dtype=torch.int32, device=device)
     all_gather(gathered, torch.tensor([flag], dtype=torch.int32, device=device), group)
     return [int(f) for f in gathered.tolist()]
-
-
-def average_at(
-    corrected: torch.Tensor, indices: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Average a gradient over the ranks at positions that all of them know, and zero it there.
-
-    Parameters
-    ----------
-    corrected : float32 (d,), this rank's; zero at `indices` afterwards.
-    indices : int64 (k̂,), distinct, the same on every rank. If empty, nothing is sent.
-    group : of the ranks; the default one if None.
-
-    Returns
-    -------
-    float32 (d,): the mean at `indices`, 0 elsewhere; the same bits on every rank.
-    """
-    mean = torch.zeros_like(corrected)
-    if indices.numel():
-        mean[indices] = all_reduce_mean(corrected[indices], group)
-        corrected[indices] = 0
-    return mean

@@ -63,12 +63,14 @@ class Reduced:
     Attributes
     ----------
     flags : per rank, what it announced; if any is not zero, nothing else below counts.
-    mean : float32 (d,), the update: the same bits on every rank.
+    mean : float32 (d,), the update: the same bits on every rank. Clone it to keep it: it may be a buffer that the next
+        step overwrites.
     residual : (d,), what this rank has not sent; it may be the corrected gradient itself, overwritten.
     sent : int64 (k̂,), positions this rank sent; None if it sent something of all.
     threshold : η on this rank; NaN without one.
     selected : elements this rank sent, k̂.
     union : positions at which any rank sent something.
+    touched : int64 tensors, each of ascending positions, outside of which the mean is zero; None if it is dense.
     bytes_sent : bytes of this rank's messages, padding included.
     select_seconds : of this rank's wall clock.
     communicate_seconds : likewise, as long as nothing else went on.
@@ -79,6 +81,7 @@ class Reduced:
     mean: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     sent: torch.Tensor | None = None
+    touched: list[torch.Tensor] | None = None
     threshold: float = float("nan")
     selected: int = 0
     union: int = 0

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.packed import index_dtype
-from gradstats.collectives.plain import all_gather_flags, average_at, broadcast
+from gradstats.collectives.plain import all_gather_flags, broadcast
+from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.compressors.sparsify import TopK
 
@@ -42,6 +43,7 @@ class CLTk(Reducer):
 
     def __init__(self, ratio: float) -> None:
         self._top = TopK(ratio)
+        self._update = SparseUpdate()
         self._step = 0
 
     @property
@@ -73,7 +75,7 @@ class CLTk(Reducer):
         chosen = time.perf_counter()
         broadcast(message, leader, group)
         indices = message[1 : 1 + int(message[0])].long()
-        mean = average_at(corrected, indices, group)
+        mean = self._update.average(corrected, indices, group)
         self._step += 1
         count = indices.numel()
         sent = count * corrected.element_size() + _FLAG_BYTES
@@ -82,6 +84,7 @@ class CLTk(Reducer):
             mean=mean,
             residual=corrected,
             sent=indices,
+            touched=[indices],
             threshold=threshold,
             selected=count,
             union=count,

@@ -21,6 +21,8 @@ from gradstats.thresholds import target_count
 
 __all__ = ["LAGS", "Delivery", "hiding_ratios", "pipelining_bound"]
 
+_CHOICES = 2
+
 
 def hiding_ratios(
     numel: ArrayLike,
@@ -105,24 +107,26 @@ class LAGS(Layerwise):
 
     For `calibrate` steps every layer keeps `ratio`. What the backward pass, selection and communication took is then
     averaged over the ranks, latency and cost per element fitted to it, and every message's layers keep what
-    :func:`hiding_ratios` allows: never less than `ratio`, and the same on all ranks.
+    :func:`hiding_ratios` allows: never less than `ratio`, and the same on all ranks. Messages at the least ratio are
+    too small to tell what an element costs; so all of it is measured a second time at the ratios chosen, which are then
+    corrected and stay.
 
     Parameters
     ----------
     ratio : 1/c_u, the least k/d any layer keeps.
     adaptive : False keeps `ratio` in every layer.
-    calibrate : steps that are measured, after DDP has rebuilt its buckets.
+    calibrate : steps that are measured each time, after DDP has rebuilt its buckets.
     merge, dtype, overlap : see :class:`Layerwise`.
 
     Attributes
     ----------
-    ratios : the fraction each layer keeps, by name; empty before the ratios are chosen.
+    ratios : the fraction each layer keeps, by name; empty before they are chosen for the first time.
     deliveries : the measurements they were chosen by.
 
     Notes
     -----
-    Ratios that come from a clock differ from run to run. A checkpoint keeps those chosen; a run stopped while it still
-    measures measures anew.
+    Ratios that come from a clock differ from run to run. A checkpoint keeps those chosen, and how often they were; a
+    run stopped while it measures begins that measurement anew.
 
     The paper has one message a layer, and merges the selections of small ones. Here messages are merged by the
     size of the gradient, so that how they are merged does not hang on the ratios, and the layers of one share a ratio.
@@ -148,6 +152,7 @@ class LAGS(Layerwise):
         self.ratios: dict[str, float] = {}
         self.deliveries: list[Delivery] = []
         self._measured: list[list[Delivery]] = []
+        self._choices = 0
         self._layers: list[NamedSlice] = []
 
     def _top_k(self, name: str, numel: int) -> Compressor:
@@ -163,6 +168,7 @@ class LAGS(Layerwise):
         if ratio != self._ratio:
             self._ratio = ratio
             self._measured.clear()
+            self._choices = 0
             self._keep(dict.fromkeys(self.compressors, ratio))
             self.ratios = {}
 
@@ -183,10 +189,12 @@ class LAGS(Layerwise):
         """Complete the step, see :meth:`Layerwise.reduce`; measure it, and choose ratios when enough are measured."""
         reduced = super().reduce(corrected, group, flag)
         layers, self._layers = self._layers, []
-        if self.adaptive and not self.ratios and not any(reduced.flags):
+        if self.adaptive and self._choices < _CHOICES and not any(reduced.flags):
             self._measure(layers)
             if len(self._measured) == self.calibrate:
                 self._choose(group, corrected.device)
+                self._measured.clear()
+                self._choices += 1
         return reduced
 
     def abandon(self) -> None:
@@ -242,7 +250,7 @@ class LAGS(Layerwise):
             device=device,
         )
         backward, select, communicate = all_reduce_mean(seconds, group).cpu().numpy()
-        sent = np.array([steps[0].sent for steps in each])
+        sent = np.array([statistics.median(d.sent for d in steps) for steps in each])
         numel = np.array([steps[0].numel for steps in each])
         design = np.stack([np.ones_like(sent), sent], axis=1)
         (latency, per_element), _ = scipy.optimize.nnls(design, communicate)
@@ -269,11 +277,12 @@ class LAGS(Layerwise):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ratios, and what :class:`Layerwise` keeps."""
-        return {**super().state_dict(), "ratios": dict(self.ratios)}
+        return {**super().state_dict(), "ratios": dict(self.ratios), "choices": self._choices}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         super().load_state_dict(state)
         self._measured.clear()
         self.ratios = dict(state["ratios"])
+        self._choices = int(state.get("choices", _CHOICES if self.ratios else 0))
         self._keep({name: self.ratios.get(name, self._ratio) for name in self.compressors})

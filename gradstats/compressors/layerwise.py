@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.packed import GatheredSelections, Selection, SparseAllGather
+from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced, Reducer
-from gradstats.compressors.sparse import count_union
 
 __all__ = ["Activity", "Lane", "Layerwise", "NamedSlice"]
 
@@ -98,6 +98,7 @@ class Layerwise(Reducer):
         self._restored: Mapping[str, Any] = {}
         self._gathers: list[SparseAllGather] = []
         self._thread: ThreadPoolExecutor | None = None
+        self._update = SparseUpdate()
         self._reset()
 
     def _reset(self) -> None:
@@ -108,7 +109,6 @@ class Layerwise(Reducer):
         self._thresholds: list[float] = []
         self._futures: list[Future[GatheredSelections]] = []
         self._numel = 0
-        self._total = torch.empty(0)
         self._epoch = self._resumed = 0.0
 
     @property
@@ -176,7 +176,7 @@ class Layerwise(Reducer):
                 for name, state in (self._before or {}).items():
                     self._compressors[name].load_state_dict(state)
                 return Reduced(flags)
-            positions = [i for g in gathered for rank in g.selections for i, _ in rank]
+            union = self._update.divide(len(flags))
             sent = torch.cat([corrected[:0].long(), *(indices for indices, _ in self._sent)])
             for indices, values in self._sent:
                 corrected[indices] -= values.float()
@@ -187,12 +187,13 @@ class Layerwise(Reducer):
             }
             return Reduced(
                 flags=flags,
-                mean=self._total.div_(len(flags)),
+                mean=self._update.vector,
+                touched=self._update.written,
                 residual=corrected,
                 sent=sent,
                 threshold=self._thresholds[0] if len(self._thresholds) == 1 else float("nan"),
                 selected=sent.numel(),
-                union=count_union(positions, corrected.numel(), corrected.device),
+                union=union,
                 bytes_sent=sum(g.bytes_sent for g in gathered),
                 select_seconds=lanes["select"],
                 communicate_seconds=done - waiting,
@@ -211,7 +212,7 @@ class Layerwise(Reducer):
         if self._before is not None:
             return
         self._before = {name: c.state_dict() for name, c in self._compressors.items()}
-        self._total = torch.zeros_like(corrected)
+        self._update.begin(corrected)
         self._numel = corrected.numel()
         self.timeline = []
         self._epoch = time.perf_counter()
@@ -242,21 +243,22 @@ class Layerwise(Reducer):
 
     def _send(self, group: dist.ProcessGroup | None) -> None:
         message, self._pending = self._pending, _Message()
-        gather, total, numel = self._gather(len(self._futures)), self._total, self._numel
+        gather, update, numel = self._gather(len(self._futures)), self._update, self._numel
         expected = message.target[0], message.target[1]
 
         def exchange() -> GatheredSelections:
             started = self._now()
             gathered = gather(
-                message.selections, numel, group, message.flag, expected, total.device
+                message.selections, numel, group, message.flag, expected, update.vector.device
             )
-            gathered.add_to(total)
+            for rank in gathered.selections:
+                update.add(rank)
             self.timeline.append(
                 Activity("communicate", message.layer, started, self._now(), message.numel)
             )
             return gathered
 
-        if self.overlap and total.device.type == "cpu":
+        if self.overlap and update.vector.device.type == "cpu":
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "gradstats-exchange")
             self._futures.append(self._thread.submit(exchange))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradstats import thresholds
 from gradstats.collectives.indices import GatheredIndices, IndexAllGather
-from gradstats.collectives.plain import average_at
+from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.primitives import select, top_candidates
 from gradstats.thresholds import target_count
@@ -66,6 +66,7 @@ class MiCRO(Reducer):
         self.rule = rule
         self._controller = thresholds.MiCRO(rule, threshold)
         self._gather = IndexAllGather()
+        self._update = SparseUpdate()
         self._step = 0
 
     def reduce(
@@ -101,7 +102,7 @@ class MiCRO(Reducer):
         if any(gathered.flags):
             return Reduced(gathered.flags)
         union = torch.cat(gathered.indices)
-        mean = average_at(corrected, union, group)
+        mean = self._update.average(corrected, union, group)
         count = union.numel()
         if count or any(gathered.numbers):
             # Everything it is told is the same on all ranks, and so is the η it comes to.
@@ -113,6 +114,7 @@ class MiCRO(Reducer):
             mean=mean,
             residual=corrected,
             sent=union,
+            touched=gathered.indices,
             threshold=float("nan") if threshold is None else threshold,
             selected=indices.numel(),
             union=count,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradstats.collectives.plain import all_gather_flags, average_at
+from gradstats.collectives.plain import all_gather_flags
+from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.errors import InputError
 from gradstats.thresholds import target_count
@@ -48,6 +49,7 @@ class RandomK(Reducer):
         self.unbiased = unbiased
         self.feedback = not unbiased
         self.seed = seed
+        self._update = SparseUpdate()
         self._step = 0
 
     def reduce(
@@ -63,7 +65,7 @@ class RandomK(Reducer):
         k = target_count(self.ratio, numel)
         indices = self._draw(numel, k).to(corrected.device)
         drawn = time.perf_counter()
-        mean = average_at(corrected, indices, group)
+        mean = self._update.average(corrected, indices, group)
         if self.unbiased and k:
             mean.mul_(numel / k)
         self._step += 1
@@ -72,6 +74,7 @@ class RandomK(Reducer):
             mean=mean,
             residual=corrected,
             sent=indices,
+            touched=[indices],
             selected=k,
             union=k,
             bytes_sent=k * corrected.element_size() + _FLAG_BYTES,

@@ -27,6 +27,7 @@ __all__ = [
     "Cascading",
     "EFSignSGD",
     "RandomStream",
+    "SignGathering",
     "SignSGD",
     "bits_per_element",
     "check_scale",
@@ -194,7 +195,7 @@ def _read(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
     return unpack_bits(message[_SCALE_BYTES:], numel), float(scale)
 
 
-class _Gathering(Reducer):
+class SignGathering(Reducer):
     """Signs and one float32 of every rank, all-gathered in one message."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -233,10 +234,9 @@ class _Gathering(Reducer):
         communicated = time.perf_counter()
         numel = corrected.numel()
         rows = gathered.view(len(flags), -1)
-        mean = self._average([_read(row, numel) for row in rows], corrected)
         return Reduced(
             flags=flags,
-            mean=mean,
+            mean=self.decode(rows, corrected),
             residual=self._residual(corrected, bits, scale),
             selected=numel,
             union=numel,
@@ -244,6 +244,10 @@ class _Gathering(Reducer):
             select_seconds=selected - started,
             communicate_seconds=communicated - selected,
         )
+
+    def decode(self, messages: torch.Tensor, corrected: torch.Tensor) -> torch.Tensor:
+        """Return the update (d,) from all ranks' messages, uint8 (ranks, bytes), with the dtype of a gradient (d,)."""
+        return self._average([_read(row, corrected.numel()) for row in messages], corrected)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the random generator."""
@@ -254,7 +258,7 @@ class _Gathering(Reducer):
         self._own.load(state["generator"])
 
 
-class SignSGD(_Gathering):
+class SignSGD(SignGathering):
     """Signs by majority vote (Bernstein et al. 2018): the update is η_s·sgn(Σ_r sgn(g_r)).
 
     A tie is a fair coin that all ranks throw alike. A majority of votes is not the sum of what was sent, so nothing
@@ -311,7 +315,7 @@ class SignSGD(_Gathering):
         self._ties.load(state["ties"])
 
 
-class _Averaging(_Gathering):
+class _Averaging(SignGathering):
     """The update is the average of scale·sign over the ranks."""
 
     def _average(

@@ -13,9 +13,10 @@ from gradstats.collectives import SparseAllGather
 from gradstats.collectives.packed import Selection
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
+from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced, Reducer
 
-__all__ = ["SparseReducer", "count_union"]
+__all__ = ["SparseReducer"]
 
 
 class SparseReducer(Reducer):
@@ -36,6 +37,7 @@ class SparseReducer(Reducer):
         self.dense_above = dense_above
         self._gather = SparseAllGather(dtype)
         self._counts = RaggedAllGather()
+        self._update = SparseUpdate()
         self._last = 0
         """Elements all ranks sent together in the last step."""
 
@@ -78,14 +80,16 @@ class SparseReducer(Reducer):
         gathered = self._gather(own, numel, group, flag, expected, corrected.device)
         if any(gathered.flags):
             return Reduced(gathered.flags)
-        mean = torch.zeros_like(corrected)
-        gathered.add_to(mean)
-        positions = [indices for rank in gathered.selections for indices, _ in rank]
-        self._last = sum(each.numel() for each in positions)
+        self._last = sum(i.numel() for rank in gathered.selections for i, _ in rank)
+        self._update.begin(corrected)
+        for rank in gathered.selections:  # in the same order everywhere: the same bits
+            self._update.add(rank)
+        union = self._update.divide(len(gathered.flags))
         return Reduced(
             gathered.flags,
-            mean.div_(len(gathered.flags)),
-            union=count_union(positions, numel, corrected.device),
+            self._update.vector,
+            touched=self._update.written,
+            union=union,
             bytes_sent=gathered.bytes_sent,
         )
 
@@ -125,13 +129,3 @@ class SparseReducer(Reducer):
         self.compressor.load_state_dict(state["compressor"])
         self._gather.words.capacity = state["capacity"]
         self._last = state["last"]
-
-
-def count_union(
-    positions: list[torch.Tensor], numel: int, device: torch.device | str = "cpu"
-) -> int:
-    """Count the positions, int64 tensors of values below `numel`, that any rank sent."""
-    seen = torch.zeros(numel, dtype=torch.bool, device=device)
-    for each in positions:
-        seen[each] = True
-    return int(seen.count_nonzero())

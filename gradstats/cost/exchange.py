@@ -181,7 +181,7 @@ def _sparse(
     dense_above: float,
 ) -> Exchange:
     world, mean = len(counts), sum(counts) / len(counts)
-    select, average = (Work(f"select:{name}", numel),), Work("average", numel)
+    select = (Work(f"select:{name}", numel),)
     if sum(counts) > dense_above * numel:
         flags = 3 * _WORD
         return Exchange(
@@ -192,7 +192,7 @@ def _sparse(
             flags + _FULL * numel,
             select=select,
             communicate=(Work("all_gather", flags), Work("all_reduce", _FULL * numel)),
-            unpack=(average,),
+            unpack=(Work("average", numel),),
         )
     words = [selection_words(c, 1 if single else c, numel, value_bytes) for c in counts]
     room = selection_words(k, 1 if single else k, numel, value_bytes)
@@ -206,7 +206,7 @@ def _sparse(
         select=select,
         pack=(Work("pack", max(counts)),),
         communicate=tuple(Work("all_gather", m) for m in messages),
-        unpack=(Work("unpack", mean, world), average),
+        unpack=(Work("unpack", mean, world),),
     )
 
 
@@ -225,7 +225,7 @@ def _micro(numel: int, k: int, counts: list[int]) -> Exchange:
         select=(Work("select:micro", numel / world),),
         pack=(Work("pack", max(counts)),),
         communicate=(*(Work("all_gather", m) for m in messages), *values),
-        unpack=(Work("unpack", union), Work("average", numel)),
+        unpack=(Work("unpack", union),),
     )
 
 
@@ -239,7 +239,7 @@ def _cltk(numel: int, world: int, k: int) -> Exchange:
         _FLAG.size + _FULL * k + positions / world,
         select=(Work("select:cltk", numel),),
         communicate=(_FLAG, Work("broadcast", positions), Work("all_reduce", _FULL * k)),
-        unpack=(Work("unpack", k), Work("average", numel)),
+        unpack=(Work("unpack", k),),
     )
 
 
@@ -252,7 +252,7 @@ def _randomk(numel: int, world: int, k: int) -> Exchange:
         _FLAG.size + _FULL * k,
         select=(Work("select:randomk", numel),),
         communicate=(_FLAG, Work("all_reduce", _FULL * k)),
-        unpack=(Work("unpack", k), Work("average", numel)),
+        unpack=(Work("unpack", k),),
     )
 
 
@@ -266,7 +266,7 @@ def _signs(name: str, numel: int, world: int) -> Exchange:
         message,
         select=(Work(f"select:{name}", numel),),
         communicate=(_FLAG, Work("all_gather", message)),
-        unpack=(Work("unpack_signs", numel, world),),
+        unpack=(Work(f"decode:{name}", numel),),
     )
 
 
@@ -336,8 +336,8 @@ def break_even(network: Network, gain: Callable[[Network], float]) -> float:
 
     Returns
     -------
-    bytes per second on the wire of the all-reduce, as :meth:`Network.link` has them; 0 where nothing is won on the
-    slowest network, infinity where it is won on the fastest.
+    bit/s of a link, as :attr:`Network.rate` has them; 0 where nothing is won on the slowest network, infinity where it
+    is won on the fastest.
     """
     from scipy.optimize import brentq
 
@@ -350,4 +350,4 @@ def break_even(network: Network, gain: Callable[[Network], float]) -> float:
     if at(end) <= 0:
         return 0.0
     factor = float(np.exp(brentq(at, -end, end)))
-    return 1 / (network.link()[1].value * factor)
+    return network.rate / factor

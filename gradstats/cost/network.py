@@ -44,8 +44,10 @@ ALGORITHMS: dict[str, dict[str, _Terms]] = {
     "broadcast": {"binomial tree": lambda n: (_log2(n), _log2(n))},
     "hop": {"ring": lambda n: (1, 1)},
 }
+ALGORITHMS["busy_all_gather"] = ALGORITHMS["all_gather"]
 """By collective and algorithm: number of workers to (messages one after the other, bytes under way one after the other
 per byte of the argument), of which the first multiply α and the second β. The first algorithm of each is the default.
+``busy_all_gather`` is one beside which every rank computes, with as many threads as in training.
 
 The argument is the vector in an all-reduce, reduce-scatter or broadcast, one rank's message in an all-gather and in a
 hop, where every rank sends to the next one and receives from the one before."""
@@ -68,20 +70,24 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of an operation: fixed + slope · size, fitted to a sweep of sizes.
+    """Seconds of an operation: fixed + slope · size, fitted to a sweep of sizes, times how it bends there.
+
+    Caches, page faults and protocols bend what is not quite a line. Within the sweep the measured medians are kept as
+    multiples of the line, and interpolated; beyond its ends the last one stays.
 
     Attributes
     ----------
     operation : a collective, its size in bytes; or local work, its size in elements.
-    world : workers it was measured with; 1 for local work.
+    world : workers it was measured with; of local work the workers whose messages it was done on, 1 for one's own.
     fixed : seconds however small, α times the messages.
     slope : seconds per byte or element, β or γ.
     covariance : of (fixed, slope), 2 × 2.
     degrees : of freedom of the fit; 0 for a line that is assumed.
     spread : standard deviation of the measurements about the line, relative.
     noise : median standard error of a measurement, relative. A spread far above it is the line's fault, not the
-        noise's: it is then no model of this operation.
+        noise's: it bends.
     sizes, seconds : the sweep, medians.
+    bends : measured over the line, by size; empty for a line that is assumed.
     """
 
     operation: str
@@ -94,10 +100,28 @@ class Line:
     noise: float = 0.0
     sizes: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
+    bends: tuple[float, ...] = ()
 
     def at(self, size: float) -> float:
         """Return the seconds of one call."""
-        return self.fixed + self.slope * size
+        return (self.fixed + self.slope * size) * self.bend(size)
+
+    def bend(self, size: float) -> float:
+        """Return by how much a call takes longer than the line says: log-linear between the sizes measured."""
+        if not self.bends:
+            return 1.0
+        logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
+        return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of :meth:`at`: noise, and how well neighbours foretell a size between them."""
+        if len(self.bends) < 3:
+            return self.spread
+        x, y = np.log(self.sizes), np.log(self.bends)
+        foretold = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
+        # half as far from a measured size as the neighbours of one are, and off by a quarter of what a curve is there
+        return math.hypot(self.noise, float(np.sqrt(np.mean((y[1:-1] - foretold) ** 2))) / 4)
 
     def confidence(self) -> tuple[Interval, Interval]:
         """Return 95 % intervals of `fixed` and `slope`, cut at zero."""
@@ -112,15 +136,13 @@ class Line:
         return fixed, slope
 
     def drawn(self, generator: np.random.Generator) -> Line:
-        """Return a line as it may be: coefficients from their distribution, off by the spread altogether."""
+        """Return a line as it may be: off by its error altogether."""
         if not self.degrees:
             return self
-        # t-distributed: the variance about the line is itself an estimate
+        # t-distributed: the error is itself an estimate
         scale = math.sqrt(self.degrees / generator.chisquare(self.degrees))
-        draw = generator.multivariate_normal((0, 0), self.covariance, method="svd") * scale
-        factor = math.exp(self.spread * generator.standard_normal() * scale)
-        fixed, slope = np.maximum(np.add((self.fixed, self.slope), draw), 0) * factor
-        return replace(self, fixed=float(fixed), slope=float(slope))
+        factor = math.exp(self.error * generator.standard_normal() * scale)
+        return replace(self, fixed=self.fixed * factor, slope=self.slope * factor)
 
 
 def fit_line(
@@ -176,6 +198,7 @@ def fit_line(
         noise=float(np.median(error / y)),
         sizes=tuple(x.tolist()),
         seconds=tuple(y.tolist()),
+        bends=tuple((y / (coefficients[0] + coefficients[1] * x)).tolist()),
     )
 
 
@@ -188,14 +211,15 @@ class Network:
     lines : what was measured, or assumed.
     algorithms : collective to the algorithm of :data:`ALGORITHMS` by which it scales to other numbers of workers;
         the default one where none is named.
-    about : where the numbers come from: world size, backend, device, versions, ratio of the selections, JSON values.
+    about : where the numbers come from: world size, backend, device, versions, ratio of the selections, rate in bit/s
+        if links were shaped; JSON values.
 
     Notes
     -----
     A number of workers that was measured is taken as measured. For others the line of the nearest measured number is
     scaled: `fixed` with the messages, `slope` with the bytes under way of the algorithm. This presumes that all links
     are alike and that more workers do not share them: it fails where the measured workers sat in one host and the
-    others do not, and where switches are oversubscribed.
+    others do not, and where switches are oversubscribed. Local work on many workers' messages grows in proportion.
     """
 
     lines: tuple[Line, ...]
@@ -250,10 +274,12 @@ class Network:
                 return Line(operation, 1, 0.0, 0.0)
             raise InputError(f"the network was measured without {operation!r}; measure it anew")
         nearest = min(measured, key=lambda line: abs(math.log(line.world / world)))
-        if operation not in ALGORITHMS or nearest.world == world:
+        if nearest.world == world or (operation not in ALGORITHMS and nearest.world == 1):
             return nearest
-        there, here = self._terms(operation, nearest.world), self._terms(operation, world)
-        a, b = here[0] / there[0], here[1] / there[1]
+        a = b = world / nearest.world  # local work on what that many workers sent
+        if operation in ALGORITHMS:
+            there, here = self._terms(operation, nearest.world), self._terms(operation, world)
+            a, b = here[0] / there[0], here[1] / there[1]
         (aa, ab), (_, bb) = nearest.covariance
         return replace(
             nearest,
@@ -261,22 +287,36 @@ class Network:
             fixed=nearest.fixed * a,
             slope=nearest.slope * b,
             covariance=((aa * a * a, ab * a * b), (ab * a * b, bb * b * b)),
-            sizes=(),
             seconds=(),
         )
 
     def link(self, operation: str = "all_reduce") -> tuple[Interval, Interval]:
-        """Return α, seconds per message, and β, seconds per byte on the wire, that a collective's fit comes to."""
+        """Return α, seconds per message, and β, seconds per byte on the wire, that a collective's fit comes to.
+
+        β is that of large messages: where a line bends, at the end of the sweep.
+        """
         measured = [line for line in self.lines if line.operation == operation]
         if not measured:
             raise InputError(f"the network was measured without {operation!r}; measure it anew")
         line = max(measured, key=lambda line: line.world)
         messages, volume = self._terms(operation, line.world)
         fixed, slope = line.confidence()
+        bend = line.bends[-1] if line.bends else 1.0
         return (
             Interval(*(x / messages for x in fixed)),
-            Interval(*(x / volume for x in slope)),
+            Interval(*(x * bend / volume for x in slope)),
         )
+
+    @property
+    def crowded(self) -> bool:
+        """Whether no core is left for a thread that exchanges while the others compute; False where that is unknown."""
+        needed = self.about.get("ranks_per_host", 0) * (self.about.get("threads", 1) + 1)
+        return self.about.get("device") == "cpu" and needed > self.about.get("cores", math.inf)
+
+    @property
+    def rate(self) -> float:
+        """Bandwidth of a link in bit/s: what it was shaped to where that is known, else what large all-reduces get."""
+        return float(self.about.get("rate") or 8 / self.link()[1].value)
 
     def seconds(self, works: Iterable[Work], world: int) -> float:
         """Return what works take one after the other."""
@@ -343,6 +383,11 @@ class Network:
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+    if plain.get("seconds") and "bends" not in plain:  # schema 1 as first written
+        plain["bends"] = tuple(
+            s / (plain["fixed"] + plain["slope"] * size)
+            for size, s in zip(plain["sizes"], plain["seconds"], strict=True)
+        )
     return plain | {"covariance": tuple(tuple(row) for row in record["covariance"])}
 
 

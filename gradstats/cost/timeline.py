@@ -74,6 +74,11 @@ def _merged(layers: Sequence[LayerTime], merge: int) -> list[list[LayerTime]]:
     return [message for message in messages if message]
 
 
+def _gather(network: Network) -> str:
+    """Return the collective that is to be had beside the backward pass."""
+    return "busy_all_gather" if network.crowded else "all_gather"
+
+
 def deliveries(
     network: Network,
     layers: Sequence[LayerTime],
@@ -96,7 +101,9 @@ def deliveries(
 
     Returns
     -------
-    One for each message. Its `communicate` has packing and unpacking, which go on in the exchange's thread.
+    One for each message. Its `communicate` has packing and unpacking, which go on in the exchange's thread; on a
+    :attr:`crowded <gradstats.cost.Network.crowded>` host that thread takes a core from the others: they, and what a
+    message of no length takes beside computing, are in `select`, and only the bytes under way are left.
     """
     numel = sum(layer.numel for layer in layers)
     found = []
@@ -104,18 +111,23 @@ def deliveries(
         elements = sum(layer.numel for layer in message)
         if ratio is None:
             counts, lengths = [elements], [4 * elements]
-            select, works = 0.0, [Work("all_reduce", 4 * elements)]
+            select, works, local = 0.0, [Work("all_reduce", 4 * elements)], []
         else:
             kept = [ratio[each.name] if isinstance(ratio, Mapping) else ratio for each in message]
             counts = [target_count(r, each.numel) for r, each in zip(kept, message, strict=True)]
             words = sum(selection_words(k, k, numel) for k in counts)
             room = selection_words(sum(counts), sum(counts), numel)
             lengths = ragged_bytes([[words]] * 2, room)[-1]
-            works = [Work("all_gather", length) for length in lengths]
-            works += [Work("pack", sum(counts)), Work("unpack", sum(counts), world)]
+            works = [Work(_gather(network), length) for length in lengths]
+            local = [Work("pack", sum(counts)), Work("unpack", sum(counts), world)]
             select = network.seconds(
                 (Work(f"select:{selection}", each.numel) for each in message), world
             )
+        exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
+        if network.crowded and local:
+            # what its threads do, they do on cores that would compute: only bytes under way cost nobody anything
+            handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
+            select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
         found.append(
             Message(
                 layers=tuple(layer.name for layer in message),
@@ -123,7 +135,7 @@ def deliveries(
                 sent=sum(counts),
                 backward=sum(layer.backward for layer in message),
                 select=select,
-                communicate=network.seconds(works, world),
+                communicate=exchanged + alongside,
                 bytes_sent=sum(lengths),
             )
         )
@@ -148,7 +160,7 @@ def layer_ratios(
     """
     messages = deliveries(network, layers, world, smallest, selection=selection, merge=merge)
     width = index_dtype(sum(layer.numel for layer in layers)).itemsize + 4
-    gather, pack, unpack = (network.line(o, world) for o in ("all_gather", "pack", "unpack"))
+    gather, pack, unpack = (network.line(o, world) for o in (_gather(network), "pack", "unpack"))
     ratios = hiding_ratios(
         [m.numel for m in messages],
         [*(m.backward for m in messages[1:]), 0.0],

@@ -59,11 +59,13 @@ def speedup(
         ]
         if points:
             ax.plot(*zip(*points, strict=True), ls="", marker=MARKERS[i], color=colour,
-                    mec="black", label=f"{label}, measured")  # fmt: skip
+                    mec="black", label=f"_{label}, measured")  # fmt: skip
     ax.axhline(1, color="0.3", lw=0.8)
     what = f"{fixed} workers" if other == "workers" else f"{fixed:,.6g} Mbit/s"
+    if measured:
+        what += ", points measured"
     ax.set(xlabel=_LABELS[at], ylabel="times as fast as dense", xscale="log", yscale="log")
     plain_log(ax.xaxis)
     plain_log(ax.yaxis)
-    ax.legend(fontsize="small", title=what, title_fontsize="small")
+    ax.legend(fontsize="small", title=what, title_fontsize="small", loc="upper right")
     return tidy(ax, title)
