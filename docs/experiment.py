@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def steps_to(losses: list[float], goal: float) -> float:
     return math.inf
 
 
+def step_of(problem: str) -> str:
+    """Return the step that an error names, else the error."""
+    step = re.search(r"step \d+", problem)
+    return step[0] if step else problem
+
+
 def table(rows: list[Row], setting: Row) -> str:
     """Return the runs as Markdown, the fastest first."""
     done = {row["compressor"]: row for row in rows if "problem" not in row}
@@ -94,7 +101,7 @@ def table(rows: list[Row], setting: Row) -> str:
         ]
         lines.append("| " + " | ".join("–" if c in ("nan", "inf") else c for c in cells) + " |")
     lines += [
-        f"| `{row['compressor']}` | {row['problem']} |" + " |" * 9
+        f"| `{row['compressor']}` | diverged, {step_of(row['problem'])} |" + " |" * 9
         for row in rows
         if "problem" in row
     ]
