@@ -133,7 +133,7 @@ def train_without_exchange(config: RunConfig, network: Network) -> Computing:
     alone = config.replace(
         compressor=NO_EXCHANGE, label="", steps=steps, options={}, evaluate=False
     )
-    results = launch(network, _worker, alone)
+    results, _ = zip(*launch(network, _train, alone), strict=True)
     return Computing(fmean(_median(result.seconds) for result in results), results[0].numel)
 
 
@@ -220,12 +220,6 @@ def _quality(records: Sequence[Mapping[str, Any]]) -> float:
 
 def _median(steps: Sequence[float]) -> float:
     return median(steps[WARM_UP:])
-
-
-def _worker(config: RunConfig) -> RunResult:
-    from capture.workloads.training import worker
-
-    return worker(config)
 
 
 def _train(config: RunConfig) -> tuple[RunResult, list[int]]:

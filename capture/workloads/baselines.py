@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from gradstats.compressors import Compressed, Compressor
-from gradstats.thresholds import target_count
+from gradstats.compressors import Compressed, TopK
 
 __all__ = ["TorchTopK", "powersgd_state", "waiting_hook"]
 
@@ -18,27 +17,14 @@ _FIRST_COMPRESSED = 2
 """Step. PyTorch's state starts at 1,000 unless told, and refuses to start below 2 where it keeps a memory."""
 
 
-class TorchTopK(Compressor):
-    """The k largest magnitudes by ``torch.topk``.
-
-    Parameters
-    ----------
-    ratio : k/d in (0, 1].
-    """
-
-    def __init__(self, ratio: float) -> None:
-        target_count(ratio, 1)  # raises on a bad ratio
-        self.ratio = ratio
+class TorchTopK(TopK):
+    """The k largest magnitudes by ``torch.topk``."""
 
     def compress(self, gradient: torch.Tensor) -> Compressed:
         """Sort out the k largest."""
         largest = torch.topk(gradient.abs(), self.target(gradient.numel()), sorted=False)
         indices = largest.indices.sort().values
         return Compressed(indices, gradient[indices], float("nan"))
-
-    def target(self, numel: int) -> int:
-        """Return k."""
-        return target_count(self.ratio, numel)
 
 
 def powersgd_state(error_feedback: bool, **options: Any) -> PowerSGDState:

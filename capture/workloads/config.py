@@ -41,6 +41,8 @@ class WorkloadInfo:
     vocab: int = 0
 
 
+_CIFAR10 = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+
 WORKLOADS: dict[str, WorkloadInfo] = {
     info.name: info
     for info in (
@@ -59,7 +61,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             learning_rate=0.1,
             batch_size=64,
             steps=3000,
-            files=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+            files=_CIFAR10,
         ),
         WorkloadInfo(
             "vgg16-cifar10",
@@ -68,7 +70,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             learning_rate=0.01,
             batch_size=32,
             steps=1000,
-            files=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+            files=_CIFAR10,
         ),
         WorkloadInfo(
             "lstm-pydoc",

@@ -32,7 +32,7 @@ from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors import COMPRESSORS, DenseReducer, Reducer, make_reducer
 from gradstats.compressors.marsit import transient_merge
-from gradstats.compressors.signs import SignGathering, signed
+from gradstats.compressors.signs import SignGathering, sign_message, signed
 from gradstats.cost.exchange import exchange
 from gradstats.cost.network import ALGORITHMS, Line, Network, fit_line, interval
 from gradstats.errors import InputError
@@ -137,9 +137,8 @@ def _decoding(name: str, size: int, world: int, device: torch.device) -> _Call:
     reducer = _reducer(name, 1.0)
     assert isinstance(reducer, SignGathering)
     gradient = _gradient(size, device)
-    signs = torch.stack([gradient.roll(rank * size // world) > 0 for rank in range(world)])
-    scale = torch.ones(1, device=device).view(torch.uint8)
-    messages = torch.stack([torch.cat([scale, pack_bits(row)]) for row in signs])
+    signs = [gradient.roll(rank * size // world) > 0 for rank in range(world)]
+    messages = torch.stack([sign_message(row, 1.0) for row in signs])
     return lambda: reducer.decode(messages, gradient)
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "matching_rate",
     "mean_over_ranks",
     "sign_bits",
+    "sign_message",
     "signed",
     "stochastic_sign_bits",
 ]
@@ -183,7 +184,7 @@ def _norm(values: torch.Tensor) -> float:
     return float(np.float32(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
 
 
-def _write(bits: torch.Tensor, scale: float) -> torch.Tensor:
+def sign_message(bits: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the message [float32 scale | packed bits], uint8 (4 + ⌈d/8⌉,)."""
     scales = torch.tensor([scale], dtype=torch.float32, device=bits.device)
     return torch.cat([scales.view(torch.uint8), pack_bits(bits)])
@@ -227,7 +228,7 @@ class SignGathering(Reducer):
         started = time.perf_counter()
         generator = self._own.generator(dist.get_rank(group), corrected.device)
         bits, scale = self._compress(corrected, generator)
-        message = _write(bits, scale)
+        message = sign_message(bits, scale)
         selected = time.perf_counter()
         gathered = message.new_empty(len(flags) * message.numel())
         all_gather(gathered, message, group)
@@ -423,7 +424,7 @@ class Cascading(Reducer):
             else:
                 scale = _mean_magnitude(values)
                 bits = sign_bits(values, generator)
-            message = _write(bits, scale)
+            message = sign_message(bits, scale)
             compressing += time.perf_counter() - begun
             return message
 
