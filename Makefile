@@ -52,9 +52,9 @@ docs: .venv
 
 # The picture of the report needs chromium; without it, the others are made.
 figures: .venv
-	$(BIN)/python docs/figures.py
-	if command -v chromium >/dev/null; then $(BIN)/python docs/screenshot.py; fi
+	$(BIN)/python tools/figures.py
+	if command -v chromium >/dev/null; then $(BIN)/python tools/screenshot.py; fi
 
 # Rewrite the README's table of estimation quality.
 tables: .venv
-	$(BIN)/python docs/tables.py --write
+	$(BIN)/python tools/tables.py --write

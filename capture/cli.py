@@ -124,7 +124,7 @@ def capture(
 
 def _run(config: RunConfig) -> None:
     from capture.workloads import run
-    from gradstats.tables import messages
+    from gradstats.console import messages
 
     config.check()
     if config.out is not None and config.out.exists() and not config.overwrite:
@@ -183,7 +183,7 @@ def demo(
         traces.append(config.out)
     _tables(out)
     from gradstats.report import write_report
-    from gradstats.sources import open_source
+    from gradstats.trace.sources import open_source
 
     page = out / "report.html"
     write_report([open_source(trace) for trace in traces], page)
@@ -200,10 +200,10 @@ def demo(
 
 def _tables(out: Path) -> None:
     """Print the two tables of the demo: the decay at a few steps, and the estimation quality."""
-    from gradstats._quality import quality
-    from gradstats.analysis import compressibility_records
-    from gradstats.sources import open_sources
+    from gradstats.analysis.decay import compressibility_records
+    from gradstats.analysis.quality import quality
     from gradstats.thresholds import ESTIMATORS
+    from gradstats.trace.sources import open_sources
 
     steps = sorted({key[2] for source in open_sources(out) for key in source.select()})
     emit(

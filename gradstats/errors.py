@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["ExchangeError", "GradstatsError", "InputError", "NonFiniteGradientError", "TraceError"]
+__all__ = [
+    "ExchangeError",
+    "GradstatsError",
+    "InputError",
+    "NonFiniteGradientError",
+    "TraceError",
+    "first_line",
+]
 
 
 class GradstatsError(Exception):
@@ -23,3 +30,9 @@ class NonFiniteGradientError(GradstatsError, ArithmeticError):
 
 class ExchangeError(GradstatsError):
     """The exchange of a step failed, most likely because a rank was lost. Memories are as they were before it."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, or its type's name where it says nothing."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

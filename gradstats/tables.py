@@ -1,4 +1,4 @@
-"""Flat records as tables: for the terminal, a paper or a program. Also what stderr shows: notes and progress bars."""
+"""Flat records as tables: for the terminal, a paper or a program."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-if TYPE_CHECKING:
-    import rich.console
-    import rich.progress
-
-__all__ = ["FORMATS", "Format", "Record", "format_value", "messages", "progress_bar", "render"]
+__all__ = ["FORMATS", "Format", "Record", "format_value", "render"]
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
@@ -204,35 +199,3 @@ def _layout(columns: Sequence[Sequence[str]], width: int) -> tuple[list[int], in
         widths.append(min(large, small + left))
         left -= widths[-1] - small
     return widths, gap
-
-
-@cache
-def messages() -> rich.console.Console:
-    """Return the console for what is not a result, on stderr; its attribute ``quiet`` silences notes and progress."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, markup=False)
-
-
-def progress_bar() -> rich.progress.Progress:
-    """Return a progress display on stderr with time left; silent where stderr is no terminal, or told to be quiet."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = messages()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console.quiet or not console.is_terminal,
-    )

@@ -23,7 +23,7 @@ except ImportError as error:
         f"{__name__} needs transformers and accelerate: pip install 'gradstats[huggingface]'"
     ) from error
 
-from capture.integrations._trainer import TrainerCapture
+from capture.integrations.trainer import TrainerCapture
 from capture.schedule import Schedule
 from capture.tap import Hook
 from gradstats.errors import InputError

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{__name__} needs lightning: pip install 'gradstats[lightning]'") from error
 
-from capture.integrations._trainer import TrainerCapture
+from capture.integrations.trainer import TrainerCapture
 from capture.schedule import Schedule
 from capture.tap import Hook
 from gradstats.errors import InputError

@@ -13,8 +13,8 @@ except ImportError as error:
         f"{__name__} needs tensorboard: pip install 'gradstats[tensorboard]'"
     ) from error
 
-from gradstats.diagnostics import StepRecord
 from gradstats.errors import InputError
+from gradstats.trace.record import StepRecord
 
 if TYPE_CHECKING:
     import xarray
@@ -59,7 +59,7 @@ def add_step(writer: SummaryWriter, record: StepRecord) -> None:
 
     Notes
     -----
-    The tags are ``compression/`` and the names of :class:`gradstats.diagnostics.StepRecord`; all are of this rank but
+    The tags are ``compression/`` and the names of :class:`gradstats.hooks.StepRecord`; all are of this rank but
     ``union``, ``build_up`` and ``density``. NaN is left out: ``quality`` and ``build_up`` where there is no k.
     """
     for name in _SHOWN:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from capture.lab.network import BURST
+from capture.lab.cluster import BURST
 from capture.workloads import BASELINES, WORKLOADS, RunConfig
 from gradstats.cli.options import FormatOption, OutputOption, compressors, one_of
 from gradstats.cli.output import emit, note
@@ -62,8 +62,8 @@ def bench_network(
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from capture.lab import run
-    from gradstats.cost.rates import parse_rate
-    from gradstats.tables import messages
+    from gradstats.console import messages
+    from gradstats.network.rates import parse_rate
 
     names = compressor or ["none", "topk"]
     config = RunConfig(

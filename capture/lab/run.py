@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from capture.lab.cluster import BURST, INTERFACE, Cluster, shaped_network
 from capture.lab.launch import launch
-from capture.lab.network import BURST, INTERFACE, Network, shaped_network
 from capture.workloads.config import BASELINES, NO_EXCHANGE, RunConfig, RunResult
-from gradstats import cost
 from gradstats.errors import InputError
+from gradstats.network import Network
 
 __all__ = [
     "WARM_UP",
@@ -60,7 +60,7 @@ def bench_network(
     compressors: Sequence[str],
     *,
     burst: int = BURST,
-    on_network: Callable[[cost.Network], None] | None = None,
+    on_network: Callable[[Network], None] | None = None,
     label: str = "",
 ) -> list[dict[str, Any]]:
     """Train a workload once per compressor, in one shaped network.
@@ -101,20 +101,20 @@ def bench_network(
     Raises
     ------
     InputError
-        For settings that cannot work; see also :func:`capture.lab.network.shaped_network`.
+        For settings that cannot work; see also :func:`capture.lab.cluster.shaped_network`.
     RunFailedError
         If a rank fails.
     """
     check(config, compressors)
     records = []
-    with shaped_network(config.nproc, rate, burst) as network:
-        computing = train_without_exchange(config, network)
+    with shaped_network(config.nproc, rate, burst) as cluster:
+        computing = train_without_exchange(config, cluster)
         if on_network is not None:
             select = [name for name in compressors if name not in BASELINES]
-            on_network(measure_network(network, computing.numel, config.ratio, select, label))
+            on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
         for name in compressors:
             run = config.replace(compressor=name, label=name if config.label else "")
-            record, _ = train(run, network, computing.seconds)
+            record, _ = train(run, cluster, computing.seconds)
             records.append(record)
     return records
 
@@ -127,36 +127,36 @@ def check(config: RunConfig, compressors: Sequence[str]) -> None:
         raise InputError(f"steps must be more than {WARM_UP}, which are not counted")
 
 
-def train_without_exchange(config: RunConfig, network: Network) -> Computing:
+def train_without_exchange(config: RunConfig, cluster: Cluster) -> Computing:
     """Train each rank by itself, waiting for the others in every step: what computing takes in a synchronous step."""
     steps = min(config.setting("steps"), _LONGEST_ALONE)
     alone = config.replace(
         compressor=NO_EXCHANGE, label="", steps=steps, options={}, evaluate=False
     )
-    results, _ = zip(*launch(network, _train, alone), strict=True)
+    results, _ = zip(*launch(cluster, _train, alone), strict=True)
     return Computing(fmean(_median(result.seconds) for result in results), results[0].numel)
 
 
 def measure_network(
-    network: Network,
+    cluster: Cluster,
     numel: int,
     ratio: float,
     select: Sequence[str],
     label: str = "",
-) -> cost.Network:
+) -> Network:
     """Measure what collectives cost in this network, and local work up to a gradient's size.
 
     Parameters
     ----------
-    network : that is up.
+    cluster : that is up.
     numel : elements of the gradient.
     ratio : k/d of the selections.
     select : systems whose selection to time.
     label : before the lines that say what is measured next; none if empty.
     """
-    at_rate = int(_LONGEST_MESSAGE_S * network.rate / 8)
+    at_rate = int(_LONGEST_MESSAGE_S * cluster.rate / 8)
     found = launch(
-        network,
+        cluster,
         _measure,
         {
             "largest": max(_SMALLEST_SWEEP, min(4 * numel, at_rate)) // 4 * 4,
@@ -166,26 +166,26 @@ def measure_network(
         },
         label,
     )
-    about = {**found[0].about, "rate": network.rate}
-    return cost.Network(found[0].lines, found[0].algorithms, about)
+    about = {**found[0].about, "rate": cluster.rate}
+    return Network(found[0].lines, found[0].algorithms, about)
 
 
 def train(
-    config: RunConfig, network: Network, compute: float
+    config: RunConfig, cluster: Cluster, compute: float
 ) -> tuple[dict[str, Any], list[float]]:
     """Train in a network that is up.
 
     Parameters
     ----------
     config : of the run, checked.
-    network : that is up.
+    cluster : that is up.
     compute : seconds of a step without an exchange.
 
     Returns
     -------
     The record, see :func:`bench_network`, and the training loss by step, the mean over the ranks.
     """
-    results, sent = zip(*launch(network, _train, config.replace(evaluate=False)), strict=True)
+    results, sent = zip(*launch(cluster, _train, config.replace(evaluate=False)), strict=True)
     unrecorded = config.compressor in _UNRECORDED
     seconds = fmean(_median(result.seconds) for result in results)
 
@@ -199,7 +199,7 @@ def train(
     record = {
         "compressor": config.compressor,
         "nproc": config.nproc,
-        "rate": network.rate / 1e6,
+        "rate": cluster.rate / 1e6,
         "ratio": math.nan if unrecorded else config.ratio,
         "seconds": seconds,
         "compute": compute,
@@ -234,13 +234,13 @@ def _train(config: RunConfig) -> tuple[RunResult, list[int]]:
     return result, [after - before for before, after in pairwise(counts)]
 
 
-def _measure(options: Mapping[str, Any], label: str) -> cost.Network:
+def _measure(options: Mapping[str, Any], label: str) -> Network:
     """Measure as one rank, with as many threads as in training."""
     import torch
     import torch.distributed as dist
 
     from capture.workloads.training import thread_count
-    from gradstats.collectives.measure import measure
+    from gradstats.network.measure import measure
 
     dist.init_process_group("gloo")
     try:

@@ -155,7 +155,7 @@ class RunConfig:
     def check(self) -> None:
         """Raise :class:`InputError` for anything a worker would trip over."""
         from gradstats.compressors import COMPRESSORS, make_reducer
-        from gradstats.thresholds import target_count
+        from gradstats.primitives.ratio import target_count
 
         info = self.info
         if self.compressor in (*BASELINES, NO_EXCHANGE):

@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from capture import Capture, at, every
+from capture.schedule import at, every
+from capture.tap import Capture
 from capture.workloads.baselines import TorchTopK, powersgd_state, waiting_hook
 from capture.workloads.config import NO_EXCHANGE, RunConfig, RunResult
 from gradstats.compressors import Layerwise, Reducer, SparseReducer, make_reducer
@@ -146,7 +147,7 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if self._label:
-            from gradstats.tables import progress_bar
+            from gradstats.console import progress_bar
 
             self._bar = progress_bar()
             self._bar.start()

@@ -45,9 +45,9 @@ _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typ
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from gradstats import __version__
+        from importlib.metadata import version
 
-        typer.echo(f"gradstats {__version__}")
+        typer.echo(f"gradstats {version('gradstats')}")
         raise typer.Exit
 
 
@@ -74,7 +74,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    from gradstats.tables import messages
+    from gradstats.console import messages
 
     messages().quiet = quiet
 

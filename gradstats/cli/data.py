@@ -11,7 +11,7 @@ from gradstats.cli.options import FormatOption, OutputOption, SourceArgument
 from gradstats.cli.output import emit, note
 
 if TYPE_CHECKING:
-    from gradstats.sources import TraceSource
+    from gradstats.trace.sources import TraceSource
 
 __all__ = ["info", "report"]
 
@@ -20,8 +20,8 @@ def info(
     source: SourceArgument, format: FormatOption = "table", output: OutputOption = None
 ) -> None:
     """Show what a trace holds: steps, ranks, kinds, and what the run recorded."""
-    from gradstats.analysis import info_records
-    from gradstats.sources import TraceSource, open_sources
+    from gradstats.analysis.info import info_records
+    from gradstats.trace.sources import TraceSource, open_sources
 
     sources = open_sources(source)
     records = [record for s in sources for record in info_records(s)]
@@ -68,7 +68,7 @@ def report(
 ) -> None:
     """Write one self-contained page with the figures and tables of a source."""
     from gradstats.report import write_report
-    from gradstats.sources import open_sources
+    from gradstats.trace.sources import open_sources
 
     write_report(open_sources(source), output)
     note(f"wrote {output}")

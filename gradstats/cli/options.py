@@ -89,19 +89,19 @@ def _kinds() -> Sequence[str]:
 
 
 def _methods() -> Sequence[str]:
-    from gradstats._fit import METHODS
+    from gradstats.statistics.fitting import METHODS
 
     return METHODS
 
 
 def _models() -> Sequence[str]:
-    from gradstats._fit import MODELS
+    from gradstats.statistics.fitting import MODELS
 
     return (*MODELS, "all")
 
 
 def _quantities() -> Sequence[str]:
-    from gradstats.evolution import QUANTITIES
+    from gradstats.analysis.drift import QUANTITIES
 
     return tuple(QUANTITIES)
 

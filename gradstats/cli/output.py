@@ -65,7 +65,7 @@ def emit(
 
 def note(text: str) -> None:
     """Tell the person something that is not a result; ``--quiet`` keeps it back."""
-    from gradstats.tables import messages
+    from gradstats.console import messages
 
     messages().print(text, soft_wrap=True)
 
@@ -107,8 +107,8 @@ def analyse(
     """
     from contextlib import ExitStack
 
-    from gradstats.sources import SKETCHED, matching, open_sources
-    from gradstats.tables import progress_bar
+    from gradstats.console import progress_bar
+    from gradstats.trace.sources import SKETCHED, matching, open_sources
 
     sources = matching(open_sources(source), **selection)
     keys = [(s, key) for s in sources for key in s.select(**selection)]
@@ -117,7 +117,7 @@ def analyse(
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")
     with ExitStack() as stack:
         if scheduler is not None:
-            from gradstats.reduction import connect
+            from gradstats.analysis.pieces import connect
 
             selection["client"] = stack.enter_context(connect(scheduler))
         bar = stack.enter_context(progress_bar())

@@ -33,7 +33,7 @@ def plan(
     network: Annotated[
         Path,
         typer.Option(
-            help="What `bench-network --measure` or `python -m gradstats.collectives.measure` wrote.",
+            help="What `bench-network --measure` or `python -m gradstats.network` wrote.",
             metavar="network.json",
         ),
     ],
@@ -78,11 +78,11 @@ def plan(
 
     Threshold rules send as many elements as they keep of the source's gradients.
     """
-    from gradstats.cost import Network
-    from gradstats.cost.rates import format_rate, parse_rate
-    from gradstats.plan import advice
-    from gradstats.plan import plan as predict
-    from gradstats.sources import open_sources
+    from gradstats.network import Network
+    from gradstats.network.plan import advice
+    from gradstats.network.plan import plan as predict
+    from gradstats.network.rates import format_rate, parse_rate
+    from gradstats.trace.sources import open_sources
 
     points = _points(measured) if measured else []
     if compute is None:

@@ -49,7 +49,7 @@ def fit(
     ks: Kolmogorov distance; wasserstein: relative to the mean magnitude; tail error: largest |ln η_model/η_exact| at
     ratios from 0.1 to 0.0001. JSON and CSV have all distances, standard errors and k̂/k.
     """
-    from gradstats.analysis import fit_records
+    from gradstats.analysis.fits import fit_records
 
     options: dict[str, Any] = {"method": method, "per_layer": per_layer}
     options |= {"replicates": bootstrap, "size": size, "seed": seed}
@@ -75,8 +75,8 @@ def fit(
 
 def _chosen(names: list[str] | None) -> list[str]:
     """Return the models asked for; the sparsity-inducing ones if none is."""
-    from gradstats._fit import MODELS
-    from gradstats.distributions import SIDS
+    from gradstats.statistics.distributions import SIDS
+    from gradstats.statistics.fitting import MODELS
 
     return list(MODELS) if "all" in (names or ()) else list(names or SIDS)
 
@@ -98,7 +98,7 @@ def compressibility(
 
     sigma p: how fast the error of keeping the k largest falls; a power law promises p − ½.
     """
-    from gradstats.analysis import compressibility_records
+    from gradstats.analysis.decay import compressibility_records
 
     limits = _window(window)
     records = analyse(
@@ -152,7 +152,7 @@ def pot(
     c: generalized Pareto shape ξ, above 0 a heavy tail; scale: σ − cu, which with c stays the same from a good
     threshold on.
     """
-    from gradstats.analysis import mixture_records, pot_records
+    from gradstats.analysis.peaks import mixture_records, pot_records
 
     options: dict[str, Any] = {"method": method}
     columns = ["trace", "step", "rank", "kind"]
@@ -199,7 +199,7 @@ def drift(
     acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles of a step's value over the last one's. It takes
     twenty steps; sketches of every step are made for this (gradstats capture --store sketches --every 1).
     """
-    from gradstats.evolution import drift_records, over_training
+    from gradstats.analysis.drift import drift_records, over_training
 
     def work(sources: Any, **given: Any) -> Records:
         records = []

@@ -20,8 +20,8 @@ def compression(
     Layers, the residual's norm and the signs' matching rate are there in the steps that were diagnosed
     (`gradstats capture --diagnose-every`).
     """
-    from gradstats._compression import compression as describe
-    from gradstats.sources import TraceSource, open_sources
+    from gradstats.analysis.compression import compression as describe
+    from gradstats.trace.sources import TraceSource, open_sources
 
     sources = open_sources(source)
     traces = [s.trace for s in sources if isinstance(s, TraceSource)]

@@ -47,8 +47,8 @@ def quality(
     Rules with a state (reuse, feedback, warm start, adaptive stages) see the captured steps in order, as if they were
     adjacent.
     """
-    from gradstats._quality import quality as compare
-    from gradstats._quality import stage_budget
+    from gradstats.analysis.quality import quality as compare
+    from gradstats.analysis.quality import stage_budget
     from gradstats.thresholds import ESTIMATORS
 
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
@@ -98,9 +98,10 @@ def bench(
     """Time estimation with selection, against top-k and against one read of the data."""
     import os
 
-    from gradstats.bench import bench as measure
-    from gradstats.tables import progress_bar
-    from gradstats.thresholds import ESTIMATORS, target_count
+    from gradstats.console import progress_bar
+    from gradstats.primitives.ratio import target_count
+    from gradstats.thresholds import ESTIMATORS
+    from gradstats.thresholds.bench import bench as measure
 
     if repeats < 1 or any(n < 1 for n in numel or ()):
         raise InputError("numel and repeats must be at least 1")

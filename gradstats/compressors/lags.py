@@ -17,7 +17,7 @@ from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.layerwise import Activity, Layerwise, NamedSlice
 from gradstats.compressors.sparsify import TopK
 from gradstats.errors import InputError
-from gradstats.thresholds import target_count
+from gradstats.primitives.ratio import target_count
 
 __all__ = ["LAGS", "Delivery", "hiding_ratios", "pipelining_bound"]
 

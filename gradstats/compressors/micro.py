@@ -15,7 +15,7 @@ from gradstats.collectives.indices import GatheredIndices, IndexAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.primitives import select, top_candidates
-from gradstats.thresholds import target_count
+from gradstats.primitives.ratio import target_count
 from gradstats.thresholds.micro import Rule
 
 __all__ = ["MiCRO", "partition"]

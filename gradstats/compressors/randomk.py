@@ -13,7 +13,7 @@ from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Reduced, Reducer
 from gradstats.errors import InputError
-from gradstats.thresholds import target_count
+from gradstats.primitives.ratio import target_count
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -95,7 +95,7 @@ def redsync_compressor(
 class RedSync(Reducer):
     """RedSync's exchange of the gradient as one message (Fang et al. 2018, algorithms 4 and 5, section 5.4).
 
-    The paper chooses by the size of a layer, each layer being a message: :func:`gradstats.systems.redsync`.
+    The paper chooses by the size of a layer, each layer being a message: :func:`gradstats.hooks.systems.redsync`.
 
     Parameters
     ----------

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from gradstats.compressors.base import Compressed, Compressor
-from gradstats.thresholds import Estimator, Exact, target_count
+from gradstats.primitives.ratio import target_count
+from gradstats.thresholds import Estimator, Exact
 
 if TYPE_CHECKING:
     import torch

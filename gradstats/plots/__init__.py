@@ -6,13 +6,13 @@ so that the figures read in grey.
 
 from __future__ import annotations
 
-from gradstats.plots._decay import best_k_error, local_exponent, magnitude_decay
-from gradstats.plots._fits import density, mean_excess, parameter_stability, qq, tail
-from gradstats.plots._plan import speedup
-from gradstats.plots._style import png
-from gradstats.plots._systems import build_up, lags_delta, matching_rate, time_split, timeline
-from gradstats.plots._thresholds import latency_bars, quality_bars, quality_over_steps
-from gradstats.plots._training import drift, drift_map, layer_map
+from gradstats.plots.decay import best_k_error, local_exponent, magnitude_decay
+from gradstats.plots.fits import density, mean_excess, parameter_stability, qq, tail
+from gradstats.plots.speedups import speedup
+from gradstats.plots.style import png
+from gradstats.plots.systems import build_up, lags_delta, matching_rate, time_split, timeline
+from gradstats.plots.thresholds import latency_bars, quality_bars, quality_over_steps
+from gradstats.plots.training import drift, drift_map, layer_map
 
 __all__ = [
     "best_k_error",

@@ -6,11 +6,11 @@ any floating dtype, reduce a gradient to scalars (:func:`moments`), to a mergeab
 what they return. None of them makes a temporary as large as the gradient.
 """
 
-from gradstats.primitives._array import Array, Selection, numel_of
-from gradstats.primitives._histogram import Histogram, histogram
-from gradstats.primitives._moments import Moments, exceedances, moments
-from gradstats.primitives._parallel import get_num_threads, set_num_threads
-from gradstats.primitives._select import kth_largest, select, top_candidates
+from gradstats.primitives.arrays import Array, Selection, numel_of
+from gradstats.primitives.blocks import get_num_threads, set_num_threads
+from gradstats.primitives.histogram import Histogram, histogram
+from gradstats.primitives.moments import Moments, exceedances, moments
+from gradstats.primitives.select import kth_largest, select, top_candidates
 
 __all__ = [
     "Array",
@@ -35,6 +35,6 @@ def warm_up() -> None:
 
     Otherwise the first call does; building a live compressor's state does too, so that no hook waits for it.
     """
-    from gradstats.primitives import _kernels
+    from gradstats.primitives import kernels
 
-    _kernels.warm_up()
+    kernels.warm_up()

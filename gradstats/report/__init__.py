@@ -10,9 +10,10 @@ from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
+from gradstats.console import progress_bar
 from gradstats.errors import InputError
-from gradstats.report._html import page, table
-from gradstats.report._measure import (
+from gradstats.report.html import page, table
+from gradstats.report.measured import (
     MOST_STEPS,
     REPLICATES,
     SEED,
@@ -20,10 +21,9 @@ from gradstats.report._measure import (
     Measured,
     measure,
 )
-from gradstats.report._section import section
-from gradstats.report._verdicts import QUESTIONS
-from gradstats.sources import Source, TraceSource
-from gradstats.tables import progress_bar
+from gradstats.report.sections import section
+from gradstats.report.verdicts import QUESTIONS
+from gradstats.trace.sources import Source, TraceSource
 
 __all__ = ["write_report"]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.thresholds.base import Estimate, Estimator, target_count
+from gradstats.primitives.ratio import target_count
+from gradstats.thresholds.base import Estimate, Estimator
 from gradstats.thresholds.exact import Exact, WarmExact
 from gradstats.thresholds.gaussiank import GaussianK
 from gradstats.thresholds.hard import Hard

@@ -13,22 +13,10 @@ import numpy as np
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, numel_of
 from gradstats.primitives import select as select_elements
-from gradstats.primitives._array import check, wide_dtype
+from gradstats.primitives.arrays import check, wide_dtype
+from gradstats.primitives.ratio import target_count
 
 __all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "target_count"]
-
-
-def target_count(ratio: float, numel: int) -> int:
-    """Return k = max(1, round(ratio · numel)), at most `numel`; 0 for an empty gradient.
-
-    Raises
-    ------
-    InputError
-        If the ratio is not in (0, 1].
-    """
-    if not 0 < ratio <= 1:
-        raise InputError(f"ratio must be in (0, 1], the fraction of elements kept, not {ratio}")
-    return min(max(1, round(ratio * numel)), numel)
 
 
 @dataclass(frozen=True, slots=True)

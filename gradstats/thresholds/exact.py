@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from gradstats.primitives import Array, top_candidates
-from gradstats.primitives._array import as_numpy
-from gradstats.primitives._select import keep
+from gradstats.primitives.arrays import as_numpy
+from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["Exact", "WarmExact"]

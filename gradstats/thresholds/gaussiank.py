@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, exceedances, moments
-from gradstats.primitives._parallel import map_blocks
+from gradstats.primitives.blocks import map_blocks
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["GaussianK"]

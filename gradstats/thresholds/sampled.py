@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, kth_largest, numel_of, select
-from gradstats.primitives._array import as_numpy, torch_index
-from gradstats.primitives._select import keep
+from gradstats.primitives.arrays import as_numpy, torch_index
+from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Found, RandomEstimator
 
 __all__ = ["DGC"]

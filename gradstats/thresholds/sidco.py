@@ -22,8 +22,7 @@ from gradstats.primitives import (
     numel_of,
     select,
 )
-from gradstats.thresholds.base import Estimator, Found
-from gradstats.thresholds.stages import (
+from gradstats.statistics.stages import (
     HistogramMoments,
     Quantile,
     exponential,
@@ -33,6 +32,7 @@ from gradstats.thresholds.stages import (
     most_stages,
     stage_ratios,
 )
+from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 

@@ -28,7 +28,7 @@ non-zero magnitudes. Schema 1 had no sketches, and is otherwise the same.
 
 from __future__ import annotations
 
-from gradstats.trace._format import (
+from gradstats.trace.format import (
     COMPRESSION,
     KINDS,
     LAYER_COMPRESSION,
@@ -40,8 +40,8 @@ from gradstats.trace._format import (
     create_trace,
     is_trace,
 )
-from gradstats.trace._reader import Trace, open_trace
-from gradstats.trace._writer import TraceWriter
+from gradstats.trace.reader import Trace, open_trace
+from gradstats.trace.writer import TraceWriter
 
 __all__ = [
     "COMPRESSION",

@@ -1,0 +1,128 @@
+"""Every system in real training, same seed and budget, dense beside it: ``python benchmarks/convergence.py WORKLOAD``.
+
+Two processes. Each run is stored as it ends in docs/results/convergence-WORKLOAD.jsonl, and not repeated: interrupt and
+go on at will. Losses do not hang on the clock, times do: measure those on a quiet machine, by ``--times`` in short
+runs of their own. The table is printed at the end, and put into docs/systems.md by ``--write``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+from pathlib import Path
+
+from records import RESULTS, Row, put, store, stored
+
+from capture.workloads import RunConfig, run, workload_info
+from capture.workloads.launch import RunFailedError
+from gradstats.compressors import COMPRESSORS
+
+LAST = 25
+"""Steps whose mean training loss is shown."""
+
+
+def one(compressor: str, options: argparse.Namespace) -> Row:
+    """Train once and reduce what the run recorded."""
+    result = run(
+        RunConfig(
+            workload=options.workload,
+            data_dir=options.data_dir,
+            nproc=options.nproc,
+            steps=options.steps,
+            hidden=options.hidden,
+            vocab=options.vocab,
+            compressor=compressor,
+            ratio=options.ratio,
+            label=compressor,
+        )
+    )
+    records = result.records
+    warm = slice(len(result.seconds) // 10, None)  # the first tenth warms up
+
+    def mean(values: list[float]) -> float:
+        return statistics.fmean(values) if values else math.nan
+
+    def per_k(field: str) -> float:
+        return mean([r[field] / r["target"] for r in records if r["target"]])
+
+    split = {f: mean([r[f"{f}_seconds"] for r in records[warm]]) for f in ("select", "communicate")}
+    step = statistics.median(result.seconds[warm])
+    return {
+        "compressor": compressor,
+        "loss": mean([loss if math.isfinite(loss) else 1e9 for loss in result.losses[-LAST:]]),
+        "accuracy": result.accuracy,
+        "perplexity": result.perplexity,
+        "quality": per_k("selected"),
+        "build_up": per_k("union"),
+        "bytes": mean([r["bytes_sent"] for r in records]) if records else 4.0 * result.numel,
+        "step": step,
+        "compute": step - (sum(split.values()) if records else math.nan),
+        **split,
+    }
+
+
+def table(rows: list[Row], times: list[Row]) -> str:
+    """Return the runs as Markdown."""
+    unseen = "accuracy" if any(r.get("accuracy", 0) > 0 for r in rows) else "perplexity"
+    lines = [
+        f"| compressor | loss | test {unseen} | k̂/k | union/k | bytes/step | ms/step | select | communicate |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    clock = {r["compressor"]: r for r in times if "problem" not in r}
+    for row in sorted(rows, key=lambda r: COMPRESSORS.index(r["compressor"])):
+        name = f"`{row['compressor']}`"
+        if "problem" in row:
+            step = re.search(r"step \d+", str(row["problem"]))
+            cells = [name, f"diverged, {step[0]}" if step else "failed", *["–"] * 7]
+            lines.append("| " + " | ".join(cells) + " |")
+            continue
+        final = f"{100 * row[unseen]:.1f} %" if unseen == "accuracy" else f"{row[unseen]:.0f}"
+        cells = [name, f"{row['loss']:.2f}", final]
+        cells += ["–" if math.isnan(row[f]) else f"{row[f]:.2f}" for f in ("quality", "build_up")]
+        cells += [f"{row['bytes']:,.0f}"]
+        timed = clock.get(row["compressor"], {})
+        for field, digits in (("step", 0), ("select", 1), ("communicate", 1)):
+            value = 1e3 * timed.get(field, math.nan)
+            cells += ["–" if math.isnan(value) else f"{value:.{digits}f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not there yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", nargs="?", default="resnet20-digits")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--ratio", type=float, default=0.001)
+    parser.add_argument("--only", nargs="*", default=COMPRESSORS, choices=COMPRESSORS)
+    parser.add_argument("--times", action="store_true", help="store as the times to show")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
+    options = parser.parse_args()
+    workload_info(options.workload)
+    kinds = {
+        name: RESULTS / f"{name}-{options.workload}.jsonl" for name in ("convergence", "times")
+    }
+    path = kinds["times" if options.times else "convergence"]
+    done = {row["compressor"] for row in stored(path)}
+    for compressor in options.only:
+        if compressor in done or compressor == "exact":  # exact and topk are the same
+            continue
+        try:
+            row = one(compressor, options)
+        except RunFailedError as error:  # a diverging system is a result
+            row = {"compressor": compressor, "problem": str(error)}
+        store(path, row)
+    text = table(stored(kinds["convergence"]), stored(kinds["times"]))
+    print(text)
+    if options.write:
+        put("systems.md", options.workload, text)
+
+
+if __name__ == "__main__":
+    main()

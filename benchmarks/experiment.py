@@ -1,0 +1,182 @@
+"""Does it pay? End-to-end training in the network lab: ``python benchmarks/experiment.py WORKLOAD --data-dir DIR``, as root.
+
+Dense training first tells what computing takes; the rate of the links is then chosen so that a dense step spends the
+regime's share of its time communicating. Every system trains in that network for the same number of steps from the same
+weights. Each run is stored as it ends in docs/results/network-WORKLOAD.jsonl and not repeated: interrupt and go on at
+will, on a quiet machine. The table is printed at the end, and put into docs/network.md by ``--write``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from records import RESULTS, Row, put, store, stored
+
+from capture.lab.cluster import shaped_network
+from capture.lab.run import check, measure_network, train, train_without_exchange
+from capture.workloads import BASELINES, RunConfig, workload_info
+from capture.workloads.launch import RunFailedError
+from gradstats.compressors import COMPRESSORS
+from gradstats.network.rates import format_rate
+
+# topk and exact are the same
+SYSTEMS = [name for name in (*COMPRESSORS, *BASELINES) if name != "exact"]
+OPTIONS = {"lags": {"calibrate": 2}}
+"""LAGS chooses its ratios before steps are counted."""
+LAST = 5
+"""Steps whose mean training loss is shown."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A workload, and the share of a dense step that is communication in SIDCo's table 1."""
+
+    share: float
+    batch_size: int
+    steps: int
+
+
+REGIMES = {
+    "lstm-ptb": Regime(0.94, 8, 25),
+    "vgg16-cifar10": Regime(0.60, 16, 30),
+    "resnet20-cifar10": Regime(0.10, 64, 60),
+    "resnet20-digits": Regime(0.10, 32, 20),
+}
+
+
+def rate_for(share: float, compute: float, numel: int, nproc: int) -> int:
+    """Return the rate, bit/s to two digits, at which a ring's all-reduce takes that share of a step."""
+    seconds = share / (1 - share) * compute
+    rate = 8 * 2 * (nproc - 1) / nproc * 4 * numel / seconds
+    return int(round(rate, 1 - math.floor(math.log10(rate))))
+
+
+def steps_to(losses: list[float], goal: float) -> float:
+    """Return after how many steps the mean of the last LAST losses is at the goal; infinity if it never is."""
+    for step in range(LAST, len(losses) + 1):
+        if sum(losses[step - LAST : step]) / LAST <= goal:
+            return step
+    return math.inf
+
+
+def step_of(problem: str) -> str:
+    """Return the step that an error names, else the error."""
+    step = re.search(r"step \d+", problem)
+    return step[0] if step else problem
+
+
+def table(rows: list[Row], setting: Row) -> str:
+    """Return the runs as Markdown, the fastest first."""
+    done = {row["compressor"]: row for row in rows if "problem" not in row}
+    dense = done["none"]
+    bound = setting["compute"]
+    goal = sum(dense["losses"][-LAST:]) / LAST
+    share = 1 - bound / dense["seconds"]
+    lines = [
+        f"{setting['nproc']} workers at {format_rate(setting['rate'] / 1e6)}, {setting['numel']:,} parameters, "
+        f"batches of {setting['batch_size']}, ratio {setting['ratio']:g}, {setting['steps']} steps. Computing takes "
+        f"{1e3 * bound:,.0f} ms of a step, {100 * share:.0f} % of a dense one is communication.",
+        "",
+        "| system | ms/step | × dense | of the bound | select ms | exchange ms | rest ms | MB sent | k̂/k | loss | "
+        "s to the dense loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(done.values(), key=lambda r: r["seconds"]):
+        rest = row["seconds"] - bound - row["select"] - row["communicate"]
+        steps = steps_to(row["losses"], goal)
+        cells = [
+            f"`{row['compressor']}`",
+            f"{1e3 * row['seconds']:,.0f}",
+            f"{dense['seconds'] / row['seconds']:.2f}",
+            f"{bound / row['seconds']:.2f}",
+            *(f"{1e3 * t:,.1f}" for t in (row["select"], row["communicate"], rest)),
+            f"{row['bytes'] / 1e6:,.3g}",
+            f"{row['quality']:.2f}",
+            f"{sum(row['losses'][-LAST:]) / LAST:.2f}",
+            f"{steps * row['seconds']:,.0f}",
+        ]
+        lines.append("| " + " | ".join("–" if c in ("nan", "inf") else c for c in cells) + " |")
+    lines += [
+        f"| `{row['compressor']}` | diverged, {step_of(row['problem'])} |" + " |" * 9
+        for row in rows
+        if "problem" in row
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not there yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=REGIMES)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--ratio", type=float, default=0.001)
+    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of what is stored")
+    parser.add_argument("--measure", action="store_true", help="the network, too, for a plan")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
+    options = parser.parse_args()
+    workload_info(options.workload)
+    regime = REGIMES[options.workload]
+    config = RunConfig(
+        workload=options.workload,
+        data_dir=options.data_dir,
+        nproc=options.nproc,
+        steps=options.steps or regime.steps,
+        batch_size=options.batch_size or regime.batch_size,
+        ratio=options.ratio,
+    )
+    path = options.results / f"network-{options.workload}.jsonl"
+    if not stored(path):
+        store(path, setting_of(config, regime))
+    setting, *rows = stored(path)
+    if options.measure:
+        with shaped_network(config.nproc, setting["rate"]) as network:
+            select = [name for name in options.only if name not in BASELINES]
+            measured = measure_network(network, setting["numel"], config.ratio, select, "network")
+        measured.save(path.with_suffix(".json"))
+    done = {row["compressor"] for row in rows}
+    missing = [name for name in options.only if name not in done]
+    if missing:
+        check(config, missing)
+        with shaped_network(config.nproc, setting["rate"]) as network:
+            for name in missing:
+                run = config.replace(compressor=name, label=name, options=OPTIONS.get(name, {}))
+                try:
+                    record, losses = train(run, network, setting["compute"])
+                    row = {**record, "losses": [round(loss, 4) for loss in losses]}
+                except RunFailedError as error:  # a diverging system is a result
+                    row = {"compressor": name, "problem": str(error)}
+                store(path, row)
+                rows.append(row)
+    text = table(rows, setting)
+    print(text)
+    if options.write:
+        put("network.md", options.workload, text)
+
+
+def setting_of(config: RunConfig, regime: Regime) -> Row:
+    """Return what the runs share: what computing takes, and the rate."""
+    check(config, ["none"])
+    with shaped_network(config.nproc, 10**9) as network:
+        computing = train_without_exchange(config, network)
+    return {
+        "workload": config.workload,
+        "nproc": config.nproc,
+        "steps": config.steps,
+        "batch_size": config.batch_size,
+        "ratio": config.ratio,
+        "numel": computing.numel,
+        "compute": computing.seconds,
+        "rate": rate_for(regime.share, computing.seconds, computing.numel, config.nproc),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What one pass of each primitive costs, in reads of the data; run by hand, never a test.
+
+    python benchmarks/primitives.py [--numel 26000000]
+
+Interleaved, median of 11 rounds, Laplace data. Beside each primitive the same in NumPy on chunks of 512 kB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from gradstats.primitives import (
+    exceedances,
+    histogram,
+    moments,
+    select,
+    set_num_threads,
+    warm_up,
+)
+
+CHUNK = 1 << 17
+
+
+def numpy_moments(x):
+    total = squares = largest = 0.0
+    zeros = bad = 0
+    buffer = np.empty(CHUNK, np.float32)
+    for start in range(0, x.size, CHUNK):
+        chunk = x[start : start + CHUNK]
+        a = np.abs(chunk, out=buffer[: chunk.size])
+        total += float(a.sum(dtype=np.float64))
+        squares += float(np.dot(a, a))
+        largest = max(largest, float(a.max()))
+        zeros += a.size - np.count_nonzero(a)
+        bad += a.size - np.count_nonzero(np.isfinite(a))
+    return total, squares, largest, zeros, bad
+
+
+def numpy_histogram(x):
+    counts = np.zeros(1 << 15, np.int64)
+    for start in range(0, x.size, CHUNK):
+        bits = x[start : start + CHUNK].view(np.uint32)
+        counts += np.bincount((bits & 0x7FFFFFFF) >> 16, minlength=1 << 15)
+    return counts
+
+
+def numpy_select(x, eta):
+    indices, values = [], []
+    buffer = np.empty(CHUNK, np.float32)
+    for start in range(0, x.size, CHUNK):
+        chunk = x[start : start + CHUNK]
+        kept = np.flatnonzero(np.abs(chunk, out=buffer[: chunk.size]) >= eta)
+        indices.append(kept + start)
+        values.append(chunk[kept])
+    return np.concatenate(indices), np.concatenate(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=26_000_000)
+    numel = parser.parse_args().numel
+    x = np.random.default_rng(0).laplace(size=numel).astype(np.float32)
+    tensor = torch.from_numpy(x)
+    warm_up()
+    runs = {
+        "torch.sum, one stream": tensor.sum,
+        "moments, no logarithms": lambda: moments(x, log=False),
+        "moments": lambda: moments(x),
+        "exceedances": lambda: exceedances(x, 1.4),
+        "histogram, 7 bits": lambda: histogram(x),
+        "histogram, 10 bits": lambda: histogram(x, 10),
+        **{f"select {r:g}": lambda r=r: select(x, -np.log(r)) for r in (0.001, 0.01, 0.1)},
+        "NumPy moments": lambda: numpy_moments(x),
+        "NumPy histogram, 7 bits": lambda: numpy_histogram(x),
+        **{
+            f"NumPy select {r:g}": lambda r=r: numpy_select(x, -np.log(r))
+            for r in (0.001, 0.01, 0.1)
+        },
+    }
+    columns: dict[int, dict[str, float]] = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        set_num_threads(threads)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(11):
+            for name, run in runs.items():
+                if name.startswith("moments, no"):
+                    time.sleep(0.02)  # torch's threads spin on for a while
+                started = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - started)
+        columns[threads] = {name: statistics.median(s) for name, s in seconds.items()}
+    one = columns[1]["torch.sum, one stream"]
+    print("| pass | ms | streams | ms, 2 threads | faster by |")
+    print("|---|---:|---:|---:|---:|")
+    for name in runs:
+        a, b = columns[1][name], columns[2][name]
+        print(f"| {name} | {1e3 * a:.1f} | {a / one:.2f} | {1e3 * b:.1f} | {a / b:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

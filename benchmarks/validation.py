@@ -1,0 +1,191 @@
+"""Steps that `gradstats plan` predicts beside steps measured: ``python benchmarks/validation.py --data-dir DIR``, as root.
+
+For each number of workers the lab is measured once, at one rate, as `gradstats bench-network --measure` does, and so
+is what computing takes. Then real training runs at other rates, which nothing was fitted to. Everything is stored as it
+ends in docs/results/validation*, and not repeated; predictions are made anew each time. ``--write`` puts the table
+into docs/network.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from records import RESULTS, Row, put, store, stored
+
+from capture.lab.cluster import shaped_network
+from capture.lab.run import measure_network, train, train_without_exchange
+from capture.workloads import RunConfig, run
+from gradstats.network import Network
+from gradstats.network.plan import plan
+from gradstats.network.rates import format_rate, parse_rate
+from gradstats.tables import render
+
+WORKLOAD = {"workload": "lstm-ptb", "hidden": 400, "vocab": 10_000, "batch_size": 8}
+SYSTEMS = ("none", "topk", "sidco-e", "redsync-quantised", "micro", "signsgd", "lags")
+OPTIONS = {"lags": {"calibrate": 2}}
+"""LAGS chooses its ratios before steps are counted."""
+FITTED_AT = "200mbit"
+RATES = ("50mbit", "100mbit", "500mbit")
+CURVE = [round(10 ** (7 + i / 6)) for i in range(15)]
+"""Rates of the figure, bit/s: 10 Mbit/s to 2 Gbit/s."""
+STEPS = 15
+
+
+def configuration(given: argparse.Namespace, nproc: int, **settings: object) -> RunConfig:
+    """Return the settings of a run."""
+    return RunConfig(
+        **{**WORKLOAD, "steps": STEPS, "data_dir": given.data_dir, "nproc": nproc, **settings}
+    )
+
+
+def measure(options: argparse.Namespace, nproc: int) -> tuple[Network, Row]:
+    """Return the network of some workers, and what computing takes there; measured if it is not stored."""
+    path = RESULTS / f"validation-{nproc}.json"
+    computing = RESULTS / "validation-compute.jsonl"
+    known = {row["nproc"]: row for row in stored(computing)}
+    if not path.exists() or nproc not in known:
+        config = configuration(options, nproc)
+        with shaped_network(nproc, parse_rate(FITTED_AT)) as network:
+            alone = train_without_exchange(config.replace(steps=40), network)
+            select = [name for name in SYSTEMS if name != "none"]
+            measure_network(network, alone.numel, config.ratio, select, "network").save(path)
+        store(computing, {"nproc": nproc, "seconds": alone.seconds, "numel": alone.numel})
+        known = {row["nproc"]: row for row in stored(computing)}
+    return Network.load(path), known[nproc]
+
+
+def measured_steps(options: argparse.Namespace, nproc: int, compute: float) -> list[Row]:
+    """Return the steps of every rate and system among some workers; those not stored are run."""
+    path = RESULTS / "validation.jsonl"
+    done = {(r["nproc"], r["rate"], r["compressor"]) for r in stored(path)}
+    for rate in map(parse_rate, RATES):
+        missing = [name for name in SYSTEMS if (nproc, rate / 1e6, name) not in done]
+        if not missing:
+            continue
+        with shaped_network(nproc, rate) as network:
+            for name in missing:
+                label = f"{nproc} workers, {format_rate(rate / 1e6)}, {name}"
+                settings = {"compressor": name, "label": label, "options": OPTIONS.get(name, {})}
+                record, _ = train(configuration(options, nproc, **settings), network, compute)
+                store(path, record)
+    return [row for row in stored(path) if row["nproc"] == nproc]
+
+
+def captured(options: argparse.Namespace, folder: Path) -> Path:
+    """Return a trace of the workload, over loopback, as a user would have one."""
+    path = folder / "validation.zarr"
+    run(configuration(options, 2, compressor="topk", steps=7, out=path, at=(4, 6), label="trace"))
+    return path
+
+
+def predicted(trace: Path, network: Network, computing: Row, rates: Sequence[int]) -> list[Row]:
+    """Return the plan of some workers at some rates."""
+    systems = [name for name in SYSTEMS if name != "none"]
+    workers = [computing["nproc"]]
+    return plan(
+        trace, network, computing["seconds"], workers, compressors=systems, rates=list(rates)
+    )
+
+
+def compare(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
+    """Return predicted beside measured steps, and the points of a figure: measured, and predicted at many rates."""
+    rows, points = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        found = {nproc: measure(options, nproc) for nproc in options.workers}
+        steps = {n: measured_steps(options, n, c["seconds"]) for n, (_, c) in found.items()}
+        trace = captured(options, Path(folder))
+        for nproc, (network, computing) in found.items():
+            plans = predicted(trace, network, computing, [parse_rate(rate) for rate in RATES])
+            by_run = {(r["rate"], r["compressor"]): r for r in plans}
+            rows += [
+                compared(step, by_run[step["rate"], step["compressor"]]) for step in steps[nproc]
+            ]
+            for r in predicted(trace, network, computing, CURVE):
+                kept = ("compressor", "workers", "rate", "ratio", "seconds", "speedup")
+                points.append({k: r[k] for k in (*kept, "speedup_low", "speedup_high")})
+            for step in steps[nproc]:
+                ratio = {r["compressor"]: r["ratio"] for r in plans}[step["compressor"]]
+                kept = ("compressor", "rate", "seconds")
+                points.append({**{k: step[k] for k in kept}, "ratio": ratio, "workers": nproc})
+    return rows, points
+
+
+def compared(step: Row, plan: Row) -> Row:
+    """Return one row of the comparison; of the parts, measured and predicted."""
+    exchanged = plan["pack"] + plan["latency"] + plan["transfer"]
+    return {
+        "workers": step["nproc"],
+        "rate": step["rate"],
+        "compressor": step["compressor"],
+        "measured": step["seconds"],
+        "predicted": plan["seconds"],
+        "low": plan["low"],
+        "high": plan["high"],
+        "error": plan["seconds"] / step["seconds"] - 1,
+        "select": (step["select"], plan["select"]),
+        "communicate": (step["communicate"], exchanged),
+        "memory": (
+            step["seconds"] - step["compute"] - step["select"] - step["communicate"],
+            plan["memory"],
+        ),
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """Return the comparison as Markdown."""
+    errors = [abs(row["error"]) for row in rows]
+    inside = sum(row["low"] <= row["measured"] <= row["high"] for row in rows)
+    lines = [
+        f"{len(rows)} configurations: median error {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %; "
+        f"{inside} of the measured steps lie within the predicted interval.",
+        "",
+        "| workers | Mbit/s | system | measured ms | predicted ms | 95 % interval | error |",
+        "|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['workers']} | {r['rate']:g} | `{r['compressor']}` | {1e3 * r['measured']:,.0f} | "
+            f"{1e3 * r['predicted']:,.0f} | {1e3 * r['low']:,.0f} to {1e3 * r['high']:,.0f} | "
+            f"{100 * r['error']:+.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what is not there yet, predict, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--parts", action="store_true", help="show measured and predicted parts")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
+    options = parser.parse_args()
+    rows, points = compare(options)
+    if options.parts:
+        parts = [
+            {
+                **{k: r[k] for k in ("workers", "rate", "compressor", "measured", "predicted")},
+                **{
+                    f"{name}{end}": r[name][i]
+                    for name in ("select", "communicate", "memory")
+                    for i, end in enumerate(("", "^"))
+                },
+            }
+            for r in rows
+        ]
+        print(render([{k: math.nan if v is None else v for k, v in p.items()} for p in parts]))
+    text = table(rows)
+    print(text)
+    if options.write:
+        put("network.md", "validation", text)
+        lines = ",\n".join(json.dumps(point) for point in points)
+        (RESULTS / "speedup.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()

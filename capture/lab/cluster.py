@@ -1,0 +1,206 @@
+"""Network namespaces joined by a bridge, with every link shaped to a rate.
+
+The bridge lives in a namespace of its own, and veth pairs are created between namespaces, so that no interface of the
+host is ever added or changed; deleting the namespaces removes everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradstats.errors import GradstatsError, InputError
+
+__all__ = ["BURST", "INTERFACE", "Cluster", "LabError", "enter", "shaped_network"]
+
+INTERFACE = "eth0"
+"""Name of a rank's interface in its namespace."""
+
+LARGEST = 200
+"""Ranks at most: they share a /24."""
+
+_PREFIX = "gradstats-lab-"
+_NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
+_LOCK = Path("/run/gradstats-lab.lock")
+_SUBNET = "198.18.0"  # of the block for benchmarks (RFC 2544): no name server has such an address
+_CLONE_NEWNET = 0x40000000
+# What an idle link saves up passes at once, so the bucket is small, or small messages would be free. It must hold the
+# largest segment, or the kernel cuts them all into packets, and a core is busy with that at 1 Gbit/s. The queue never
+# drops a packet of the ranks' own: a retransmission timer would dwarf what is measured.
+BURST = 32 * 1024
+"""Bytes that an idle link saves up, unless told otherwise."""
+_SMALLEST_BURST = 4 * 1024
+_LARGEST_SEGMENT = 30_000  # bytes
+_QUEUE = "latency 1s"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class LabError(GradstatsError):
+    """The lab cannot be built on this machine; says which command was refused and why."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A network that is up.
+
+    Attributes
+    ----------
+    ranks : namespaces of the ranks.
+    address : of rank 0.
+    rate : of every link in each direction, bit/s.
+    """
+
+    ranks: tuple[str, ...]
+    address: str
+    rate: int
+
+
+@contextmanager
+def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluster]:
+    """Build a network for some ranks, and take it down whatever happens.
+
+    Each rank's link passes two token buckets (``tc tbf``), at its own end and at the bridge's, so that what it
+    sends and what it receives are limited separately, as on a full-duplex cable. What an earlier lab left when it was
+    killed is removed first.
+
+    Parameters
+    ----------
+    nproc : ranks.
+    rate : of every link in each direction, bit/s.
+    burst : bytes that an idle link saves up, and sends at once.
+
+    Raises
+    ------
+    InputError
+        Without Linux, root, ``ip`` or ``tc``; for too many ranks, or a burst below 4,096; while another lab runs.
+    LabError
+        If the kernel refuses a part.
+    torch.distributed.elastic.multiprocessing.SignalException
+        On SIGINT, SIGTERM, SIGHUP and SIGQUIT, as torchrun's agent does, once the network is down.
+    """
+    _check(nproc)
+    if burst < _SMALLEST_BURST:
+        raise InputError(f"a burst must be at least {_SMALLEST_BURST} bytes, not {burst}")
+    with _only_one(), _signals_raise():
+        _remove_all()
+        try:
+            yield _build(nproc, rate, burst)
+        finally:
+            for number in _SIGNALS:  # a second Ctrl-C must not leave half of it
+                signal.signal(number, signal.SIG_IGN)
+            _remove_all()
+
+
+def enter(namespace: str) -> None:
+    """Move this thread into a network namespace.
+
+    Sockets opened, threads started and processes started from now on are in it; what exists stays where it is.
+
+    Raises
+    ------
+    OSError
+        If there is no such namespace, or without the right.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns is of Python 3.12
+    with open(_NAMESPACES / namespace) as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def _check(nproc: int) -> None:
+    if not sys.platform.startswith("linux"):
+        raise InputError("the network lab needs Linux: it is made of network namespaces")
+    if not 1 <= nproc <= LARGEST:
+        raise InputError(f"nproc must be 1 to {LARGEST}, not {nproc}")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise InputError(f"the network lab needs {tool}, of the package iproute2")
+    if os.geteuid() != 0:
+        raise InputError("the network lab makes network namespaces, which takes root")
+
+
+@contextmanager
+def _only_one() -> Iterator[None]:
+    """Hold the machine's lock, which the kernel releases with the process, however it ends."""
+    try:
+        descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise LabError(f"cannot write {_LOCK}: {error.strerror}") from error
+    with open(descriptor, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another network lab is running, process {file.read()}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stop(number: int, _: object) -> None:
+        raise SignalException(f"signal {number}", signal.Signals(number))
+
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _build(nproc: int, rate: int, burst: int) -> Cluster:
+    prefix = f"{_PREFIX}{os.getpid()}-"
+    hub, ranks = f"{prefix}hub", tuple(f"{prefix}{rank}" for rank in range(nproc))
+    segment, bucket = min(_LARGEST_SEGMENT, burst * 9 // 10), f"burst {burst} {_QUEUE}"
+    _run("ip netns add", hub)
+    _run("ip -n", hub, "link add bridge type bridge")
+    _run("ip -n", hub, "link set bridge up")
+    for rank, name in enumerate(ranks):
+        port = f"port{rank}"
+        _run("ip netns add", name)
+        _run("ip -n", name, "link set lo up")
+        _run("ip -n", hub, "link add", port, "type veth peer name", INTERFACE, "netns", name)
+        _run("ip -n", name, "link set", INTERFACE, f"gso_max_size {segment}")
+        _run("ip -n", name, f"address add {_SUBNET}.{rank + 1}/24 dev", INTERFACE)
+        for namespace, interface in ((hub, port), (name, INTERFACE)):
+            _run("tc -n", namespace, "qdisc add dev", interface, f"root tbf rate {rate}bit", bucket)
+        _run("ip -n", hub, "link set", port, "master bridge up")
+        _run("ip -n", name, "link set", INTERFACE, "up")
+    return Cluster(ranks, f"{_SUBNET}.1", rate)
+
+
+def _remove_all() -> None:
+    """Delete every namespace of a lab, and kill what still runs in it; the lock says that no other lab does."""
+    problems = []
+    for namespace in sorted(path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")):
+        try:
+            for pid in _run("ip netns pids", namespace).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _run("ip netns delete", namespace)
+        except LabError as error:  # the others go all the same
+            problems.append(str(error))
+    if problems:
+        raise LabError("; ".join(problems))
+
+
+def _run(*words: str) -> str:
+    command = " ".join(words)
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode:
+        why = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise LabError(f"{command}: {why[0]}")
+    return done.stdout

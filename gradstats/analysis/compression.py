@@ -1,0 +1,111 @@
+"""What a compressor did in a captured run, step by step and layer by layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gradstats.trace import Trace
+from gradstats.trace.record import StepRecord
+
+__all__ = ["compression"]
+
+_COUNTS = ("target", "numel", "bytes_sent", "union")
+_SECONDS = ("select_seconds", "communicate_seconds", "overlapped_seconds")
+
+
+def compression(trace: Trace, *, per_layer: bool = False) -> list[dict[str, Any]]:
+    """Return what this package's compressor recorded of the captured steps of a run.
+
+    Parameters
+    ----------
+    trace : captured with one of this package's compressors; else there is nothing.
+    per_layer : a record per layer, of the diagnosed steps (``CompressionState(diagnose_every=…)``).
+
+    Returns
+    -------
+    records : trace, step, rank, and of a step: threshold, selected (k̂), target (k), quality (k̂/k), union,
+        build_up (union/k), density (union/d), bytes, bits_per_element, select, communicate, overlapped (seconds),
+        residual_norm, error_norm (its mean over captured ranks, MiCRO's eq. 1), matching_rate (Marsit, figure 1b). Of a
+        layer: layer, numel, selected, target, quality, delta (LAGS-SGD's eq. 21). NaN where unknown.
+
+    Examples
+    --------
+    ``pandas.DataFrame(gradstats.compression(gradstats.open_trace("run.zarr")))``
+    """
+    return _layers(trace) if per_layer else _steps(trace)
+
+
+def _steps(trace: Trace) -> list[dict[str, Any]]:
+    records = []
+    for rank in trace.ranks:
+        columns = trace.compression(rank)
+        scalars = trace.scalars(rank)
+        for row, step in enumerate(scalars["step"].tolist() if columns else []):
+            selected = int(scalars["selected"][row])
+            if selected < 0:
+                continue
+            numbers: dict[str, Any] = {name: int(columns[name][row]) for name in _COUNTS}
+            numbers |= {name: float(columns[name][row]) for name in _SECONDS}
+            r = StepRecord(
+                step=step,
+                threshold=float(scalars["threshold"][row]),
+                selected=selected,
+                **numbers,
+            )
+            records.append(
+                {
+                    "trace": trace.name,
+                    "step": step,
+                    "rank": rank,
+                    "threshold": r.threshold,
+                    "selected": selected,
+                    "target": r.target,
+                    "quality": r.quality,
+                    "union": r.union,
+                    "build_up": r.build_up,
+                    "density": r.density,
+                    "bytes": r.bytes_sent,
+                    "bits_per_element": r.bits_per_element,
+                    "select": r.select_seconds,
+                    "communicate": r.communicate_seconds,
+                    "overlapped": r.overlapped_seconds,
+                    "residual_norm": float(columns["residual_norm"][row]),
+                    "matching_rate": float(columns["matching_rate"][row]),
+                }
+            )
+    norms: dict[int, list[float]] = {}
+    for record in records:
+        norms.setdefault(record["step"], []).append(record["residual_norm"])
+    for record in records:
+        record["error_norm"] = float(np.mean(norms[record["step"]]))
+    return records
+
+
+def _layers(trace: Trace) -> list[dict[str, Any]]:
+    records = []
+    for rank in trace.ranks:
+        columns = trace.layer_compression(rank)
+        for row, step in enumerate(trace.steps(rank) if columns else []):
+            for i, layer in enumerate(trace.layers):
+                selected, target, delta = (
+                    float(columns[name][row, i]) for name in ("selected", "target", "delta")
+                )
+                if math.isnan(selected):
+                    continue
+                records.append(
+                    {
+                        "trace": trace.name,
+                        "step": step,
+                        "rank": rank,
+                        "layer": layer.name,
+                        "numel": layer.numel,
+                        "selected": int(selected),
+                        "target": int(target),
+                        "quality": selected / target if target else math.nan,
+                        "delta": delta,
+                    }
+                )
+    return records

@@ -1,0 +1,68 @@
+"""The decay of sorted magnitudes: the records of ``gradstats compressibility``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.analysis.pieces import Key, Submit, evaluate, plan_largest, plan_sketches
+from gradstats.primitives.sketch import Sketch
+from gradstats.statistics.compressibility import (
+    CONTROLS,
+    Compressibility,
+    checked_window,
+    control,
+    decay_of,
+)
+from gradstats.trace.sources import Source
+
+__all__ = ["compressibility_records"]
+
+
+def compressibility_records(
+    sources: Iterable[Source],
+    window: tuple[int, int] | None = None,
+    *,
+    client: Any = None,
+    on_progress: Callable[[], None] = lambda: None,
+    **selection: Any,
+) -> list[dict[str, Any]]:
+    """Return the decay of every gradient, then of controls of the same size and window.
+
+    The controls' kind is their name and their step and rank are None.
+    """
+    records = []
+    sizes: dict[int, None] = {}
+    for source in sources:
+        first, last = checked_window(window, source.numel)
+
+        def plan(
+            submit: Submit, key: Key, source: Source = source, first: int = first, last: int = last
+        ) -> Any:
+            sketches = plan_sketches(submit, source, key)
+            largest = plan_largest(submit, source, key, sketches, last)
+            return submit(_decay, source.labels(*key), largest, sketches, first)
+
+        for record in evaluate(plan, source.select(**selection), client):
+            records.append(record)
+            on_progress()
+        sizes[source.numel] = None
+    for numel in sizes:
+        for name in CONTROLS:
+            labels = {"trace": "control", "step": None, "rank": None, "kind": name}
+            records.append(labels | _fields(control(name, numel, window)[0]))
+    return records
+
+
+def _decay(
+    labels: dict[str, Any], largest: NDArray[np.float64], sketches: dict[str, Sketch], first: int
+) -> dict[str, Any]:
+    return labels | _fields(decay_of(largest, first, sketches["all"].moments.sum_squares))
+
+
+def _fields(decay: Compressibility) -> dict[str, Any]:
+    return asdict(decay) | {"window": f"{decay.window[0]}-{decay.window[1]}"}

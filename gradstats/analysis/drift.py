@@ -1,0 +1,273 @@
+"""How a gradient changes over training: every quantity by step, rank, kind and layer, and how slowly it drifts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
+from gradstats.errors import InputError
+from gradstats.primitives.ratio import target_count
+from gradstats.primitives.sketch import Sketch
+from gradstats.statistics.compressibility import compressibility
+from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
+from gradstats.statistics.goodness import goodness
+from gradstats.statistics.solution import FitError
+from gradstats.trace.sources import TraceSource, open_source
+
+if TYPE_CHECKING:
+    import xarray
+
+__all__ = ["FEWEST_STEPS", "QUANTITIES", "drift_records", "over_training"]
+
+_PLAIN = ("zero_fraction", "nonfinite", "mean", "rms", "max", "p", "p_low", "p_high", "hill")
+_BY_MODEL = ("shape", "scale", "nll", "ks", "wasserstein", "tail_error")
+
+QUANTITIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_PLAIN, ()),
+    **dict.fromkeys(_BY_MODEL, ("model",)),
+    "threshold": ("ratio",),
+}
+"""What is measured on every gradient, and what each depends on beside step, rank, kind and layer."""
+
+FEWEST_STEPS = 20
+"""Steps below which a series says nothing about autocorrelation or stationarity."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """What is measured on every sketch; travels to a worker."""
+
+    models: tuple[str, ...]
+    method: Method | None
+    ratios: tuple[float, ...]
+
+    def __call__(self, sketches: dict[str, Sketch]) -> dict[str, dict[str, Any]]:
+        return {layer: self._one(reduced) for layer, reduced in sketches.items()}
+
+    def _one(self, reduced: Sketch) -> dict[str, Any]:
+        m = reduced.magnitudes
+        decay = compressibility(reduced)
+        finite = reduced.numel - reduced.moments.nonfinite
+        found: dict[str, Any] = {
+            "zero_fraction": m.zero_fraction,
+            "nonfinite": reduced.moments.nonfinite,
+            "mean": m.mean,
+            "rms": math.sqrt(m.mean_square) if m.count else math.nan,
+            "max": m.max,
+            **{name: getattr(decay, name) for name in ("p", "p_low", "p_high", "hill")},
+            "threshold": [m.upper_quantile(target_count(r, finite)) for r in self.ratios],
+        }
+        rows = [self._fit(model, reduced) for model in self.models]
+        return found | {name: [row[name] for row in rows] for name in _BY_MODEL}
+
+    def _fit(self, model: str, reduced: Sketch) -> dict[str, float]:
+        try:
+            fitted = fit(reduced, model, self.method or default_method(model))
+        except FitError:
+            return dict.fromkeys(_BY_MODEL, math.nan)
+        distances = goodness(fitted, reduced)
+        measured = {name: getattr(distances, name) for name in _BY_MODEL[2:]}
+        return {"shape": fitted.shape, "scale": fitted.params["scale"], **measured}
+
+
+def over_training(
+    source: object,
+    *,
+    models: Sequence[str] = MODELS[:3],
+    method: Method | None = None,
+    ratios: Sequence[float] = (0.1, 0.01, 0.001),
+    per_layer: bool = False,
+    client: Any = None,
+    on_progress: Callable[[], None] = lambda: None,
+    **selection: Any,
+) -> xarray.Dataset:
+    """Measure every captured gradient of a run.
+
+    Parameters
+    ----------
+    source : a trace or its path (of gradients or of sketches), or any other source.
+    models, method : fitted to each, as by :func:`gradstats.fit`; each model's default method if None.
+    ratios : for the exact thresholds.
+    per_layer : also every parameter by itself.
+    client : dask client to do the work.
+    on_progress : called after every gradient.
+    selection : steps, ranks, kinds.
+
+    Returns
+    -------
+    xarray.Dataset
+        Over (step, rank, kind, layer): zero_fraction, nonfinite, mean, rms, max (of the magnitudes, in the gradient's
+        unit), p, p_low, p_high, hill (:func:`gradstats.compressibility`); with ``model``: shape, scale, nll, ks,
+        wasserstein, tail_error; with ``ratio``: threshold, the exact one. Over (step, rank), from a trace: loss,
+        learning_rate. NaN where nothing was captured or a model has no fit. The layer ``all`` is the whole gradient.
+
+    Raises
+    ------
+    InputError
+        For an unknown model or a ratio outside (0, 1], or a selection that matches nothing.
+    """
+    import xarray
+
+    for model in models:
+        check_method(model, method or default_method(model))
+    for ratio in ratios:
+        target_count(ratio, 1)
+    opened = open_source(source)
+    keys = opened.select(**selection)
+    work = _Measuring(tuple(models), method, tuple(ratios))
+
+    def plan(submit: Submit, key: Key) -> Any:
+        return submit(work, plan_sketches(submit, opened, key, per_layer=per_layer))
+
+    coords: dict[str, list[Any]] = {
+        "step": sorted({step for _, _, step in keys}),
+        "rank": sorted({rank for rank, _, _ in keys}),
+        "kind": list(dict.fromkeys(kind for _, kind, _ in keys)),
+        "layer": ["all", *([la.name for la in opened.layers] if per_layer else [])],
+        "model": list(models),
+        "ratio": list(ratios),
+    }
+    base = ("step", "rank", "kind", "layer")
+    dims = {name: (*base, *others) for name, others in QUANTITIES.items()}
+    arrays = {n: np.full([len(coords[d]) for d in over], math.nan) for n, over in dims.items()}
+    for (rank, kind, step), found in zip(keys, evaluate(plan, keys, client), strict=True):
+        place = (
+            coords["step"].index(step),
+            coords["rank"].index(rank),
+            coords["kind"].index(kind),
+        )
+        for i, values in enumerate(found.values()):
+            for name, value in values.items():
+                arrays[name][(*place, i)] = value
+        on_progress()
+    data = {name: (dims[name], array) for name, array in arrays.items()}
+    attributes: dict[str, Any] = {"source": opened.name}
+    if isinstance(opened, TraceSource):
+        data |= _scalars(opened, coords)
+        attributes |= {
+            k: v for k, v in opened.trace.attrs.items() if isinstance(v, str | int | float)
+        }
+    return xarray.Dataset(data, coords, attributes)
+
+
+def _scalars(
+    source: TraceSource, coords: dict[str, list[Any]]
+) -> dict[str, tuple[tuple[str, ...], NDArray[np.float64]]]:
+    """Return what the run recorded itself, by step and rank."""
+    names = ("loss", "learning_rate")
+    shape = len(coords["step"]), len(coords["rank"])
+    arrays = {name: np.full(shape, math.nan) for name in names}
+    for j, rank in enumerate(coords["rank"]):
+        columns = source.trace.scalars(rank)
+        rows = {int(s): row for row, s in enumerate(columns["step"])}
+        for i, step in enumerate(coords["step"]):
+            if step in rows:
+                for name in names:
+                    arrays[name][i, j] = columns[name][rows[step]]
+    return {name: (("step", "rank"), array) for name, array in arrays.items()}
+
+
+def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Quantify how a run's quantities move: what a warm-started threshold relies on.
+
+    Positive quantities are followed on a logarithmic scale, so that slopes and changes are relative. The mean over
+    ranks is the series; the dispersion over ranks and steps is the honest interval of a quantity, where standard
+    errors of a fit, which take elements as independent, are much too small.
+
+    Parameters
+    ----------
+    dataset : of :func:`over_training`.
+    quantities : variables to follow; mean, threshold, shape and p if empty.
+
+    Returns
+    -------
+    list of dict
+        quantity (with its ratio or model), kind, layer; n, steps; spacing, the most common distance between steps;
+        mean, low, high: over ranks and steps, low to high holds 90 %; slope, slope_low, slope_high: change per 100
+        steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
+        acf1, the autocorrelation of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
+        stationarity (small: it moves); change_low, change_high: 1 % and 99 % quantiles of the ratio of successive
+        steps (of the difference where not relative). Numbers that fewer than :data:`FEWEST_STEPS` steps cannot give
+        are NaN.
+
+    Raises
+    ------
+    InputError
+        For an unknown quantity.
+    """
+    names = list(quantities) or ["mean", "threshold", "shape", "p"]
+    records = []
+    for name in names:
+        if name not in dataset or "layer" not in dataset[name].dims:
+            have = ", ".join(str(v) for v in dataset if "layer" in dataset[v].dims)
+            raise InputError(f"no quantity {name!r}; there are {have}")
+        array = dataset[name]
+        other = [str(d) for d in array.dims if d in ("ratio", "model")]
+        stacked = array.stack(case=["kind", "layer", *other])
+        for case in stacked["case"].values:
+            values = stacked.sel(case=case).transpose("step", "rank").values
+            if np.isfinite(values).any():
+                label = f"{name} {case[2]}" if other else name
+                labels = {"quantity": label, "kind": str(case[0]), "layer": str(case[1])}
+                records.append(labels | _drift(dataset["step"].values, values))
+    return records
+
+
+def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, Any]:
+    """Describe one quantity, values (step, rank)."""
+    finite = values[np.isfinite(values)]
+    known = np.isfinite(values).any(axis=1)
+    series = np.array([np.mean(row[np.isfinite(row)]) for row in values[known]])
+    at = steps[known].astype(np.float64)
+    relative = bool((series > 0).all())
+    low, high = np.quantile(finite, [0.05, 0.95])
+    gaps, times = np.unique(np.diff(at), return_counts=True)
+    spacing = float(gaps[times.argmax()]) if gaps.size else math.nan
+    record: dict[str, Any] = {
+        "n": series.size,
+        "spacing": spacing,
+        "relative": relative,
+        "mean": float(finite.mean()),
+        "low": float(low),
+        "high": float(high),
+    }
+    return record | _trend(at, np.log(series) if relative else series, spacing, relative)
+
+
+def _trend(
+    at: NDArray[np.float64], y: NDArray[np.float64], spacing: float, relative: bool
+) -> dict[str, float]:
+    fields = ("slope", "slope_low", "slope_high", "acf1", "adf_p", "kpss_p")
+    result = dict.fromkeys((*fields, "change_low", "change_high"), math.nan)
+    if y.size < FEWEST_STEPS or np.ptp(y) == 0:
+        return result
+    import statsmodels.api as sm
+    from statsmodels.tsa.stattools import acf, adfuller, kpss
+
+    lags = int(4 * (y.size / 100) ** (2 / 9))  # Newey and West 1994
+    line = sm.OLS(y, sm.add_constant(at / 100)).fit(cov_type="HAC", cov_kwds={"maxlags": lags})
+    bounds = [line.params[1], *line.conf_int()[1]]
+    result |= dict(
+        zip(fields[:3], map(float, np.expm1(bounds) if relative else bounds), strict=True)
+    )
+    result["acf1"] = float(acf(y, nlags=1, fft=False)[1])
+    even = np.diff(at) == spacing
+    changes = np.diff(y)[even]
+    if changes.size >= FEWEST_STEPS:
+        ends = np.quantile(changes, [0.01, 0.99])
+        ends = np.exp(ends) if relative else ends
+        result["change_low"], result["change_high"] = map(float, ends)
+    if even.all():
+        with warnings.catch_warnings():
+            # both tests warn where p lies beyond their tables; they then return the table's end
+            warnings.simplefilter("ignore")
+            result["adf_p"] = float(adfuller(y, autolag="AIC", result_object=False)[1])
+            result["kpss_p"] = float(kpss(y, nlags="auto", result_object=False)[1])
+    return result

@@ -1,0 +1,127 @@
+"""What is timed on a cluster: one call of a collective, or of local work, at a given size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.packed import pack, unpack
+from gradstats.collectives.plain import all_gather, all_reduce, broadcast
+from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
+from gradstats.collectives.update import SparseUpdate
+from gradstats.compressors import DenseReducer, Reducer, make_reducer
+from gradstats.compressors.marsit import transient_merge
+from gradstats.compressors.signs import SignGathering, sign_message, signed
+from gradstats.hooks.memory import ErrorFeedback
+from gradstats.thresholds.bench import sample_gradient
+
+__all__ = [
+    "COLLECTIVES",
+    "Call",
+    "Group",
+    "compressing",
+    "decoding",
+    "local_work",
+    "random_gradient",
+]
+
+Group: TypeAlias = dist.ProcessGroup | None
+Call: TypeAlias = Callable[[], object]
+
+
+def _all_reduce(size: int, device: torch.device, group: Group) -> Call:
+    vector = torch.zeros(size // 4, device=device)
+    return lambda: all_reduce(vector, group)
+
+
+def _all_gather(size: int, device: torch.device, group: Group) -> Call:
+    message = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    gathered = message.new_empty(dist.get_world_size(group) * message.numel())
+    return lambda: all_gather(gathered, message, group)
+
+
+def _reduce_scatter(size: int, device: torch.device, group: Group) -> Call:
+    world = dist.get_world_size(group)
+    part = torch.zeros(max(1, size // 4 // world), device=device)
+    vector = torch.zeros(world * part.numel(), device=device)
+    return lambda: dist.reduce_scatter_single(part, vector, group=group)
+
+
+def _broadcast(size: int, device: torch.device, group: Group) -> Call:
+    vector = torch.zeros(size // 4, device=device)
+    return lambda: broadcast(vector, 0, group)
+
+
+def _hop(size: int, device: torch.device, group: Group) -> Call:
+    ring = Ring(group)
+    parts = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ring.size)]
+    return lambda: ring.all_gather(parts, ring.position)
+
+
+COLLECTIVES: dict[str, Callable[[int, torch.device, Group], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "hop": _hop,
+    "busy_all_gather": _all_gather,
+}
+
+
+def random_gradient(numel: int, device: torch.device) -> torch.Tensor:
+    """Return a synthetic gradient on a device, float32 (numel,)."""
+    return torch.from_numpy(sample_gradient(numel)).to(device)
+
+
+def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
+    """Return local work on `size` elements of a gradient, or sent of one of `numel`."""
+    gradient = random_gradient(size, device)
+    indices = torch.arange(size, device=device) * (numel // size)
+    words = pack(indices, gradient, numel)
+    update, dense = SparseUpdate(), torch.zeros(numel, device=device)
+    packed = pack_bits(gradient > 0)
+    total = torch.zeros_like(gradient)
+    merge = transient_merge(torch.Generator(device))
+    memory = ErrorFeedback()
+    memory.allocate(size, device)
+
+    def unpacking() -> None:
+        update.begin(dense)
+        update.add(unpack(words, numel))
+        update.divide(2)
+
+    def remembering() -> None:
+        memory.add(gradient, slice(0, size))
+        torch.isfinite(memory.corrected.sum())
+        total.copy_(gradient)
+        memory.settle(memory.corrected, indices)
+
+    return {
+        "pack": lambda: pack(indices, gradient, numel),
+        "unpack": unpacking,
+        "memory": remembering,
+        "average": lambda: torch.zeros_like(gradient).div_(2),
+        "unpack_signs": lambda: total.add_(signed(unpack_bits(packed, size), 0.0, total.dtype)),
+        "merge_signs": lambda: merge(packed, 1, 1)(packed),
+    }
+
+
+def decoding(name: str, size: int, world: int, device: torch.device) -> Call:
+    """Return what a sign system does with the messages of some ranks, whose signs differ."""
+    reducer = compressing(name, 1.0)
+    assert isinstance(reducer, SignGathering)
+    gradient = random_gradient(size, device)
+    signs = [gradient.roll(rank * size // world) > 0 for rank in range(world)]
+    messages = torch.stack([sign_message(row, 1.0) for row in signs])
+    return lambda: reducer.decode(messages, gradient)
+
+
+def compressing(name: str, ratio: float) -> Reducer:
+    """Return a system that compresses in every step, whatever the size."""
+    options: dict[str, Any] = {"full_every": None} if name == "marsit" else {}
+    if name == "redsync-quantised":
+        options["dense_below"] = 0
+    return make_reducer(name, ratio, **options) or DenseReducer()

@@ -1,0 +1,132 @@
+"""How fast the sorted magnitudes fall, beside controls that are not compressible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.plots.style import LINES, MARKERS, PALETTE, label_of, log_ranks, ranked, tidy
+from gradstats.primitives import Array
+from gradstats.primitives.sketch import Magnitudes, Sketch
+from gradstats.statistics.compressibility import CONTROLS, control, local_exponents
+from gradstats.statistics.fitting import as_magnitudes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["best_k_error", "local_exponent", "magnitude_decay"]
+
+
+def magnitude_decay(
+    vectors: Mapping[str, Array | Sketch | Magnitudes],
+    ax: Axes,
+    *,
+    window: tuple[int, int] | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw sorted magnitudes, relative to the largest, with controls and the slope ½ (SIDCo figure 7 a).
+
+    Parameters
+    ----------
+    vectors : label to gradient or sketch.
+    window : ranks to shade, as in :func:`gradstats.compressibility`.
+    """
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    numel = max([2, *(m.count for m in each.values())])  # of the controls
+    for i, (label, m) in enumerate(each.items()):
+        ranks, magnitudes = ranked(m)
+        if ranks.size:
+            ax.plot(ranks, magnitudes / m.max, color=PALETTE[i % 10], lw=2, label=label)
+    for i, name in enumerate(CONTROLS):
+        _, magnitudes = control(name, numel, (1, numel))
+        ranks = log_ranks(magnitudes.size)
+        relative = magnitudes[ranks - 1] / magnitudes[0]
+        ax.plot(ranks, relative, color="0.5", ls=LINES[i], label=f"control: {label_of(name)}")
+    ranks = log_ranks(numel)
+    ax.plot(ranks, ranks**-0.5, color="black", lw=1, ls=(0, (1, 3)), label="rank^(−½)")
+    if window:
+        ax.axvspan(*window, color="0.92", zorder=0)
+    ax.set(
+        xlabel="rank",
+        ylabel="magnitude ÷ largest",
+        xscale="log",
+        yscale="log",
+        ylim=(1e-5, 1.5),
+    )
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def best_k_error(
+    vectors: Mapping[str, Array | Sketch | Magnitudes], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw the error of keeping the k largest, σ_k over the norm, with controls (SIDCo figure 7 b).
+
+    Parameters
+    ----------
+    vectors : label to gradient or sketch.
+    """
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    for i, (label, m) in enumerate(each.items()):
+        if m.count:
+            ax.plot(*_remaining(m), color=PALETTE[i % 10], lw=2, label=label)
+    for style, label, ideal in _controls(each):
+        ax.plot(*_remaining(ideal), color="0.5", ls=style, label=label)
+    ax.set(xlabel="k", ylabel="σ_k ÷ norm", xscale="log", yscale="log", ylim=(1e-3, 1.2))
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def _controls(each: Mapping[str, Magnitudes]) -> Iterator[tuple[Any, str, Magnitudes]]:
+    """Yield line style, label and ideal sample of every control, of the largest vector's size."""
+    numel = max([2, *(m.count for m in each.values())])
+    for i, name in enumerate(CONTROLS):
+        ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
+        yield LINES[i], f"control: {label_of(name)}", ideal
+
+
+def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return ranks k and σ_k over the norm, cell by cell from the largest."""
+    kept = np.cumsum((m.weight * m.middle**2)[::-1])
+    ranks = np.cumsum(m.weight[::-1])
+    picks = np.unique(np.searchsorted(ranks, log_ranks(m.count)).clip(0, ranks.size - 1))
+    left = np.sqrt(np.maximum(1 - kept[picks] / kept[-1], 0.0))
+    return np.rint(ranks[picks]).astype(np.int64), np.where(left > 1e-6, left, np.nan)
+
+
+def local_exponent(
+    vectors: Mapping[str, Array | Sketch | Magnitudes],
+    ax: Axes,
+    *,
+    per_decade: int = 2,
+    title: str | None = None,
+) -> Axes:
+    """Draw the decay exponent over successive ranges of ranks, with 95 % intervals and controls.
+
+    Compressible is what stays above ½; a light tail starts near 0 and rises.
+
+    Parameters
+    ----------
+    vectors : label to gradient or sketch.
+    per_decade : ranges per factor of ten.
+    """
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    for i, (label, m) in enumerate(each.items()):
+        found = local_exponents(m, per_decade)
+        centres = [np.sqrt(e.first * e.last) for e in found]
+        colour = PALETTE[i % 10]
+        ax.plot(centres, [e.p for e in found], marker=MARKERS[i], ms=4, color=colour, label=label)
+        bounds = [e.p_low for e in found], [e.p_high for e in found]
+        ax.fill_between(centres, *bounds, color=colour, alpha=0.2)
+    for style, label, ideal in _controls(each):
+        found = local_exponents(ideal, per_decade)
+        centres = [np.sqrt(e.first * e.last) for e in found]
+        ax.plot(centres, [e.p for e in found], color="0.5", ls=style, label=label)
+    ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")
+    most = max([10, *(m.count for m in each.values())])
+    ax.set(xlabel="rank", ylabel="local exponent p", xscale="log", xlim=(1, most), ylim=(0, 2))
+    ax.legend(fontsize="small", loc="upper left")
+    return tidy(ax, title)

@@ -1,0 +1,214 @@
+"""Models against the captured elements: density, tail, Q–Q, and what the peaks over a threshold do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.plots.style import LINES, PALETTE, label_of, next_colour, plain_log, ranked, tidy
+from gradstats.primitives import Array
+from gradstats.primitives.sketch import Magnitudes, Sketch
+from gradstats.statistics import pot
+from gradstats.statistics.fitting import Fit, as_magnitudes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["density", "mean_excess", "parameter_stability", "qq", "tail"]
+
+
+def density(
+    x: Array, fits: Sequence[Fit], ax: Axes, *, title: str | None = None, coverage: float = 0.99
+) -> Axes:
+    """Draw the density of the signed elements and of fitted models (SIDCo figure 2 a, c; 8 a, c).
+
+    Parameters
+    ----------
+    x : gradient, any shape.
+    fits : of the same gradient.
+    ax : matplotlib axes to draw on.
+    coverage : share of the elements inside the horizontal range.
+    """
+    values = np.asarray(x, np.float32).reshape(-1)
+    values = values[np.isfinite(values)]
+    nonzero = values[values != 0]
+    # a NumPy float64 makes the bins float64: float32 cannot hold the range of the largest or tell the smallest apart
+    limit = np.float64(np.quantile(np.abs(nonzero), coverage) if nonzero.size else 1.0)
+    counts, edges = np.histogram(nonzero, bins=150, range=(-limit, limit))
+    widths = np.diff(edges)
+    centres = (edges[:-1] + edges[1:]) / 2
+    ax.fill_between(
+        centres, counts / (max(values.size, 1) * widths), step="mid", color="0.8", label="captured"
+    )
+    for i, fitted in enumerate(fits):
+        ax.plot(
+            centres,
+            (1 - fitted.zero_fraction) * fitted.dist.pdf(centres),
+            ls=LINES[i % len(LINES)],
+            color=PALETTE[i],
+            label=label_of(fitted.model),
+        )
+    ax.set(xlabel="gradient element (gradient's unit)", ylabel="density")
+    ax.locator_params(axis="x", nbins=5)
+    if nonzero.size:
+        ax.set_yscale("log")
+        plain_log(ax.yaxis)
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def tail(
+    x: Array | Sketch | Magnitudes, fits: Sequence[Fit], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw the share of elements above each magnitude, and what fitted models say (SIDCo figure 2 b, d; 8 b, d).
+
+    Log-log: the far right is what a threshold at a small ratio depends on. The band around the captured elements is
+    that of :func:`qq`, and as optimistic.
+
+    Parameters
+    ----------
+    x : gradient, any shape, or its sketch.
+    fits : of the same gradient.
+    ax : matplotlib axes to draw on.
+    """
+    m = as_magnitudes(x)
+    n, total = m.count, m.count / (1 - m.zero_fraction) if m.count else 1.0
+    picks, magnitudes = ranked(m)
+    ax.plot(magnitudes, picks / total, color="0.2", lw=2, label="captured")
+    if n:
+        low, high = _beyond(picks, n)
+        band = ax.fill_between(magnitudes, low * n / total, high * n / total, color="0.75", lw=0)
+        band.set(zorder=0.5, label=_BAND)
+        grid = np.geomspace(magnitudes[-1], magnitudes[0] * 2, 300)
+        for i, fitted in enumerate(fits):
+            survival = (1 - fitted.zero_fraction) * fitted.magnitude.sf(grid)
+            ax.plot(
+                grid,
+                np.where(survival > 0, survival, np.nan),
+                ls=LINES[i % len(LINES)],
+                color=PALETTE[i],
+                label=label_of(fitted.model),
+            )
+        ax.set_xlim(m.upper_quantile(0.8 * n), float(magnitudes[0]) * 2)
+    for ratio in (0.1, 0.01, 0.001):
+        ax.axhline(ratio, color="0.7", lw=0.7, zorder=0)
+    ax.set(
+        xlabel="magnitude |g| (gradient's unit)",
+        ylabel="share of elements ≥ |g|",
+        xscale="log" if n else "linear",
+        yscale="log",
+        ylim=(0.5 / max(total, 1), 1.5),
+    )
+    plain_log(ax.xaxis)
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+_BAND = "95 % each, if independent"
+
+
+def _beyond(ranks: NDArray[np.int64], n: int) -> tuple[NDArray[np.float64], ...]:
+    """Return the 2.5 % and 97.5 % quantiles of the true share beyond the k-th largest of n: Beta(k, n + 1 − k)."""
+    from scipy.stats import beta
+
+    return tuple(np.asarray(beta.ppf(q, ranks, n + 1 - ranks)) for q in (0.025, 0.975))
+
+
+def qq(
+    x: Array | Sketch | Magnitudes, fits: Sequence[Fit], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw the captured magnitudes against those that fitted models expect at the same rank, log-log.
+
+    On the diagonal a model is right; above it, the gradient's tail is heavier. The band is where 95 % of the
+    k-th largest of n independent elements of the model fall, rank by rank (order statistics; David and Nagaraja 2003,
+    section 2.2).
+
+    Parameters
+    ----------
+    x : gradient, any shape, or its sketch; zeros and non-finite elements are left out.
+    fits : of the same gradient.
+    ax : matplotlib axes to draw on.
+
+    Notes
+    -----
+    The band is narrower than the truth: elements of a gradient depend on one another. And it holds at one rank, not at
+    all of them together: neighbours leave it together.
+    """
+    m = as_magnitudes(x)
+    ranks, magnitudes = ranked(m)
+    if ranks.size:
+        low, high = _beyond(ranks, m.count)
+        for i, fitted in enumerate(fits):
+            expected, top, bottom = (
+                fitted.magnitude.isf(share) for share in ((ranks - 0.5) / m.count, low, high)
+            )
+            band = ax.fill_between(expected, bottom, top, color=PALETTE[i], alpha=0.2, lw=0)
+            band.set_label("_" if i else _BAND)
+            style = {"ls": LINES[i % len(LINES)], "color": PALETTE[i]}
+            ax.plot(expected, magnitudes, label=label_of(fitted.model), **style)
+        limits = m.upper_quantile(0.8 * m.count), float(magnitudes[0]) * 3
+        ax.plot(limits, limits, color="0.3", lw=0.8, label="equal")
+        ax.set(xscale="log", yscale="log", xlim=limits, ylim=limits)
+        plain_log(ax.xaxis)
+        plain_log(ax.yaxis)
+        ax.legend(fontsize="small")
+    ax.set(
+        xlabel="magnitude the model expects (gradient's unit)",
+        ylabel="captured magnitude",
+    )
+    return tidy(ax, title)
+
+
+def mean_excess(
+    x: Array | Sketch | Magnitudes, ax: Axes, *, label: str = "captured", title: str | None = None
+) -> Axes:
+    """Draw the mean excess over each threshold with its 95 % interval.
+
+    A line: level for an exponential tail, rising for a heavy one, falling for one that ends.
+
+    Parameters
+    ----------
+    x : gradient or sketch.
+    label : for the legend, so that several can share axes.
+    """
+    rows = pot.mean_excess(x)
+    colour = next_colour(ax)
+    thresholds = [r.threshold for r in rows]
+    ax.plot(thresholds, [r.mean for r in rows], marker="o", ms=3, color=colour, label=label)
+    ax.fill_between(
+        thresholds, [r.low for r in rows], [r.high for r in rows], color=colour, alpha=0.2
+    )
+    ax.set(xlabel="threshold u (gradient's unit)", ylabel="mean of |g| − u beyond u")
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def parameter_stability(
+    x: Array | Sketch | Magnitudes, ax: Axes, *, label: str = "captured", title: str | None = None
+) -> Axes:
+    """Draw the generalized Pareto shape of the excesses by the share beyond the threshold, with its 95 % interval.
+
+    From a good threshold on it stays the same; neighbouring points share their largest elements.
+
+    Parameters
+    ----------
+    x : gradient or sketch.
+    label : for the legend, so that several can share axes.
+    """
+    rows = [r for r in pot.parameter_stability(x) if np.isfinite(r.c)]
+    colour = next_colour(ax)
+    ratios = [r.ratio for r in rows]
+    ax.plot(ratios, [r.c for r in rows], marker="o", ms=3, color=colour, label=label)
+    ax.fill_between(
+        ratios, [r.c_low for r in rows], [r.c_high for r in rows], color=colour, alpha=0.2
+    )
+    ax.axhline(0, color="0.3", lw=0.8)
+    ax.set(xlabel="share of elements beyond the threshold", ylabel="shape ξ of the excesses")
+    if rows:
+        ax.set(xscale="log")
+        ax.xaxis.set_inverted(True)
+    ax.legend(fontsize="small")
+    return tidy(ax, title)

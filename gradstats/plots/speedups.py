@@ -1,0 +1,71 @@
+"""What compression gains on a cluster, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradstats.plots.style import LINES, MARKERS, PALETTE, plain_log, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["speedup"]
+
+_MOST_LINES = 8
+_LABELS = {"rate": "bandwidth of a link (Mbit/s)", "workers": "workers"}
+
+
+def speedup(
+    records: Sequence[Mapping[str, Any]],
+    ax: Axes,
+    *,
+    at: Literal["rate", "workers"] = "rate",
+    measured: Sequence[Mapping[str, Any]] = (),
+    title: str | None = None,
+) -> Axes:
+    """Draw how many times as fast as dense a step is, predicted, with 95 % intervals and measured points.
+
+    Parameters
+    ----------
+    records : of :func:`gradstats.network.plan`. Of workers or rate, whichever is not on the axis, the first is drawn;
+        of more than eight compressors and ratios those whose largest speed-up anywhere is largest.
+    ax : matplotlib axes to draw on.
+    at : what to draw it against, on a logarithmic axis: ``"rate"`` (of the links, Mbit/s) or ``"workers"``.
+    measured : compressor, ratio, workers, rate, seconds of a step; ``none`` is dense. Points are drawn where dense was
+        measured, too.
+    """
+    other = "workers" if at == "rate" else "rate"
+    fixed = records[0][other]
+    curves: dict[tuple[str, float | None], list[Mapping[str, Any]]] = {}
+    for record in sorted(records, key=lambda r: -r["speedup"]):
+        if record["compressor"] != "none":
+            curves.setdefault((record["compressor"], record["ratio"]), []).append(record)
+    there = [r for r in measured if r[other] == fixed]
+    dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none"}
+    for i, ((name, ratio), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
+        rows, colour = [r for r in curve if r[other] == fixed], PALETTE[i]
+        rows.sort(key=lambda r: r[at])
+        x = [r[at] for r in rows]
+        label = name if ratio is None else f"{name}, {ratio:g}"
+        ax.plot(x, [r["speedup"] for r in rows], color=colour, ls=("-", *LINES)[i % 5], label=label)
+        low, high = ([r[bound] for r in rows] for bound in ("speedup_low", "speedup_high"))
+        ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+        points = [
+            (r[at], dense[r[at]] / r["seconds"])
+            for r in there
+            if r["compressor"] == name and ratio in (None, r["ratio"]) and r[at] in dense
+        ]
+        if points:
+            ax.plot(*zip(*points, strict=True), ls="", marker=MARKERS[i], color=colour,
+                    mec="black", label=f"_{label}, measured")  # fmt: skip
+    ax.axhline(1, color="0.3", lw=0.8)
+    what = f"{fixed} workers" if other == "workers" else f"{fixed:,.6g} Mbit/s"
+    if measured:
+        what += ", points measured"
+    ax.set(xlabel=_LABELS[at], ylabel="times as fast as dense", xscale="log", yscale="log")
+    plain_log(ax.xaxis)
+    plain_log(ax.yaxis)
+    ax.legend(fontsize="small", title=what, title_fontsize="small", loc="upper right")
+    return tidy(ax, title)

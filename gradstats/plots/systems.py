@@ -1,0 +1,167 @@
+"""Whole systems in training: what ranks send together, what the theory assumes, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.ticker import NullLocator
+
+from gradstats.plots.style import HATCHES, LINES, MARKERS, PALETTE, plain_log, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["build_up", "lags_delta", "matching_rate", "time_split", "timeline"]
+
+_FEW_LAYERS = 8
+
+
+def _distinct(records: Iterable[Mapping[str, Any]], field: str) -> list[Any]:
+    return list(dict.fromkeys(r[field] for r in records))
+
+
+def _means(
+    records: Sequence[Mapping[str, Any]], name: str, at: str, value: str
+) -> tuple[list[float], list[float]]:
+    """Return where one compressor was measured, ascending, and the mean there."""
+    points: dict[float, list[float]] = {}
+    for record in records:
+        if record["compressor"] == name:
+            points.setdefault(record[at], []).append(record[value])
+    return sorted(points), [float(np.mean(points[x])) for x in sorted(points)]
+
+
+def _lines(
+    records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes, marker: bool
+) -> None:
+    """Draw one line per compressor."""
+    for i, name in enumerate(_distinct(records, "compressor")):
+        ax.plot(
+            *_means(records, name, at, value),
+            marker=MARKERS[i % len(MARKERS)] if marker else "",
+            ms=5,
+            ls=("-", *LINES)[i % 5],
+            color=PALETTE[i % 10],
+            label=name,
+        )
+
+
+def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
+    """Draw how many distinct elements all ranks send, over the k asked for, against the number of ranks (MiCRO).
+
+    Parameters
+    ----------
+    records : compressor, nproc, build_up (union of the selections ÷ k); several of a compressor and nproc are averaged.
+    ax : matplotlib axes to draw on.
+    """
+    _lines(records, "nproc", "build_up", ax, marker=True)
+    ranks = sorted(_distinct(records, "nproc"))
+    ax.plot(ranks, ranks, color="0.5", lw=1, ls=(0, (1, 3)), label="no overlap")
+    ax.axhline(1, color="0.3", lw=0.8)
+    ax.set(xlabel="ranks", ylabel="union of the selections ÷ k", xscale="log", yscale="log")
+    ax.set_xticks(ranks, [str(n) for n in ranks])
+    ax.xaxis.set_minor_locator(NullLocator())
+    plain_log(ax.yaxis)
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
+    """Draw δ of every layer over the steps (LAGS figure 2); the convergence proof assumes that it is at most 1.
+
+    Parameters
+    ----------
+    records : layer, step, delta.
+    ax : matplotlib axes to draw on.
+    """
+    layers = _distinct(records, "layer")
+    few = len(layers) <= _FEW_LAYERS
+    for i, layer in enumerate(layers):
+        points = sorted((r["step"], r["delta"]) for r in records if r["layer"] == layer)
+        style: dict[str, Any] = {"color": "0.6", "lw": 0.7, "label": "_" if i else "each layer"}
+        if few:
+            style = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5], "label": layer}
+        ax.plot(*zip(*points, strict=True), **style)
+    if layers and not few:
+        steps = sorted(_distinct(records, "step"))
+        at = [[r["delta"] for r in records if r["step"] == step] for step in steps]
+        ax.plot(steps, [max(v) for v in at], color=PALETTE[1], lw=1.5, ls="--", label="largest")
+        ax.plot(steps, [np.median(v) for v in at], color=PALETTE[0], lw=2, label="median")
+    beyond = sum(r["delta"] > 1 for r in records)
+    label = f"assumption fails: {beyond} of {len(records)}"
+    ax.axhline(1, color="black", lw=1)
+    ax.set_ylim(0, max(1.2, ax.get_ylim()[1]))
+    ax.axhspan(1, ax.get_ylim()[1], color="0.92", zorder=0, label=label)
+    ax.set(xlabel="step", ylabel="δ of the layer")
+    ax.legend(fontsize="small", loc="lower right")
+    return tidy(ax, title)
+
+
+def matching_rate(
+    records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw the share of signs that equal those of the exact average, over the steps (Marsit figure 1 b).
+
+    Parameters
+    ----------
+    records : compressor, step, matching_rate in [0, 1].
+    ax : matplotlib axes to draw on.
+    """
+    _lines(records, "step", "matching_rate", ax, marker=False)
+    ax.axhline(0.5, color="0.5", lw=1, ls=(0, (1, 3)), label="a coin")
+    ax.set(xlabel="step", ylabel="share of matching signs", ylim=(0.4, 1.02))
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
+    """Draw where the time of a training step goes, by compressor (RedSync figure 10, Marsit figure 5).
+
+    Parameters
+    ----------
+    records : compressor, compute, select, communicate, in seconds per step; several of a compressor are averaged.
+    ax : matplotlib axes to draw on.
+    """
+    names = _distinct(records, "compressor")
+    left = np.zeros(len(names))
+    for i, part in enumerate(("compute", "select", "communicate")):
+        widths = [
+            1e3 * float(np.mean([r[part] for r in records if r["compressor"] == n])) for n in names
+        ]
+        style = {"color": PALETTE[i], "hatch": HATCHES[i], "edgecolor": "white"}
+        ax.barh(range(len(names)), widths, left=left, label=part, **style)
+        left += widths
+    ax.set(xlabel="time per step (ms)")
+    ax.set_xlim(right=1.3 * left.max(initial=1e-3))  # room for the legend
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.legend(fontsize="small", loc="upper right")
+    return tidy(ax, title)
+
+
+def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
+    """Draw when each layer is worked on in each lane, as a Gantt chart (LAGS figure 1).
+
+    Parameters
+    ----------
+    records : lane (what works, such as ``compute`` or ``communicate``), layer, start, end, in seconds.
+    ax : matplotlib axes to draw on.
+    """
+    lanes = _distinct(records, "lane")
+    origin = min((r["start"] for r in records), default=0.0)
+    span = max((r["end"] for r in records), default=1.0) - origin
+    for i, lane in enumerate(lanes):
+        for record in (r for r in records if r["lane"] == lane):
+            start, width = record["start"] - origin, record["end"] - record["start"]
+            ax.barh(i, 1e3 * width, left=1e3 * start, height=0.7, color=PALETTE[i % 10], alpha=0.6,
+                    edgecolor="black", lw=0.5)  # fmt: skip
+            name = str(record["layer"])
+            if width > span * 0.012 * len(name):
+                middle = 1e3 * (start + width / 2)
+                ax.text(middle, i, name, ha="center", va="center", fontsize=7)
+    ax.set(xlabel="time (ms)")
+    ax.set_yticks(range(len(lanes)), lanes)
+    ax.invert_yaxis()
+    return tidy(ax, title)

@@ -1,0 +1,131 @@
+"""What threshold rules keep, and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradstats.plots.style import HATCHES, LINES, MARKERS, PALETTE, plain_log, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["latency_bars", "quality_bars", "quality_over_steps"]
+
+
+def quality_bars(
+    records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw mean k̂/k of each estimator and ratio with the 90 % interval (SIDCo figure 1 c).
+
+    Parameters
+    ----------
+    records : of :func:`gradstats.quality`, one trace and kind.
+    """
+    ratios = list(dict.fromkeys(r["ratio"] for r in records))
+    names = list(dict.fromkeys(r["estimator"] for r in records))
+    width = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        for record in (r for r in records if r["estimator"] == name):
+            position = ratios.index(record["ratio"]) + (i - (len(names) - 1) / 2) * width
+            mean = max(record["mean"], 1e-3)
+            ax.errorbar(
+                position,
+                mean,
+                yerr=[
+                    [max(mean - max(record["low"], 1e-3), 0)],
+                    [max(record["high"] - mean, 0)],
+                ],
+                fmt=MARKERS[i % len(MARKERS)],
+                color=PALETTE[i % 10],
+                capsize=3,
+                label=name if record["ratio"] == ratios[0] else None,
+            )
+    for j, ratio in enumerate(ratios):
+        record = next(r for r in records if r["ratio"] == ratio)
+        floor = (max(record["floor_low"], 1e-3), record["floor_high"])
+        ax.fill_between(
+            [j - 0.45, j + 0.45], *floor, color="0.85", zorder=0, label=None if j else "noise floor"
+        )
+    ax.axhline(1, color="0.3", lw=0.8)
+    ax.set(xlabel="ratio k/d", ylabel="k̂/k", yscale="log")
+    ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
+    plain_log(ax.yaxis)
+    ax.legend(fontsize="small")
+    return tidy(ax, title)
+
+
+def quality_over_steps(
+    series: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw k̂/k of each estimator over the steps, mean over ranks (SIDCo figures 4 b, d and 9).
+
+    Parameters
+    ----------
+    series : of :func:`gradstats.quality_series`, one ratio and kind.
+    """
+    names = list(dict.fromkeys(r["estimator"] for r in series))
+    for i, name in enumerate(names):
+        points: dict[int, list[float]] = {}
+        for record in series:
+            if record["estimator"] == name:
+                points.setdefault(record["step"], []).append(max(record["quality"], 1e-3))
+        steps = sorted(points)
+        means = [float(np.mean(points[step])) for step in steps]
+        ax.plot(
+            steps,
+            means,
+            marker=MARKERS[i % len(MARKERS)],
+            ms=4,
+            ls=("-", *LINES)[i % 5],
+            color=PALETTE[i % 10],
+            label=name,
+        )
+    if series:
+        floor = 1.96 / np.sqrt(max(series[0]["k"], 1))
+        ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label="noise floor")
+    ax.axhline(1, color="0.3", lw=0.8)
+    ax.set(xlabel="step", ylabel="k̂/k", yscale="log")
+    plain_log(ax.yaxis)
+    ax.legend(fontsize="small", ncols=2)
+    return tidy(ax, title)
+
+
+def latency_bars(
+    records: Sequence[Mapping[str, Any]],
+    ax: Axes,
+    *,
+    value: str = "seconds",
+    title: str | None = None,
+) -> Axes:
+    """Draw latency, or speed-up over top-k, of every compressor by ratio (SIDCo figures 14 to 17).
+
+    Parameters
+    ----------
+    records : of :func:`gradstats.thresholds.bench.bench`, one numel and thread count.
+    value : ``"seconds"``, ``"streams"`` or ``"speedup"``.
+    """
+    names = list(dict.fromkeys(r["compressor"] for r in records))
+    ratios = list(dict.fromkeys(r["ratio"] for r in records))
+    height = 0.8 / max(len(ratios), 1)
+    for j, ratio in enumerate(ratios):
+        rows = {r["compressor"]: r[value] for r in records if r["ratio"] == ratio}
+        ax.barh(
+            [names.index(n) + (j - (len(ratios) - 1) / 2) * height for n in rows],
+            list(rows.values()),
+            height,
+            color=PALETTE[j % 10],
+            hatch=HATCHES[j % len(HATCHES)],
+            edgecolor="white",
+            label=f"ratio {ratio:g}",
+        )
+    if value != "seconds":
+        ax.axvline(1, color="0.3", lw=0.8)
+    units = {"seconds": "latency (s)", "streams": "latency (reads of the data)"}
+    ax.set(xlabel=units.get(value, "speed-up over torch.topk"), xscale="log")
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.legend(fontsize="small")
+    return tidy(ax, title)

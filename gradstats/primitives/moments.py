@@ -1,0 +1,180 @@
+"""The sufficient statistics of |g|, or of its exceedances over a threshold, in one pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.errors import InputError
+from gradstats.primitives.arrays import Array, check, numel_of, wide_dtype
+from gradstats.primitives.blocks import map_blocks
+
+__all__ = ["Moments", "exceedances", "moments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over the finite, non-zero elements with |g| ≥ `above`.
+
+    Attributes
+    ----------
+    numel : elements of the array, d.
+    count : elements summed.
+    zeros, nonfinite : exact zeros; NaN and infinities. Counted over the whole array, never summed.
+    sum_abs, sum_squares, sum_log : Σ|g|, Σg², Σ ln|g| in float64. `sum_log` is NaN unless asked for.
+    max : largest |g| summed, 0 if none.
+    above : the threshold, in the gradient's unit.
+    """
+
+    numel: int
+    count: int
+    zeros: int
+    nonfinite: int
+    sum_abs: float
+    sum_squares: float
+    sum_log: float
+    max: float
+    above: float = 0.0
+
+    def __add__(self, other: Moments) -> Moments:
+        """Return the sums over both arrays together."""
+        if self.above != other.above:
+            raise InputError(f"sums above {self.above} and {other.above} do not add")
+        return Moments(
+            self.numel + other.numel,
+            self.count + other.count,
+            self.zeros + other.zeros,
+            self.nonfinite + other.nonfinite,
+            self.sum_abs + other.sum_abs,
+            self.sum_squares + other.sum_squares,
+            self.sum_log + other.sum_log,
+            max(self.max, other.max),
+            self.above,
+        )
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of exact zeros among the finite elements, π₀ (0 for an array without any)."""
+        finite = self.numel - self.nonfinite
+        return self.zeros / finite if finite else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean of |g| over the elements summed; NaN if there are none."""
+        return self.sum_abs / self.count if self.count else float("nan")
+
+    @property
+    def variance(self) -> float:
+        """Population variance of |g| over the elements summed; NaN if there are none."""
+        return (
+            max(self.sum_squares / self.count - self.mean**2, 0.0) if self.count else float("nan")
+        )
+
+    @property
+    def mean_log(self) -> float:
+        """Mean of ln|g| over the elements summed; NaN if there are none or it was not asked for."""
+        return self.sum_log / self.count if self.count else float("nan")
+
+
+def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
+    """Reduce |x| to its sufficient statistics in one pass.
+
+    Parameters
+    ----------
+    x : array of any shape, float16, float32, float64 or (torch) bfloat16, any device.
+    above : only elements with |x| ≥ above are summed (peaks over a threshold).
+    log : also sum ln|x|, which costs more than the rest together.
+
+    Returns
+    -------
+    Moments
+        Totals are float64 and do not depend on whether `x` is a NumPy array or a tensor.
+
+    Raises
+    ------
+    InputError
+        If `x` is not a dense floating-point array or `above` is negative or NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> m = moments(np.array([3.0, -1.0, 0.0, np.nan]))
+    >>> m.count, m.zeros, m.nonfinite, m.sum_abs, m.max
+    (2, 1, 1, 4.0, 3.0)
+    """
+    if not above >= 0:
+        raise InputError(f"above must be a non-negative magnitude, not {above}")
+    x = check(x)
+    parts = map_blocks(lambda _, block: _block(block, above, log), x)
+    count, zeros, nonfinite = (int(sum(part[i] for part in parts)) for i in range(3))
+    sum_abs, sum_squares, sum_log = (sum(part[i] for part in parts) for i in range(3, 6))
+    largest = max((part[6] for part in parts), default=0.0)
+    return Moments(
+        numel=numel_of(x),
+        count=count,
+        zeros=zeros,
+        nonfinite=nonfinite,
+        sum_abs=float(sum_abs),
+        sum_squares=float(sum_squares),
+        sum_log=sum_log if log else float("nan"),
+        max=largest,
+        above=above,
+    )
+
+
+def exceedances(x: Array, above: float) -> Moments:
+    """Sum |x| and x² over non-zero |x| ≥ above, and count them; what a later stage of a threshold needs.
+
+    The same sums as :func:`moments`, in about half the time. The other fields are unknown: zeros and nonfinite are -1,
+    max and sum_log NaN.
+    """
+    x = check(x)
+    if not above >= 0:
+        raise InputError(f"above must be a non-negative magnitude, not {above}")
+    if wide_dtype(x) != np.float32:
+        m = moments(x, above, log=False)
+        return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
+    with np.errstate(over="ignore"):
+        below = np.nextafter(np.float32(above), np.float32(0))
+
+    def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
+        from gradstats.primitives.kernels import block_tail
+
+        return block_tail(block, below)
+
+    parts = map_blocks(tail, x)
+    count, total, squares = (sum(part[i] for part in parts) for i in range(3))
+    return Moments(
+        numel_of(x), int(count), -1, -1, float(total), float(squares), math.nan, math.nan, above
+    )
+
+
+_Sums: TypeAlias = tuple[int, int, int, float, float, float, float]
+
+
+def _block(block: NDArray[Any], above: float, log: bool) -> _Sums:
+    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) of one block."""
+    if block.dtype == np.float32:
+        from gradstats.primitives.kernels import block_moments
+
+        with np.errstate(over="ignore"):
+            *sums, largest = block_moments(block, np.float32(above), log)
+        return (*sums, float(largest))  # type: ignore[return-value]
+    magnitude = np.abs(block)
+    finite = magnitude[np.isfinite(magnitude)]
+    kept = finite[(finite > 0) & (finite >= above)]
+    with np.errstate(over="ignore"):  # squares beyond float64's range are infinite
+        squares = float(np.square(kept).sum())
+    return (
+        kept.size,
+        finite.size - int(np.count_nonzero(finite)),
+        magnitude.size - finite.size,
+        float(kept.sum()),
+        squares,
+        float(np.log(kept).sum()) if log else 0.0,
+        float(kept.max(initial=0.0)),
+    )

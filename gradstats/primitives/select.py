@@ -1,0 +1,208 @@
+"""Selection: the elements at or above a threshold, and the threshold that keeps exactly k."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.errors import InputError
+from gradstats.primitives.arrays import (
+    Array,
+    Selection,
+    as_numpy,
+    check,
+    is_tensor,
+    numel_of,
+    strided,
+    torch_index,
+    wide_dtype,
+)
+from gradstats.primitives.blocks import map_runs
+
+__all__ = ["kth_largest", "select", "top_candidates"]
+
+_BLOCK = 1 << 18
+"""Elements per block: there is always room for a whole one, so it decides how much memory is reserved."""
+
+_SAMPLE = 1 << 16
+"""Elements sampled at least: the bracket of a small k is otherwise wider than the pass it saves."""
+
+
+def select(x: Array, threshold: float) -> Selection:
+    """Return the elements with |x| ≥ threshold, in index order.
+
+    Exact zeros and NaN are never selected, not even at threshold 0: they carry nothing. An infinite element is.
+
+    Parameters
+    ----------
+    x : array of any shape (flattened in C order), any floating dtype, any device.
+    threshold : magnitude η ≥ 0, in the gradient's unit; compared in float32 for float32 and narrower.
+
+    Returns
+    -------
+    Selection
+        Indices (int64) and values; NumPy for NumPy, torch on the same device for torch.
+
+    Raises
+    ------
+    InputError
+        If the threshold is negative or NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> s = select(np.array([0.1, -3.0, 0.0, 2.0]), 2.0)
+    >>> s.indices.tolist(), s.values.tolist()
+    ([1, 3], [-3.0, 2.0])
+    """
+    if not threshold >= 0:
+        raise InputError(f"a threshold must be a non-negative magnitude, not {threshold}")
+    x = check(x)
+    if is_tensor(x) and x.device.type != "cpu":
+        flat = x.reshape(-1)
+        magnitude = flat.abs().float()
+        positions = ((magnitude >= threshold) & (magnitude > 0)).nonzero().reshape(-1)
+        return Selection(positions, flat[positions])
+    with np.errstate(over="ignore"):  # beyond float32's range: nothing but infinity reaches it
+        low = max(int(np.float32(threshold).view(np.int32)), 1)
+    parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
+    dtype = wide_dtype(x)
+    indices = _concatenate([i for i, _ in parts], np.int64)
+    values = _concatenate([v for _, v in parts], dtype)
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        # narrower types were widened, so going back to them is exact
+        return Selection(torch.from_numpy(indices), torch.from_numpy(values).to(x.dtype))
+    return Selection(indices, values.astype(x.dtype, copy=False))
+
+
+def _concatenate(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _select_run(
+    run: Iterable[tuple[int, NDArray[Any]]], numel: int, threshold: float, low: int
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the positions and values of the elements to keep in successive blocks."""
+    indices, values, found = np.empty(0, np.int64), np.empty(0, np.float32), 0
+    first = -1
+    wide: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+    for offset, block in run:
+        first = offset if first < 0 else first
+        if block.dtype == np.float64:
+            magnitude = np.abs(block)
+            kept = np.flatnonzero((magnitude >= threshold) if threshold > 0 else (magnitude > 0))
+            wide.append((kept + offset, block[kept]))
+            continue
+        from gradstats.primitives.kernels import block_select
+
+        if indices.size - found < block.size:
+            # At the rate so far, with room for the worst block; unwritten pages cost nothing.
+            rate = found / (offset - first) if offset > first else 0.0
+            size = max(int(1.05 * rate * numel), found) + block.size
+            indices, values = _grown(indices, found, size), _grown(values, found, size)
+        found = block_select(block, np.int32(low), offset, indices, values, found)
+    if wide:
+        return np.concatenate([i for i, _ in wide]), np.concatenate([v for _, v in wide])
+    return indices[:found], values[:found]
+
+
+def _grown(array: NDArray[Any], used: int, size: int) -> NDArray[Any]:
+    larger = np.empty(size, array.dtype)
+    larger[:used] = array[:used]
+    return larger
+
+
+def top_candidates(
+    x: Array, k: int, low: float | None = None, *, trim: bool = True
+) -> tuple[float, Selection]:
+    """Return the k-th largest finite magnitude and the selection of everything that reaches it.
+
+    Exact at the price of little more than one pass (after Floyd and Rivest 1975): a threshold surely a bit below
+    the answer comes from a sample (or the caller), one streaming pass collects what reaches it, and the exact
+    order statistic is taken among those. A bad guess costs another pass, never a wrong answer.
+
+    Parameters
+    ----------
+    x : checked array of d elements.
+    k : 1 ≤ k.
+    low : a guess below the answer; from a sample if None.
+    trim : leave out the candidates below the threshold.
+
+    Returns
+    -------
+    threshold : 0 if fewer than k elements are finite and non-zero.
+    selection : the elements with |x| ≥ threshold, as :func:`select` returns them (with the infinite ones).
+    """
+    numel = numel_of(x)
+    if k < 1:
+        raise InputError(f"k must be at least 1, not {k}")
+    high, slack = math.inf, 5.0
+    while True:
+        if low is None:
+            low, high = _sampled_bracket(x, k, numel, slack)
+        candidates = select(x, low)
+        magnitude = np.abs(as_numpy(candidates.values))
+        finite = magnitude[np.isfinite(magnitude)]
+        if finite.size >= k:
+            break
+        if low == 0:
+            return 0.0, candidates
+        low, slack = None, slack * 4
+    threshold = _order_statistic(finite, k, high)
+    return threshold, keep(candidates, magnitude, threshold) if trim else candidates
+
+
+def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
+    """Return the k-th largest; only what lies under `high` is partitioned if that holds the answer."""
+    if math.isfinite(high):
+        under = magnitude[magnitude < high]
+        if magnitude.size - under.size < k:
+            k -= magnitude.size - under.size
+            magnitude = under
+    return float(np.partition(magnitude, magnitude.size - k)[magnitude.size - k])
+
+
+def keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Selection:
+    """Return the part of a selection, which it may overwrite, at or above a threshold.
+
+    `magnitude` holds the absolute values of the selection's.
+    """
+    if isinstance(selection.values, np.ndarray) and selection.values.dtype == np.float32:
+        from gradstats.primitives.kernels import keep_at_least
+
+        indices = cast("NDArray[np.int64]", selection.indices)
+        n = keep_at_least(indices, selection.values, np.float32(threshold))
+        return Selection(indices[:n], selection.values[:n])
+    index = torch_index(np.flatnonzero(magnitude >= threshold), selection.indices)
+    return Selection(selection.indices[index], selection.values[index])
+
+
+def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float, float]:
+    """Return magnitudes that more and fewer than k elements reach, `slack` deviations sure; (0, inf) if unsure."""
+    size = min(numel, max(_SAMPLE, numel // 100))
+    stride = max(1, numel // size)
+    sample = np.abs(as_numpy(strided(x, stride)))
+    expected = k * sample.size / numel
+    margin = slack * math.sqrt(expected) + slack
+    below, above = math.ceil(expected + margin), math.floor(expected - margin)
+    low, high = 0.0, math.inf
+    if below < sample.size:
+        sample.partition(sample.size - below)
+        low = float(sample[sample.size - below])
+        if above >= 1:
+            top = sample[sample.size - below :]
+            high = float(np.partition(top, top.size - above)[top.size - above])
+    return (low if math.isfinite(low) else 0.0), (high if math.isfinite(high) else math.inf)
+
+
+def kth_largest(x: Array, k: int) -> float:
+    """Return the k-th largest finite magnitude, 1 ≤ k; 0 if fewer than k elements are finite and non-zero."""
+    return top_candidates(check(x), k)[0]

@@ -1,0 +1,263 @@
+"""The part of the page about one source: data quality, figures and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from gradstats.primitives.sketch import Sketch, sketch
+from gradstats.report.html import details, figure, note, table
+from gradstats.report.measured import RATIOS, REPLICATES, SUBSAMPLE, Measured
+from gradstats.report.verdicts import COUNTING, missing_ranks
+from gradstats.statistics.compressibility import default_window
+from gradstats.statistics.distributions import SIDS
+from gradstats.statistics.fitting import fit
+from gradstats.statistics.pot import FEWEST
+from gradstats.statistics.solution import FitError
+from gradstats.trace.sources import SKETCHED, Captured, TraceSource
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["section"]
+
+
+def section(m: Measured) -> str:
+    """Return the figures and tables of one source."""
+    keys = [(m.rank, kind, step) for kind in m.kinds for step in m.shown]
+    captured = [m.source.read(*key) for key in keys]
+    reduced = {f"{c.kind}, step {c.step}": sketch(c.values) for c in captured}
+    name = escape(m.source.name)
+    return "\n".join(
+        [
+            f'<h2 id="{name}">{name}</h2>',
+            _capture(m),
+            _ledger(m),
+            _decay(m, reduced),
+            _tail(m, reduced),
+            _models(m, captured, reduced),
+            _thresholds(m),
+            _layers(m),
+        ]
+    )
+
+
+def _capture(m: Measured) -> str:
+    parts = []
+    if isinstance(m.source, TraceSource):
+        attributes = m.source.trace.attrs
+        rows = "".join(
+            f"<tr><td class=text>{escape(k)}</td><td class=text>{escape(str(v))}</td></tr>"
+            for k, v in attributes.items()
+            if k not in ("layout", "format")
+        )
+        parts.append(details("How it was captured", f"<table>{rows}</table>"))
+    if any(m.source.sketched(m.rank, kind) for kind in m.kinds):
+        parts.append(note(f"Captured as sketches: {SKETCHED}."))
+    return "".join(parts)
+
+
+def _ledger(m: Measured) -> str:
+    columns = {
+        "rank": "rank",
+        "kind": "kind",
+        "steps": "steps",
+        "zeros": "zeros, worst step",
+        "nonfinite": "NaN or infinite, worst step",
+        "nonfinite_steps": "steps with any",
+        "tied": "share tied",
+        "largest_tie": "largest tie",
+        "constant": "constant layers",
+    }
+    rows = [r | {"constant": len(r["constant"])} for r in m.ledger]
+    constant = sorted({name for r in m.ledger for name in r["constant"]})
+    absent = ", ".join(map(str, missing_ranks(m)))
+    caption = (
+        "Ledger. Tied: non-zero elements whose magnitude another has too (float32 alone ties some)."
+    )
+    return (
+        "<h3>Data quality</h3>"
+        + table(rows, columns, caption)
+        + (note(f"Ranks not captured: {absent}.") if absent else "")
+        + (note(f"Constant layers: {', '.join(constant)}.") if constant else "")
+    )
+
+
+def _decay(m: Measured, reduced: dict[str, Sketch]) -> str:
+    from gradstats import plots
+
+    def draw(axes: Sequence[Axes]) -> None:
+        plots.magnitude_decay(reduced, axes[0], window=default_window(m.source.numel))
+        plots.best_k_error(reduced, axes[1])
+
+    columns = {
+        "kind": "kind",
+        "step": "step",
+        "p": "p",
+        "p_low": "low",
+        "p_high": "high",
+        "hill": "Hill's p",
+        "sigma_p": "exponent of σ_k",
+        "window": "ranks",
+        "compressible": "compressible",
+    }
+    caption = "Sorted magnitudes (shaded: the ranks p is estimated on) and the error of keeping the k largest; "
+    caption += "grey: controls, which must fail."
+    return (
+        "<h3>Is it compressible?</h3>"
+        + figure(2, draw, caption)
+        + table(m.decay, columns, "Decay exponents with 95 % intervals; controls last.")
+    )
+
+
+def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
+    from gradstats import plots
+
+    last = {kind: reduced[f"{kind}, step {m.shown[-1]}"] for kind in m.kinds}
+    some = {kind: s for kind, s in last.items() if s.magnitudes.count >= FEWEST}
+    parts = ["<h3>How heavy is its tail?</h3>"]
+    if some:
+
+        def draw(axes: Sequence[Axes]) -> None:
+            for label, each in some.items():
+                relative = each.magnitudes.scaled(1 / each.magnitudes.mean)
+                plots.mean_excess(relative, axes[0], label=label)
+                plots.parameter_stability(each, axes[1], label=label)
+            axes[0].set(xlabel="threshold u ÷ mean", ylabel="mean of |g| − u beyond u, ÷ mean")
+
+        caption = f"Mean excess (rising: heavy) and shape ξ of the excesses by threshold at step {m.shown[-1]}; 95 %."
+        parts.append(figure(2, draw, caption))
+    labels = {"kind": "kind", "step": "step"}
+    shapes = {"n": "excesses", "c": "ξ", "c_low": "low", "c_high": "high"}
+    peaks = labels | {"ratio": "share beyond", "threshold": "threshold u", **shapes}
+    parts.append(
+        details("Peaks over thresholds", table(m.peaks, peaks, "Pooled, by threshold; 95 %."))
+    )
+    if len(m.source.layers) > 1:
+        last_step = [r for r in m.tails if r["step"] == m.shown[-1] and math.isfinite(r["c"])]
+        caption = f"ξ of each layer's top tenth at step {m.shown[-1]}, where that is {FEWEST} elements; 95 %."
+        by_layer = table(last_step, {"kind": "kind", "layer": "layer", **shapes}, caption)
+        parts.append(details("Tail shape by layer", by_layer))
+    return "".join(parts)
+
+
+def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch]) -> str:
+    parts = ["<h3>Which model is closest?</h3>"]
+    ends = m.shown[0], m.shown[-1]
+    pairs = zip(captured, reduced.values(), strict=True)
+    parts += [_fits(c, s) for c, s in pairs if c.step in ends]
+    at = min(RATIOS)
+    rows = [r | {"kept": r["quality"].get(at, math.nan)} for r in m.fits]
+    columns = {
+        "kind": "kind",
+        "step": "step",
+        "model": "model",
+        "params": "parameters",
+        "nll": "−log L per element",
+        "ks": "Kolmogorov",
+        "tail_error": "tail error",
+        "kept": f"k̂/k at {at:g}",
+        "p_value": "p",
+        "p_naive": "naive p",
+        "status": "status",
+    }
+    caption = f"Fits. Tail error: largest |ln(threshold of the model ÷ exact)|. p: {REPLICATES} refitted replicates of "
+    caption += f"{SUBSAMPLE:,} elements, at least {1 / (REPLICATES + 1):g}; with all elements the smallest misfit "
+    caption += "would be rejected. "
+    caption += (
+        "Naive p takes the fitted parameters as known and hardly ever rejects when it should."
+    )
+    return "".join([*parts, table(rows, columns, caption)])
+
+
+def _fits(captured: Captured, reduced: Sketch) -> str:
+    from gradstats import plots
+
+    fits = []
+    for model in SIDS:
+        try:
+            fits.append(fit(reduced, model))
+        except FitError:
+            continue
+
+    def draw(axes: Sequence[Axes]) -> None:
+        plots.density(captured.values, fits, axes[0])
+        plots.tail(reduced, fits, axes[1])
+        plots.qq(reduced, fits, axes[2])
+
+    caption = f"Density, tail and Q–Q of the {captured.kind} at step {captured.step} with closed-form fits. "
+    caption += "Bands hold at one rank each, if elements were independent."
+    return figure(3, draw, caption, width=4.3, height=3.6)
+
+
+def _thresholds(m: Measured) -> str:
+    from gradstats import plots
+
+    quality = [r for r in m.quality if r["estimator"] not in COUNTING]
+    series = [r for r in m.series if r["estimator"] not in COUNTING and r["ratio"] == min(RATIOS)]
+
+    def bars(axes: Sequence[Axes]) -> None:
+        for ax, kind in zip(axes, m.kinds, strict=True):
+            plots.quality_bars([r for r in quality if r["kind"] == kind], ax, title=kind)
+            ax.legend(fontsize=6.5, ncols=2)
+
+    def steps(axes: Sequence[Axes]) -> None:
+        for ax, kind in zip(axes, m.kinds, strict=True):
+            plots.quality_over_steps([r for r in series if r["kind"] == kind], ax, title=kind)
+            ax.legend(fontsize=6.5, ncols=2)
+
+    n = len(m.kinds)
+    parts = ["<h3>Which threshold hits k?</h3>"]
+    caption = (
+        "Kept over asked for, and the interval of 90 % of the gradients; 1 is right. Grey: 1 ± 1.96/√k, what chance "
+        "alone does to a perfect model. Rules that count k elements are in the table only."
+    )
+    parts.append(figure(n, bars, caption, width=6, height=4.2))
+    if len(m.steps) > 1:
+        caption = (
+            f"Kept over asked for at ratio {min(RATIOS):g}, step by step. Rules with a state see the captured steps as "
+            "if they were adjacent: in training they do better."
+        )
+        parts.append(figure(n, steps, caption, width=6, height=4.2))
+    columns = {
+        "estimator": "rule",
+        "ratio": "ratio",
+        "kind": "kind",
+        "k": "k",
+        "mean": "k̂/k",
+        "low": "5 %",
+        "high": "95 %",
+        "min": "least",
+        "max": "most",
+        "floor": "chance ±",
+        "energy_error": "excess error",
+        "n": "gradients",
+    }
+    caption = (
+        "Chance: 1.96/√k. Excess error: error of what is kept over that of the best k, minus 1."
+    )
+    return "".join([*parts, table(m.quality, columns, caption)])
+
+
+def _layers(m: Measured) -> str:
+    if len(m.source.layers) < 2:
+        return ""
+    from gradstats import plots
+
+    parts = ["<h3>Layer by layer</h3>"]
+    for kind in m.kinds:
+        data = m.training.sel(kind=kind, model="double_genpareto", ratio=0.01)
+
+        def draw(axes: Sequence[Axes], data: Any = data) -> None:
+            for ax, quantity in zip(axes, ("zero_fraction", "mean", "shape"), strict=False):
+                plots.layer_map(data, quantity, ax)
+            plots.drift_map(data, "mean", axes[3])
+            for ax in axes[1:]:
+                ax.tick_params(labelleft=False)
+
+        caption = f"Zeros, scale and tail of the {kind} by layer, median and range over steps; how the scale moves."
+        height = min(2 + 0.11 * len(m.source.layers), 9)
+        parts.append(figure(4, draw, caption, width=3.4, height=height))
+    return "".join(parts)

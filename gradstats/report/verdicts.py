@@ -1,0 +1,257 @@
+"""What was measured, in words: a headline, the numbers behind it, and whether to beware."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradstats.analysis.drift import FEWEST_STEPS
+from gradstats.analysis.quality import noise_floor
+from gradstats.plots.style import label_of
+from gradstats.report.measured import Measured
+from gradstats.statistics.compressibility import CONTROLS, control
+from gradstats.statistics.fitting import as_magnitudes
+from gradstats.statistics.pot import FEWEST
+from gradstats.trace import Kind
+from gradstats.trace.sources import TraceSource
+
+__all__ = ["COUNTING", "QUESTIONS", "Verdict", "missing_ranks"]
+
+COUNTING = ("exact", "warm-exact", "histogram", "redsync-trimmed")
+"""Rules that count elements until they have k, where the others estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answer: a few words, the numbers, and whether something is wrong."""
+
+    headline: str
+    numbers: str
+    warn: bool = False
+
+
+def missing_ranks(measured: Measured) -> list[int]:
+    """Return the ranks of the run that were not captured."""
+    if not isinstance(measured.source, TraceSource):
+        return []
+    trace = measured.source.trace
+    return sorted({*range(trace.world_size)} - {*trace.ranks})
+
+
+def _of(records: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
+    return [r for r in records if r["kind"] == kind]
+
+
+def data(measured: Measured, kind: Kind) -> Verdict:
+    """Say whether the numbers themselves are sound."""
+    rows, d = _of(measured.ledger, kind), measured.source.numel
+    found = []
+    for name, text in (("nonfinite", "NaN or infinite"), ("zeros", "zero")):
+        most = max(r[name] for r in rows)
+        if most:
+            found.append(f"{most:,} elements {text} in one step ({_percent(most / d, 2)})")
+    tie = max((r["largest_tie"] or 0 for r in rows), default=0)
+    if tie > 0.001 * d:
+        found.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
+    constant = {name for r in rows for name in r["constant"]}
+    if constant:
+        found.append(f"{len(constant)} constant layer{'s' * (len(constant) > 1)}")
+    counts = {r["steps"] for r in rows}
+    if len(counts) > 1:
+        found.append(f"ranks have {min(counts)} to {max(counts)} steps")
+    numbers = f"{d:,} elements in {len(measured.source.layers)} layers; {max(counts)} steps"
+    absent = missing_ranks(measured)
+    if absent:
+        numbers += f"; rank {', '.join(map(str, absent))} of {len(rows) + len(absent)} not captured"
+    if found:
+        return Verdict("; ".join(found), numbers + ".", True)
+    return Verdict("Yes", f"No zeros, NaN, infinities, large ties or constant layers. {numbers}.")
+
+
+def spread(measured: Measured, kind: Kind) -> Verdict:
+    """Say how much of the energy the largest hundredth holds."""
+    source, rank = measured.source, measured.rank
+    shares = []
+    k = max(1, source.numel // 100)
+    for step in measured.shown:
+        m = as_magnitudes(source.read(rank, kind, step).values)
+        if m.count:
+            energy = m.count * m.mean_square
+            shares.append((step, float(np.square(m.largest(k)).sum()) / energy))
+    if not shares or k < 10:
+        return Verdict("Too few elements to say", f"{source.numel:,} elements.")
+    ideal = float(np.square(control("halfnorm", source.numel, (1, k))[1]).sum()) / source.numel
+    at = ", ".join(f"{_percent(share)} at step {step}" for step, share in shares)
+    numbers = f"Share of Σg²: {at}. Of a normal vector: {_percent(ideal)}."
+    return Verdict(
+        f"The largest {_percent(0.01)} hold {_percent(shares[-1][1])} of its energy", numbers
+    )
+
+
+def tail(measured: Measured, kind: Kind) -> Verdict:
+    """Say how heavy the tail is, and whether the layers' scales make it so."""
+    rows = _of(measured.tails, kind)
+    pooled = [r for r in rows if r["layer"] == "pooled" and math.isfinite(r["c"])]
+    if not pooled or pooled[-1]["n"] < FEWEST:
+        return Verdict("Too few elements for a tail", f"It takes {FEWEST} in the largest tenth.")
+    last = pooled[-1]
+    step, c = last["step"], last["c"]
+    word = "Exponential" if last["c_low"] <= 0 <= last["c_high"] else "Heavy" if c > 0 else "Short"
+    headline = f"{word}: ξ = {_signed(c)}"
+    numbers = f"Top tenth, step {step}: {_interval(last, 'c')}"
+    normalised = [r for r in rows if r["layer"] == "normalised" and r["step"] == step]
+    if len(measured.source.layers) > 1 and normalised:
+        own = normalised[0]
+        numbers += f"; with every layer divided by its mean {_interval(own, 'c')}"
+        if word == "Heavy":
+            mixed = own["c"] < c / 2
+            headline += (
+                ", most of it from layers of different scale" if mixed else ", in the layers too"
+            )
+    if len(pooled) > 1:
+        before = ", ".join(f"{_signed(r['c'])} at step {r['step']}" for r in pooled[:-1])
+        numbers += f". Pooled, {before}"
+    return Verdict(headline, numbers + ". 0 is exponential.")
+
+
+def _interval(record: dict[str, Any], name: str) -> str:
+    middle, low, high = (_signed(record[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
+
+
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")
+
+
+def compressible(measured: Measured, kind: Kind) -> Verdict:
+    """Say at which steps the sorted magnitudes fall fast enough, beside the controls."""
+    rows = [r for r in _of(measured.decay, kind) if math.isfinite(r["p"])]
+    controls = [r for r in measured.decay if r["step"] is None]
+    first, last = rows[0]["window"].split("-") if rows else (1, 1)
+    half = 1.96 * math.sqrt(2 / (int(last) - int(first) + 1))
+    if not rows or half >= 1:
+        return Verdict("No power", "Fewer ranks than an exponent takes.")
+    yes = sum(r["compressible"] for r in rows)
+    headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
+    if yes:
+        headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
+    ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
+    at = ", ".join(f"{_interval(r, 'p')} at step {r['step']}" for r in ends)
+    numbers = f"p = {at}, of the largest {int(last):,}. It takes ½; an estimate above "
+    numbers += f"{0.5 / (1 - half):.2f} shows it. "
+    passing = [r["kind"] for r in controls if r["compressible"]]
+    listed = ", ".join(f"{_CONTROL[r['kind']]} {r['p']:.2f}" for r in controls)
+    numbers += f"Controls: {listed}"
+    numbers += ": passes what it must reject!" if passing else ", rejected."
+    return Verdict(headline, numbers, bool(passing))
+
+
+_CONTROL = {name: name for name in CONTROLS} | {"halfnorm": "half-normal", "laplace": "Laplace"}
+
+
+def model(measured: Measured, kind: Kind) -> Verdict:
+    """Say which model is closest in the tail, what its threshold keeps, and what a test can see."""
+    step = measured.shown[-1]
+    rows = [r for r in _of(measured.fits, kind) if r["step"] == step]
+    known = [r for r in rows if math.isfinite(r["tail_error"])]
+    if not known:
+        return Verdict("None fits", "; ".join(sorted({r["status"] for r in rows})), True)
+    best = min(known, key=lambda r: r["tail_error"])
+    ratio = min(best["quality"])
+    factor = math.exp(best["tail_error"])
+    headline = f"{label_of(best['model'])}, thresholds at most {factor:.2f}-fold off"
+    numbers = f"Of {len(known)} at step {step}: its threshold at {ratio:g} keeps k̂/k = "
+    numbers += f"{best['quality'][ratio]:.2f}. {_power(rows)}"
+    if best["status"] != "ok":
+        numbers += f" Mind: {best['status']}."
+    return Verdict(headline, numbers, best["tail_error"] > math.log(2))
+
+
+def _power(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what the tests of some models on a subsample are worth."""
+    tested = [r for r in rows if math.isfinite(r["p_value"])]
+    if not tested:
+        return "No model was tested."
+    size = tested[0]["subsample"]
+    rejected = [r for r in tested if r["p_value"] <= 0.05]
+    if len(rejected) == len(tested):
+        return (
+            f"A test on {size:,} elements rejects all {len(tested)} models with a closed form; with all elements the "
+            "smallest misfit would be enough: judge by the tail."
+        )
+    if not rejected:
+        return f"On {size:,} elements the test rejects none of {len(tested)} models: no power to choose."
+    kept = ", ".join(label_of(r["model"]) for r in tested if r not in rejected)
+    return f"A test on {size:,} elements, too few to see small misfits, leaves {kept}."
+
+
+def threshold(measured: Measured, kind: Kind) -> Verdict:
+    """Say which estimating rule comes closest at the smallest ratio."""
+    ratio = min(r["ratio"] for r in measured.quality)
+    rows = [r for r in _of(measured.quality, kind) if r["ratio"] == ratio]
+    k = rows[0]["k"]
+    floor = noise_floor(k)
+    if floor > 0.5:
+        return Verdict("No power", f"k = {k}: chance alone allows k̂/k 1 ± {floor:.1f}.")
+    estimating = [r for r in rows if r["estimator"] not in COUNTING]
+
+    def far(row: dict[str, Any]) -> float:
+        return max(abs(math.log(max(row[end], 1e-9))) for end in ("min", "max"))
+
+    best, worst = min(estimating, key=far), max(estimating, key=far)
+    within = 1 - floor <= best["min"] and best["max"] <= 1 + floor
+    numbers = f"{best['min']:.2f} to {best['max']:.2f} over {best['n']} gradients; chance alone "
+    numbers += f"allows a perfect model 1 ± {floor:.2f}"
+    numbers += ", so it cannot be told from one. " if within else ". "
+    numbers += (
+        f"Farthest off: {worst['estimator']}, {_short(worst['min'])} to {_short(worst['max'])}. "
+    )
+    counting = [
+        abs(r[end] - 1) for r in rows if r["estimator"] in COUNTING for end in ("min", "max")
+    ]
+    numbers += f"Rules that count are off by {_percent(max(counting), 1)} at most."
+    return Verdict(f"{best['estimator']}: k̂/k = {best['mean']:.2f} at ratio {ratio:g}", numbers)
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+
+
+def training(measured: Measured, kind: Kind) -> Verdict:
+    """Say how the scale moves over the steps."""
+    rows = {r["quantity"]: r for r in _of(measured.drift, kind)}
+    if len(measured.steps) < 2:
+        return Verdict("One step only", "Nothing to compare.")
+    if "mean" not in rows:
+        return Verdict("Nothing to follow", "No step has a finite non-zero element.")
+    means = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).values
+    headline = f"Mean magnitude × {means[-1] / means[0]:.2g}"
+    first, last = measured.steps[0], measured.steps[-1]
+    numbers = f"Step {first} to {last}, between {np.nanmin(means):.2g} and {np.nanmax(means):.2g}. "
+    slope = rows["mean"]["slope"]
+    if math.isnan(slope):
+        numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(measured.steps)} have no power."
+    else:
+        low, high = rows["mean"]["slope_low"], rows["mean"]["slope_high"]
+        numbers += f"Per 100 steps {100 * slope:+.1f} % ({100 * low:+.1f} to {100 * high:+.1f})."
+    return Verdict(headline, numbers)
+
+
+QUESTIONS: dict[str, Callable[[Measured, Kind], Verdict]] = {
+    "Is the data sound?": data,
+    "How uneven is it?": spread,
+    "How heavy is its tail?": tail,
+    "Is it compressible?": compressible,
+    "Which model is closest?": model,
+    "Which estimate hits k?": threshold,
+    "Does it move?": training,
+}
+"""What the first screen answers for every gradient."""

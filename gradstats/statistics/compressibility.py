@@ -1,0 +1,272 @@
+"""Is a gradient compressible? Power-law decay of its sorted magnitudes (SIDCo, definition 1 and property 1).
+
+A vector is compressible if its j-th largest magnitude is at most c₁ j^(−p) with p > ½; the error of keeping the k
+largest, σ_k, is then at most c₂ k^(½−p). Any finite vector meets that for some c₁, and a line through the whole
+log-log plot gives p = 0.65 even for uniform noise, so the exponent is estimated over a stated window of the
+largest ranks, the decay of σ_k is measured beside it, and controls stand next to both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.errors import InputError
+from gradstats.primitives import Array, kth_largest, moments, select
+from gradstats.primitives.arrays import check, flat_chunks, numel_of
+from gradstats.primitives.sketch import Magnitudes, Sketch
+from gradstats.statistics.fitting import as_magnitudes
+
+__all__ = [
+    "CONTROLS",
+    "Compressibility",
+    "LocalExponent",
+    "compressibility",
+    "control",
+    "decay_of",
+    "default_window",
+    "local_exponents",
+]
+
+_Z95 = 1.959963984540054
+_FEWEST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Compressibility:
+    """Decay of the sorted magnitudes over a window of ranks.
+
+    Attributes
+    ----------
+    p, p_low, p_high : exponent by the rank-½ regression (Gabaix and Ibragimov 2011) and its 95 % interval
+        p(1 ± 1.96 √(2/n)), which allows for the dependence of order statistics; NaN with fewer than ten ranks.
+    hill, hill_low, hill_high : Hill's estimate from the same largest ranks, interval p(1 ± 1.96/√n).
+    c1 : smallest constant for which magnitude_j ≤ c₁ j^(−p) holds over the whole window.
+    sigma_p : measured: σ_k falls like k^(−this) from the first to the last rank of the window. A pure power law
+        with p > ½ has p − ½ or more; NaN where nothing is left to measure.
+    sigma_bound : largest σ_k/(c₂ k^(½−p)) on the window, c₂ = c₁/√(2p − 1): at most 1 where property 1 holds; it may
+        fail, for the bound on magnitudes is only known on the window. NaN for p ≤ ½, which promises nothing.
+    window : first and last rank, counted from 1.
+    compressible : whether p > ½ with 97.5 % confidence on the window.
+    """
+
+    p: float
+    p_low: float
+    p_high: float
+    hill: float
+    hill_low: float
+    hill_high: float
+    c1: float
+    sigma_p: float
+    sigma_bound: float
+    window: tuple[int, int]
+    compressible: bool
+
+
+def default_window(numel: int) -> tuple[int, int]:
+    """Return the ranks of the largest hundredth, (1, max(100, numel/100)), within the vector."""
+    return 1, min(max(100, numel // 100), numel)
+
+
+def compressibility(
+    x: Array | Sketch | Magnitudes, window: tuple[int, int] | None = None
+) -> Compressibility:
+    """Estimate the decay exponent of a gradient's sorted magnitudes.
+
+    Parameters
+    ----------
+    x : array of any shape, NumPy or torch, or a sketch (magnitudes are then good to the width of its cells). Zeros
+        have no rank; NaN and infinities are left out.
+    window : first and last rank; :func:`default_window` if None. Cut to the non-zero elements.
+
+    Raises
+    ------
+    InputError
+        For a window that is not 1 ≤ first < last.
+
+    Notes
+    -----
+    The bound of a light-tailed vector (uniform, normal, Laplace) is met with a tiny exponent: p is the tail
+    index inverted, and falls with the window. An estimate is about its window, not about the vector;
+    :func:`local_exponents` has them all.
+    """
+    if isinstance(x, Sketch | Magnitudes):
+        m = as_magnitudes(x)
+        numel = x.numel if isinstance(x, Sketch) else m.count
+        first, last = checked_window(window, numel)
+        return decay_of(m.largest(last), first, m.count * m.mean_square if m.count else 0.0)
+    x = check(x)
+    first, last = checked_window(window, numel_of(x))
+    return decay_of(_largest(x, last), first, moments(x, log=False).sum_squares)
+
+
+def checked_window(window: tuple[int, int] | None, numel: int) -> tuple[int, int]:
+    """Return first and last rank within the vector; raise :class:`InputError` for what is no window."""
+    first, last = default_window(numel) if window is None else window
+    if window is not None and not 1 <= first < last:
+        raise InputError(f"a window is two ranks, 1 ≤ first < last, not {first} and {last}")
+    return first, min(last, numel)
+
+
+def _largest(x: Array, count: int) -> NDArray[np.float64]:
+    """Return the `count` largest finite magnitudes, descending; fewer if there are fewer non-zero ones."""
+    if count < 1:
+        return np.empty(0)
+    values = select(x, kth_largest(x, count)).values
+    magnitude = np.abs(np.concatenate([c for _, c in flat_chunks(values)] or [np.empty(0)]))
+    magnitude = magnitude.astype(np.float64)
+    magnitude = magnitude[np.isfinite(magnitude)]
+    return np.sort(magnitude)[::-1][:count]
+
+
+def decay_of(magnitudes: NDArray[np.float64], first: int, energy: float) -> Compressibility:
+    """Estimate the decay from the largest magnitudes.
+
+    Parameters
+    ----------
+    magnitudes : float64 (last,), descending from rank 1 to the window's last.
+    first : the window's first rank.
+    energy : Σg² of the whole vector, for σ_k.
+    """
+    nan = float("nan")
+    last = magnitudes.size
+    n = last - first + 1
+    if n < _FEWEST:
+        return Compressibility(
+            nan, nan, nan, nan, nan, nan, nan, nan, nan, (first, last), compressible=False
+        )
+    logs = np.log(magnitudes)
+    ranks = np.arange(first, last + 1, dtype=np.float64)
+    sizes = logs[first - 1 :] - logs[first - 1 :].mean()
+    log_ranks = np.log(ranks - 0.5)
+    covariance = -float(sizes @ (log_ranks - log_ranks.mean()))
+    # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
+    p = float(sizes @ sizes) / covariance if covariance > 0 else 0.0
+    half = _Z95 * math.sqrt(2 / n)
+    # Hill over all ranks above the last one of the window
+    hill = float(logs[:-1].mean() - logs[-1])
+    hill_half = _Z95 / math.sqrt(last - 1)
+    c1 = float((magnitudes[first - 1 :] * ranks**p).max())
+    exponent, bound = _best_k_error(magnitudes, first, energy, p, c1)
+    return Compressibility(
+        p=p,
+        p_low=p * (1 - half),
+        p_high=p * (1 + half),
+        hill=hill,
+        hill_low=hill * (1 - hill_half),
+        hill_high=hill * (1 + hill_half),
+        c1=c1,
+        sigma_p=exponent,
+        sigma_bound=bound,
+        window=(first, last),
+        compressible=p * (1 - half) > 0.5,
+    )
+
+
+def _best_k_error(
+    magnitudes: NDArray[np.float64], first: int, energy: float, p: float, c1: float
+) -> tuple[float, float]:
+    """Return the exponent at which σ_k falls over the window, and the largest σ_k over its bound."""
+    if not math.isfinite(energy):  # squares beyond float64's range
+        return math.nan, math.nan
+    left = energy - np.cumsum(magnitudes**2)[first - 1 :]
+    ranks = np.arange(first, magnitudes.size + 1, dtype=np.float64)
+    known = left > 1e-12 * energy  # beyond, the difference is rounding
+    if np.count_nonzero(known) < _FEWEST:
+        return math.nan, math.nan
+    left, ranks = np.sqrt(left[known]), ranks[known]
+    exponent = math.log(left[0] / left[-1]) / math.log(ranks[-1] / ranks[0])
+    if p <= 0.5:
+        return exponent, math.nan
+    c2 = c1 / math.sqrt(2 * p - 1)
+    return exponent, float((left / (c2 * ranks ** (0.5 - p))).max())
+
+
+@dataclass(frozen=True, slots=True)
+class LocalExponent:
+    """Decay exponent between two ranks, by regression of ln magnitude on ln rank over that range alone."""
+
+    first: int
+    last: int
+    p: float
+    p_low: float
+    p_high: float
+
+
+def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list[LocalExponent]:
+    """Estimate the exponent over successive ranges of ranks, from the largest element to the smallest.
+
+    A power law has the same everywhere; light tails start low and rise. Ranges with fewer than ten ranks are left out.
+
+    Parameters
+    ----------
+    x : array or sketch.
+    per_decade : ranges per factor of ten.
+    """
+    m = as_magnitudes(x)
+    decades = math.log10(m.count) if m.count else 0.0
+    borders = np.unique(
+        np.rint(10 ** np.arange(0, decades + 1 / per_decade, 1 / per_decade)).astype(np.int64)
+    )
+    borders = np.minimum(borders, m.count)
+    found = []
+    for first, last in pairwise(borders):
+        if last - first + 1 < _FEWEST:
+            continue
+        ranks = np.unique(np.geomspace(first, last, 200).astype(np.int64))
+        logs = np.log([m.upper_quantile(int(k)) for k in ranks])
+        spread = np.log(ranks - 0.5)
+        spread = spread - spread.mean()
+        p = -float(spread @ logs) / float(spread @ spread)
+        half = _Z95 * math.sqrt(2 / (last - first + 1))
+        found.append(LocalExponent(int(first), int(last), p, p * (1 - half), p * (1 + half)))
+    return found
+
+
+def _uniform(tail: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 1 - tail
+
+
+def _halfnorm(tail: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.special import ndtri
+
+    return np.asarray(-ndtri(tail / 2), float)
+
+
+def _laplace(tail: NDArray[np.float64]) -> NDArray[np.float64]:
+    return -np.log(tail)
+
+
+CONTROLS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
+    "uniform": _uniform,
+    "halfnorm": _halfnorm,
+    "laplace": _laplace,
+}
+"""Upper quantile functions of magnitudes that are not compressible, by SciPy's names."""
+
+_MEAN_SQUARES = {"uniform": 1 / 3, "halfnorm": 1.0, "laplace": 2.0}
+
+
+def control(
+    name: str, numel: int, window: tuple[int, int] | None = None
+) -> tuple[Compressibility, NDArray[Any]]:
+    """Return the decay of an ideal sample of a known law, and its largest magnitudes, descending.
+
+    Its j-th largest magnitude is the law's quantile at (j − ½)/numel: no randomness.
+
+    Parameters
+    ----------
+    name : a key of :data:`CONTROLS`.
+    numel : size of the vector.
+    window : as for :func:`compressibility`.
+    """
+    first, last = checked_window(window, numel)
+    magnitudes = CONTROLS[name]((np.arange(1, last + 1) - 0.5) / numel)
+    # the energy of ranks not listed is the law's
+    return decay_of(magnitudes, first, numel * _MEAN_SQUARES[name]), magnitudes

@@ -1,0 +1,175 @@
+"""Fitting a gradient: a point mass at zero and a symmetric distribution for the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from gradstats.errors import InputError
+from gradstats.primitives import Array
+from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
+from gradstats.statistics.solution import FitError, Flag, Reason
+
+__all__ = [
+    "METHODS",
+    "MODELS",
+    "Fit",
+    "Method",
+    "as_magnitudes",
+    "check_method",
+    "default_method",
+    "fit",
+]
+
+Method: TypeAlias = Literal["closed", "moments", "mle", "pwm"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+MODELS = ("laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dweibull", "lognorm")
+"""Names of the models that can be fitted: the sparsity-inducing ones first, then the controls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A fitted model of a gradient's elements.
+
+    Attributes
+    ----------
+    model : name, one of :data:`MODELS`.
+    params : parameters of `dist` by SciPy's names (shapes, ``loc`` = 0, ``scale`` in the gradient's unit).
+    zero_fraction : π₀, weight of the point mass at zero.
+    count : finite non-zero elements it was made from.
+    method : how.
+    stderr : standard errors of the parameters under independent elements; NaN where theory has none. Elements of a
+        gradient are not independent: dispersion over ranks and steps is the honest interval.
+    flags : what to mind, :class:`Flag`.
+    """
+
+    model: str
+    params: Mapping[str, float]
+    zero_fraction: float
+    count: int
+    method: str
+    stderr: Mapping[str, float] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+    @property
+    def dist(self) -> Any:
+        """Frozen SciPy distribution of the signed, non-zero elements (``.pdf .sf .isf .ppf``)."""
+        from gradstats.statistics.distributions import DISTRIBUTIONS
+
+        return DISTRIBUTIONS[self.model](**self.params)
+
+    @property
+    def magnitude(self) -> Any:
+        """Frozen SciPy distribution of the non-zero magnitudes."""
+        from gradstats.statistics.distributions import MAGNITUDES
+
+        return MAGNITUDES[self.model](**self.params)
+
+    @property
+    def shape(self) -> float:
+        """The shape parameter, NaN for a model without one."""
+        from gradstats.statistics.distributions import SHAPES
+
+        name = SHAPES[self.model]
+        return self.params[name] if name else float("nan")
+
+    @property
+    def n_params(self) -> int:
+        """Number of estimated parameters, π₀ included where there are zeros."""
+        return len(self.params) - 1 + (self.zero_fraction > 0)
+
+    def interval(self, parameter: str, level: float = 0.95) -> tuple[float, float]:
+        """Return the normal interval of a parameter; NaN where there is no standard error."""
+        from scipy.special import ndtri
+
+        half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
+        return self.params[parameter] - half, self.params[parameter] + half
+
+    def threshold(self, ratio: float) -> float:
+        """Return the magnitude that the model exceeds with probability `ratio`.
+
+        The zeros take none of it: the quantile of the non-zero part at δ/(1−π₀), 0 if that is 1 or more.
+        """
+        conditional = ratio / (1 - self.zero_fraction)
+        return float(self.magnitude.isf(conditional)) if conditional < 1 else 0.0
+
+
+def as_magnitudes(x: Array | Sketch | Magnitudes) -> Magnitudes:
+    """Return the magnitudes of an array or a sketch."""
+    if isinstance(x, Magnitudes):
+        return x
+    return (x if isinstance(x, Sketch) else sketch(x)).magnitudes
+
+
+def check_method(model: str, method: str) -> None:
+    """Raise :class:`InputError` for an unknown model, or a method that it does not have."""
+    from gradstats.statistics.solvers import SOLVERS
+
+    if model not in MODELS:
+        raise InputError(f"no model {model!r}; there are {', '.join(MODELS)}")
+    if method not in METHODS:
+        raise InputError(f"no method {method!r}; there is {', '.join(METHODS)}")
+    if (model, method) not in SOLVERS:
+        have = ", ".join(m for name, m in SOLVERS if name == model)
+        raise InputError(f"{model} has no method {method!r}; it has {have}")
+
+
+def default_method(model: str) -> Method:
+    """Return the closed form where a model has one, as thresholds use it; else maximum likelihood."""
+    return (
+        "closed" if model in ("laplace", "dgamma", "double_genpareto", "norm", "lognorm") else "mle"
+    )
+
+
+def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -> Fit:
+    """Fit a symmetric distribution to a gradient, with a point mass for its exact zeros.
+
+    Parameters
+    ----------
+    x : array of any shape, NumPy or torch, any floating dtype (NaN and infinities are left out), or its
+        :func:`gradstats.sketch`, which is all that is used of it.
+    model : one of :data:`MODELS`.
+    method :
+        - ``"closed"``: SIDCo's closed forms (laplace, dgamma, double_genpareto; eq. 5, 16, 8–9), and the exact ones of
+          norm and lognorm. The gamma shape approximates maximum likelihood within 1.5 %, which moves k̂/k by 5 % at
+          0.001; the generalized Pareto's is by moments.
+        - ``"moments"``: mean and mean square of the magnitudes. A generalized Pareto shape found so is always below
+          ½, and unreliable above ¼.
+        - ``"mle"``: maximum likelihood; the generalized Pareto's local maximum, which needs ξ > −1 (standard errors
+          need ξ > −½).
+        - ``"pwm"``: probability-weighted moments (Hosking and Wallis 1987), for laplace and double_genpareto; reliable
+          below ½.
+
+    Returns
+    -------
+    Fit
+
+    Raises
+    ------
+    InputError
+        For an unknown model, a method that the model does not have, or an array that is not floating point.
+    FitError
+        With a :class:`Reason`, if the data has no fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> f = fit(np.array([1.0, -3.0, 2.0, 0.0]), "laplace")
+    >>> f.params["scale"], f.zero_fraction
+    (2.0, 0.25)
+    """
+    from gradstats.statistics.solvers import SOLVERS
+
+    check_method(model, method)
+    m = as_magnitudes(x)
+    if m.count == 0:
+        raise FitError(Reason.EMPTY)
+    if not 0 < m.mean_square < math.inf:
+        raise FitError(Reason.RANGE)
+    found = SOLVERS[model, method](m)
+    params = {name: float(value) for name, value in found.params.items()}
+    stderr = {name: float(value) for name, value in found.stderr.items()}
+    return Fit(model, {**params, "loc": 0.0}, m.zero_fraction, m.count, method, stderr, found.flags)

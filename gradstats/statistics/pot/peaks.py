@@ -1,0 +1,227 @@
+"""Thresholds at exceedance ratios, the excesses over them, and how their mean and their fit change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.errors import InputError
+from gradstats.primitives import Array
+from gradstats.primitives.ratio import target_count
+from gradstats.primitives.sketch import Magnitudes, Sketch
+from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
+from gradstats.statistics.solution import FitError, Reason
+
+__all__ = [
+    "FEWEST",
+    "MODEL",
+    "NAN",
+    "MeanExcess",
+    "Stability",
+    "covariance",
+    "finite_of",
+    "magnitudes_of",
+    "mean_excess",
+    "parameter_stability",
+    "stability_at",
+    "threshold_of",
+]
+
+FEWEST = 100
+"""Excesses below which no threshold is proposed: the shape's standard error is then 0.1 and more."""
+
+MODEL = "double_genpareto"
+NAN = math.nan
+_Z95 = 1.959963984540054
+_SMALLEST, _LARGEST = 1e-140, 1e140
+
+
+def magnitudes_of(x: Array | Sketch | Magnitudes) -> Magnitudes:
+    """Return magnitudes that have statistics: some, whose squares are numbers."""
+    m = as_magnitudes(x)
+    if m.count == 0:
+        raise FitError(Reason.EMPTY)
+    if not _SMALLEST < m.max < _LARGEST:
+        raise InputError(f"magnitudes up to {m.max:.3g}: their squares leave the range of numbers")
+    return m
+
+
+def finite_of(m: Magnitudes) -> int:
+    """Return the finite elements, zeros included."""
+    return round(m.count / (1 - m.zero_fraction))
+
+
+def threshold_of(m: Magnitudes, k: int) -> float:
+    """Return a threshold that the k largest exceed; 0 if that is all of them.
+
+    Between known values it is half way to the next larger one. Any place there leaves the same exceedances; for
+    rounded data (bfloat16, middles of cells) this one is where rounding up began, so that excesses start at zero.
+    """
+    if k >= m.count:
+        return 0.0
+    value = m.upper_quantile(k + 1)
+    i = int(np.searchsorted(m.right, value, side="right"))
+    if i < m.left.size and m.left[i] > value:
+        value = value + (float(m.left[i]) - value) / 2
+    return value
+
+
+def _ratios(m: Magnitudes, ratios: Sequence[float] | None) -> list[float]:
+    """Return what was asked for, or twenty from one half to a hundred exceedances."""
+    if ratios is not None:
+        return list(ratios)
+    least = FEWEST / m.count
+    return [float(r) for r in np.geomspace(0.5, least, 20)] if least < 0.5 else [0.5]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanExcess:
+    """Mean excess over one threshold.
+
+    Attributes
+    ----------
+    ratio : share of the non-zero elements asked to exceed the threshold.
+    threshold : u, in the gradient's unit.
+    n : elements beyond it.
+    mean : of |g| − u over them, in the gradient's unit; NaN for none.
+    low, high : its 95 % normal interval; NaN for fewer than two.
+    """
+
+    ratio: float
+    threshold: float
+    n: int
+    mean: float
+    low: float
+    high: float
+
+
+def mean_excess(
+    x: Array | Sketch | Magnitudes, ratios: Sequence[float] | None = None
+) -> list[MeanExcess]:
+    """Return the mean excess over a series of thresholds: the mean residual life plot.
+
+    For generalized Pareto excesses it is a line of slope ξ/(1 − ξ): constant for Laplace gradients, rising for heavy
+    tails (Davison and Smith 1990). For ξ ≥ ½ the variance is infinite and the intervals are too short.
+
+    Parameters
+    ----------
+    x : gradient, its sketch, or magnitudes.
+    ratios : exceedance ratios of the non-zero elements, in (0, 1]; by default 20 from 0.5 to 100 exceedances, evenly
+        in the logarithm.
+
+    Raises
+    ------
+    FitError
+        If there is no finite non-zero element.
+    InputError
+        For a ratio outside (0, 1].
+    """
+    m = magnitudes_of(x)
+    rows = []
+    for ratio in _ratios(m, ratios):
+        threshold = threshold_of(m, target_count(ratio, m.count))
+        over = m.excesses(threshold)
+        n, half = over.count, NAN
+        if n > 1:
+            half = _Z95 * math.sqrt(over.variance / (n - 1))
+        rows.append(MeanExcess(ratio, threshold, n, over.mean, over.mean - half, over.mean + half))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Stability:
+    """A generalized Pareto fit of the excesses over one threshold.
+
+    Attributes
+    ----------
+    ratio : share of the non-zero elements asked to exceed the threshold.
+    threshold : u, in the gradient's unit.
+    n : elements beyond it.
+    c, c_low, c_high : shape ξ and its 95 % interval.
+    scale, scale_low, scale_high : modified scale σ* = σ − ξu in the gradient's unit, and its 95 % interval.
+    flags : what to mind about the fit.
+    status : why there is no fit, and the numbers are NaN; empty if there is one.
+    """
+
+    ratio: float
+    threshold: float
+    n: int
+    c: float = NAN
+    c_low: float = NAN
+    c_high: float = NAN
+    scale: float = NAN
+    scale_low: float = NAN
+    scale_high: float = NAN
+    flags: tuple[str, ...] = ()
+    status: str = ""
+
+
+def parameter_stability(
+    x: Array | Sketch | Magnitudes, ratios: Sequence[float] | None = None, method: Method = "mle"
+) -> list[Stability]:
+    """Fit the excesses over a series of thresholds.
+
+    Above a threshold from which the excesses are generalized Pareto, ξ and σ* = σ − ξu stay the same (Coles 2001,
+    section 4.3.4). The fits share their largest elements, so neighbouring intervals are not independent.
+
+    Parameters
+    ----------
+    x : gradient, its sketch, or magnitudes.
+    ratios : as for :func:`mean_excess`.
+    method : of :func:`gradstats.fit`. Intervals are NaN where the estimate has none.
+
+    Raises
+    ------
+    FitError
+        If there is no finite non-zero element. One threshold without a fit is a row with a status.
+    InputError
+        For a ratio outside (0, 1] or an unknown method.
+    """
+    m = magnitudes_of(x)
+    return [stability_at(m, ratio, method) for ratio in _ratios(m, ratios)]
+
+
+def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -> Stability:
+    """Return the fit of the excesses over one threshold; without one, a row with a status."""
+    threshold = threshold_of(m, target_count(ratio, m.count))
+    over = m.excesses(threshold)
+    if 0 < over.count < fewest:
+        return Stability(ratio, threshold, over.count, status=f"fewer than {fewest} exceedances")
+    try:
+        fitted = fit(over, MODEL, method)
+    except FitError as error:
+        return Stability(ratio, threshold, over.count, status=str(error))
+    errors = covariance(fitted)
+    c, scale = fitted.params["c"], fitted.params["scale"]
+    modified = scale - c * threshold
+    slopes = np.array([-threshold, 1.0])
+    half = _Z95 * math.sqrt(float(slopes @ errors @ slopes))
+    c_low, c_high = fitted.interval("c")
+    ends = c_low, c_high, modified, modified - half, modified + half
+    return Stability(ratio, threshold, over.count, c, *ends, flags=tuple(map(str, fitted.flags)))
+
+
+def covariance(fitted: Fit) -> NDArray[np.float64]:
+    """Return the asymptotic covariance of (ξ, σ): the fit's standard errors, and theory's correlation.
+
+    Hosking and Wallis (1987), section 3 and 4, in k = −ξ; their correlation of k changes its sign with ξ.
+    """
+    k = -fitted.params["c"]
+    a, b = fitted.stderr["c"], fitted.stderr["scale"]
+    if math.isnan(a) or math.isnan(b):
+        return np.full((2, 2), NAN)
+    if fitted.method == "mle":
+        correlation = 1 / math.sqrt(2 * (1 - k))
+    elif fitted.method == "pwm":
+        shape = (1 + k) * (2 + k) ** 2 * (1 + k + 2 * k * k)
+        scale = 7 + 18 * k + 11 * k * k + 2 * k**3
+        correlation = (2 + k) * (2 + 6 * k + 7 * k * k + 2 * k**3) / math.sqrt(shape * scale)
+    else:
+        both = 2 * (1 + 6 * k + 12 * k * k) * (1 + k + 6 * k * k)
+        correlation = (1 + 4 * k + 12 * k * k) / math.sqrt(both)
+    mixed = -correlation * a * b
+    return np.array([[a * a, mixed], [mixed, b * b]])

@@ -1,0 +1,126 @@
+"""Generalized Pareto magnitudes: by moments, by likelihood, by probability-weighted moments.
+
+Signs as in SciPy: ξ = `c` > 0 is a heavy tail; Hosking and Wallis (1987) write k = −ξ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.optimize import brentq, minimize_scalar
+
+from gradstats.primitives.sketch import Magnitudes
+from gradstats.statistics.solution import FitError, Flag, Reason, Solution
+from gradstats.statistics.solvers.moments import delta_method, require_spread
+
+__all__ = ["by_likelihood", "by_moments", "by_weighted_moments"]
+
+_NO_ERRORS = {"c": math.nan, "scale": math.nan}
+
+
+def _support(m: Magnitudes, shape: float, scale: float) -> tuple[Flag, ...]:
+    return (Flag.SUPPORT,) if shape < 0 and m.max > -scale / shape else ()
+
+
+def by_moments(m: Magnitudes) -> Solution:
+    """Match mean and variance (SIDCo eq. 8, 9): ξ = ½(1 − m²/v), always below ½."""
+    require_spread(m)
+
+    def rule(mean: float, mean_square: float) -> dict[str, float]:
+        squared = mean**2 / (mean_square - mean**2)
+        return {"c": 0.5 * (1 - squared), "scale": 0.5 * mean * (squared + 1)}
+
+    params = rule(m.mean, m.mean_square)
+    unreliable = params["c"] > 0.25  # from there on the estimate has no variance
+    flags = (Flag.MOMENTS,) if unreliable else ()
+    c = params["c"]
+    stderr = (
+        _NO_ERRORS
+        if unreliable
+        else delta_method(
+            rule, lambda r: math.factorial(r) / math.prod(1 - i * c for i in range(1, r + 1)), m
+        )
+    )
+    return Solution(params, stderr, flags + _support(m, params["c"], params["scale"]))
+
+
+def by_weighted_moments(m: Magnitudes) -> Solution:
+    """Match E[X] and E[X(1−F)] (Hosking and Wallis 1987, eq. 7 and table 2), unbiased sample versions."""
+    require_spread(m)
+    n = m.count
+    # mean over a cell's elements of the number of larger ones, n − i for i = 1…n
+    larger = n - (m.cumulative - m.weight) - (m.weight + 1) / 2
+    first = m.average(m.middle * larger) / (n - 1)
+    gap = m.mean - 2 * first
+    if gap <= 0:
+        raise FitError(Reason.NO_MOMENTS)
+    k = m.mean / gap - 2
+    scale = 2 * m.mean * first / gap
+    flags = (Flag.PWM,) if -k >= 0.5 else ()
+    stderr = dict(_NO_ERRORS)
+    if -k < 0.5:
+        common = n * (1 + 2 * k) * (3 + 2 * k)
+        stderr = {
+            "c": math.sqrt((1 + k) * (2 + k) ** 2 * (1 + k + 2 * k * k) / common),
+            "scale": scale * math.sqrt((7 + 18 * k + 11 * k * k + 2 * k**3) / common),
+        }
+    return Solution({"c": -k, "scale": scale}, stderr, flags + _support(m, -k, scale))
+
+
+def by_likelihood(m: Magnitudes) -> Solution:
+    """Maximize the likelihood along its profile in θ = ξ/σ (Grimshaw 1993).
+
+    For a given θ the best shape is the mean of ln(1 + θx), so that one dimension is left. The likelihood grows
+    without bound towards the largest element (ξ < −1); its local maximum above that is the estimate, and data
+    without one has none. Fewer elements than a few dozen often have none.
+    """
+    require_spread(m)
+    # In units of the geometric mean, which any tail has: the mean of a heavy one grows with the sample.
+    unit = math.exp(m.mean_log)
+    x, weight = m.middle / unit, m.weight / m.weight.sum()
+    largest = m.max / unit
+    exponential = math.log(m.mean / unit) + 1  # the loss at θ = 0
+
+    def shape(theta: float) -> float:
+        return float(weight @ np.log1p(theta * x))
+
+    def loss(theta: float) -> float:
+        """Return the mean negative log-likelihood at the best shape."""
+        if abs(theta) < 1e-9:
+            return exponential
+        c = shape(theta)
+        return math.log(c / theta) + c + 1
+
+    def slope(theta: float) -> float:
+        """Return the derivative of the loss, which fixes its minimum to more digits than the loss can."""
+        if abs(theta) < 1e-6:
+            return float(m.mean / unit - weight @ x**2 / 2 / (m.mean / unit))
+        inverse = float(weight @ (x / (1 + theta * x)))
+        return inverse / shape(theta) - 1 / theta + inverse
+
+    # From the largest element's bound through zero to very heavy tails; fine near the bound, where it is steep
+    bound = -1 / largest
+    grid = np.concatenate(
+        [bound * (1 - np.geomspace(1e-8, 1, 40)[:-1]), [0.0], np.geomspace(1e-4, 1e4, 80)]
+    )
+    losses = np.array([loss(theta) for theta in grid])
+    inner = np.flatnonzero((losses[1:-1] <= losses[:-2]) & (losses[1:-1] <= losses[2:])) + 1
+    inner = inner[[shape(theta) > -1 for theta in grid[inner]]]
+    if not inner.size:
+        raise FitError(Reason.NO_MAXIMUM)
+    best = inner[np.argmin(losses[inner])]
+    low, high = float(grid[best - 1]), float(grid[best + 1])
+    if slope(low) < 0 < slope(high):
+        theta = float(brentq(slope, low, high, xtol=1e-15, rtol=1e-14))
+    else:  # more than one minimum between neighbours of the grid
+        theta = float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
+    c = shape(theta)
+    scale = c / theta * unit if abs(theta) > 1e-12 else m.mean
+    if c <= -0.5:
+        return Solution({"c": c, "scale": scale}, _NO_ERRORS, (Flag.IRREGULAR,))
+    stderr = {
+        "c": (1 + c) / math.sqrt(m.count),
+        "scale": scale * math.sqrt(2 * (1 + c) / m.count),
+    }
+    return Solution({"c": c, "scale": scale}, stderr)

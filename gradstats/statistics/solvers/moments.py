@@ -1,0 +1,142 @@
+"""Models matched to the mean and the mean square of the magnitudes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import gammaln
+
+from gradstats.primitives.sketch import Magnitudes
+from gradstats.statistics.solution import FitError, Flag, Reason, Solution
+
+__all__ = ["delta_method", "dgamma", "dweibull", "gennorm", "lognorm", "require_spread", "t"]
+
+_STEP = 1e-5
+
+Rule: TypeAlias = Callable[[float, float], dict[str, float]]
+"""(mean, mean square) to the parameters, ``scale`` among them."""
+
+Raw: TypeAlias = Callable[[float, int], float]
+"""(shape, order) to the raw moment of the magnitudes at scale 1."""
+
+
+def require_spread(m: Magnitudes) -> None:
+    """Raise :class:`FitError` where no shape can be told: one element, or all equal."""
+    if m.count < 2:
+        raise FitError(Reason.TOO_FEW)
+    if m.variance <= 1e-14 * m.mean**2:
+        raise FitError(Reason.CONSTANT)
+
+
+def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict[str, float]:
+    """Return standard errors of a rule, with the fitted law's own moments up to the fourth.
+
+    The sample's would be smaller than the truth nearly always: fourth moments live in the tail.
+
+    Parameters
+    ----------
+    rule : to differentiate, numerically, at the sample's moments.
+    raw : order to the raw moment of the fitted law at scale 1.
+    m : the sample.
+    """
+    params = rule(m.mean, m.mean_square)
+    first, second, third, fourth = (raw(r) * params["scale"] ** r for r in (1, 2, 3, 4))
+    covariance = np.array(
+        [
+            [second - first**2, third - first * second],
+            [third - first * second, fourth - second**2],
+        ]
+    )
+    steps = _STEP * m.mean, _STEP * m.mean_square
+    up = rule(m.mean + steps[0], m.mean_square), rule(m.mean, m.mean_square + steps[1])
+    down = rule(m.mean - steps[0], m.mean_square), rule(m.mean, m.mean_square - steps[1])
+    errors = {}
+    for name in params:
+        slopes = np.array([(up[i][name] - down[i][name]) / (2 * steps[i]) for i in (0, 1)])
+        errors[name] = math.sqrt(max(float(slopes @ covariance @ slopes), 0.0) / m.count)
+    return errors
+
+
+def _solve(raw: Raw, target: float, low: float, high: float) -> float:
+    """Return the shape with mean²/mean square = target, which rises with it, or the end of the range."""
+
+    def ratio(shape: float) -> float:
+        return raw(shape, 1) ** 2 / raw(shape, 2)
+
+    if target <= ratio(low):
+        return low
+    if target >= ratio(high):
+        return high
+    found = brentq(lambda s: ratio(math.exp(s)) - target, math.log(low), math.log(high), xtol=1e-12)
+    return math.exp(found)
+
+
+def _by_ratio(
+    m: Magnitudes, name: str, raw: Raw, low: float, high: float, regular: float = 0.0
+) -> Solution:
+    """Fit a scale family by its moments; there are standard errors for shapes above `regular`."""
+    require_spread(m)
+
+    def rule(mean: float, mean_square: float) -> dict[str, float]:
+        shape = _solve(raw, mean**2 / mean_square, low, high)
+        return {name: shape, "scale": mean / raw(shape, 1)}
+
+    params = rule(m.mean, m.mean_square)
+    shape = params[name]
+    if shape in (low, high):
+        return Solution(params, dict.fromkeys(params, math.nan), (Flag.BOUNDARY,))
+    if shape <= regular:
+        return Solution(params, dict.fromkeys(params, math.nan))
+    return Solution(params, delta_method(rule, lambda order: raw(shape, order), m))
+
+
+def dgamma(m: Magnitudes) -> Solution:
+    """Gamma magnitudes: a = mean²/variance."""
+    require_spread(m)
+
+    def rule(mean: float, mean_square: float) -> dict[str, float]:
+        variance = mean_square - mean**2
+        return {"a": mean**2 / variance, "scale": variance / mean}
+
+    params = rule(m.mean, m.mean_square)
+    a = params["a"]
+    return Solution(params, delta_method(rule, lambda r: math.prod(a + i for i in range(r)), m))
+
+
+def lognorm(m: Magnitudes) -> Solution:
+    """Log-normal magnitudes: s² = ln(mean square/mean²)."""
+    require_spread(m)
+
+    def rule(mean: float, mean_square: float) -> dict[str, float]:
+        square = math.log(mean_square / mean**2)
+        return {"s": math.sqrt(square), "scale": mean * math.exp(-square / 2)}
+
+    params = rule(m.mean, m.mean_square)
+    s = params["s"]
+    return Solution(params, delta_method(rule, lambda r: math.exp(min(r * r * s * s / 2, 700)), m))
+
+
+def gennorm(m: Magnitudes) -> Solution:
+    """Generalized normal (Mallat 1989); a uniform vector has the largest ratio a shape can have, ¾."""
+    return _by_ratio(
+        m, "beta", lambda b, r: math.exp(gammaln((r + 1) / b) - gammaln(1 / b)), 0.05, 200.0
+    )
+
+
+def dweibull(m: Magnitudes) -> Solution:
+    """Weibull magnitudes."""
+    return _by_ratio(m, "c", lambda c, r: math.exp(gammaln(1 + r / c)), 0.05, 200.0)
+
+
+def t(m: Magnitudes) -> Solution:
+    """Student's t; moments know df > 2 only, and a standard error needs df > 4."""
+
+    def raw(df: float, r: int) -> float:
+        logs = gammaln((r + 1) / 2) + gammaln((df - r) / 2) - gammaln(df / 2)
+        return math.exp(logs + r / 2 * math.log(df)) / math.sqrt(math.pi)
+
+    return _by_ratio(m, "df", raw, 2 + 1e-6, 1e4, regular=4.0)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.traces import DRIFTING_LAYERS, drifting_trace
+
+from gradstats import fit, over_training
+from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, drift_records
+from gradstats.errors import InputError
+from gradstats.primitives import kth_largest
+from gradstats.statistics.compressibility import compressibility
+from gradstats.statistics.goodness import goodness
+from gradstats.trace import TraceWriter, create_trace
+from gradstats.trace.sources import open_source
+
+
+def test_the_dataset_holds_what_the_functions_return(tmp_path):
+    path = drifting_trace(tmp_path / "run.zarr", [0, 5, 6], lambda s: 1 + s)
+    d = over_training(path, models=["laplace", "dgamma"], ratios=(0.1, 0.01), per_layer=True)
+    assert dict(d.sizes) == {"step": 3, "rank": 2, "kind": 1, "layer": 4, "model": 2, "ratio": 2}
+    measured = {n: v.dims[4:] for n, v in d.items() if v.dims[2:4] == ("kind", "layer")}
+    assert measured == QUANTITIES
+    source = open_source(path)
+    for step in (0, 6):
+        values = source.read(1, "gradient", step).values
+        at = d.sel(step=step, rank=1, kind="gradient")
+        for layer, x in (("all", values), ("w", values[:2000])):
+            here = at.sel(layer=layer)
+            assert here["threshold"].sel(ratio=0.01) == kth_largest(x, round(0.01 * x.size))
+            f = fit(x, "dgamma")
+            assert here["shape"].sel(model="dgamma") == pytest.approx(f.shape)
+            assert here["ks"].sel(model="dgamma") == pytest.approx(goodness(f, x).ks)
+            assert np.isnan(here["shape"].sel(model="laplace"))
+            assert here["p"] == pytest.approx(compressibility(x).p, rel=1e-9)
+            assert here["zero_fraction"] == np.mean(x == 0)
+            assert here["rms"] == pytest.approx(np.sqrt(np.mean(x[x != 0].astype(float) ** 2)))
+        dead = at.sel(layer="dead")
+        assert dead["zero_fraction"] == 1
+        assert np.isnan(dead["mean"])
+        assert np.isnan(dead["scale"]).all()
+        assert at["loss"] == step / 10
+    assert d.attrs["source"] == "run"
+
+
+def test_what_was_not_captured_is_nan(tmp_path):
+    path = drifting_trace(tmp_path / "run.zarr", [0, 1, 2], lambda s: 1.0, ranks=(0,))
+    writer = TraceWriter(path, 1)
+    writer.append(1, {"gradient": np.ones(2100, np.float32)})
+    writer.close()
+    d = over_training(path)
+    assert np.isnan(d["mean"].sel(rank=1, step=[0, 2])).all()
+    assert d["mean"].sel(rank=1, step=1) == 1
+    assert np.isfinite(d["mean"].sel(rank=0)).all()
+
+
+def test_a_trend_takes_the_fewest_steps(tmp_path):
+    path = drifting_trace(tmp_path / "run.zarr", range(FEWEST_STEPS), lambda s: 1.0)
+    d = over_training(path, models=["laplace"])
+    assert math.isfinite(drift_records(d, ["mean"])[0]["slope"])
+    assert math.isnan(drift_records(d.isel(step=slice(1, None)), ["mean"])[0]["slope"])
+
+
+def test_a_single_array_is_a_short_run():
+    d = over_training(np.random.default_rng(0).laplace(size=5000))
+    assert d.sizes["step"] == 1
+    records = drift_records(d)
+    assert records
+    assert all(math.isnan(r["slope"]) for r in records)
+
+
+class TestDrift:
+    def test_a_known_trend(self, tmp_path):
+        """The scale shrinks by 20 % every 100 steps; sampling noise is 1/√4000 a step."""
+        path = drifting_trace(tmp_path / "run.zarr", range(120), lambda s: 0.8 ** (s / 100))
+        records = drift_records(over_training(path, models=["laplace"]), ["mean", "threshold"])
+        assert [r["quantity"] for r in records] == [
+            "mean",
+            "threshold 0.1",
+            "threshold 0.01",
+            "threshold 0.001",
+        ]
+        mean = records[0]
+        assert mean["slope_low"] < -0.2 < mean["slope_high"]
+        assert mean["slope"] == pytest.approx(-0.2, abs=0.02)
+        assert mean["n"] == 120
+        assert mean["spacing"] == 1
+        assert mean["relative"]
+        assert mean["low"] < mean["mean"] < mean["high"]
+        assert mean["acf1"] > 0.8
+        assert mean["kpss_p"] <= 0.05  # it moves
+        # successive means: noise √2/√4200, drift 0.2 %
+        assert mean["change_low"] == pytest.approx(1 - 2.33 * math.sqrt(2 / 4140), abs=0.02)
+        assert mean["change_high"] == pytest.approx(1 + 2.33 * math.sqrt(2 / 4140), abs=0.02)
+
+    def test_no_trend(self, tmp_path):
+        path = drifting_trace(tmp_path / "run.zarr", range(0, 200, 2), lambda s: 3.0)
+        mean = drift_records(over_training(path, models=["laplace"]), ["mean"])[0]
+        assert mean["slope_low"] < 0 < mean["slope_high"]
+        assert abs(mean["acf1"]) < 0.4
+        assert mean["adf_p"] < 0.05  # it returns to its level
+        assert mean["kpss_p"] > 0.05
+        assert mean["spacing"] == 2
+
+    def test_slope_intervals_allow_for_memory(self, tmp_path):
+        """An AR(1) level without a trend: Newey-West intervals are much wider than least squares' own."""
+        import statsmodels.api as sm
+
+        rng = np.random.default_rng(1)
+        level = [0.0]
+        for _ in range(299):
+            level.append(0.95 * level[-1] + 0.1 * rng.standard_normal())
+        path = drifting_trace(tmp_path / "run.zarr", range(300), lambda s: math.exp(level[s]))
+        d = over_training(path, models=["laplace"])
+        mean = drift_records(d, ["mean"])[0]
+        y = np.log(d["mean"].mean("rank").values[:, 0, 0])
+        naive = sm.OLS(y, sm.add_constant(np.arange(300) / 100)).fit().conf_int()[1]
+        honest = np.log1p([mean["slope_low"], mean["slope_high"]])
+        assert np.ptp(honest) > 1.5 * np.ptp(naive)
+
+    def test_few_steps_give_numbers_without_tests(self, tmp_path):
+        path = drifting_trace(tmp_path / "run.zarr", [0, 10, 100], lambda s: 1.0)
+        mean = drift_records(over_training(path), ["mean"])[0]
+        assert mean["n"] == 3
+        assert math.isfinite(mean["mean"])
+        for name in ("slope", "acf1", "adf_p", "kpss_p", "change_low"):
+            assert math.isnan(mean[name])
+
+    def test_constants_have_no_trend_to_speak_of(self, tmp_path):
+        path = tmp_path / "run.zarr"
+        create_trace(path, DRIFTING_LAYERS[:1])
+        writer = TraceWriter(path, 0)
+        for step in range(30):
+            writer.append(step, {"gradient": np.ones(2000, np.float32)})
+        writer.close()
+        mean = drift_records(over_training(path), ["mean"])[0]
+        assert mean["mean"] == mean["low"] == mean["high"] == 1
+        assert math.isnan(mean["slope"])
+
+    def test_refusals(self, tmp_path):
+        path = drifting_trace(tmp_path / "run.zarr", [0], lambda s: 1.0)
+        with pytest.raises(InputError, match="no quantity 'nonsense'; there are zero_fraction"):
+            drift_records(over_training(path), ["nonsense"])
+        with pytest.raises(InputError, match="there are laplace"):
+            over_training(path, models=["cauchy"])
+        with pytest.raises(InputError, match="ratio"):
+            over_training(path, ratios=[2.0])

@@ -1,0 +1,241 @@
+"""Out of core and beyond one machine: the same numbers, piece by piece."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import xarray
+from conftest import DATA
+from support.traces import HEAVY_LAYERS, heavy_trace
+
+from gradstats.analysis import pieces
+from gradstats.analysis.decay import compressibility_records
+from gradstats.analysis.drift import over_training
+from gradstats.analysis.fits import fit_records
+from gradstats.cli import main
+from gradstats.errors import InputError
+from gradstats.primitives.sketch import sketch
+from gradstats.statistics.fitting import MODELS
+from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace.sources import open_source
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return heavy_trace(tmp_path_factory.mktemp("reduction") / "run.zarr")
+
+
+def close(a, b, rel=1e-9):
+    """Two lists of records are the same, numbers to 1e-9."""
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            if isinstance(value, dict):
+                close([value], [other[name]], rel)
+            elif isinstance(value, float):
+                assert value == pytest.approx(other[name], rel=rel, nan_ok=True), name
+            else:
+                assert value == other[name], name
+
+
+@pytest.mark.parametrize("piece", [7, 1000, 149_999, 10**9])
+def test_pieces_do_not_change_the_numbers(trace, monkeypatch, piece):
+    source = open_source(trace)
+    selection = {"steps": [1], "ranks": [0], "kinds": ["gradient"]}
+    if piece == 7:  # a quarter of a hundred thousand reads: only the bias
+        source = open_source({"bias": source.read(0, "gradient", 1).values[150_000:150_070]})
+        selection = {}
+    whole = fit_records(
+        source, ["laplace", "dgamma", "double_genpareto"], per_layer=True, **selection
+    )
+    decay = compressibility_records([source], (1, 50), **selection)
+    monkeypatch.setattr(pieces, "PIECE", piece)
+    close(
+        fit_records(source, ["laplace", "dgamma", "double_genpareto"], per_layer=True, **selection),
+        whole,
+    )
+    close(compressibility_records([source], (1, 50), **selection), decay)
+
+
+def test_the_numbers_are_those_of_the_array_in_memory(trace):
+    from gradstats import compressibility, fit
+    from gradstats.statistics.goodness import goodness
+
+    source = open_source(trace)
+    records = fit_records(
+        source, ["double_genpareto"], method="mle", per_layer=True, steps=[2], ranks=[1]
+    )
+    for record in records:
+        values = source.read(1, record["kind"], 2).values
+        if record["layer"] != "all":
+            values = values[next(la for la in HEAVY_LAYERS if la.name == record["layer"]).slice]
+        fitted = fit(values, "double_genpareto", "mle")
+        assert record["params"] == pytest.approx(fitted.params, rel=1e-9, abs=1e-10)
+        assert record["ks"] == pytest.approx(goodness(fitted, values).ks, rel=1e-9)
+    decay = compressibility_records([source], steps=[2], ranks=[1], kinds=["gradient"])[0]
+    exact = compressibility(source.read(1, "gradient", 2).values)
+    assert decay["p"] == pytest.approx(exact.p, rel=1e-12)
+    assert decay["c1"] == pytest.approx(exact.c1, rel=1e-12)
+    assert decay["sigma_p"] == pytest.approx(exact.sigma_p, rel=1e-9)
+
+
+def test_sketches_are_enough(trace, tmp_path):
+    """A trace of sketches of the same run: parameters within 1 %, thresholds within half a percent."""
+    full, rough = open_source(trace), open_source(heavy_trace(tmp_path / "s.zarr", "sketches"))
+    models = ["laplace", "dgamma", "double_genpareto", "t"]
+    options = {"method": "mle", "per_layer": True, "steps": [0, 2]}
+    for a, b in zip(
+        fit_records(full, models, **options), fit_records(rough, models, **options), strict=True
+    ):
+        for name, value in a["params"].items():
+            assert b["params"][name] == pytest.approx(value, rel=0.01, abs=0.01 * (name == "c"))
+        assert b["ks"] == pytest.approx(a["ks"], abs=0.005)
+    x, y = (over_training(s, per_layer=True) for s in (full, rough))
+    assert np.allclose(x["threshold"], y["threshold"], rtol=0.005)
+    assert np.allclose(x["mean"], y["mean"], rtol=1e-6)
+    p, q = (compressibility_records([s], steps=[1], ranks=[0]) for s in (full, rough))
+    assert q[0]["p"] == pytest.approx(p[0]["p"], rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("resnet20", "gradient"), ("resnet20-ef", "corrected")])
+def test_sketches_of_the_captured_gradients_are_enough(tmp_path, name, kind):
+    """The traces in data/, kept as sketches instead: thresholds within 0.5 %, parameters within 1 %."""
+    full = open_source(DATA / f"{name}.zarr")
+    create_trace(tmp_path / "s.zarr", full.layers)
+    writer = TraceWriter(tmp_path / "s.zarr", 0, kinds=(kind,), store="sketches")
+    for _, _, step in full.select(kinds=[kind]):
+        writer.append(step, {kind: full.read(0, kind, step).values})
+    writer.close()
+    rough = open_source(tmp_path / "s.zarr")
+    x, y = (over_training(s, models=MODELS, kinds=[kind]) for s in (full, rough))
+    assert np.abs(y["threshold"] / x["threshold"] - 1).max() < 0.005
+    assert np.abs(y["scale"] / x["scale"] - 1).max() < 0.01
+    shapes = ["double_genpareto", "dgamma", "gennorm", "dweibull", "lognorm"]
+    difference = (y["shape"] - x["shape"]).sel(model=shapes)
+    assert (np.abs(difference) <= 0.01 * np.abs(x["shape"].sel(model=shapes)) + 1e-3).all()
+    assert np.allclose(x["ks"], y["ks"], atol=0.003)
+    for q in ("p", "hill"):
+        assert np.allclose(x[q], y[q], rtol=0.02)
+
+
+def test_estimators_run_on_a_gradient_made_up_from_sketches(trace, tmp_path):
+    from gradstats import quality
+
+    rough = heavy_trace(tmp_path / "s.zarr", "sketches")
+    options = {"estimators": ["exact", "histogram", "sidco-p"], "ratios": (0.01,), "steps": [0]}
+    for a, b in zip(quality(trace, **options), quality(rough, **options), strict=True):
+        assert b["mean"] == pytest.approx(a["mean"], abs=0.02)
+    values = open_source(rough).read(0, "gradient", 0).values
+    original = open_source(trace).read(0, "gradient", 0).values
+    assert values.size == original.size
+    assert np.array_equal(sketch(values, 7).counts, sketch(original, 7).counts)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            silence_logs=50,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.slow
+class TestCluster:
+    """Two dask workers, processes of their own."""
+
+    def test_the_same_numbers(self, trace, cluster, monkeypatch):
+        monkeypatch.setattr(pieces, "PIECE", 40_000)  # several pieces per gradient
+        source = open_source(trace)
+        here = fit_records(source, ["dgamma", "double_genpareto"], per_layer=True)
+        there = fit_records(source, ["dgamma", "double_genpareto"], per_layer=True, client=cluster)
+        close(there, here)
+        close(compressibility_records([source], client=cluster), compressibility_records([source]))
+        a, b = over_training(source), over_training(source, client=cluster)
+        xarray.testing.assert_allclose(a, b, rtol=1e-9)
+
+    def test_the_workers_did_the_work(self, trace, cluster):
+        seen = []
+
+        def plan(submit, key):
+            return submit(worker_of, pieces.plan_sketches(submit, open_source(trace), key))
+
+        keys = open_source(trace).select()
+        for name in pieces.evaluate(plan, keys, cluster):
+            seen.append(name)
+        import os
+
+        assert len(seen) == len(keys) == 12
+        assert os.getpid() not in seen
+
+    def test_a_worker_s_error_is_one_line_here(self, tmp_path, cluster):
+        path = heavy_trace(tmp_path / "damaged.zarr", steps=1)
+        for chunk in (path / "rank00001" / "gradient" / "c").rglob("*"):
+            if chunk.is_file():
+                chunk.write_bytes(b"not a chunk")
+        with pytest.raises(InputError.__base__, match="damaged"):
+            fit_records(open_source(path), client=cluster)
+
+    def test_the_command(self, trace, cluster, capsys, monkeypatch):
+        address = cluster.scheduler.address
+        monkeypatch.setattr(
+            sys, "argv", ["gradstats", "fit", str(trace), "--step", "0", "--format", "json"]
+        )
+        records = []
+        for extra in ([], ["--scheduler", address]):
+            monkeypatch.setattr(sys, "argv", [*sys.argv[:7], *extra])
+            with pytest.raises(SystemExit) as done:
+                main()
+            assert done.value.code == 0
+            records.append(json.loads(capsys.readouterr().out))
+        close(records[1], records[0])
+
+
+def worker_of(sketches):
+    import os
+
+    assert sketches["all"].numel == 165_070
+    return os.getpid()
+
+
+def test_no_scheduler_is_one_line():
+    with pytest.raises(InputError, match=r"no dask scheduler at tcp://127\.0\.0\.1:9"):
+        pieces.connect("tcp://127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_memory_stays_constant(tmp_path):
+    """A gradient of 400 MB is fitted with far less than that beside it."""
+    path = tmp_path / "large.zarr"
+    numel = 100_000_000
+    create_trace(path, [Layer("w", 0, (numel,))])
+    writer = TraceWriter(path, 0)
+    writer.append(0, {"gradient": np.random.default_rng(0).standard_normal(numel, np.float32)})
+    writer.close()
+    code = f"""
+import resource
+import numpy as np
+from gradstats.analysis import fit_records, compressibility_records
+from gradstats.trace.sources import open_source
+fit_records(open_source({{"w": np.ones(100_000, np.float32) * np.arange(100_000, dtype=np.float32)}}))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+records = fit_records(open_source({str(path)!r}))
+compressibility_records([open_source({str(path)!r})], (1, 10_000))
+assert len(records) == 3
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 150

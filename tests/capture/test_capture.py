@@ -1,0 +1,269 @@
+"""The tap: plain loops, DDP hooks, schedules, slow and full disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from support.traces import train
+from torch import nn
+from workers import hook as cases
+
+from capture import Capture, CaptureWarning, at, every, logarithmic
+from capture.schedule import as_schedule
+from gradstats import open_trace
+from gradstats.errors import InputError, TraceError
+from gradstats.trace import TraceWriter
+
+# These models train faster than any disk writes.
+pytestmark = pytest.mark.filterwarnings("ignore:.*slower than the training:capture.CaptureWarning")
+
+
+@pytest.mark.parametrize("total", [None, 9])
+def test_plain_loop_records_what_backward_left(tmp_path, total):
+    model = cases.model()
+    with Capture(tmp_path / "a.zarr", model, 2, total_steps=total) as capture:
+        seen = train(capture, model, 9)
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.steps() == [0, 2, 4, 6, 8]
+    assert trace.kinds(0) == ["gradient"]
+    for step in trace.steps():
+        assert np.array_equal(trace.read(step), seen[step])
+    assert trace.scalars()["learning_rate"].tolist() == [0.1] * 5
+    assert [la.name for la in trace.layers] == [n for n, _ in model.named_parameters()]
+    assert trace.attrs["versions"]["torch"] == version("torch")
+
+
+def test_patterns_frozen_and_unused_parameters(tmp_path):
+    model = cases.model()
+    model[0].bias.requires_grad_(False)
+    with Capture(tmp_path / "a.zarr", model, parameters=["*.bias", "2.*"]) as capture:
+        model[2](torch.ones(1, 300)).sum().backward()
+        capture.step()
+    trace = open_trace(tmp_path / "a.zarr")
+    assert [la.name for la in trace.layers] == ["2.weight", "2.bias", "4.bias"]
+    values = trace.read(0)
+    assert np.array_equal(values[trace.layers[0].slice], model[2].weight.grad.reshape(-1).numpy())
+    assert not values[trace.layers[2].slice].any()
+    with pytest.raises(InputError, match="no trainable parameter"):
+        Capture(tmp_path / "b.zarr", model, parameters=["nothing*"])
+    assert not (tmp_path / "b.zarr").exists()
+
+
+def test_bad_settings_are_refused(tmp_path):
+    for options in (
+        {"kinds": ["residual"]},
+        {"store": "histograms"},
+        {"dtype": "int8"},
+        {"buffers": 0},
+        {"schedule": 0},
+    ):
+        with pytest.raises(InputError):
+            Capture(tmp_path / "a.zarr", cases.model(), **options)
+    capture = Capture(tmp_path / "a.zarr", cases.model())
+    with pytest.raises(InputError, match="made for another"):
+        capture.step(nn.Linear(2, 2))
+    capture.close()
+    capture.close()
+    with pytest.raises(TraceError, match="exists"):
+        Capture(tmp_path / "a.zarr", cases.model())
+
+
+def test_a_slow_disk_is_waited_for_and_nothing_dropped(tmp_path, monkeypatch):
+    gate = threading.Semaphore(0)
+    original = TraceWriter.append
+
+    def slow(self, *args, **kwargs):
+        gate.acquire()
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TraceWriter, "append", slow)
+    model = cases.model()
+    capture = Capture(tmp_path / "a.zarr", model, buffers=2)
+    releaser = threading.Timer(0.5, lambda: gate.release(100))
+    releaser.start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = train(capture, model, 10)
+        capture.close()
+    releaser.join()
+    assert [str(w.message).split(": ")[1] for w in caught if w.category is CaptureWarning] == [
+        "the disk is slower than the training; training waits for it"
+    ]
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.steps() == list(range(10))
+    assert all(np.array_equal(trace.read(s), seen[s]) for s in range(10))
+
+
+def test_a_full_disk_stops_capturing_not_training(tmp_path, monkeypatch):
+    original = TraceWriter.append
+
+    def failing(self, step, *args, **kwargs):
+        if step == 3:
+            raise TraceError("cannot write step 3: No space left on device")
+        original(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(TraceWriter, "append", failing)
+    model = cases.model()
+    capture = Capture(tmp_path / "a.zarr", model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(train(capture, model, 12)) == 12
+        capture.close()
+    assert [str(w.message) for w in caught if "slower" not in str(w.message)] == [
+        "capture stopped, training goes on: cannot write step 3: No space left on device"
+    ]
+    assert not capture.active
+    assert open_trace(tmp_path / "a.zarr").steps() == [0, 1, 2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tiny file system needs root")
+def test_a_really_full_disk(tmp_path):
+    """The same on a 1 MB file system: the error is the kernel's."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False
+    ).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        model = cases.model()
+        capture = Capture(disk / "a.zarr", model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            seen = train(capture, model, 12)
+            capture.close()
+        stopped = [str(w.message) for w in caught if "stopped" in str(w.message)]
+        assert len(stopped) == 1
+        assert os.strerror(errno.ENOSPC) in stopped[0]
+        trace = open_trace(disk / "a.zarr")
+        assert len(trace.steps()) >= 1
+        for step in trace.steps():
+            assert np.array_equal(trace.read(step), seen[step])
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_forgetting_to_close_loses_nothing(tmp_path):
+    script = f"""
+import torch
+from capture import Capture
+model = torch.nn.Linear(3, 2)
+capture = Capture({str(tmp_path / "a.zarr")!r}, model)
+for step in range(5):
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    capture.step()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert open_trace(tmp_path / "a.zarr").steps() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["allreduce", "topk", "powersgd"])
+def test_ddp_hooks_are_recorded_before_and_after_error_feedback(tmp_path, kind):
+    path = tmp_path / "a.zarr"
+    results = run_ranks(2, cases.capture_run, str(path), kind, 1)
+    trace = open_trace(path)
+    assert trace.ranks == [0, 1]
+    assert trace.world_size == 2
+    for rank, result in enumerate(results):
+        if kind != "powersgd":
+            assert result["buckets"] > 1.2  # they are rebuilt after the first iteration
+        assert trace.steps(rank) == list(range(8))
+        assert np.allclose(trace.scalars(rank)["loss"], result["losses"])
+        for step in range(8):
+            assert np.array_equal(trace.read(step, rank), result["seen"][step])
+        assert trace.kinds(rank) == (
+            ["gradient"] if kind == "allreduce" else ["gradient", "corrected"]
+        )
+        if kind == "topk":
+            check_error_feedback(trace, rank)
+        if kind == "powersgd":
+            # no residual before PowerSGD starts at iteration 2; afterwards its rank-1 error
+            same = [
+                np.array_equal(trace.read(s, rank), trace.read(s, rank, "corrected"))
+                for s in range(8)
+            ]
+            assert same == [True] * 3 + [False] * 5
+
+
+def check_error_feedback(trace, rank):
+    """corrected_t = gradient_t + residual_t, residual_t+1 = corrected_t without what was sent, bit for bit."""
+    scalars = trace.scalars(rank)
+    residual = np.zeros(trace.numel, np.float32)
+    for step in range(8):
+        corrected = trace.read(step, rank, "corrected")
+        assert np.array_equal(corrected, trace.read(step, rank) + residual)
+        sent = np.abs(corrected) >= np.float32(scalars["threshold"][step])
+        assert sent.sum() == scalars["selected"][step]
+        residual = np.where(sent, np.float32(0), corrected)
+
+
+@pytest.mark.distributed
+def test_gradient_accumulation_records_one_sum_per_synchronised_step(tmp_path):
+    path = tmp_path / "a.zarr"
+    results = run_ranks(2, cases.capture_run, str(path), "topk", [1, 2, 5], 6, 3)
+    trace = open_trace(path)
+    for rank, result in enumerate(results):
+        assert trace.steps(rank) == [1, 2, 5]
+        assert len(result["seen"]) == 6
+        for step in (1, 2, 5):
+            assert np.array_equal(trace.read(step, rank), result["seen"][step])
+
+
+@pytest.mark.distributed
+def test_all_ranks_hear_that_the_trace_cannot_be_made(tmp_path):
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "precious").touch()
+    for message in run_ranks(2, cases.create_conflict, str(tmp_path / "a.zarr")):
+        assert message.startswith("TraceError: ")
+        assert "not touching it" in message
+
+
+def test_schedules():
+    assert [s for s in range(9) if s in every(3)] == [0, 3, 6]
+    assert every(3).count(10) == 4
+    assert [s for s in range(9) if s in as_schedule([7, 2])] == [2, 7]
+    assert as_schedule(at([1])).description == "at 1"
+    with pytest.raises(InputError):
+        at([-1])
+    with pytest.raises(InputError):
+        logarithmic(0)
+
+
+@given(st.integers(1, 20), st.integers(0, 6))
+def test_logarithmic_schedules_have_their_density(per_decade, decade):
+    steps = [s for s in range(10**3) if s in logarithmic(per_decade)]
+    assert steps[0] == 0
+    assert {1, 10, 100} <= set(steps)
+    assert sum(100 <= s < 1000 for s in steps) == per_decade
+
+
+@pytest.mark.distributed
+def test_every_estimator_gives_offline_the_thresholds_it_gave_live(tmp_path):
+    """Replayed over the captured vectors, also the stateful rules, bit for bit."""
+    from gradstats.thresholds import ESTIMATORS, make_estimator
+
+    steps = 12
+    run_ranks(2, cases.live_thresholds, str(tmp_path), list(ESTIMATORS), steps)
+    for name in ESTIMATORS:
+        trace = open_trace(tmp_path / f"{name}.zarr")
+        for rank in (0, 1):
+            rule, live = make_estimator(name), trace.scalars(rank)
+            assert len(live["step"]) == steps
+            for step in range(steps):
+                estimate, selection = rule.select(trace.read(step, rank, "corrected"), 0.01)
+                assert estimate.threshold == live["threshold"][step], (name, step)
+                assert len(selection) == live["selected"][step]

@@ -1,0 +1,400 @@
+"""Trainers, TensorBoard, safetensors and pandas: the real libraries, running the code of docs/howto/trainers.md."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import DATA, ROOT
+from torch.utils.data import DistributedSampler
+from workers import trainers as cases
+
+import gradstats
+from gradstats.errors import InputError, TraceError
+from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace.sources import open_source
+
+pytestmark = [
+    # These models train faster than any disk writes.
+    pytest.mark.filterwarnings("ignore:.*slower than the training:capture.CaptureWarning"),
+    # Lightning's own use of torch
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+PAGE = (ROOT / "docs/howto/trainers.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def code(section):
+    return re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL)
+
+
+def batches(size=cases.BATCH, ranks=1):
+    """Return, for every step, what each rank sees: batches in turn."""
+    return [list(b.split(size)) for b in cases.tokens().split(size * ranks)]
+
+
+def agree(captured, expected):
+    """Sums in another order differ in the last bits, and training lets that grow a little."""
+    np.testing.assert_allclose(captured, expected, rtol=1e-4, atol=1e-6)
+
+
+def run(folder, script, *launcher):
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, *launcher, "train.py"],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/distributed",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def huggingface(folder, path, steps, *, resume=None, training=None, **options):
+    from transformers import Trainer
+
+    from capture.integrations.huggingface import CaptureCallback
+
+    args = cases.arguments(folder, max_steps=steps, **(training or {}))
+    callback = CaptureCallback(path, **options)
+    trainer = Trainer(cases.gpt2(), args, train_dataset=cases.Sentences(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=resume)
+    return gradstats.open_trace(path)
+
+
+def lightning(path, *, trainer=None, **options):
+    from lightning.pytorch import Trainer
+
+    from capture.integrations.lightning import CaptureCallback
+
+    settings = cases.SETTINGS | {"max_steps": 3} | (trainer or {})
+    Trainer(callbacks=[CaptureCallback(path, **options)], **settings).fit(
+        cases.module(), cases.loader()
+    )
+    return gradstats.open_trace(path)
+
+
+def test_huggingface_captures_what_the_optimizer_uses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"model": cases.gpt2(), "dataset": cases.Sentences()}
+    names["args"] = cases.arguments("out", max_grad_norm=0.1)
+    exec(code("Hugging Face")[0], names)
+    trace = gradstats.open_trace("run.zarr")
+    assert trace.steps() == [0, 10, 20]
+    assert [la.name for la in trace.layers] == [n for n, _ in names["model"].named_parameters()]
+    assert trace.scalars()["learning_rate"].tolist() == [cases.RATE] * 3
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(), clip=0.1)
+    assert not np.array_equal(seen[0][1], seen[0][2])
+    for step in trace.steps():
+        agree(trace.read(step), seen[step][2])
+
+
+def test_huggingface_accumulates_and_resumes(tmp_path):
+    training = {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.0,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(2 * cases.BATCH))
+    trace = huggingface(tmp_path, tmp_path / "a.zarr", 2, training=training)
+    assert trace.steps() == [0, 1]
+    again = huggingface(
+        tmp_path, tmp_path / "b.zarr", 4, training=training, resume=str(tmp_path / "checkpoint-2")
+    )
+    assert again.steps() == [2, 3]
+    for step in range(4):
+        agree((trace if step < 2 else again).read(step), seen[step][1])
+
+
+@pytest.mark.distributed
+def test_huggingface_under_ddp_shows_each_rank_its_own_gradient(tmp_path):
+    script = f"""
+from workers import trainers as cases
+from capture.integrations.huggingface import CaptureCallback
+from transformers import Trainer
+dataset, args = cases.Sentences(), cases.arguments("out", ddp_backend="gloo", max_grad_norm=0.1)
+model = cases.gpt2()
+trainer = Trainer(model, args, train_dataset=dataset, callbacks=[CaptureCallback("mean.zarr", 10)])
+trainer.train()
+model = cases.gpt2()
+{code("Hugging Face")[1]}
+import torch.distributed
+torch.distributed.destroy_process_group()
+"""
+    run(tmp_path, script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    mean, local = (gradstats.open_trace(tmp_path / f"{n}.zarr") for n in ("mean", "local"))
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(ranks=2), clip=0.1)
+    assert local.world_size == 2
+    for step in (0, 10, 20):
+        for rank in range(2):
+            agree(mean.read(step, rank), seen[step][2])
+            agree(local.read(step, rank), seen[step][0][rank])
+
+
+def test_lightning_captures_before_clipping(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = cases.SETTINGS | {"gradient_clip_val": 0.1}
+    exec(
+        code("Lightning")[0],
+        {"module": cases.module(), "loader": cases.loader(), "settings": settings},
+    )
+    trace = gradstats.open_trace("run.zarr")
+    assert trace.steps() == [0, 10, 20]
+    assert trace.layers[0].name == "network.0.weight"
+    assert trace.scalars()["learning_rate"].tolist() == [cases.RATE] * 3
+    seen = cases.plain_loop(cases.network(), cases.network_loss, batches(), clip=0.1)
+    assert not np.array_equal(seen[0][1], seen[0][2])
+    for step, loss in zip(trace.steps(), trace.scalars()["loss"], strict=True):
+        agree(trace.read(step), seen[step][1])
+        assert loss == pytest.approx(seen[step][3], rel=1e-5)
+
+
+def test_lightning_accumulates(tmp_path):
+    trace = lightning(tmp_path / "a.zarr", trainer={"accumulate_grad_batches": 2})
+    seen = cases.plain_loop(cases.network(), cases.network_loss, batches(2 * cases.BATCH))
+    assert trace.steps() == [0, 1, 2]
+    for step, loss in enumerate(trace.scalars()["loss"]):
+        agree(trace.read(step), seen[step][1])
+        assert loss == pytest.approx(seen[step][3], rel=1e-5)
+
+
+def test_lightning_keeps_what_was_captured_before_a_failure(tmp_path):
+    from lightning.pytorch import Trainer
+
+    from capture.integrations.lightning import CaptureCallback
+
+    module = cases.module()
+    original = module.training_step
+
+    def fail_in_the_third(batch):
+        if module.global_step == 2:
+            raise ArithmeticError("lost")
+        return original(batch)
+
+    module.training_step = fail_in_the_third
+    callback = CaptureCallback(tmp_path / "a.zarr")
+    with pytest.raises(ArithmeticError, match="lost"):
+        Trainer(callbacks=[callback], **cases.SETTINGS).fit(module, cases.loader())
+    assert gradstats.open_trace(tmp_path / "a.zarr").steps() == [0, 1]
+
+
+@pytest.mark.distributed
+def test_lightning_under_ddp_captures_a_compressor(tmp_path):
+    script = f"""
+from workers import trainers as cases
+from capture.integrations.lightning import CaptureCallback
+from lightning.pytorch import Trainer
+module, loader, settings = cases.module(), cases.loader(), cases.SETTINGS
+{code("Lightning")[1]}
+if trainer.global_rank == 0:
+    from torch.utils.tensorboard import SummaryWriter
+    from capture.integrations.tensorboard import add_step
+    with SummaryWriter("logs") as writer:
+        add_step(writer, state.last)
+"""
+    run(tmp_path, script)
+    trace = gradstats.open_trace(tmp_path / "topk.zarr")
+    assert (trace.ranks, trace.steps()) == ([0, 1], list(range(cases.STEPS)))
+    rows = cases.tokens()
+    for rank in range(2):
+        # what Lightning deals the samples with; every rank starts from the same weights
+        dealt = list(DistributedSampler(rows, num_replicas=2, rank=rank))
+        first = [[rows[dealt[: cases.BATCH]]]]
+        (seen,) = cases.plain_loop(cases.network(), cases.network_loss, first)
+        agree(trace.read(0, rank), seen[0][0])
+        k = round(0.01 * trace.numel)
+        residual = seen[0][0].copy()
+        residual[np.argsort(np.abs(residual))[-k:]] = 0
+        agree(trace.read(1, rank, "corrected") - trace.read(1, rank), residual)
+        assert set(trace.scalars(rank)["selected"]) == {k}
+    shown = scalars(tmp_path / "logs")
+    assert shown["compression/selected"] == {cases.STEPS - 1: k}
+    assert shown["compression/quality"] == {cases.STEPS - 1: 1}
+    assert shown["compression/threshold"][cases.STEPS - 1] == pytest.approx(
+        trace.scalars(0)["threshold"][-1]
+    )
+
+
+def test_callbacks_refuse_at_once_what_cannot_work(tmp_path, monkeypatch):
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from lightning.pytorch.strategies import FSDPStrategy
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from capture.integrations.huggingface import CaptureCallback as ForTransformers
+    from capture.integrations.lightning import CaptureCallback as ForLightning
+
+    path = tmp_path / "a.zarr"
+    for callback in (ForTransformers, ForLightning):
+        with pytest.raises(TypeError, match="shcedule"):
+            callback(path, shcedule=1)
+    with pytest.raises(InputError, match="trainer="):
+        ForTransformers(path, comm_hook=allreduce_hook)
+    with pytest.raises(InputError, match="DistributedDataParallel"):
+        lightning(path, comm_hook=allreduce_hook)
+    with pytest.raises(InputError, match="FSDPStrategy"):
+        ForLightning(path).on_train_start(SimpleNamespace(strategy=FSDPStrategy()), None)
+    PartialState(cpu=True)
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(InputError, match="DEEPSPEED"):
+        ForTransformers(path).on_train_begin(None, SimpleNamespace(global_step=0), None, model=None)
+    assert not path.exists()
+    path.touch()
+    with pytest.raises(TraceError, match="not a trace"):
+        lightning(path)
+
+
+@pytest.mark.parametrize(
+    ("module", "library"),
+    [("huggingface", "transformers"), ("lightning", "lightning"), ("tensorboard", "tensorboard")],
+)
+def test_a_missing_library_names_its_extra(module, library):
+    script = f"import sys\nsys.modules[{library!r}] = None\nimport capture.integrations.{module}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: capture.integrations.")
+    assert last.endswith(f"pip install 'gradstats[{module}]'")
+
+
+def scalars(folder):
+    """Return {tag: {step: value}} of the event files in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_the_page_from_a_trace_to_other_tools(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink(DATA / "resnet20-ef.zarr", "run.zarr")
+    names = {}
+    for section in ("TensorBoard", "safetensors", "pandas"):
+        for block in code(section):
+            exec(block, names)
+    dataset = gradstats.over_training("run.zarr")
+    shown = scalars("logs/gradients")
+    # a Laplace has no shape: that series is all NaN
+    assert len(shown) == sum(int(v.notnull().any("step").sum()) for v in dataset.values())
+    steps = dataset["step"].values.tolist()
+    for tag, labels in {
+        "loss/0": {},
+        "rms/0/corrected/all": {"kind": "corrected"},
+        "threshold/0/gradient/all/0.001": {"kind": "gradient", "ratio": 0.001},
+    }.items():
+        expected = dataset[tag.split("/")[0]].sel(labels).values.ravel().tolist()
+        assert shown[tag] == pytest.approx(dict(zip(steps, expected, strict=True)))
+
+    trace = gradstats.open_trace("run.zarr")
+    assert names["steps"].loc[10, "kind"].tolist() == ["gradient", "corrected"]
+    assert names["steps"]["numel"].unique().tolist() == [trace.numel]
+    assert names["decay"]["p"].dtype == np.float64
+    assert (names["decay"]["trace"] == "run").sum() == 8  # the others are controls
+    assert names["everything"].index.names == [*dataset["nll"].dims, "ratio"]
+
+
+def test_nan_is_left_out_and_steps_are_needed(tmp_path):
+    import xarray
+
+    from capture.integrations.tensorboard import write_dataset
+
+    data = {"a": ("step", [1.0, math.nan, 3.0]), "b": ("rank", [1.0])}
+    write_dataset(xarray.Dataset(data, {"step": [4, 5, 6]}), tmp_path)
+    assert scalars(tmp_path) == {"a": {4: 1.0, 6: 3.0}}
+    with pytest.raises(InputError, match="it has rank"):
+        write_dataset(xarray.Dataset({"b": ("rank", [1.0])}), tmp_path)
+
+
+def test_a_live_compressor_in_tensorboard(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from capture.integrations.tensorboard import add_step
+    from gradstats.hooks.diagnostics import StepRecord
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        add_step(writer, StepRecord(3, 0.5, 12, 1000, 96, target=10, union=20))
+        add_step(writer, StepRecord(4, math.nan, 0, 1000, 0))
+    shown = scalars(tmp_path)
+    assert shown["compression/threshold"] == {3: 0.5}
+    assert shown["compression/selected"] == {3: 12, 4: 0}
+    assert shown["compression/bytes_sent"] == {3: 96, 4: 0}
+    assert shown["compression/quality"] == {3: pytest.approx(1.2)}
+    assert shown["compression/build_up"] == {3: 2}
+    assert shown["compression/density"] == {3: pytest.approx(0.02), 4: 0}
+    assert shown["compression/bits_per_element"] == {3: pytest.approx(0.768), 4: 0}
+
+
+def test_a_step_exported_has_the_same_statistics(trace_path, tmp_path):
+    from safetensors.torch import load_file, safe_open
+
+    from gradstats.analysis.fits import fit_records
+    from gradstats.trace.export import save_safetensors
+
+    trace = gradstats.open_trace(trace_path)
+    kind = trace.kinds(0)[-1]
+    path = tmp_path / "a.safetensors"
+    save_safetensors(trace_path, path, 100, kind=kind)
+    tensors = load_file(path)
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == {
+        la.name: la.shape for la in trace.layers
+    }
+    values = trace.read(100, kind=kind)
+    for layer in trace.layers:
+        assert np.array_equal(tensors[layer.name].numpy().ravel(), values[layer.slice])
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"trace": trace.name, "step": "100", "rank": "0", "kind": kind}
+    told = [
+        {
+            f"{r['model']} {r['layer']} {name}": value
+            for r in fit_records(source, models=["laplace", "dgamma"], per_layer=True, **chosen)
+            for name, value in {**r["params"], "nll": r["nll"], "ks": r["ks"]}.items()
+        }
+        for source, chosen in (
+            (open_source(trace), {"steps": [100], "ranks": [0], "kinds": [kind]}),
+            (open_source(path), {}),
+        )
+    ]
+    # safetensors sorts the parameters, and sums in another order differ in the last bits
+    assert told[1] == pytest.approx(told[0], rel=1e-12, nan_ok=True)
+
+
+def test_exports_of_scalars_and_nothing_and_to_nowhere(tmp_path):
+    from safetensors.torch import load_file
+
+    from gradstats.trace.export import save_safetensors
+
+    layers = [Layer("scale", 0, ()), Layer("none", 1, (0, 3)), Layer("w", 1, (2, 1))]
+    create_trace(tmp_path / "a.zarr", layers)
+    writer = TraceWriter(tmp_path / "a.zarr", 0, dtype="bfloat16")
+    writer.append(0, {"gradient": np.array([1, 2, 3], np.float32)})
+    writer.close()
+    save_safetensors(tmp_path / "a.zarr", tmp_path / "a.safetensors", 0)
+    tensors = load_file(tmp_path / "a.safetensors")
+    assert {n: t.tolist() for n, t in tensors.items()} == {
+        "scale": 1.0,
+        "none": [],
+        "w": [[2.0], [3.0]],
+    }
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    with pytest.raises(InputError, match="must end in"):
+        save_safetensors(tmp_path / "a.zarr", tmp_path / "a.npz", 0)
+    with pytest.raises(InputError, match="cannot write"):
+        save_safetensors(tmp_path / "a.zarr", tmp_path / "missing" / "a.safetensors", 0)
+    with pytest.raises(TraceError, match="no step 7"):
+        save_safetensors(tmp_path / "a.zarr", tmp_path / "a.safetensors", 7)

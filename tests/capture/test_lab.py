@@ -1,0 +1,338 @@
+"""The network lab, for real: namespaces, tc, gloo over the shaped links. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from capture.lab.cluster import LabError, shaped_network
+from capture.lab.run import measure_network
+from capture.workloads.launch import RunFailedError
+from gradstats.cli import main
+from gradstats.errors import GradstatsError
+from gradstats.network import ALGORITHMS, Network
+from gradstats.network.plan import plan
+from gradstats.network.rates import parse_rate
+
+GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
+LAB = (GRADSTATS, "bench-network", "--nproc", "2", "--rate", "50")
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def inventory():
+    """Return namespaces by name, all network namespaces that have a process, and the host's interfaces."""
+    inodes = {os.stat(path).st_ino for path in processes("ns/net")}
+    return ip("netns"), inodes, ip("-brief", "link")
+
+
+def processes(file):
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        with contextlib.suppress(OSError):
+            path.stat()
+            yield path
+
+
+@pytest.fixture(scope="module")
+def _rights():
+    try:
+        with shaped_network(1, 10**9):
+            pass
+    except GradstatsError as error:
+        pytest.skip(f"no network lab here: {error}")
+
+
+@pytest.fixture
+def lab(_rights):
+    """Whatever the test does, it leaves the machine as it was."""
+    before = inventory()
+    yield
+    end = time.monotonic() + 10
+    while (
+        inventory() != before and time.monotonic() < end
+    ):  # the kernel ends processes in its own time
+        time.sleep(0.1)
+    assert inventory() == before
+
+
+def refused(*args, **environment):
+    """Run a command in this process that is to fail, and return its one line."""
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as done:
+        main(list(args))
+    assert done.value.code == 2
+    assert stderr.getvalue().count("\n") == 1
+    return stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("100", 10**8),
+        ("1gbit", 10**9),
+        ("2.5Gbit", 25 * 10**8),
+        ("500kbit", 500_000),
+        (".5", 500_000),
+    ],
+)
+def test_rates_are_read_as_tc_writes_them(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1", "0", "1mbps", "1e3", "0.5kbit", "nan"])
+def test_other_rates_are_refused(text):
+    assert "Mbit/s" in refused("bench-network", "--rate", text)
+
+
+def test_settings_are_checked_before_anything_is_built():
+    assert "nproc" in refused("bench-network", "--nproc", "0")
+    assert "1 to 200" in refused("bench-network", "--nproc", "201")
+    assert "more than 3" in refused("bench-network", "--steps", "3")
+    assert "did you mean marsit" in refused("bench-network", "--compressor", "marsitt")
+
+
+@pytest.mark.parametrize("tool", ["ip", "tc"])
+def test_a_missing_tool_is_named(tool, tmp_path, monkeypatch):
+    other = "tc" if tool == "ip" else "ip"
+    (tmp_path / other).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"needs {tool}, of the package iproute2" in refused("bench-network")
+
+
+def test_a_network_is_shaped_and_apart_from_the_host(lab):
+    before = ip("-brief", "link")
+    with shaped_network(3, 7 * 10**6) as network:
+        assert ip("-brief", "link") == before
+        names = ip("netns").split()
+        assert set(network.ranks) < {name for name in names if name.startswith("gradstats-lab-")}
+        for name in network.ranks:
+            (link,) = json.loads(ip("-n", name, "-json", "link", "show", "type", "veth"))
+            assert link["operstate"] == "UP"
+        shown = [
+            subprocess.run(["tc", "-n", name, "qdisc"], capture_output=True, text=True).stdout
+            for name in names
+            if name.startswith("gradstats-lab-")
+        ]
+        assert "".join(shown).count("tbf") == "".join(shown).count("rate 7Mbit burst 32Kb") == 6
+
+
+def test_what_a_killed_lab_left_goes_and_nothing_else(lab):
+    stale, foreign = "gradstats-lab-0-hub", "gradstats-test-other"
+    for name in (stale, foreign):
+        ip("netns", "add", name)
+    ip("-n", stale, "link", "add", "port0", "type", "veth", "peer", "name", "port1")
+    left = subprocess.Popen(["ip", "netns", "exec", stale, "sleep", "1000"])
+    try:
+        while not ip("netns", "pids", stale):
+            time.sleep(0.01)
+        with shaped_network(1, 10**9):
+            assert stale not in ip("netns")
+            assert foreign in ip("netns")
+            assert left.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        left.kill()
+        ip("netns", "delete", foreign)
+
+
+def test_a_second_lab_is_refused(lab):
+    with shaped_network(1, 10**9):
+        said = refused("bench-network")
+        assert f"another network lab is running, process {os.getpid()}" in said
+
+
+@pytest.mark.parametrize(
+    ("privileges", "why"),
+    [
+        (("--reuid", "65534", "--regid", "65534", "--clear-groups"), "takes root"),
+        (("--bounding-set", "-sys_admin"), "not permitted"),  # root of an ordinary container
+    ],
+)
+def test_without_the_rights_it_is_one_line(lab, privileges, why):
+    done = subprocess.run(["setpriv", *privileges, *LAB], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_part_that_is_refused_leaves_nothing(lab):
+    with pytest.raises(LabError, match=r"tc .*rate"), shaped_network(2, 10**40):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_takes_the_network_down(lab, number):
+    before = signal.getsignal(number)
+    with pytest.raises(SignalException) as raised, shaped_network(1, 10**9):
+        signal.raise_signal(number)
+    assert raised.value.sigval == number
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.distributed
+def test_the_ring_takes_what_its_links_allow(lab):
+    with shaped_network(2, 50 * 10**6) as cluster:
+        network = measure_network(cluster, 500_000, 0.1, [])
+    for operation, size in (("all_reduce", 2e6), ("all_gather", 1e6)):
+        bound = size * 8 / 50e6  # 2(n - 1)/n and n - 1 times the bytes, each 1 for two ranks
+        seconds = network.line(operation, 2).at(size)
+        assert bound - 0.006 < seconds < 3 * bound + 0.05, operation  # a bucket saves up 5 ms
+
+
+@pytest.mark.distributed
+def test_a_training_says_where_its_time_goes(lab):
+    names = ("none", "topk")
+    done = subprocess.run(
+        [
+            *LAB,
+            "--steps",
+            "6",
+            "--batch-size",
+            "4",
+            "--format",
+            "json",
+            *(f"--compressor={n}" for n in names),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    records = {record["compressor"]: record for record in json.loads(done.stdout)}
+    assert tuple(records) == names
+    dense, topk = records.values()
+    for record in records.values():
+        assert (record["nproc"], record["rate"]) == (2, 50)
+        assert 0 < record["loss"] < 10
+        assert record["compute"] == dense["compute"] > 0
+        assert record["seconds"] > record["select"] + record["communicate"] > 0
+    numel = 269_722
+    assert dense["bytes"] == pytest.approx(4 * numel, rel=0.05)  # a ring of two: 2(n−1)/n = 1
+    assert 8 * 270 < topk["bytes"] < 0.02 * dense["bytes"]
+    assert dense["seconds"] > 0.9 * 8 * dense["bytes"] / 50e6
+    assert dense["communicate"] == pytest.approx(dense["seconds"] - dense["compute"])
+    assert topk["select"] > 0 == dense["select"]
+    assert dense["overlapped"] is None
+
+
+@contextlib.contextmanager
+def running():
+    """A lab whose ranks have entered their namespaces, and the process that runs it."""
+    command = [*LAB, "--steps", "100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    names = [f"gradstats-lab-{process.pid}-{rank}" for rank in range(2)]
+    try:
+        while not all(name in ip("netns") and ip("netns", "pids", name) for name in names):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.distributed
+def test_ctrl_c_twice_leaves_nothing(lab):
+    with running() as process:
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            time.sleep(0.05)
+        _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (130, "gradstats: interrupted\n")
+
+
+@pytest.mark.distributed
+def test_what_a_killed_lab_leaves_ends_with_the_next(lab):
+    with running() as process:
+        process.kill()
+        process.wait()
+        assert f"gradstats-lab-{process.pid}-0" in ip("netns")
+    with shaped_network(1, 10**9):
+        assert f"gradstats-lab-{process.pid}-0" not in ip("netns")
+
+
+def kill_while_exchanging(namespace):
+    """Kill the rank in a namespace once it has sent 2 MB."""
+    sent = 0
+    while sent < 2e6:
+        time.sleep(0.1)
+        (link,) = json.loads(ip("-n", namespace, "-s", "-json", "link", "show", "eth0"))
+        sent = link["stats64"]["tx"]["bytes"]
+    os.kill(int(ip("netns", "pids", namespace)), signal.SIGKILL)
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_ends_the_others(lab):
+    with shaped_network(2, 50 * 10**6) as network:
+        killer = threading.Thread(target=kill_while_exchanging, args=[network.ranks[1]])
+        killer.start()
+        with pytest.raises(RunFailedError, match=r"rank [01] failed: .*") as raised:
+            measure_network(network, 500_000, 0.1, [])
+        killer.join()
+        assert "\n" not in str(raised.value)
+
+
+def test_a_burst_is_what_tc_is_told(lab):
+    with shaped_network(1, 10**8, burst=8192) as network:
+        shown = subprocess.run(
+            ["tc", "-n", network.ranks[0], "qdisc"], capture_output=True, text=True
+        ).stdout
+        assert "rate 100Mbit burst 8Kb" in shown
+        (link,) = json.loads(ip("-n", network.ranks[0], "-json", "-d", "link", "show", "eth0"))
+        assert link["gso_max_size"] < 8192
+    assert "at least 4096" in refused("bench-network", "--burst", "100")
+
+
+@pytest.mark.distributed
+def test_a_network_measured_in_the_lab_makes_a_plan(lab, tmp_path):
+    file = tmp_path / "network.json"
+    short = ("--steps", "5", "--batch-size", "4", "--compressor", "none", "--compressor")
+    done = subprocess.run(
+        [*LAB, *short, "torch-topk", "--measure", str(file)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {file}" in done.stderr
+    network = Network.load(file)
+    assert network.about["rate"] == 50e6
+    assert {line.world for line in network.lines if line.operation in ALGORITHMS} == {2}
+    alpha, beta = network.link()
+    assert alpha.value < 0.01
+    assert beta.value == pytest.approx(8 / 50e6, rel=0.15)  # headers are 4 % of it
+    shape = {"model": np.zeros(269_722, np.float32)}
+    (dense,) = plan(shape, network, 0.05, [2], compressors=["none"])
+    assert dense["transfer"] == pytest.approx(4 * 269_722 * beta.value, rel=0.05)
+
+
+@pytest.mark.distributed
+def test_the_experiment_in_short(lab, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "experiment.py"), "resnet20-digits"]
+    command += ["--results", str(tmp_path), "--steps", "6"]
+    command += ["--measure", "--only", "none", "topk", "torch-topk"]
+    first, again = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == again.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    stored = (tmp_path / "network-resnet20-digits.jsonl").read_text().splitlines()
+    setting, *rows = map(json.loads, stored)
+    assert [row["compressor"] for row in rows] == ["none", "topk", "torch-topk"]  # run once
+    dense, ours, theirs = rows
+    assert ours["losses"] == theirs["losses"]
+    assert ours["quality"] == 1
+    assert dense["losses"][0] == pytest.approx(ours["losses"][0], abs=1e-3)
+    assert ours["bytes"] < 0.02 * dense["bytes"]
+    # the rate was chosen so that a dense step communicates a tenth of its time
+    bits = 8 * 4 * setting["numel"] / setting["rate"]
+    assert bits / (bits + setting["compute"]) == pytest.approx(0.1, rel=0.06)
+    assert Network.load(tmp_path / "network-resnet20-digits.json").about["rate"] == setting["rate"]

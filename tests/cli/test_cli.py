@@ -1,0 +1,462 @@
+"""The terminal, as a user meets it: in this process, but where the process is what is tested."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import DATA, ROOT
+from rich.cells import cell_len
+from support.terminal import records, run
+
+COMMANDS = (
+    "info",
+    "fit",
+    "compressibility",
+    "pot",
+    "drift",
+    "quality",
+    "bench",
+    "bench-network",
+    "compression",
+    "plan",
+    "report",
+    "capture",
+    "demo",
+)
+EF = str(DATA / "resnet20-ef.zarr")
+GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+FIELDS = {
+    ("info", EF): {"step", "rank", "kind", "numel"},
+    ("fit", EF, "--step", "100"): {
+        "step", "rank", "kind", "layer", "model", "params", "nll", "aic", "ks", "tail_error",
+        "method", "stderr", "bic", "wasserstein", "ad_upper", "log_quantile", "quality", "status",
+    },
+    ("pot", EF, "--step", "100"): {
+        "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess", "c", "c_low", "c_high", "scale", "status",
+    },
+    ("pot", EF, "--step", "100", "--layers"): {"layer", "n", "c", "c_low", "c_high", "status"},
+    ("drift", EF): {
+        "quantity", "kind", "layer", "n", "mean", "low", "high", "slope", "slope_low", "acf1", "adf_p", "change_low",
+    },
+    ("compressibility", EF): {
+        "step", "rank", "kind", "p", "p_low", "p_high", "c1", "window", "compressible", "sigma_p",
+    },
+    ("quality", EF): {"estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "fields"), FIELDS.items(), ids=lambda v: v[0] if isinstance(v, tuple) else ""
+)
+def test_json_records_have_the_fields_of_the_design(command, fields):
+    for record in records(*command):
+        assert record.keys() >= fields
+
+
+def test_the_command_of_issue_2():
+    found = records(
+        "quality", EF, *["--ratio", "0.1", "--ratio", "0.01", "--ratio", "0.001"],
+        *["--estimator", "exact", "--estimator", "dgc", "--estimator", "sidco-e"],
+    )  # fmt: skip
+    assert len(found) == 18
+    assert all(r["mean"] == 1 for r in found if r["estimator"] == "exact")
+    assert {r["kind"] for r in found} == {"gradient", "corrected"}
+
+
+def test_layers_steps_kinds_and_windows_can_be_chosen():
+    found = records(
+        "fit", EF, "--per-layer", "--step", 10, "--kind", "corrected", "--model", "laplace"
+    )
+    assert len(found) == 60
+    assert {r["kind"] for r in found} == {"corrected"}
+    assert {r["window"] for r in records("compressibility", EF, "--window", "5:500")} == {"5-500"}
+    kinds = [r["kind"] for r in records("compressibility", EF)]
+    assert kinds[-3:] == ["uniform", "halfnorm", "laplace"]
+    one = records("quality", EF, "--estimator", "sidco-e", "--ratio", 0.001, "--stages", 1)
+    assert one[0]["mean"] > 2
+
+
+WIDE = [
+    ("info", DATA),
+    ("fit", DATA, "--per-layer", "--step", 10, "--bootstrap", 2, "--size", 100, "--model", "laplace"),
+    ("compressibility", DATA),
+    ("pot", EF, "--step", 10, "--layers"),
+    ("drift", EF, "--per-layer", "--model", "laplace", "--kind", "gradient"),
+    ("quality", DATA),
+    ("quality", EF, "--per-layer", "--ratio", 0.01, "--step", 10),
+    ("quality", EF, "--by-stage", "--step", 10),
+    ("bench", "--numel", 1000, "--repeats", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WIDE, ids=lambda c: "-".join(map(str, c[::2])))
+def test_tables_fit_80_columns(command):
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [("quality", EF, "--step", 10), ("fit", EF, "--step", 10), ("info", EF)]
+)
+def test_other_formats_parse(command, tmp_path):
+    rows = list(csv.DictReader(run(*command, "--format", "csv").stdout.splitlines()))
+    there = records(*command)
+    assert len(rows) == len(there)
+    assert list(rows[0]) == list(there[0])
+    lines = run(*command, "--format", "markdown").stdout.splitlines()
+    assert len(lines) == len(there) + 2
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    latex = run(*command, "--format", "latex").stdout
+    assert latex.startswith("\\begin{tabular}")
+    assert "_" not in latex.replace("\\_", "")
+    out = tmp_path / "q.json"
+    assert run(*command, "--format", "json", "-o", out).stdout == ""
+    assert json.loads(out.read_text()) == there
+
+
+ERRORS = [
+    (("quality", EF, "--estimator", "foo"), "no estimator 'foo'; there are exact"),
+    (("quality", EF, "--ratio", 2), "ratio must be in (0, 1]"),
+    (("quality", EF, "--stages", 0), "Invalid value for '--stages'"),
+    (("quality", EF, "--step", 5), "it holds steps 10, 100, 1000, 2999"),
+    (("fit", EF, "--step", 10, "--step", 7), "matches steps 7; there are steps 10, 100"),
+    (("fit", DATA, "--rank", 0, "--rank", 1), "matches ranks 1; there are steps 10"),
+    (("info", "."), "holds no trace, but the files x.npy"),
+    (("info", DATA / "resnet20-fe.zarr"), "did you mean"),
+    (("quality", EF, "--estimator", "sidko-e"), "did you mean sidco-e?"),
+    (
+        ("quality", EF, "--kind", "correct"),
+        "there are gradient, corrected; did you mean corrected?",
+    ),
+    (("quality", EF, "--format", "xml"), "no format 'xml'; there are table"),
+    (("quality",), "gradstats quality: Missing argument 'SOURCE'. (gradstats quality --help)"),
+    (("quality", EF, "--ratoi", 1), "No such option: --ratoi"),
+    (("quality", EF, "--ratio", "a"), "Invalid value for '--ratio'"),
+    (("qualty", EF), "No such command 'qualty'. Did you mean 'quality'?"),
+    (("quality", DATA / "nothing.zarr"), "data holds resnet20-ef.zarr"),
+    (("fit", EF, "--model", "cauchy"), "no model 'cauchy'; there are laplace"),
+    (("fit", EF, "--method", "guess"), "no method 'guess'; there are closed"),
+    (("fit", EF, "--model", "t", "--method", "pwm"), "t has no method 'pwm'; it has moments, mle"),
+    (("pot", EF, "--method", "guess"), "no method 'guess'"),
+    (("pot", EF, "--ratio", 0), "ratio must be in (0, 1]"),
+    (("drift", EF, "--quantity", "foo"), "no quantity 'foo'; there are zero_fraction"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--store", "zip"), "no store 'zip'"),
+    (("compressibility", EF, "--window", "a"), "two ranks like 1:1000"),
+    (("info", ROOT / "pyproject.toml"), "not a trace, nor one of"),
+    (("info", EF, "-o", "/nowhere/x"), "cannot write /nowhere/x"),
+    (("report", "x.npy", "-o", "/proc/x.html"), "cannot write /proc/x.html"),
+    (("fit", EF, "--model", "laplac"), "did you mean laplace?"),
+    (("capture", "foo", "--out", "x.zarr"), "no workload 'foo'; there are resnet20-digits"),
+    (("capture", "lstm-pydok", "--out", "x.zarr"), "did you mean lstm-pydoc?"),
+    (
+        ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "marsid"),
+        "did you mean marsit?",
+    ),
+    (("capture", "lstm-ptb", "--out", "x.zarr"), "--data-dir"),
+    (
+        ("capture", "lstm-ptb", "--out", "x.zarr", "--data-dir", "/tmp"),
+        "holds none of ptb.train.txt",
+    ),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"), "there are none, topk"),
+    (("capture", "lstm-pydoc", "--out", "x.npy"), "x.npy exists; choose another name"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--steps", 0), "steps must be at least 1"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--nproc", 0), "nproc must be at least 1"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--dtype", "int8"), "no dtype 'int8'"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), ERRORS, ids=[m for _, m in ERRORS])
+def test_errors_are_one_line_and_exit_2(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.arange(1, 500, dtype=np.float32))
+    done = run(*command)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert message in lines[0]
+
+
+TABLES = (
+    ("info",),
+    ("fit",),
+    ("compressibility",),
+    ("pot",),
+    ("pot", "--choose", 59),
+    ("pot", "--layers"),
+    ("drift",),
+    ("quality", "--estimator", "exact", "--estimator", "sidco-e"),
+    ("quality", "--by-stage"),
+)
+NOISE = np.random.default_rng(0).laplace(size=200)
+ODD = {
+    "nan": np.full(200, np.nan),
+    "infinite": np.full(200, -np.inf, np.float32),
+    "zero": np.zeros(200, np.float32),
+    "zero-and-nan": np.array([0, np.nan] * 100),
+    "constant": np.full(200, 0.5, np.float32),
+    "one": np.ones(1, np.float32),
+    "two": np.array([1, -2], np.float32),
+    "half": NOISE.astype(np.float16),
+    "matrix": NOISE.reshape(10, 20),
+    "scalar": np.float32(2),
+    "largest": (1e38 * NOISE / 3).astype(np.float32),
+    "smallest": np.full(200, 1e-45, np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_gradients_have_tables(name, tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, ODD[name])
+    for command, *options in TABLES:
+        done = run(command, path, *options)
+        assert done.returncode == 0, done.stderr
+        assert "x.npy" in done.stdout or "--by-stage" in options  # some have no stage
+        assert max(map(cell_len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["infinite", "two", "largest", "smallest"])
+def test_odd_gradients_have_a_report(name, tmp_path):
+    np.save(tmp_path / "x.npy", ODD[name])
+    done = run("report", tmp_path / "x.npy", "-o", tmp_path / "r.html")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def _object(path):
+    np.save(path, np.array([1, None], object), allow_pickle=True)
+
+
+def _truncated(path):
+    np.save(path, NOISE)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+UNREADABLE = {
+    "empty": (lambda path: np.save(path, np.empty(0)), "holds no elements"),
+    "int": (lambda path: np.save(path, np.arange(9)), "not int64"),
+    "complex": (lambda path: np.save(path, np.ones(9, complex)), "not complex128"),
+    "object": (_object, "Python objects"),
+    "truncated": (_truncated, "cannot read"),
+    "nothing": (Path.touch, "cannot read"),
+    "text": (lambda path: path.write_text("step,loss\n"), "magic string is not correct"),
+    "directory": (Path.mkdir, "is not a gradstats trace"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_no_gradient_is_one_line(make, message, tmp_path):
+    path = tmp_path / "x.npy"
+    make(path)
+    for command, *options in (*TABLES, ("report", "-o", tmp_path / "r.html")):
+        done = run(command, path, *options)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert message in done.stderr
+
+
+def test_a_bootstrap_says_what_it_tested():
+    command = ["fit", EF, "--step", 100, "--kind", "gradient", "--bootstrap", 19, "--size", 500]
+    for record in records(*command):
+        assert record["subsample"] == 500
+        assert 0.05 <= record["p_value"] <= 1
+    shown = run(*command).stdout
+    assert "p of 19 refitted replicates of 500 elements" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_choice_of_threshold():
+    command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 59]
+    found = records(*command)
+    assert sum(r["chosen"] for r in found) <= 1
+    assert all(0 < r["p_value"] <= 1 for r in found if r["n"] >= 100)
+    shown = run(*command).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "chosen" in shown
+    assert "Too wide" not in shown
+
+
+def test_models_all_and_methods():
+    found = records("fit", EF, "--step", 100, "--model", "all", "--method", "mle")
+    assert len({r["model"] for r in found}) == 8
+    assert {r["method"] for r in found} == {"mle"}
+    default = records("fit", EF, "--step", 100, "--kind", "gradient")
+    assert [r["model"] for r in default] == ["laplace", "dgamma", "double_genpareto"]
+    assert all(set(r["stderr"]) <= set(r["params"]) for r in default)
+    status = run("fit", EF, "--step", 100).stderr
+    assert "double_genpareto: shape above 1/4: moment estimate unreliable (1 of the fits)" in status
+
+
+def test_sketches_are_announced(tmp_path):
+    from support.traces import heavy_trace
+
+    path = heavy_trace(tmp_path / "s.zarr", "sketches", steps=2)
+    for command in ("fit", "compressibility", "quality", "pot"):
+        done = run(command, path)
+        assert done.returncode == 0, done.stderr
+        assert "Sketches (s): sizes are good to half a percent" in done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 80
+    assert records("info", path)[0]["stored"] == "sketch"
+    assert run("report", path, "-o", tmp_path / "r.html").returncode == 0
+    assert "Captured as sketches" in (tmp_path / "r.html").read_text()
+
+
+def test_version():
+    assert run("--version").stdout == "gradstats 0.1.0\n"
+
+
+def test_every_command_has_help_and_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for command in COMMANDS:
+        done = run(command, "--help")
+        assert done.returncode == 0
+        assert len(done.stdout) > 200
+        assert max(map(cell_len, done.stdout.splitlines())) <= 80
+        assert f"gradstats {command}" in readme
+    listed = run("--help").stdout
+    assert all(command in listed for command in COMMANDS)
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{GRADSTATS} info {EF} --format csv | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("trace,")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def gradient_file(tmp_path):
+    x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    return tmp_path / "x.npy"
+
+
+def test_a_terminal_gets_colour_and_progress_with_time_left(gradient_file):
+    shown = run("quality", gradient_file, terminal=True)
+    assert shown.returncode == 0
+    for part in ("quality", "1/1", "left:", "0:00:00"):
+        assert part in shown.stderr
+    assert "\x1b[1m" in shown.stdout
+    piped = run("quality", gradient_file)
+    assert (piped.stderr, "\x1b" in piped.stdout) == ("", False)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "environment"])
+def test_no_color(gradient_file, where, monkeypatch):
+    command = ["quality", gradient_file, "--estimator", "exact"]
+    if where == "environment":
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        command.insert(0 if where == "before" else 3, "--no-color")
+    assert "\x1b" not in run(*command, terminal=True).stdout
+
+
+def test_quiet_keeps_results_and_errors():
+    command = ["fit", EF, "--step", 100]
+    loud, quiet = run(*command, terminal=True), run("--quiet", *command, terminal=True)
+    assert "of the fits" in loud.stderr
+    assert quiet.stderr == ""
+    assert quiet.stdout == loud.stdout
+    assert "no model 'x'" in run("-q", "fit", EF, "--model", "x").stderr
+
+
+COMPLETIONS = [
+    ("quality x.zarr --estimator sid", ["sidco-e", "sidco-gp", "sidco-p"]),
+    ("quality x.zarr --kind c", ["corrected"]),
+    ("fit x.zarr --model d", ["dgamma", "double_genpareto", "dweibull"]),
+    ("fit x.zarr --method m", ["moments", "mle"]),
+    ("drift x.zarr --quantity thr", ["threshold"]),
+    ("info x.zarr --format l", ["latex"]),
+    ("capture lstm", ["lstm-pydoc", "lstm-ptb"]),
+    ("capture lstm-ptb --compressor mar", ["marsit"]),
+    ("comp", ["compressibility", "compression"]),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), COMPLETIONS, ids=[w for w, _ in COMPLETIONS])
+def test_completion(words, expected, monkeypatch):
+    monkeypatch.setenv("_GRADSTATS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"gradstats {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert run().stdout.split() == expected
+
+
+def test_an_interrupt_is_one_line(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradstats.report.write_report", interrupted)
+    done = run("report", EF, "-o", tmp_path / "r.html")
+    assert (done.returncode, done.stderr) == (130, "gradstats: interrupted\n")
+
+
+@pytest.mark.distributed
+def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
+    out = tmp_path / "x.zarr"
+    command = [GRADSTATS, "--quiet", "capture", "resnet20-digits", "--out", out]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", "--every", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and not list(out.glob("rank*/step/c/*")):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "gradstats: interrupted\n")
+    end = time.monotonic() + 10
+    while members(process.pid) and time.monotonic() < end:  # the resource tracker goes last
+        time.sleep(0.1)
+    assert members(process.pid) == []
+
+
+def members(session):
+    """Return the processes of a session that are alive."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, sid = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
+                found.append(stat.parent.name)
+    return found
+
+
+def test_report_is_one_self_contained_page(gradient_file, tmp_path):
+    page = tmp_path / "deep" / "report.html"
+    done = run("report", gradient_file, "-o", page, terminal=True)
+    assert done.returncode == 0, done.stderr
+    assert "report" in done.stderr
+    assert f"wrote {page}" in done.stderr
+    assert done.stdout == ""
+    text = page.read_text()
+    assert page.stat().st_size < 5_000_000
+    assert text.count("<img ") == text.count('alt="') >= 3
+    assert 'src="data:image/png;base64,' in text
+    assert "http://" not in text
+    assert "https://" not in text
+    for name in ("x.npy", "sidco-e"):
+        assert name in text

@@ -1,0 +1,210 @@
+"""Layer-wise systems, LAGS, whole presets, and training as people do it, over real gloo processes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from workers import layerwise as cases
+
+from gradstats.collectives import SparseAllGather
+from gradstats.compressors import LAGS, Layerwise, TopK
+from gradstats.compressors.lags import hiding_ratios, pipelining_bound
+from gradstats.errors import InputError
+from gradstats.hooks import CompressionState
+
+distributed = pytest.mark.distributed
+
+
+def identical(arrays):
+    return all(np.array_equal(a, b) for a, b in itertools.pairwise(arrays))
+
+
+@distributed
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_layers_are_selected_each_by_itself_however_they_are_sent(world):
+    parameters = []
+    for name in cases.SYSTEMS if world < 3 else ["overlapped", "merged"]:
+        reports = run_ranks(world, cases.train, name)
+        assert all(r["worst"] < 1e-6 for r in reports)
+        assert all(r["conserved"] for r in reports)
+        for report in reports:
+            for measured, expected in zip(*report["delta"], strict=True):
+                assert measured == pytest.approx(expected, rel=1e-3)
+            last = report["last"]
+            assert last.quality == 1
+            assert last.target <= last.union <= world * last.target
+            lanes = {lane for lane, *_ in report["lanes"]}
+            assert lanes == {"backward", "select", "communicate"}
+        parameters += [r["parameters"] for r in reports]
+    assert identical(parameters)  # merging and overlapping change no bit
+
+
+@distributed
+def test_messages_leave_while_backpropagation_goes_on():
+    report = run_ranks(2, cases.train, "overlapped")[0]
+    lanes = report["lanes"]
+    sent = [each for each in lanes if each[0] == "communicate"]
+    # a bucket each, the last layer first
+    assert [layer for _, layer, *_ in sent] == [
+        "4.weight",
+        "2.bias",
+        "2.weight",
+        "0.bias",
+        "0.weight",
+    ]
+    # when a bucket is ready, the messages of all before it have left
+    assert report["on the way"][-5:] == [0, 1, 2, 3, 4]
+    merged = run_ranks(2, cases.train, "merged")[0]["lanes"]
+    assert [(n[1], n[2]) for n in merged if n[0] == "communicate"] == [
+        ("2.weight", 91_203),
+        ("0.weight", 12_300),
+    ]
+
+
+@distributed
+def test_a_diagnosis_names_its_layers():
+    report = run_ranks(1, cases.train, "merged")[0]
+    diagnosis = report["diagnosis"]
+    assert diagnosis.layers == ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias")
+    assert diagnosis.numel.tolist() == [12_000, 300, 90_000, 300, 900, 3]
+    assert diagnosis.target.tolist() == [240, 6, 1800, 6, 90, 1]
+    assert diagnosis.selected.tolist() == diagnosis.target.tolist()
+    assert (diagnosis.delta < 1).all()  # one worker's top-k beats chance
+    assert 0 < diagnosis.matching_rate < 1
+    assert diagnosis.step == 2
+    # diagnosed again in step 4, the last one
+    assert report["residual"] > 0
+
+
+@distributed
+def test_ratios_hide_what_can_be_hidden():
+    results = run_ranks(2, cases.adapt)
+    (ratios, deliveries, selected, again), (others, *_) = results
+    assert ratios == others == again
+    assert set(ratios) == {"0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"}
+    assert all(0.001 <= r <= 1 for r in ratios.values())
+    assert [d.layers for d in deliveries] == [
+        ("4.bias", "4.weight", "2.bias", "2.weight"),
+        ("0.bias", "0.weight"),
+    ]
+    assert ratios["0.weight"] == 0.001  # nothing is left to hide the last message behind
+    assert all(d.communicate > 0 for d in deliveries)
+    assert all(d.select > 0 for d in deliveries)
+    assert [s for s, _ in selected] == [t for _, t in selected]
+    assert selected[0][0] == sum(
+        max(1, round(0.001 * n)) for n in (12_000, 300, 90_000, 300, 900, 3)
+    )
+
+
+@distributed
+def test_ratios_are_corrected_at_the_size_they_were_chosen_for():
+    for deliveries, choices, ratios in run_ranks(2, cases.choose_twice):
+        assert choices == 2
+        assert all(sent == numel for sent, numel in deliveries)
+        assert ratios["0.weight"] == 0.001  # not everything any more
+
+
+def test_equation_19_against_a_search():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        numel = int(rng.integers(1, 10**6))
+        backward, select, latency = rng.exponential([5e-3, 1e-3, 1e-3])
+        per_element = rng.exponential(1e-7)
+        (ratio,) = hiding_ratios([numel], [backward], [select], latency, per_element, 0.001)
+        candidates = np.geomspace(1, 1000, 100_001)
+        hidden = latency + per_element * numel / candidates + select <= backward
+        smallest = candidates[hidden][0] if hidden.any() else 1000
+        assert 1 / ratio == pytest.approx(smallest, rel=2e-4)
+    assert hiding_ratios([5], [1], [0], 0, 0).tolist() == [1]
+    assert hiding_ratios([], [], [], 0, 0).tolist() == []
+
+
+def test_equation_20_has_two_forms():
+    for forward, backward, communicate in itertools.product([0.1, 1, 3], [0.2, 2], [0.1, 2, 30]):
+        r = communicate / backward
+        other = 1 + 1 / (forward / min(communicate, backward) + max(r, 1 / r))
+        assert pipelining_bound(forward, backward, communicate) == pytest.approx(other)
+
+
+@distributed
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(
+    "what", ["plain", "accumulation", "autocast", "bfloat16 model", "groups", "unused"]
+)
+def test_training_as_people_do_it(what, layerwise):
+    results = run_ranks(2, cases.realistic, what, layerwise)
+    # a bfloat16 gradient receives the average rounded to 8 bits
+    limit = 2**-8 if what == "bfloat16 model" else 1e-5
+    assert all(worst < limit for worst, _ in results)
+    assert identical([parameters for _, parameters in results])
+
+
+@distributed
+@pytest.mark.parametrize(
+    "name", ["dgc", "redsync", "redsync quantised", "redsync quantised clipped"]
+)
+def test_whole_systems_learn(name):
+    results = run_ranks(2, cases.presets, name)
+    assert identical([parameters for *_, parameters in results])
+    losses, records, _ = results[0]
+    assert np.mean(losses[-3:]) < 0.7 * losses[0]
+    if name == "dgc":
+        numel = records[0].numel
+        for step, ratio in ((0, 0.25), (2, 0.0625), (4, 0.015625), (6, 0.004)):
+            spread = 3 / np.sqrt(ratio * numel / 100)  # of a sample of one in a hundred
+            assert records[step].selected / numel == pytest.approx(ratio, rel=spread)
+    else:
+        compressed = 12_000 + 90_000 + 900  # the biases are dense
+        assert records[0].union == compressed == records[0].numel
+        searched = records[6]  # the large layer's threshold is reused for five steps
+        assert 120 + 900 + 9 <= searched.selected <= 120 + 1800 + 9
+        dense = 4 * (300 + 300 + 3)
+        sparse = 4 * searched.selected * (1 if "quantised" in name else 2)
+        assert searched.bytes_sent > sparse + dense
+        if "quantised" in name:  # searches in every step; messages are padded to 2.5 times at most
+            assert searched.bytes_sent < 2.5 * sparse + dense + 100
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("dtype", "digits"), [(torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)]
+)
+def test_values_of_16_bits_leave_their_rounding_in_the_residual(dtype, digits):
+    reports = run_ranks(3, cases.rounded, dtype, float("inf"))
+    for steps in zip(*reports, strict=True):
+        assert identical([mean for *_, mean in steps])
+        for error, worst, sent, _, _ in steps:
+            assert error < 0.5  # of values of 1e6 and sums of 3; all others are exact to 1e-6
+            assert worst <= 2.0**-digits
+            assert sent >= 400 * (4 + dtype.itemsize)
+    assert reports[0][0][0] < 1e-5
+    sizes = reports[0][0][2]
+    assert sizes == 4 * (2 + 2 + 400 + 400 * dtype.itemsize // 4)
+
+
+@distributed
+def test_a_dense_union_is_all_reduced():
+    sparse, dense = (run_ranks(3, cases.rounded, torch.float32, a) for a in (np.inf, 1.0))
+    for gathered, reduced in zip(sparse[0], dense[0], strict=True):
+        np.testing.assert_allclose(gathered[4], reduced[4], atol=1e-5 * np.abs(gathered[4]).max())
+        assert gathered[3] == reduced[3]
+    assert [d[2] for d in dense[0]] == [sparse[0][0][2], 4012, 4012]  # the first does not know yet
+
+
+def test_refusals():
+    with pytest.raises(InputError, match="layer-wise system needs named_parameters"):
+        CompressionState(LAGS(0.01))
+    with pytest.raises(InputError, match="values travel as float32, float16, bfloat16"):
+        SparseAllGather(torch.float64)
+    with pytest.raises(InputError, match="calibrate must be at least 1"):
+        LAGS(0.1, calibrate=0)
+    with pytest.raises(InputError, match="Layerwise has no ratio"):
+        CompressionState(
+            Layerwise(lambda n, d: TopK(0.1)),
+            named_parameters=torch.nn.Linear(2, 2).named_parameters(),
+            ratio_at=lambda step: 0.1,
+        )

@@ -1,0 +1,303 @@
+"""One-bit systems over real processes: signSGD and its kin, the rings of bits, and Marsit."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from workers import signs as cases
+
+from gradstats.collectives.ring import _pack, _unpack, pack_bits, split, unpack_bits
+from gradstats.compressors.marsit import Marsit, most_square, transient_merge
+from gradstats.compressors.signs import (
+    SSDM,
+    Cascading,
+    EFSignSGD,
+    SignSGD,
+    bits_per_element,
+    matching_rate,
+    sign_bits,
+    stochastic_sign_bits,
+)
+from gradstats.errors import InputError
+
+WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+SIGMAS = 5
+"""Tolerance of every test of a probability, in binomial standard deviations; all draws are seeded."""
+
+_run = functools.cache(lambda world: run_ranks(world, cases.everything))
+
+
+@pytest.fixture(params=WORLDS)
+def world(request):
+    return request.param
+
+
+@pytest.fixture
+def reports(world):
+    return _run(world)
+
+
+def deviation(share, expected, repeats):
+    """|share − p| in standard deviations; where p is 0 or 1, nothing else may occur."""
+    sigma = np.sqrt(expected * (1 - expected) / repeats)
+    return np.abs(share - expected) / np.maximum(sigma, 1e-12)
+
+
+# --- in one process ---------------------------------------------------------------------------
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_packing_bits_and_back(bits):
+    tensor = torch.tensor(bits, dtype=torch.bool)
+    packed = pack_bits(tensor)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == math.ceil(len(bits) / 8)
+    assert torch.equal(unpack_bits(packed, len(bits)), tensor)
+    # what accelerators run
+    assert torch.equal(_pack(tensor), packed)
+    assert torch.equal(_unpack(packed, len(bits)), tensor)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_splitting_into_parts(numel, count):
+    parts = split(torch.arange(numel), count)
+    assert torch.equal(torch.cat(parts), torch.arange(numel))
+    lengths = [p.numel() for p in parts]
+    assert len(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(
+    ("local_count", "received_count"), [(1, 1), (1, 2), (1, 7), (3, 5), (4, 4)]
+)
+def test_where_bits_differ_each_side_wins_by_its_contributions(local_count, received_count):
+    n = 80_000
+    merge = transient_merge(torch.Generator().manual_seed(1))
+    zeros, ones = (torch.full((n // 8,), byte, dtype=torch.uint8) for byte in (0, 255))
+    for local, received in ((zeros, ones), (ones, zeros), (zeros, zeros), (ones, ones)):
+        merged = unpack_bits(merge(local, local_count, received_count)(received), n)
+        expected = (local_count * int(local[0] > 0) + received_count * int(received[0] > 0)) / (
+            local_count + received_count
+        )
+        assert deviation(merged.float().mean().item(), expected, n) < SIGMAS
+
+
+def test_stochastic_signs_are_unbiased():
+    values, repeats = torch.tensor([0.6, -0.48, 0.64, 0.0]), 40_000
+    generator = torch.Generator().manual_seed(1)
+    bits = stochastic_sign_bits(values.repeat(repeats), float(values.norm()), generator)
+    share = bits.view(repeats, 4).float().mean(0).numpy()
+    expected = (0.5 + values / (2 * values.norm())).numpy()
+    assert deviation(share, expected, repeats).max() < SIGMAS
+    # the whole norm in one element: no choice is left
+    assert stochastic_sign_bits(torch.tensor([3.0]), 3.0, generator)
+    assert not stochastic_sign_bits(torch.tensor([-3.0]), 3.0, generator)
+
+
+def test_stochastic_signs_of_nothing_leave_it_alone():
+    values = torch.zeros(1000)
+    bits = stochastic_sign_bits(values, 0.0, torch.Generator().manual_seed(1))
+    assert not values.any()
+    assert deviation(bits.float().mean().item(), 0.5, 1000) < SIGMAS
+
+
+def test_the_sign_of_zero_is_a_fair_coin():
+    values = torch.tensor([1.0, -1.0, 0.0, -0.0]).repeat(10_000)
+    share = sign_bits(values, torch.Generator().manual_seed(1)).view(-1, 4).float().mean(0).numpy()
+    assert deviation(share, np.array([1.0, 0.0, 0.5, 0.5]), 10_000).max() < SIGMAS
+
+
+def test_matching_rate_counts_elements_that_have_a_sign():
+    exact = torch.tensor([1.0, -2.0, 3.0, -4.0, 0.0])
+    assert matching_rate(torch.tensor([9.0, -9.0, -9.0, -9.0, 9.0]), exact) == 0.75
+    assert math.isnan(matching_rate(exact, torch.zeros(5)))
+
+
+def test_bits_per_element():
+    assert bits_per_element(100, 800) == 1
+    # Figure 3b: 1.62, 1.31 and 1.16 bits for K = 50, 100 and 200
+    for every, bits in ((50, 1.62), (100, 1.31), (200, 1.16)):
+        for world in (2, 8):
+            hop = 2 * (world - 1) / world * 8000 / 8
+            mean = (32 * hop + (every - 1) * hop) / every
+            assert bits_per_element(mean, 8000, ring=world) == pytest.approx(bits, abs=0.006)
+    assert math.isnan(bits_per_element(0, 0))
+    assert math.isnan(bits_per_element(0, 10, ring=1))
+
+
+def test_the_most_square_torus():
+    assert [most_square(n) for n in (1, 2, 7, 8, 12, 16)] == [
+        (1, 1),
+        (1, 2),
+        (1, 7),
+        (2, 4),
+        (3, 4),
+        (4, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Marsit(full_every=0),
+        lambda: Marsit(scale=0.0),
+        lambda: Marsit(scale=math.nan),
+        lambda: Marsit(topology="star"),
+        lambda: Marsit(shape=(2, 2)),
+        lambda: SignSGD(scale="median"),
+        lambda: SignSGD(scale=-1.0),
+        lambda: SSDM(seed=-1),
+        lambda: EFSignSGD(seed=-1),
+        lambda: Cascading(seed=-1),
+    ],
+)
+def test_options_out_of_range(make):
+    with pytest.raises(InputError) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+# --- over processes ---------------------------------------------------------------------------
+
+distributed = pytest.mark.distributed
+
+
+@distributed
+def test_rings_and_tori_merge_every_contribution_once(world, reports):
+    for report in reports:
+        assert all(report["reductions"]["parity"])
+    for shape, numel, counts in reports[0]["reductions"]["counts"]:
+        if numel < 8 * world:
+            continue  # some parts are empty
+        rows, columns = shape or (1, world)
+        assert counts == [(1, m) for m in range(1, columns)] + [
+            (columns, columns * m) for m in range(1, rows)
+        ]
+
+
+@distributed
+def test_one_bit_per_element_and_hop(world, reports):
+    for report in reports:
+        for numel, sent, bits in report["reductions"]["bits"]:
+            assert 8 * sent <= 2 * numel * (world - 1) / world + 2 * 8 * (world - 1)
+            if world > 1 and numel >= 1000:
+                assert bits <= 1.1
+
+
+@distributed
+def test_all_replicas_get_the_same_bits(reports):
+    for key, rounds in reports[0]["systems"].items():
+        for report in reports[1:]:
+            for (_, mean, _), (_, other, _) in zip(rounds, report["systems"][key], strict=True):
+                assert mean.tobytes() == other.tobytes(), key
+
+
+@distributed
+def test_marsit_keeps_what_the_group_did_not_apply(reports):
+    for report in reports:
+        for (name, _), rounds in report["systems"].items():
+            for step, (before, mean, residual) in enumerate(rounds):
+                if name == "marsit never" or (name.startswith("marsit") and step == 1):
+                    np.testing.assert_allclose(residual + mean, before, rtol=1e-6, atol=1e-6)
+                    assert np.unique(np.abs(mean)).size <= 1
+                elif name != "ef-signsgd":
+                    assert not residual.any()
+
+
+@distributed
+def test_ef_signsgd_keeps_what_the_rank_did_not_send(reports):
+    for size in cases.SIZES:
+        for step in range(2):
+            rounds = [report["systems"]["ef-signsgd", size][step] for report in reports]
+            sent = [before - residual for before, _, residual in rounds]
+            for (before, mean, _), own in zip(rounds, sent, strict=True):
+                np.testing.assert_allclose(mean, np.mean(sent, 0), rtol=1e-5, atol=1e-6)
+                signs = np.sign(own) * np.sign(before)
+                assert (signs[before != 0] == 1).all()
+                if size:
+                    np.testing.assert_allclose(
+                        np.abs(own), np.abs(before).mean(), rtol=1e-4, atol=1e-6
+                    )
+
+
+@distributed
+def test_marsits_expected_bit_is_the_mean_bit(world, reports):
+    for topology, share, expected in reports[0]["expectations"]:
+        assert share.size == (2**world if world <= 4 else world + 1)
+        assert deviation(share, expected, cases.REPEATS).max() < SIGMAS, topology
+
+
+@distributed
+def test_full_precision_rounds_are_the_dense_mean_and_reset_the_compensation(world, reports):
+    for report in reports:
+        for step, (dense, reset, sent) in enumerate(report["full_rounds"]):
+            assert (dense, reset) == ((True, True) if step % 3 == 0 else (False, False))
+            bits = bits_per_element(sent, 1003, ring=world)
+            assert world == 1 or bits == pytest.approx(32 if step % 3 == 0 else 1, abs=0.1)
+
+
+@distributed
+def test_signsgd_is_a_majority_vote_with_fair_ties(world, reports):
+    for report in reports:
+        votes = report["votes"]
+        assert votes["majority"]
+        assert votes["scale"]
+        assert votes["values"] == [-0.5, 0.5]
+        assert votes["bits"] < 1.01
+        assert deviation(votes["zero"], 0.5, cases.REPEATS) < SIGMAS
+        if world % 2 == 0:
+            assert deviation(votes["tied"], 0.5, cases.REPEATS) < SIGMAS
+        else:  # odd ranks vote +, and are one fewer
+            assert votes["tied"] == 0
+
+
+@distributed
+def test_ssdm_is_unbiased(reports):
+    assert reports[0]["unbiased"] < SIGMAS
+
+
+@distributed
+def test_stopping_and_resuming_changes_no_bit(reports):
+    for report in reports:
+        assert report["resume"] == dict.fromkeys(cases.SYSTEMS, True)
+
+
+@distributed
+def test_a_bad_gradient_on_one_rank_changes_nothing(reports):
+    assert all(report["flagged"] for report in reports)
+
+
+@distributed
+def test_the_users_generators_are_left_alone(reports):
+    assert all(report["generators"] for report in reports)
+
+
+@distributed
+def test_a_torus_that_does_not_fit(world, reports):
+    for report in reports:
+        assert len(report["misfits"]) == 8
+        for message in report["misfits"]:
+            assert f"does not fit {world} ranks" in message
+            assert "\n" not in message
+
+
+@distributed
+@pytest.mark.slow
+def test_cascading_deteriorates_with_the_ranks_and_marsit_does_not():
+    few, many = (_run(world)[0]["quality"] for world in (2, 8))
+    # 2 and 8 ranks: the error of the stochastic form explodes, the deterministic one's direction turns away
+    assert many["cascading"]["error"] > 1e3 * few["cascading"]["error"]
+    assert many["cascading sign"]["direction"] > 1.15 * few["cascading sign"]["direction"]
+    assert many["cascading sign"]["match"] < few["cascading sign"]["match"] - 0.05
+    # averaging SSDM's messages instead does get better
+    assert many["ssdm"]["error"] < few["ssdm"]["error"]
+    # a lone bit drawn from 8 signs matches less often than one drawn from 2, but stays far from a coin
+    assert many["marsit"]["match"] > 0.7
+    assert many["marsit"]["error"] < 1.5 * few["marsit"]["error"]

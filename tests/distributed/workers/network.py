@@ -1,0 +1,73 @@
+"""What the worker processes of test_cost.py and test_measure.py run."""
+
+import time
+
+import torch
+from workers.systems import gradient
+
+from gradstats.compressors import (
+    COMPRESSORS,
+    DenseReducer,
+    Layerwise,
+    Marsit,
+    MiCRO,
+    SparseReducer,
+    TopK,
+    make_reducer,
+)
+from gradstats.network.measure import measure
+
+RATIO = 0.02
+STEPS = 4
+NUMELS = (3, 997)
+LARGE = 40_000
+"""RedSync averages smaller ones densely."""
+LAYERS = (("c", 500), ("b", 300), ("a", 7_197))
+MERGES = (0, 600, 1 << 16)
+
+
+def _run(reducer, numel, rank, steps=STEPS):
+    """Return (selected, bytes, union) of every step."""
+    done = [reducer.reduce(gradient("laplace", numel, rank, step), None) for step in range(steps)]
+    return [(r.selected, r.bytes_sent, r.union) for r in done]
+
+
+def _pushed(rank, merge, seconds=0.0):
+    reducer = Layerwise(lambda name, numel: TopK(RATIO), merge=merge)
+    bytes_sent = []
+    for step in range(3):
+        corrected, start = gradient("laplace", sum(n for _, n in LAYERS), rank, step), 0
+        for name, numel in LAYERS:
+            time.sleep(seconds)
+            reducer.push(corrected, [(name, slice(start, start + numel))], None)
+            start += numel
+        bytes_sent.append(reducer.reduce(corrected, None).bytes_sent)
+    return bytes_sent, reducer.timeline
+
+
+def exchanges(rank, world):
+    """Return what every system sent, by name and number of elements."""
+    report = {}
+    for numel in NUMELS:
+        for name in COMPRESSORS:
+            reducer = make_reducer(name, RATIO) or DenseReducer()
+            report[name, numel] = _run(reducer, numel, rank)
+        # an η to start from, so that the first step's bytes are those of any other
+        report["micro", numel] = _run(MiCRO(RATIO, threshold=4.0), numel, rank)
+        for topology in ("ring", "torus"):
+            report[topology, numel] = _run(Marsit(full_every=4, topology=topology), numel, rank)
+            only = Marsit(full_every=None, topology=topology, scale="mean")
+            report[f"one-bit {topology}", numel] = _run(only, numel, rank)
+        report["half", numel] = _run(SparseReducer(TopK(RATIO), torch.float16), numel, rank)
+        report["dense above", numel] = _run(SparseReducer(TopK(0.9)), numel, rank)
+    report["redsync-quantised", LARGE] = _run(make_reducer("redsync-quantised", RATIO), LARGE, rank)
+    report["layers"] = {merge: _pushed(rank, merge)[0] for merge in MERGES}
+    report["timeline"] = _pushed(rank, 0, seconds=0.002)[1]
+    return report
+
+
+def sweep(rank, world, worlds, select):
+    """Return a small measurement."""
+    return measure(
+        worlds, largest=1 << 17, largest_numel=1 << 15, repeats=3, ratio=0.01, select=select
+    )

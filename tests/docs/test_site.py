@@ -1,0 +1,83 @@
+"""The documentation site: it builds without a warning, and has what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zlib
+
+import pytest
+from conftest import ROOT
+
+import capture
+import gradstats
+
+DOCS = ROOT / "docs"
+MADE = {"reference/cli.md"}  # by tools/site/hooks.py
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation_and_exists():
+    nav = set(re.findall(r"[\w/]+\.md", CONFIG))
+    assert nav - MADE == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def example(page):
+    return re.search(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)[
+        1
+    ]
+
+
+def test_the_plain_loop_captures(tmp_path):
+    page = (DOCS / "howto/plain_loop.md").read_text(encoding="utf-8")
+    script, read = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    subprocess.run([sys.executable, "-c", script + read], check=True, cwd=tmp_path)
+    trace = gradstats.open_trace(tmp_path / "run.zarr")
+    assert trace.steps()[:5] == [0, 1, 2, 3, 4]
+    assert trace.steps()[-1] < 200
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerwise):
+    page = (DOCS / "howto/ddp.md").read_text(encoding="utf-8")
+    script, compress, layers = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    before, after = re.split(r"(?m)^ddp\.register_comm_hook.*\n", script)
+    if layerwise:
+        *_, register = compress.splitlines(keepends=True)
+        compress = compress.removesuffix(register) + layers + register
+    (tmp_path / "train.py").write_text(before + compress + after, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "--nproc-per-node", "2", "train.py"], check=True, cwd=tmp_path)
+    trace = gradstats.open_trace(tmp_path / "run.zarr")
+    assert trace.ranks == [0, 1]
+    assert trace.steps(1) == [0, 10, 20, 30, 40]
+    assert list(trace.kinds(1)) == ["gradient", "corrected"]
+
+
+@pytest.mark.slow
+def test_it_builds_without_a_warning_and_documents_every_public_name(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    # Sphinx's inventory: four lines of header, then one line a name, compressed
+    inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    names = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    for package in (gradstats, capture):
+        for name in package.__all__:
+            assert f"{package.__name__}.{name}" in names, name
+    commands = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
+    for command in ("info", "fit", "capture", "demo"):
+        assert f'id="gradstats-{command}"' in commands
+    for page in tmp_path.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        assert "arithmatex" not in html, page
+        assert not re.search(r'<(?:script|link)[^>]*(?:src|href)="https?:', html), page

@@ -1,0 +1,125 @@
+"""Memory, policies, warm-up, checkpoints of the hook's state, over real gloo processes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from ranks import run_ranks
+from workers import state as cases
+
+from gradstats.compressors import DenseReducer, RandomK, SignSGD, TopK
+from gradstats.errors import InputError
+from gradstats.hooks import CompressionState, dgc_warm_up
+from gradstats.hooks.memory import MomentumCorrection
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", cases.MEMORIES)
+def test_memories_are_the_references_line_by_line(name, world):
+    for worst, elements, last in run_ranks(world, cases.memories, name):
+        assert worst < 1e-5  # rounding of float32 sums
+        assert elements == last.numel == 103_503
+        assert last.union >= last.selected
+        assert last.union <= world * last.selected
+        assert last.select_seconds > 0
+        assert last.communicate_seconds > 0
+
+
+def test_small_and_excluded_parameters_are_averaged_densely():
+    for report, last in run_ranks(2, cases.policies):
+        dense = {name for name, (is_dense, _, _) in report.items() if is_dense}
+        assert dense == {"0.bias", "2.bias", "4.weight", "4.bias"}
+        assert last.numel == 40 * 300 + 300 * 300
+        assert (
+            sum(n for name, (_, n, _) in report.items() if name not in dense) <= 2 * last.selected
+        )
+        assert all(alone == (name in dense) for name, (_, _, alone) in report.items())
+        assert last.bytes_sent > 4 * (300 + 300 + 903)
+
+
+def test_warm_up_follows_its_schedule():
+    for selected, dense_error in run_ranks(2, cases.warm_up):
+        assert selected[:3] == [1.0, 1.0, 1.0]
+        assert dense_error < 1e-6
+        assert selected[3:6] == pytest.approx([0.25] * 3, rel=1e-3)
+        assert selected[6:] == pytest.approx([0.01] * 4, rel=1e-3)
+    schedule = dgc_warm_up(10)
+    assert [schedule(s) for s in (0, 9, 10, 25, 39, 40, 1000)] == [
+        0.25, 0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_local_clipping_and_weight_decay(world):
+    assert max(run_ranks(world, cases.clipping)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["topk", "layerwise"])
+@pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
+def test_a_bad_step_is_skipped_by_all(parameter, name):
+    for rank, (report, steps) in enumerate(run_ranks(2, cases.nonfinite, "skip", parameter, name)):
+        assert steps == 4
+        problem, finite, total, untouched = report[2]
+        assert "step 2: NaN or infinite gradient elements: 2 on rank 1" in problem
+        assert ("parameter" in problem) == (rank == 1)
+        assert finite
+        assert total == 0
+        assert untouched
+        assert [bool(r[0]) for r in report] == [False, False, True, False]
+        assert report[3][2] > 0
+
+
+@pytest.mark.parametrize("name", ["topk", "layerwise"])
+@pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
+def test_bad_elements_are_zeroed(parameter, name):
+    (zero, _), (one, _) = run_ranks(2, cases.nonfinite, "zero", parameter, name)
+    assert all(finite and total > 0 for _, finite, total, _ in zero + one)
+    assert [r[1:3] for r in zero] == [r[1:3] for r in one]  # the same update
+    assert zero[2][0] == ""
+    assert "2 NaN or infinite elements taken as zero" in one[2][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["topk", "warm-exact", "dgc", "sidco-e", "redsync", "micro", *cases.SYSTEMS]
+)
+def test_stop_and_resume_is_as_if_nothing_had_happened(name, tmp_path):
+    for same, message in run_ranks(2, cases.resume, name, str(tmp_path / "checkpoint")):
+        assert same == [True, True]
+        assert message == "the checkpoint is of 3 ranks, and these are 2"
+
+
+@pytest.mark.parametrize("name", ["topk", "micro", "marsit", "lags"])
+def test_a_lost_rank_is_one_clear_error(name, tmp_path):
+    with contextlib.suppress(FileNotFoundError):  # no rank returns a result
+        run_ranks(3, cases.lost_rank, name, str(tmp_path))
+    for rank in (0, 1):
+        seconds, intact, step, message = (tmp_path / f"{rank}.txt").read_text().split(" ", 3)
+        assert int(seconds) < 20
+        assert (intact, step) == ("True", "3")
+        assert message.startswith("step 3: the exchange failed, a rank may be lost: ")
+        assert "\n" not in message
+
+
+def test_refusals():
+    with pytest.raises(InputError, match=r"momentum must be in \[0, 1\)"):
+        MomentumCorrection(1.0)
+    with pytest.raises(InputError, match="nonfinite must be one of raise, skip, zero"):
+        CompressionState(TopK(0.1), nonfinite="ignore")
+    with pytest.raises(InputError, match="needs named_parameters"):
+        CompressionState(TopK(0.1), exclude=["*.bias"])
+    with pytest.raises(InputError, match="DenseReducer has no ratio"):
+        CompressionState(DenseReducer(), ratio_at=lambda step: 0.1)
+    for reducer in (SignSGD(), RandomK(0.1, unbiased=True)):
+        assert not CompressionState(reducer).error_feedback
+        with pytest.raises(InputError, match="leaves no residual to feed back"):
+            CompressionState(reducer, error_feedback=True)
+    state = CompressionState(TopK(0.1), named_parameters=torch.nn.Linear(2, 2).named_parameters())
+    other = {**state.state_dict(), "memory": {"velocity": {}}}
+    state.load_state_dict(other)
+    with pytest.raises(InputError, match="memory is another: it holds velocity"):
+        state._allocate(torch.device("cpu"))

@@ -1,0 +1,338 @@
+"""The plan: predictions against closed forms, what it recommends, and the terminal."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.cells import cell_len
+from support.networks import gradients, measured_network, top, written
+
+import gradstats
+from gradstats import network as cost
+from gradstats import plots
+from gradstats.cli import main
+from gradstats.compressors import COMPRESSORS
+from gradstats.errors import InputError
+from gradstats.network import Network
+from gradstats.network.plan import advice, plan
+from gradstats.network.rates import format_rate, parse_rate
+from gradstats.primitives.ratio import target_count
+from gradstats.trace import Layer, TraceWriter, create_trace
+
+D, COMPUTE = 100_000, 0.02
+ALPHA, BETA, SELECT, UNPACK = 5e-5, 8e-9, 1e-9, 3e-9
+ZEROS = np.zeros(D, np.float32)
+
+
+def link(alpha=ALPHA, beta=BETA, select=SELECT, unpack=UNPACK):
+    local = {f"select:{name}": select for name in COMPRESSORS} | {"unpack": unpack}
+    return Network.of_link(alpha, beta, local)
+
+
+def by_name(records):
+    return {r["compressor"]: r for r in records}
+
+
+@pytest.mark.parametrize(("world", "ratio"), [(2, 0.001), (16, 0.01), (1024, 0.0001)])
+def test_topk_and_dense_have_closed_forms(world, ratio):
+    found = by_name(plan(ZEROS, link(), COMPUTE, [world], [ratio], ["topk"]))
+    k = target_count(ratio, D)
+    message, wire = 4 * (2 * k + 4), 2 * (world - 1) / world * 4 * D
+    dense = COMPUTE + 2 * (world - 1) * ALPHA + wire * BETA
+    local = SELECT * D + world * k * UNPACK
+    sparse = COMPUTE + local + (world - 1) * (ALPHA + message * BETA)
+    topk = found["topk"]
+    assert found["none"]["seconds"] == pytest.approx(dense)
+    assert topk["seconds"] == topk["low"] == topk["high"] == pytest.approx(sparse)
+    assert topk["speedup"] == topk["speedup_low"] == pytest.approx(dense / sparse)
+    assert topk["bytes"] == message
+    # local + (n−1)(α + mβ) = 2(n−1)α + wire·β
+    beta = (local - (world - 1) * ALPHA) / (wire - (world - 1) * message)
+    expected = 8e-6 / beta if beta > 0 else math.inf
+    assert topk["break_even"] == pytest.approx(expected, rel=1e-6)
+    assert math.isnan(found["none"]["break_even"])
+
+
+@pytest.mark.parametrize(
+    ("limit", "changed"),
+    [
+        ("compute", {}),
+        ("select", {"select": 1e-6}),
+        ("pack", {"unpack": 1e-3}),
+        ("latency", {"alpha": 0.1}),
+        ("transfer", {"beta": 1e-4}),
+    ],
+)
+def test_what_takes_most_of_a_step_limits_it(limit, changed):
+    found = by_name(plan(ZEROS, link(**changed), COMPUTE, [4], [0.001], ["topk"]))
+    assert found["topk"]["limit"] == limit
+
+
+@pytest.mark.parametrize("world", [1, 4, 1024])
+def test_parts_add_up_for_every_system(world):
+    source = {"a": ZEROS, "b": ZEROS, "c": ZEROS}
+    records = plan(source, measured_network(), COMPUTE, [world], draws=20, compressors=COMPRESSORS)
+    assert {r["compressor"] for r in records} == set(COMPRESSORS)
+    assert [r["seconds"] for r in records] == sorted(r["seconds"] for r in records)
+    for r in records:
+        parts = [r[name] for name in ("compute", "memory", "select", "pack", "latency", "transfer")]
+        assert sum(parts) - r["hidden"] == pytest.approx(r["seconds"])
+        assert min(parts) >= 0
+        assert r["low"] <= r["seconds"] * (1 + 1e-9)
+        assert r["seconds"] <= r["high"] * (1 + 1e-9)
+        if r["compressor"] == "none":
+            assert r["speedup_low"] == r["speedup_high"] == 1
+        elif world > 1:
+            assert r["low"] < r["high"]
+            assert r["speedup_low"] < r["speedup_high"]
+
+
+def test_dense_hides_buckets_behind_the_backward_pass():
+    bucket = 25 * 2**20 // 4
+    source = {"first": np.zeros(bucket, np.float32), "last": np.zeros(bucket, np.float32)}
+    network, compute = link(0, 1e-9), 0.3
+    (dense,) = plan(source, network, compute, [2], compressors=["none"])
+    reduce = 4 * bucket * 1e-9  # 2(n−1)/n = 1
+    assert dense["hidden"] == pytest.approx(reduce)
+    assert dense["seconds"] == pytest.approx(compute + reduce)
+    assert advice([dense]).startswith("2 workers at 8,000 Mbit/s: don't compress.")
+
+
+def test_lags_hides_its_messages_and_names_its_ratios():
+    source = {"a": ZEROS, "b": ZEROS, "c": ZEROS}
+    network = link()
+    lags = by_name(plan(source, network, 0.06, [4], [0.001], ["lags"]))["lags"]
+    layers = [cost.LayerTime(name, D, 0.04 / 3) for name in "cba"]
+    ratios = cost.layer_ratios(network, layers, 4, 0.001, selection="lags")
+    assert lags["layers"] == pytest.approx(ratios)
+    assert lags["layers"]["a"] == 0.001 < lags["layers"]["c"]
+    messages = cost.deliveries(network, layers, 4, ratios, selection="lags")
+    assert lags["seconds"] == pytest.approx(cost.simulate(messages, 0.02).seconds)
+    assert lags["hidden"] > 0
+    assert lags["selected"] == sum(target_count(ratio, D) for ratio in ratios.values())
+
+
+def test_the_fastest_is_recommended_and_dense_where_it_is():
+    slow, fast = (1e8, 1e13)
+    records = plan(ZEROS, link(), COMPUTE, [4], [0.01, 0.001], ["topk"], rates=[slow, fast])
+    assert [r["recommended"] for r in records] == [True, False, False] * 2
+    for best, *others in (records[:3], records[3:]):
+        assert all(best["seconds"] <= r["seconds"] for r in others)
+    assert (records[0]["compressor"], records[0]["ratio"]) == ("topk", 0.001)
+    assert "topk at ratio 0.001" in advice(records[:3])
+    assert "don't compress" not in advice(records[:3])
+    lossy = plan(
+        ZEROS, link(alpha=0, select=1e-7), COMPUTE, [4], compressors=["topk"], rates=[fast]
+    )
+    assert lossy[0]["compressor"] == "none"
+    assert "don't compress" in advice(lossy)
+    assert f"It pays below {format_rate(lossy[1]['break_even'])}." in advice(lossy)
+    assert format_rate(12345) == "12,300 Mbit/s"
+
+
+def test_where_only_fast_links_gain_there_is_no_break_even():
+    doubling = {"all_gather": "recursive doubling"}
+    network = Network.of_link(1e-3, 1e-9, algorithms=doubling)
+    found = by_name(plan(ZEROS, network, COMPUTE, [1024], compressors=["signsgd"], rates=[1e12]))
+    assert found["signsgd"]["speedup"] > 1
+    assert math.isnan(found["signsgd"]["break_even"])
+    slow = by_name(plan(ZEROS, network, COMPUTE, [1024], compressors=["signsgd"], rates=[1e6]))
+    assert slow["signsgd"]["speedup"] < 1
+    assert "It pays on fast links only." in advice(list(slow.values()))
+
+
+def test_a_stated_rate_is_a_network_of_that_rate():
+    rate = 3e8
+    stated = plan(ZEROS, link(), COMPUTE, [8], compressors=["topk"], rates=[rate])
+    built = plan(ZEROS, link(beta=8 / rate), COMPUTE, [8], compressors=["topk"])
+    for a, b in zip(stated, built, strict=True):
+        assert a | {"layers": None} == pytest.approx(b | {"layers": None}, nan_ok=True)
+    assert stated[0]["rate"] == 300
+
+
+def test_sent_counts_and_unions_come_from_the_trace(tmp_path):
+    ranks = gradients(3, 20_000, 0.5)
+    trace = written(tmp_path / "run.zarr", ranks)
+    records = plan(trace, link(), COMPUTE, [2], [0.01], ["sidco-e", "micro", "topk", "randomk"])
+    found = by_name(records)
+    (expected,) = gradstats.quality(trace, [0.01], ["sidco-e"])
+    rule = found["sidco-e"]
+    assert (rule["quality"], rule["basis"]) == (expected["mean"], "trace")
+    selected = round(200 * expected["mean"])
+    assert rule["selected"] == selected
+    assert rule["bytes"] == cost.exchange("sidco-e", 20_000, 0.01, 2, selected=selected).bytes_sent
+    assert (found["micro"]["quality"], found["micro"]["basis"]) == (1, "assumed")
+    assert found["topk"]["basis"] == "exact"
+    sets = [top(values, 200) for values in ranks]
+    union = np.mean([len(a | b) for a, b in itertools.combinations(sets, 2)])
+    assert found["topk"]["union"] == pytest.approx(union)
+    assert (found["randomk"]["union"], found["none"]["union"]) == (200, 20_000)
+    alone = by_name(plan(ranks[0], link(), COMPUTE, [2], [0.01], ["topk"]))
+    assert math.isnan(alone["topk"]["union"])
+
+
+def test_what_a_run_recorded_goes_before_a_replay(tmp_path):
+    path = tmp_path / "run.zarr"
+    about = {"compressor": "sidco-e", "ratio": 0.01}
+    create_trace(path, [Layer("w", 0, (1000,))], metadata=about)
+    writer = TraceWriter(path, 0, compression=True)
+    said = {"target": 10, "numel": 1000, "bytes_sent": 120, "union": 12}
+    values = np.random.default_rng(0).laplace(size=1000).astype(np.float32)
+    writer.append(0, {"gradient": values}, selected=17, compression=said)
+    writer.close()
+    found = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e"]))
+    assert found["sidco-e"]["quality"] == 1.7
+    assert "It keeps 1.7 of the k asked for." in advice([found["sidco-e"], found["none"]])
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100", 10**8), ("2.5Gbit", 25 * 10**8), ("500kbit", 500_000)]
+)
+def test_bandwidths_are_read_as_tc_writes_them(text, rate):
+    assert parse_rate(text) == rate
+
+
+def test_the_figure_has_lines_and_measured_points():
+    rates = [1e7, 1e8, 1e9]
+    records = plan(ZEROS, link(), COMPUTE, [4, 8], compressors=["topk"], rates=rates)
+    points = [
+        {"compressor": name, "ratio": ratio, "workers": 4, "rate": 100.0, "seconds": seconds}
+        for name, ratio, seconds in (("none", None, 3.0), ("topk", 0.001, 2.0), ("topk", 0.1, 1.0))
+    ]
+    ax = plots.speedup(records, Figure().subplots(), measured=points)
+    expected = [
+        (r["rate"], r["speedup"]) for r in records if (r["compressor"], r["workers"]) == ("topk", 4)
+    ]
+    assert [tuple(p) for p in ax.lines[0].get_xydata()] == sorted(expected)
+    assert [tuple(p) for p in ax.lines[1].get_xydata()] == [(100.0, 1.5)]
+    ax = plots.speedup(records, Figure().subplots(), at="workers")
+    assert ax.lines[0].get_xydata()[:, 0].tolist() == [4, 8]
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """A gradient of Laplace values, a measured network and an assumed one, in the folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    np.save("x.npy", np.random.default_rng(0).laplace(size=20_000).astype(np.float32))
+    measured_network().save("network.json")
+    link(alpha=0, select=1e-7).save("fast.json")
+    return tmp_path
+
+
+PLAN = ["plan", "x.npy", "--network", "network.json", "--compute", "0.01", "--workers", "4"]
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as exited:
+        main([str(a) for a in arguments])
+    return exited.value.code, *capsys.readouterr()
+
+
+def test_tables_fit_80_columns_and_end_with_the_recommendation(inputs, capsys):
+    code, out, err = run(capsys, *PLAN, "--workers", 1024, "--ratio", 0.01, "--ratio", 0.001)
+    assert code == 0, err
+    assert max(map(cell_len, out.splitlines())) <= 80
+    assert "Too wide" not in out
+    assert out.count("A step of") == 2
+    assert " ".join(out.split()).count("It pays") == 2
+    assert "Assumed to send exactly k: micro." in err
+    code, out, err = run(capsys, "plan", "--help")
+    assert code == 0
+    assert max(map(cell_len, out.splitlines())) <= 80
+
+
+def test_other_formats_have_every_field(inputs, capsys):
+    few = [*PLAN, "--compressor", "topk", "--compressor", "marsit", "--bandwidth", "1gbit"]
+    _, out, err = run(capsys, *few, "--format", "json")
+    records = json.loads(out)
+    assert {r["compressor"] for r in records} == {"none", "topk", "marsit"}
+    fields = ["compressor", "workers", "ratio", "seconds", "low", "high", "speedup"]
+    assert records[0].keys() >= {*fields, "break_even", "limit", "rate"}
+    assert {r["rate"] for r in records} == {1000}
+    fastest = min(records, key=lambda r: r["seconds"])
+    assert [r for r in records if r["recommended"]] == [fastest]
+    assert fastest["compressor"] in err
+    rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
+    assert list(rows[0]) == list(records[0])
+    assert "| workers | rate |" in run(capsys, *few, "--format", "markdown")[1]
+    assert run(capsys, *few, "--format", "latex")[1].startswith("\\begin{tabular}")
+    assert run(capsys, *few, "-o", "plan.txt")[1] == ""
+    assert "topk" in (inputs / "plan.txt").read_text()
+
+
+def test_dont_is_said_where_dense_wins(inputs, capsys):
+    arguments = [*PLAN, "--network", "fast.json", "--compressor", "topk"]
+    code, out, _ = run(capsys, *arguments, "--bandwidth", "100gbit")
+    assert code == 0
+    assert "4 workers at 100,000 Mbit/s: don't compress." in " ".join(out.split())
+
+
+def test_a_figure_is_written(inputs, capsys):
+    measured = [
+        {"compressor": "none", "ratio": None, "seconds": 0.05},
+        {"compressor": "topk", "ratio": 0.001, "seconds": 0.02},
+    ]
+    measured = [{**r, "nproc": 4, "rate": 100.0, "compute": 0.01} for r in measured]
+    (inputs / "measured.json").write_text(json.dumps(measured))
+    sweep = [*PLAN, "--compressor", "topk", "--bandwidth", "100", "--bandwidth", "1gbit"]
+    code, _, err = run(capsys, *sweep, "--measured", "measured.json", "--figure", "f.png")
+    assert code == 0, err
+    assert (inputs / "f.png").read_bytes().startswith(b"\x89PNG")
+    at = PLAN.index("--compute")
+    alone = [*PLAN[:at], *PLAN[at + 2 :], "--format", "json"]
+    code, out, err = run(capsys, *alone, "--measured", "measured.json")
+    assert code == 0, err
+    assert (code, out) == run(capsys, *PLAN, "--format", "json")[:2]
+    code, _, err = run(capsys, *alone)
+    assert code == 2
+    assert "say --compute SECONDS, or --measured" in err
+
+
+ERRORS = [
+    (["--network", "none.json"], "cannot read none.json"),
+    (["--network", "x.npy"], "x.npy is not a measured network"),
+    (["--network", "garbage.json"], "garbage.json is not a measured network"),
+    (["--compressor", "marsid"], "did you mean marsit?"),
+    (["--ratio", "0"], "ratio must be in (0, 1]"),
+    (["--ratio", "1.5"], "ratio must be in (0, 1]"),
+    (["--workers", "0"], "Invalid value for '--workers'"),
+    (["--compute", "0"], "compute must be seconds above 0"),
+    (["--compute", "nan"], "compute must be seconds above 0"),
+    (["--bandwidth", "fast"], "a rate is a number of Mbit/s"),
+    (["--figure", "f.png"], "several --bandwidth or --workers"),
+    (["--figure", "f.xyz", "--workers", "8"], "cannot write f.xyz"),
+    (["--measured", "garbage.json", "--figure", "f.png", "--workers", "8"], "bench-network"),
+    (["--format", "xml"], "no format 'xml'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS, ids=[" ".join(o) for o, _ in ERRORS])
+def test_bad_input_is_one_line(inputs, capsys, options, message):
+    (inputs / "garbage.json").write_text("{]")
+    code, out, err = run(capsys, *PLAN, "--compressor", "topk", *options)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert message in err
+
+
+def test_what_is_missing_is_named(inputs, capsys):
+    for option in ("--network", "--workers"):
+        at = PLAN.index(option)
+        code, _, err = run(capsys, *PLAN[:at], *PLAN[at + 2 :])
+        assert code == 2
+        assert f"Missing option '{option}'" in err
+    collectives = [line for line in link(0, 1).lines if line.operation in cost.ALGORITHMS]
+    lines = (*collectives, cost.Line("memory", 1, 0.0, 0.0))
+    with pytest.raises(InputError, match="without 'select:dgc'"):
+        plan(ZEROS, Network(lines), 1.0, [2], compressors=["dgc"])
+    with pytest.raises(InputError, match="nothing per byte"):
+        plan(ZEROS, link(beta=0), 1.0, [2])
+    with pytest.raises(InputError, match="at least 1 worker"):
+        plan(ZEROS, link(), 1.0, [])

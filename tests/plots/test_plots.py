@@ -1,0 +1,244 @@
+"""Figures draw the numbers that the functions return, on the axes given."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from matplotlib.figure import Figure
+
+import gradstats
+from gradstats import plots
+from gradstats.errors import InputError
+from gradstats.statistics import pot
+from gradstats.statistics.compressibility import CONTROLS, local_exponents
+from gradstats.statistics.fitting import as_magnitudes
+
+DOCS = ROOT / "docs"
+X = np.random.default_rng(0).standard_t(3, 50_000).astype(np.float32)
+CONTROL_LABELS = ["control: uniform", "control: half-normal", "control: Laplace"]
+
+
+@pytest.fixture
+def ax():
+    return Figure().subplots()
+
+
+def line(ax, label):
+    return next(x for x in ax.lines if x.get_label() == label).get_xydata()
+
+
+def labels(ax):
+    return [x.get_label() for x in ax.lines if not x.get_label().startswith("_")]
+
+
+@pytest.mark.parametrize("reduce", [lambda x: x, gradstats.sketch], ids=["array", "sketch"])
+def test_tail(ax, reduce):
+    f = gradstats.fit(X, "laplace")
+    assert plots.tail(reduce(X), [f], ax) is ax
+    drawn = line(ax, "captured")
+    for magnitude, share in drawn[:: len(drawn) // 7]:
+        assert share == pytest.approx(np.mean(np.abs(X) >= magnitude), rel=0.01, abs=1.1 / X.size)
+    model = line(ax, "Laplace")
+    assert np.allclose(model[:, 1], f.magnitude.sf(model[:, 0]))
+
+
+def test_magnitudes_and_what_is_left(ax):
+    ordered = np.sort(np.abs(X).astype(float))[::-1]
+    plots.magnitude_decay({"x": X}, ax, window=(1, 500))
+    assert labels(ax) == ["x", *CONTROL_LABELS, "rank^(−½)"]
+    drawn = line(ax, "x")
+    assert np.allclose(drawn[:, 1], ordered[drawn[:, 0].astype(int) - 1] / ordered[0], rtol=1e-3)
+    other = Figure().subplots()
+    plots.best_k_error({"x": X}, other)
+    assert labels(other) == ["x", *CONTROL_LABELS]
+    for k, left in line(other, "x")[::100]:
+        expected = np.sqrt((ordered[int(k) :] ** 2).sum() / (ordered**2).sum())
+        assert left == pytest.approx(expected, rel=1e-3)
+
+
+def test_local_exponent(ax):
+    plots.local_exponent({"x": X}, ax, per_decade=1)
+    assert labels(ax)[: 1 + len(CONTROLS)] == ["x", *CONTROL_LABELS]
+    assert np.allclose(line(ax, "x")[:, 1], [e.p for e in local_exponents(X, 1)])
+
+
+def test_peaks(ax):
+    plots.mean_excess(X, ax, label="x")
+    plots.mean_excess(2 * X, ax, label="2x")
+    rows = pot.mean_excess(X)
+    assert np.allclose(line(ax, "x"), [(r.threshold, r.mean) for r in rows])
+    assert len({tuple(x.get_color()) for x in ax.lines}) == 2
+    other = Figure().subplots()
+    plots.parameter_stability(X, other, label="x")
+    plots.parameter_stability(X, other, label="again")
+    rows = pot.parameter_stability(X)
+    assert np.allclose(line(other, "x"), [(r.ratio, r.c) for r in rows])
+    assert other.xaxis_inverted()
+
+
+def test_drift(ax, tmp_path):
+    from support.traces import drifting_trace
+
+    path = drifting_trace(tmp_path / "run.zarr", range(5), lambda s: 100.0**s)
+    d = gradstats.over_training(path).sel(kind="gradient", layer="all")
+    plots.drift(d, "threshold", ax)
+    assert np.allclose(
+        line(ax, "0.01")[:, 1], d["threshold"].sel(ratio=0.01).mean("rank"), rtol=1e-12
+    )
+    assert ax.get_yscale() == "log"
+    plots.drift(d, "mean", Figure().subplots())
+    with pytest.raises(InputError, match="select one of each but one of kind, layer"):
+        plots.drift(gradstats.over_training(path), "mean", ax)
+
+
+@pytest.mark.parametrize("empty", [np.zeros(10), np.empty(0)], ids=["zeros", "empty"])
+def test_nothing_to_draw_is_drawn(empty):
+    figure = Figure(figsize=(8, 12))
+    axes = iter(figure.subplots(5, 2).ravel())
+    assert as_magnitudes(empty).count == 0
+    plots.density(empty, [], next(axes))
+    for draw in (plots.tail, plots.qq):
+        draw(empty, [], next(axes))
+    for draw in (plots.magnitude_decay, plots.best_k_error, plots.local_exponent):
+        draw({"x": empty}, next(axes))
+    few = np.arange(1.0, 5)
+    for draw in (plots.mean_excess, plots.parameter_stability):
+        draw(few, next(axes))
+    plots.timeline([], next(axes))
+    plots.lags_delta([], next(axes))
+    assert plots.png(figure).startswith(b"\x89PNG")
+
+
+def test_order_statistics_give_the_bands(ax):
+    """Of a model's own samples, 95 % of each rank fall into its band."""
+    law = gradstats.fit(X, "laplace")
+    plots.qq(X, [law], ax)
+    assert labels(ax) == ["Laplace", "equal"]
+    expected, captured = line(ax, "Laplace").T
+    ordered = np.sort(np.abs(X).astype(float))[::-1]
+    assert captured[0] == pytest.approx(ordered[0], rel=1e-3)
+    assert expected[0] == pytest.approx(law.magnitude.isf(0.5 / X.size))
+    corners = ax.collections[0].get_paths()[0].vertices
+    tops = [y for x, y in corners if x == pytest.approx(expected[0])]
+    rng = np.random.default_rng(1)
+    largest = law.magnitude.isf(rng.beta(1, X.size, 4000))  # of as many elements, 4000 times
+    inside = np.mean((largest >= min(tops)) & (largest <= max(tops)))
+    assert inside == pytest.approx(0.95, abs=0.02)
+    other = Figure().subplots()
+    plots.tail(X, [], other)
+    corners = other.collections[0].get_paths()[0].vertices
+    shares = [y for x, y in corners if x == pytest.approx(ordered[0], rel=1e-3)]
+    assert min(shares) == pytest.approx(-np.log(0.975) / X.size, rel=1e-3)
+    assert max(shares) == pytest.approx(-np.log(0.025) / X.size, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def by_layer(tmp_path_factory):
+    from support.traces import drifting_trace
+
+    path = drifting_trace(
+        tmp_path_factory.mktemp("layers") / "run.zarr", range(4), lambda s: 2.0**s
+    )
+    data = gradstats.over_training(path, models=["laplace"], ratios=[0.01], per_layer=True)
+    return data.sel(kind="gradient", model="laplace", ratio=0.01)
+
+
+def test_maps_of_layers(ax, by_layer):
+    names = [name for name in by_layer["layer"].values if name != "all"]
+    plots.layer_map(by_layer, "mean", ax)
+    means = by_layer["mean"].sel(layer=names)
+    assert np.allclose(ax.lines[0].get_xdata(), means.median(["step", "rank"]), equal_nan=True)
+    assert [t.get_text() for t in ax.get_yticklabels()] == names
+    top, bottom = ax.get_ylim()[::-1]
+    assert top < bottom  # the first layer is at the top
+    other = Figure().subplots()
+    plots.drift_map(by_layer, "mean", other)
+    drawn = other.collections[0].get_array()
+    expected = means.mean("rank").transpose("layer", "step").values
+    expected /= np.exp(np.log(expected).mean(axis=1, keepdims=True))
+    assert np.allclose(drawn.filled(np.nan), expected, equal_nan=True)
+    assert drawn.mask[names.index("dead")].all()
+    plots.drift_map(by_layer, "zero_fraction", Figure().subplots())
+    with pytest.raises(InputError, match="no layers"):
+        plots.layer_map(by_layer.sel(layer=["all"]), "mean", ax)
+
+
+def test_maps_take_one_model(by_layer, ax):
+    stacked = by_layer.expand_dims(kind=["gradient"])
+    with pytest.raises(InputError, match="select one of each kind"):
+        plots.drift_map(stacked, "mean", ax)
+
+
+def test_build_up_and_matching_rate_are_means(ax):
+    rows = [{"compressor": "topk", "nproc": n, "build_up": u} for n, u in [(4, 3), (2, 1), (2, 2)]]
+    plots.build_up(rows, ax)
+    assert line(ax, "topk").tolist() == [[2, 1.5], [4, 3]]
+    assert line(ax, "no overlap").tolist() == [[2, 2], [4, 4]]
+    other = Figure().subplots()
+    rows = [{"compressor": "marsit", "step": s, "matching_rate": 0.9} for s in (5, 1)]
+    plots.matching_rate(rows, other)
+    assert line(other, "marsit").tolist() == [[1, 0.9], [5, 0.9]]
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_delta_counts_what_breaks_the_assumption(ax, layers):
+    rows = [{"layer": f"l{i}", "step": s, "delta": 0.2 * s} for i in range(layers) for s in (6, 1)]
+    plots.lags_delta(rows, ax)
+    legend = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert f"assumption fails: {layers} of {2 * layers}" in legend
+    name = "l0" if layers == 2 else "largest"
+    assert line(ax, name) == pytest.approx(np.array([[1, 0.2], [6, 1.2]]))
+    assert ax.get_ylim()[1] >= 1.2
+
+
+def test_times_are_in_milliseconds(ax):
+    rows = [{"compressor": "a", "compute": 0.01, "select": 0.002, "communicate": 0.003}] * 2
+    plots.time_split(rows, ax)
+    bars = [(p.get_x(), p.get_width()) for p in ax.patches]
+    assert np.allclose(bars, [(0, 10), (10, 2), (12, 3)])
+    assert len({p.get_hatch() for p in ax.patches}) == 3  # told apart in grey
+    other = Figure().subplots()
+    rows = [{"lane": lane, "layer": "fc", "start": s, "end": s + 0.01}
+            for lane, s in (("compute", 5), ("communicate", 5.01))]  # fmt: skip
+    plots.timeline(rows, other)
+    assert np.allclose([(p.get_x(), p.get_width()) for p in other.patches], [(0, 10), (10, 10)])
+    assert [t.get_text() for t in other.texts] == ["fc", "fc"]
+
+
+def test_a_png_is_small_and_the_same_every_time(ax):
+    plots.tail(X, [], ax)
+    first = plots.png(ax.figure)
+    assert first == plots.png(ax.figure)
+    stream = io.BytesIO()
+    ax.figure.savefig(stream, dpi=110)
+    assert len(first) < 0.6 * len(stream.getvalue())
+
+
+def test_figures_of_live_runs(tmp_path, monkeypatch, capsys):
+    """tools/figures.py draws what records there are, and says which are not."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    figures = importlib.import_module("figures")
+    for name in ("ROOT", "IMAGES", "RESULTS"):
+        monkeypatch.setattr(figures, name, tmp_path)
+    rows = [{"compressor": "topk", "nproc": n, "build_up": n} for n in (2, 4)]
+    (tmp_path / "build_up.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(sys, "argv", ["figures.py", "build_up", "delta"])
+    figures.main()
+    said = capsys.readouterr()
+    assert said.out.startswith("build_up.png: ")
+    assert said.err == "missing: docs/results/delta.json, so no delta.png\n"
+    assert [p.name for p in tmp_path.glob("*.png")] == ["build_up.png"]
+    monkeypatch.setattr(sys, "argv", ["figures.py", "nonsense"])
+    with pytest.raises(SystemExit):
+        figures.main()
+
+
+def test_committed_figures_are_small():
+    for image in (DOCS / "img").glob("*.png"):
+        assert image.stat().st_size < (200_000 if image.stem == "report" else 150_000), image

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from conftest import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from gradstats.errors import InputError
+from gradstats.primitives import (
+    exceedances,
+    get_num_threads,
+    histogram,
+    kth_largest,
+    moments,
+    select,
+    set_num_threads,
+)
+from gradstats.primitives.arrays import CHUNK
+from gradstats.primitives.histogram import bin_edges
+
+SUMS = ("sum_abs", "sum_squares", "sum_log")
+
+
+def naive_moments(x, above=0.0):
+    a = np.abs(np.asarray(x, np.float64).ravel())
+    a = a[np.isfinite(a) & (a > 0) & (a >= above)]
+    return {
+        "count": a.size,
+        "sum_abs": a.sum(),
+        "sum_squares": (a * a).sum(),
+        "sum_log": np.log(a).sum(),
+        "max": a.max(initial=0.0),
+    }
+
+
+@pytest.mark.parametrize("above", [0.0, 1e-3])
+def test_moments_equal_a_naive_float64_sum(family, xp, above):
+    m = moments(xp(family), above=above)
+    for name, value in naive_moments(family, above).items():
+        assert getattr(m, name) == pytest.approx(value, rel=1e-12), name
+    assert m.numel == family.size
+    assert m.zeros == np.count_nonzero(family == 0)
+
+
+@pytest.mark.parametrize("above", [0.0, 1e-3])
+def test_exceedances_are_the_same_sums(family, xp, above):
+    a, b = exceedances(xp(family), above), moments(xp(family), above=above)
+    assert a.count == b.count
+    assert a.sum_abs == pytest.approx(b.sum_abs, rel=1e-12)
+    assert a.sum_squares == pytest.approx(b.sum_squares, rel=1e-12)
+    hostile = np.r_[family[:3000], np.float32([np.inf, -np.inf, np.nan])]
+    assert exceedances(xp(hostile), 1e-3).count == moments(xp(hostile), above=1e-3).count
+    assert np.isfinite(exceedances(xp(hostile), 1e-3).sum_abs)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_changes_no_bit(threads):
+    x = np.random.default_rng(1).standard_t(3, 3_000_000).astype(np.float32)
+    x[::1000] = 0
+    reference = (
+        moments(x),
+        exceedances(x, 1.0),
+        histogram(x, 10),
+        select(x, 3.0),
+        kth_largest(x, 3000),
+    )
+    set_num_threads(threads)
+    try:
+        assert get_num_threads() == threads
+        assert moments(x) == reference[0]
+        assert repr(exceedances(x, 1.0)) == repr(reference[1])
+        assert np.array_equal(histogram(x, 10).counts, reference[2].counts)
+        again = select(x, 3.0)
+        assert np.array_equal(again.indices, reference[3].indices)
+        assert np.array_equal(again.values, reference[3].values)
+        assert kth_largest(x, 3000) == reference[4]
+    finally:
+        set_num_threads(None)
+    with pytest.raises(InputError):
+        set_num_threads(0)
+
+
+def test_threads_that_ask_for_different_numbers_of_threads_get_the_serial_sums():
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n << 19, np.float32) for n in (2, 3)]  # for two and three threads
+    set_num_threads(1)
+    expected = [moments(x) for x in arrays]
+    set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(2) as users:
+            work = [users.submit(lambda x=x: [moments(x) for _ in range(100)]) for x in arrays]
+            for sums, found in zip(expected, work, strict=True):
+                assert found.result() == [sums] * 100
+    finally:
+        set_num_threads(None)
+
+
+def test_histograms_of_other_widths():
+    x = np.random.default_rng(1).standard_t(3, 100_000).astype(np.float32)
+    fine, coarse = histogram(x, 10), histogram(x)
+    assert np.array_equal(fine.coarsen(7).counts, coarse.counts)
+    with pytest.raises(InputError, match="do not add"):
+        _ = fine + coarse
+    for bad in (lambda: histogram(x, 13), lambda: coarse.coarsen(9)):
+        with pytest.raises(InputError):
+            bad()
+
+
+def test_a_sampled_bracket_that_misses_costs_a_pass_not_the_answer():
+    """Everything large hides between the sampled positions, or only there."""
+    x = np.random.default_rng(0).random(1_000_000).astype(np.float32)
+    stride = x.size // (1 << 16)
+    for place in (np.s_[::stride], np.s_[1::stride]):
+        y = x.copy()
+        y[place] += 10
+        for k in (100, 10_000, 80_000):
+            assert kth_largest(y, k) == np.sort(y)[-k]
+
+
+def test_moments_count_what_they_leave_out(xp):
+    x = np.array([0, -0.0, np.nan, np.inf, -np.inf, 2, -1], np.float32)
+    m = moments(xp(x))
+    assert (m.numel, m.count, m.zeros, m.nonfinite) == (7, 2, 2, 3)
+    assert (m.sum_abs, m.sum_squares, m.max) == (3.0, 5.0, 2.0)
+    assert m.zero_fraction == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_widened_not_rounded(dtype):
+    x = torch.from_numpy(FAMILIES["laplace"]).to(dtype)
+    wide = x.double().numpy()
+    assert moments(x).sum_abs == pytest.approx(np.abs(wide).sum(), rel=1e-12)
+    eta = kth_largest(x, 100)
+    assert eta == np.sort(np.abs(wide))[-100]
+    selected = select(x, eta)
+    assert selected.values.dtype == dtype
+    assert np.array_equal(selected.indices.numpy(), np.flatnonzero(np.abs(wide) >= eta))
+
+
+def test_strided_and_multidimensional_inputs_are_read_in_index_order():
+    x = np.random.default_rng(0).standard_normal((700, 600)).astype(np.float32)
+    for view, flat in ((x.T, x.T.copy()), (x[::2, ::3], x[::2, ::3].copy())):
+        for given_, expected in ((view, flat), (torch.from_numpy(x).T, x.T.copy())):
+            a, b = select(given_, 2.0), select(expected.ravel(), 2.0)
+            assert np.array_equal(np.asarray(a.indices), b.indices)
+            assert np.array_equal(np.asarray(a.values), b.values)
+            assert moments(given_).sum_abs == pytest.approx(moments(expected).sum_abs, rel=1e-12)
+
+
+def test_numpy_and_torch_give_the_same_bits(family):
+    assert moments(family) == moments(torch.from_numpy(family))
+    assert np.array_equal(histogram(family).counts, histogram(torch.from_numpy(family)).counts)
+
+
+@pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK])
+def test_chunk_borders(size):
+    x = np.arange(1, size + 1, dtype=np.float32)
+    assert moments(x).sum_abs == size * (size + 1) / 2
+    selection = select(x, size - 2)
+    assert selection.indices.tolist() == [size - 3, size - 2, size - 1]
+
+
+def test_select_equals_a_mask(family, xp):
+    eta = float(np.quantile(np.abs(family), 0.99))
+    expected = np.flatnonzero(np.abs(family) >= np.float32(eta))
+    got = select(xp(family), np.float32(eta).item())
+    assert np.array_equal(np.asarray(got.indices), expected)
+    assert np.array_equal(np.asarray(got.values), family[expected])
+
+
+def test_zeros_and_nan_are_never_selected_but_infinity_is(xp):
+    x = np.array([0, -0.0, np.nan, np.inf, 1e-45, -2], np.float32)
+    assert np.asarray(select(xp(x), 0.0).indices).tolist() == [3, 4, 5]
+    assert np.asarray(select(xp(x), 1.0).indices).tolist() == [3, 5]
+
+
+def test_kth_largest_states_its_edges():
+    x = np.array([3, np.nan, -5, np.inf, 1], np.float32)
+    assert kth_largest(x, 1) == 5
+    assert kth_largest(x, 3) == 1
+    assert kth_largest(x, 4) == 0
+    with pytest.raises(InputError, match="at least 1"):
+        kth_largest(x, 0)
+
+
+def test_histogram_counts_every_element(family):
+    h = histogram(family)
+    assert h.numel == family.size
+    assert h.zeros == np.count_nonzero(family == 0)
+    edges = bin_edges()
+    expected, _ = np.histogram(np.abs(family[family != 0]).astype(np.float64), edges)
+    assert np.array_equal(h.counts, expected)
+
+
+def test_histograms_add(family):
+    a, b = histogram(family[:1000]), histogram(family[1000:])
+    both = histogram(family)
+    assert np.array_equal((a + b).counts, both.counts)
+    assert (a + b).zeros == both.zeros
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+def test_histogram_quantiles_are_within_a_bin(family, ratio):
+    k = round(ratio * family.size)
+    exact = kth_largest(family, k)
+    assert histogram(family).upper_quantile(k) == pytest.approx(exact, rel=1 / 128)
+
+
+def test_histogram_of_float64_beyond_float32_is_silent():
+    h = histogram(np.array([1e300, 1e-300, 1.0]))
+    assert (h.nonfinite, h.zeros, h.counts.sum()) == (1, 1, 1)
+    assert histogram(np.zeros(5, np.float32)).upper_quantile(1) == 0.0
+
+
+def test_empty_arrays(xp):
+    x = xp(np.empty(0, np.float32))
+    assert moments(x).count == 0
+    assert np.isnan(moments(x).mean)
+    assert len(select(x, 0.0)) == 0
+    assert histogram(x).numel == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [np.arange(3), np.array(["a"]), torch.arange(3), torch.eye(2).to_sparse()]
+)
+def test_what_is_no_gradient_is_refused_in_one_line(bad):
+    with pytest.raises(InputError) as caught:
+        moments(bad)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("threshold", [-1.0, float("nan")])
+def test_thresholds_must_be_magnitudes(threshold):
+    with pytest.raises(InputError, match="non-negative"):
+        select(np.ones(3), threshold)
+    with pytest.raises(InputError, match="non-negative"):
+        moments(np.ones(3), above=threshold)
+
+
+finite = st.floats(-1e6, 1e6, width=32, allow_subnormal=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays(np.float32, st.integers(0, 300), elements=finite), st.integers(1, 40))
+def test_merging_halves_gives_the_whole(x, cut):
+    whole, a, b = moments(x), moments(x[:cut]), moments(x[cut:])
+    assert whole.count == a.count + b.count
+    assert whole.sum_abs == pytest.approx(a.sum_abs + b.sum_abs, rel=1e-12)
+    assert whole.max == max(a.max, b.max)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays(np.float32, st.integers(1, 300), elements=finite), st.integers(1, 300))
+def test_the_kth_largest_selects_k(x, k):
+    k = min(k, x.size)
+    eta = kth_largest(x, k)
+    kept = len(select(x, eta))
+    if eta > 0:
+        assert kept >= k
+        assert np.count_nonzero(np.abs(x) > eta) < k
+    else:
+        assert kept == np.count_nonzero(x)

@@ -1,0 +1,179 @@
+"""The report: what its first screen says, that it is one file, and that it works in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from conftest import DATA
+
+import gradstats
+from gradstats.errors import InputError
+from gradstats.report import write_report
+from gradstats.statistics.compressibility import control
+from gradstats.trace.sources import ArraySource, open_source
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of the verdict table by row."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.rows, self._in_cell = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data):
+        if self._in_cell:
+            self.rows[-1][-1] += data
+
+    def answer(self, question, column=1):
+        return next(row for row in self.rows if row and row[0] == question)[column]
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "deep" / "report.html"
+    write_report([open_source(DATA / "resnet20.zarr")], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_it_loads_nothing(page, path):
+    for tag, attrs in page.elements:
+        assert tag not in ("link", "iframe", "object", "embed", "base"), tag
+        for name in ("src", "href", "srcset", "poster", "action", "data", "background"):
+            if name in attrs:
+                assert attrs[name].startswith(("data:image/png;base64,", "#")), (tag, name)
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"@import|url\(|https?:|fetch\(|XMLHttpRequest|import\(", text)
+    assert path.stat().st_size < 2_500_000  # two such traces are to stay below 5 MB
+
+
+def test_every_image_says_what_it_shows(page):
+    images = page.all("img")
+    assert len(images) >= 7
+    assert all(len(image["alt"]) > 40 for image in images)
+
+
+def test_links_lead_to_places_on_the_page(page):
+    ids = {attrs["id"] for _, attrs in page.elements if "id" in attrs}
+    links = [attrs["href"].removeprefix("#") for attrs in page.all("a")]
+    assert links == ["resnet20", "made"]
+    assert set(links) <= ids
+
+
+def test_the_first_screen_has_the_numbers_of_the_functions(page):
+    trace = gradstats.open_trace(DATA / "resnet20.zarr")
+    steps = trace.steps()
+    found = {s: gradstats.compressibility(trace.read(s)) for s in steps}
+    said = page.answer("Is it compressible?")
+    assert said.startswith(f"Shown at {sum(c.compressible for c in found.values())} of 4 steps")
+    for step in (steps[0], steps[-1]):
+        c = found[step]
+        assert f"{c.p:.2f} ({c.p_low:.2f} to {c.p_high:.2f}) at step {step}" in said
+    for name, title in (("uniform", "uniform"), ("halfnorm", "half-normal")):
+        assert f"{title} {control(name, trace.numel)[0].p:.2f}" in said
+    shapes = gradstats.pot.mixture({la.name: trace.read(2999)[la.slice] for la in trace.layers})
+    said = page.answer("How heavy is its tail?")
+    assert said.startswith(f"Heavy: ξ = {shapes.pooled.c:.2f}, most of it from layers")
+    assert f"divided by its mean {shapes.normalised.c:.2f}" in said
+    magnitudes = np.sort(np.square(trace.read(2999).astype(float)))[::-1]
+    share = magnitudes[: trace.numel // 100].sum() / magnitudes.sum()
+    said = page.answer("How uneven is it?")
+    assert said.startswith(
+        f"The largest 1\N{NO-BREAK SPACE}% hold {100 * share:.0f}\N{NO-BREAK SPACE}%"
+    )
+    assert "rank 1 of 2 not captured" in page.answer("Is the data sound?")
+    assert f"1 ± {1.96 / np.sqrt(270):.2f}" in page.answer("Which estimate hits k?")
+    assert "4 have no power" in page.answer("Does it move?")
+
+
+def test_how_it_was_made(page):
+    made = next(row for row in page.rows if row and row[0].endswith("resnet20.zarr"))
+    assert made[1:] == ["10, 100, 1000, 2999", "0", "gradient", "0"]
+
+
+def test_bad_data_is_said_first(tmp_path):
+    rng = np.random.default_rng(0)
+    dull = rng.laplace(size=3000).astype(np.float32)
+    dull[:7] = np.nan
+    dull[10:60] = 0.25
+    layers = {"a": dull, "dead": np.zeros(500, np.float32), "bias": np.ones(1, np.float32)}
+    write_report([ArraySource(layers, "<bad> & sons")], tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert page.rows[0][1] == "<bad> & sons, gradient"
+    said = page.answer("Is the data sound?")
+    assert "7 elements NaN or infinite in one step" in said
+    assert "500 elements zero in one step" in said
+    assert "50 elements of one magnitude" in said
+    assert "1 constant layer" in said
+    assert "No power" in page.answer("Which estimate hits k?")  # k = 4
+    assert "One step only" in page.answer("Does it move?")
+
+
+@pytest.mark.parametrize("x", [np.zeros(300, np.float32), np.ones(5), np.full(200, np.nan)])
+def test_gradients_without_statistics_have_a_page(x, tmp_path):
+    write_report([ArraySource({"x": x})], tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert "Too few" in page.answer("How uneven is it?")
+    assert "Too few" in page.answer("How heavy is its tail?")
+
+
+def test_a_page_that_cannot_be_written():
+    with pytest.raises(InputError, match="cannot write"):
+        write_report([ArraySource({"x": np.ones(5)})], DATA / "README.md" / "r.html")
+
+
+_CLICKS = """<script>
+const table = [...document.querySelectorAll("table.sortable")].find((t) => t.caption.textContent.startsWith("Decay"));
+const column = [...table.tHead.rows[0].cells].findIndex((c) => c.textContent.startsWith("p"));
+const shown = () => [...table.tBodies[0].rows].map((r) => r.cells[column].dataset.value).join(" ");
+const button = table.tHead.rows[0].cells[column].querySelector("button");
+const found = [shown()];
+for (let i = 0; i < 2; i++) { button.click(); found.push(shown()); }
+found.push(button.parentElement.getAttribute("aria-sort"));
+document.body.innerHTML = `<pre id=found>${found.join("|")}</pre>`;
+</script></body>"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_tables_sort_in_a_browser(path, tmp_path):
+    clicked = tmp_path / "clicked.html"
+    clicked.write_text(path.read_text(encoding="utf-8").replace("</body>", _CLICKS))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run(
+        ["chromium", *options, "--dump-dom", clicked.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    found = re.search(r"<pre id=\"found\">(.*)</pre>", done.stdout).group(1).split("|")
+    before, up, down = ([float(v) for v in order.split()] for order in found[:3])
+    assert before not in (sorted(before), sorted(before, reverse=True))
+    assert up == sorted(before)
+    assert down == sorted(before, reverse=True)
+    assert found[3] == "descending"

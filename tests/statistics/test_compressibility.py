@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gradstats import compressibility
+from gradstats.errors import InputError
+from gradstats.primitives.sketch import sketch
+from gradstats.statistics.compressibility import CONTROLS, control, local_exponents
+
+
+def test_a_pure_power_law_is_recovered(xp):
+    magnitudes = np.arange(1, 100_001.0) ** -0.7
+    x = np.random.default_rng(0).permutation(magnitudes).astype(np.float32)
+    c = compressibility(xp(x))
+    assert c.window == (1, 1000)
+    assert c.p == pytest.approx(0.7, rel=0.03)  # rank - ½ shifts a noiseless law a little
+    assert c.c1 == pytest.approx(max(magnitudes[:1000] * np.arange(1, 1001) ** c.p), rel=1e-6)
+
+
+@pytest.mark.parametrize("k", [100, 1000])
+def test_intervals_cover_the_truth_as_often_as_they_say(k):
+    """Pareto with p = ½: 500 samples, so 95 % coverage is within ±2 points of what is seen."""
+    rng = np.random.default_rng(1)
+    covered, hill = 0, 0
+    for _ in range(500):
+        x = rng.random(20 * k) ** -0.5
+        c = compressibility(x, (1, k))
+        covered += c.p_low <= 0.5 <= c.p_high
+        hill += c.hill_low <= 0.5 <= c.hill_high
+    assert 0.93 <= covered / 500 <= 0.985
+    assert 0.92 <= hill / 500 <= 0.975
+
+
+def test_hill_is_the_textbook_formula():
+    x = np.random.default_rng(2).standard_t(3, 50_000)
+    top = np.sort(np.abs(x))[::-1][:500]
+    expected = np.mean(np.log(top[:-1] / top[-1]))
+    assert compressibility(x, (1, 500)).hill == pytest.approx(expected)
+
+
+def test_verdicts():
+    rng = np.random.default_rng(3)
+    n = 1_000_000
+    assert compressibility(rng.pareto(1.2, n) + 1).compressible
+    for light in (rng.random(n), np.abs(rng.standard_normal(n)), rng.laplace(size=n)):
+        assert not compressibility(light).compressible
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_are_the_quantiles_of_their_law_and_fail(name):
+    decay, magnitudes = control(name, 270_000)
+    law = stats.expon if name == "laplace" else getattr(stats, name)
+    assert np.allclose(magnitudes, law.isf((np.arange(1, 2701) - 0.5) / 270_000))
+    assert not decay.compressible
+    sample = law.rvs(size=270_000, random_state=0)
+    assert compressibility(sample).p == pytest.approx(decay.p, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.zeros(1000), np.empty(0), np.array([1.0]), np.full(50, np.nan), np.r_[np.zeros(99), 1.0]],
+)
+def test_too_few_elements_give_no_verdict_and_no_number(x):
+    c = compressibility(x)
+    assert math.isnan(c.p)
+    assert math.isnan(c.c1)
+    assert not c.compressible
+
+
+def test_constants_do_not_decay():
+    c = compressibility(np.full(1000, 2.0))
+    assert (c.p, c.p_low, c.p_high, c.hill, c.c1) == (0, 0, 0, 0, 2)
+
+
+class TestBestKError:
+    """σ_k, what is left after keeping the k largest (SIDCo property 1)."""
+
+    def test_a_power_law_keeps_the_promise(self):
+        magnitudes = np.arange(1, 1_000_001.0) ** -0.8
+        c = compressibility(magnitudes, (10, 1000))
+        naive = [math.sqrt((magnitudes[k:] ** 2).sum()) for k in (10, 1000)]
+        assert c.sigma_p == pytest.approx(math.log(naive[0] / naive[1]) / math.log(100), rel=1e-6)
+        assert c.sigma_p == pytest.approx(0.3, abs=0.02)
+        assert 0.9 < c.sigma_bound <= 1
+
+    def test_a_light_tail_hardly_falls(self):
+        x = np.random.default_rng(5).random(100_000)
+        c = compressibility(x)
+        assert c.sigma_p == pytest.approx(0, abs=0.005)
+        assert math.isnan(c.sigma_bound)
+
+    def test_rounding_is_not_an_error(self):
+        x = np.r_[np.arange(1, 101.0) ** -2, np.full(10_000, 1e-12)]
+        c = compressibility(x, (1, 5000))
+        assert math.isfinite(c.sigma_p)
+
+
+def test_local_exponents_of_laplace_rise_and_a_line_through_them_would_mislead():
+    """STATISTICS.md: 0.12, 0.18, 0.31 over ranks 10-1000, 10³-10⁴, 10⁴-10⁵ of a million; 0.645 for uniform noise."""
+    rng = np.random.default_rng(6)
+    x = rng.laplace(size=1_000_000)
+    by = {(e.first, e.last): e for e in local_exponents(x, per_decade=1)}
+    assert by[1000, 10_000].p == pytest.approx(0.18, abs=0.02)
+    assert by[10_000, 100_000].p == pytest.approx(0.31, abs=0.02)
+    assert by[100, 1000].p < by[1000, 10_000].p < by[10_000, 100_000].p
+    uniform = np.sort(rng.random(100_000))[::-1]
+    slope = np.polyfit(np.log(np.arange(1, uniform.size + 1)), np.log(uniform), 1)[0]
+    assert -slope > 0.5  # what a line through the whole plot says
+    assert all(e.p < 0.1 for e in local_exponents(uniform) if e.last <= 10_000)
+
+
+def test_local_exponents_of_a_power_law_are_the_same_everywhere():
+    found = local_exponents(np.arange(1, 100_001.0) ** -0.7)
+    assert len(found) >= 6
+    assert all(e.p == pytest.approx(0.7, abs=0.05) for e in found[1:])
+    assert all(e.p_low < e.p < e.p_high for e in found)
+    assert local_exponents(np.zeros(10)) == []
+
+
+@pytest.mark.parametrize("bits", [7, 10])
+def test_from_a_sketch(bits):
+    x = np.random.default_rng(7).standard_t(2, 300_000).astype(np.float32)
+    full, rough = compressibility(x), compressibility(sketch(x, bits))
+    assert rough.p == pytest.approx(full.p, rel=0.01)
+    assert rough.hill == pytest.approx(full.hill, rel=0.01)
+    assert rough.sigma_p == pytest.approx(full.sigma_p, rel=0.02)
+    assert rough.window == full.window
+
+
+def test_windows():
+    x = np.random.default_rng(0).laplace(size=5000)
+    assert compressibility(x, (10, 300)).window == (10, 300)
+    assert compressibility(x, (1, 10**9)).window == (1, 5000)
+    for bad in ((0, 10), (5, 5), (9, 2)):
+        with pytest.raises(InputError, match="window"):
+            compressibility(x, bad)

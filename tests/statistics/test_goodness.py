@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gradstats import fit
+from gradstats.errors import InputError
+from gradstats.primitives import kth_largest
+from gradstats.primitives.sketch import Magnitudes, sketch
+from gradstats.statistics.distributions import MAGNITUDES, SIDS
+from gradstats.statistics.goodness import TAIL_RATIOS, bootstrap, compare, goodness
+from gradstats.statistics.solution import FitError
+
+
+@pytest.mark.parametrize("model", SIDS)
+def test_equals_scipys(model):
+    rng = np.random.default_rng(5)
+    x = np.r_[rng.standard_t(4, 20_000), np.zeros(5000)].astype(np.float32)
+    f = fit(x, model)
+    g = goodness(f, x)
+    magnitudes = np.abs(x[x != 0]).astype(float)
+    ks = stats.kstest(magnitudes, lambda v: 1 - 2 * f.dist.sf(v)).statistic
+    assert g.ks == pytest.approx(0.8 * ks, rel=1e-9)
+    log_density = np.where(
+        x == 0, math.log(0.2), np.log(0.8) + f.dist.logpdf(np.where(x == 0, 1, x))
+    )
+    assert g.nll == pytest.approx(-log_density.mean(), rel=1e-9)
+    assert g.aic == pytest.approx(2 * f.n_params + 2 * x.size * g.nll)
+    assert g.bic == pytest.approx(math.log(x.size) * f.n_params + 2 * x.size * g.nll)
+    for ratio in TAIL_RATIOS[:3]:
+        exact = kth_largest(x, round(ratio * x.size))
+        assert g.log_quantile[ratio] == pytest.approx(math.log(f.threshold(ratio) / exact))
+        kept = np.count_nonzero(np.abs(x) >= f.threshold(ratio))
+        assert g.quality[ratio] == pytest.approx(kept / round(ratio * x.size))
+    assert TAIL_RATIOS[3] not in g.quality  # two elements would be left
+    assert g.tail_error == max(map(abs, g.log_quantile.values()))
+
+
+@pytest.mark.parametrize("model", SIDS)
+def test_wasserstein_is_scipys(model):
+    x = np.random.default_rng(6).gamma(0.7, size=20_000)
+    f = fit(x, model, "mle")
+    grid = f.magnitude.isf((np.arange(400_000) + 0.5) / 400_000)
+    expected = stats.wasserstein_distance(x, grid) / x.mean()
+    assert goodness(f, x).wasserstein == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("n", [50, 5000])
+def test_upper_anderson_darling_is_the_textbook_sum(n):
+    """Sinclair, Spurr and Ahmad 1990: n/2 − 2ΣF − Σ(2 − (2i−1)/n) ln(1−F), per element."""
+    x = np.sort(stats.expon.rvs(size=n, random_state=7))
+    f = fit(x, "laplace")
+    cdf, logsf = f.magnitude.cdf(x), f.magnitude.logsf(x)
+    i = np.arange(1, n + 1)
+    textbook = n / 2 - 2 * cdf.sum() - ((2 - (2 * i - 1) / n) * logsf).sum()
+    assert goodness(f, x).ad_upper == pytest.approx(textbook / n, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", ["laplace", "dgamma", "double_genpareto", "t", "lognorm"])
+def test_a_histogram_gives_the_distances_of_the_elements(model):
+    """More elements than a sketch keeps one by one, against exact cells."""
+    x = np.random.default_rng(8).standard_t(5, 100_000).astype(np.float32)
+    exact = Magnitudes.from_values(np.abs(x).astype(float))
+    f = fit(x, model, "mle")
+    rough, true = goodness(f, x), goodness(f, exact)
+    assert rough.nll == pytest.approx(true.nll, rel=1e-6)
+    assert rough.ks == pytest.approx(true.ks, abs=1e-3 / 2)
+    assert rough.wasserstein == pytest.approx(true.wasserstein, rel=0.01)
+    assert rough.ad_upper == pytest.approx(true.ad_upper, rel=0.02)
+    for ratio, error in true.log_quantile.items():
+        assert rough.log_quantile[ratio] == pytest.approx(error, abs=1e-3)
+
+
+def test_a_heavy_tail_has_no_wasserstein_distance():
+    x = stats.genpareto(1.3).rvs(5000, random_state=9)
+    g = goodness(fit(x, "double_genpareto", "mle"), x)
+    assert g.wasserstein == math.inf
+    assert g.ks < 0.02
+
+
+def test_kolmogorov_does_not_see_the_tail():
+    """Generalized normal 0.98 against Laplace: D is 0.002 (twice that folded), and 13 % too many are kept."""
+    x = stats.halfgennorm(0.98).rvs(4_000_000, random_state=10).astype(np.float32)
+    g = goodness(fit(x, "laplace"), x)
+    assert g.ks == pytest.approx(2 * 0.0017, abs=0.0005)
+    assert g.quality[0.001] == pytest.approx(1.13, abs=3.5 / math.sqrt(4000))
+
+
+class TestComparison:
+    def test_vuong_by_hand(self):
+        x = stats.lognorm(1.0).rvs(3000, random_state=11)
+        a, b = fit(x, "lognorm", "mle"), fit(x, "dweibull", "mle")
+        ratio = a.magnitude.logpdf(x) - b.magnitude.logpdf(x)
+        c = compare(a, b, x)
+        assert c.difference == pytest.approx(ratio.mean())
+        assert c.z == pytest.approx(math.sqrt(3000) * ratio.mean() / ratio.std())
+        assert not c.nested
+        assert c.difference > 0
+        assert c.p_value < 0.01
+        assert compare(b, a, x).z == pytest.approx(-c.z)
+
+    def test_nested_models_get_a_likelihood_ratio_test(self):
+        """Under the null the statistic is χ²(1): 400 samples, 5 % level."""
+        rng = np.random.default_rng(12)
+        rejected = 0
+        for _ in range(400):
+            x = rng.standard_exponential(500)
+            c = compare(fit(x, "dgamma", "mle"), fit(x, "laplace", "mle"), x)
+            assert c.nested
+            assert c.difference >= -1e-12
+            rejected += c.p_value < 0.05
+        assert rejected / 400 == pytest.approx(0.05, abs=3.5 * math.sqrt(0.05 * 0.95 / 400))
+
+    def test_the_same_fit_is_no_different(self):
+        x = np.arange(1.0, 100)
+        f = fit(x, "lognorm")
+        assert compare(f, f, x).p_value == 1
+
+
+class TestBootstrap:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("model", "method", "statistic"),
+        [
+            ("laplace", "closed", "ks"),
+            ("dgamma", "mle", "ks"),
+            ("double_genpareto", "mle", "ks"),
+            ("double_genpareto", "mle", "ad"),
+        ],
+    )
+    def test_p_is_uniform_under_the_null_and_the_naive_one_is_not(self, model, method, statistic):
+        shape = {"laplace": (), "dgamma": (0.7,), "double_genpareto": (0.2,)}[model]
+        rng = np.random.default_rng(13)
+        law = MAGNITUDES[model](*shape)
+        tests = [
+            bootstrap(
+                law.rvs(200, random_state=rng),
+                model,
+                method,
+                statistic=statistic,
+                size=200,
+                replicates=59,
+                seed=i,
+            )
+            for i in range(150)
+        ]
+        p = np.array([t.p_value for t in tests])
+        # p takes the values 1/60 … 1; half a step takes the discreteness out
+        assert stats.kstest(p - 0.5 / 60, stats.uniform.cdf).pvalue > 0.001
+        if statistic == "ks":
+            naive = np.array([t.p_naive for t in tests])
+            assert (naive < 0.05).sum() == 0  # 7.5 of 150 expected of a test
+            assert naive.mean() > 0.6
+
+    def test_sees_a_misfit_that_the_naive_test_misses(self):
+        x = stats.gamma(0.88).rvs(100_000, random_state=14).astype(np.float32)
+        tests = [bootstrap(x, "laplace", size=1000, replicates=99, seed=i) for i in range(30)]
+        assert all((t.size, t.replicates, t.failed) == (1000, 99, 0) for t in tests)
+        seen, naive = (
+            sum(p < 0.05 for p in ps)
+            for ps in zip(*((t.p_value, t.p_naive) for t in tests), strict=True)
+        )
+        assert seen >= 12
+        assert naive <= seen / 2
+
+    def test_is_reproducible_and_leaves_the_global_state_alone(self):
+        x = np.random.default_rng(15).laplace(size=5000)
+        np.random.seed(3)  # noqa: NPY002
+        before = np.random.get_state()[1].copy()  # noqa: NPY002
+        first = bootstrap(x, "dgamma", size=300, replicates=19, seed=4)
+        assert first == bootstrap(x, "dgamma", size=300, replicates=19, seed=4)
+        assert np.array_equal(before, np.random.get_state()[1])  # noqa: NPY002
+
+    def test_zeros_are_not_tested(self):
+        x = np.r_[np.random.default_rng(16).laplace(size=3000), np.zeros(3000)]
+        assert bootstrap(x, "laplace", size=10_000, replicates=19).size == 3000
+
+    def test_refusals(self):
+        x = np.ones(100)
+        with pytest.raises(FitError, match="equal"):
+            bootstrap(x, "dgamma")
+        with pytest.raises(InputError, match="there are ks, ad"):
+            bootstrap(x, "laplace", statistic="cvm")
+        with pytest.raises(InputError, match="replicate"):
+            bootstrap(x, "laplace", replicates=0)
+
+
+def test_fits_of_everything_in_little_time():
+    """Not a benchmark: a generous bound that a pass over the elements per model would break."""
+    import time
+
+    reduced = sketch(np.random.default_rng(17).laplace(size=10_000_000).astype(np.float32))
+    started = time.perf_counter()
+    for model in ("double_genpareto", "dgamma", "laplace"):
+        goodness(fit(reduced, model, "mle"), reduced)
+    assert time.perf_counter() - started < 2

@@ -1,0 +1,529 @@
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.special import ndtri
+
+from gradstats import thresholds
+from gradstats.errors import InputError
+from gradstats.statistics.fitting import as_magnitudes, fit
+from gradstats.statistics.pot import (
+    choose_threshold,
+    mean_excess,
+    mixture,
+    parameter_stability,
+    stages,
+    tail_quantile,
+)
+from gradstats.statistics.pot.choice import _forward_stop
+from gradstats.statistics.pot.peaks import covariance
+from gradstats.statistics.pot.quantile import _extrapolate
+from gradstats.statistics.solution import FitError
+
+N = 100_000
+
+
+def signed(magnitudes, seed=0):
+    return magnitudes * np.random.default_rng(seed).choice([-1.0, 1.0], magnitudes.size)
+
+
+def pareto(c, n=N, seed=1, scale=1.0):
+    return signed(stats.genpareto(c, scale=scale).rvs(n, random_state=seed), seed)
+
+
+def coarse(x):
+    from gradstats.statistics.fitting import sketch
+
+    return sketch(x).coarsen(7)
+
+
+def uniform_below_pareto(share, n=N, seed=0):
+    """Uniform on (0, 1) with weight 1 − share; beyond 1 generalized Pareto."""
+    rng = np.random.default_rng(seed)
+    above = rng.random(n) < share
+    tail = 1 + stats.genpareto(0.2, scale=0.5).rvs(n, random_state=rng)
+    return signed(np.where(above, tail, rng.random(n)), seed)
+
+
+class TestMeanExcess:
+    def test_is_constant_for_laplace(self):
+        rows = mean_excess(stats.laplace(scale=3.0).rvs(N, random_state=1))
+        assert len(rows) == 20
+        assert rows[0].ratio == 0.5
+        assert rows[-1].n == pytest.approx(100, abs=1)
+        assert all(a.threshold < b.threshold for a, b in pairwise(rows))
+        for row in rows:
+            assert row.mean == pytest.approx(3.0, rel=4 / math.sqrt(row.n))
+            half = 1.96 * row.mean / math.sqrt(row.n)  # sd is the mean for an exponential
+            assert row.high - row.mean == pytest.approx(half, rel=0.3)
+            assert row.mean - row.low == pytest.approx(row.high - row.mean)
+
+    def test_rises_with_slope_of_the_shape(self):
+        c = 0.2
+        rows = mean_excess(pareto(c), [0.5, 0.1])
+        slope = (rows[1].mean - rows[0].mean) / (rows[1].threshold - rows[0].threshold)
+        assert slope == pytest.approx(c / (1 - c), abs=4 * rows[1].mean / math.sqrt(rows[1].n))
+
+    def test_is_the_plain_mean_on_known_values(self):
+        x = np.array([1.0, -2.0, 3.0, 4.0, 0.0, -8.0])
+        (half, everything) = mean_excess(x, [0.4, 1.0])
+        assert (half.n, half.threshold) == (2, 3.5)
+        assert half.mean == pytest.approx(((4 - 3.5) + (8 - 3.5)) / 2)
+        assert (everything.n, everything.threshold) == (5, 0.0)
+        assert everything.mean == pytest.approx(18 / 5)
+        sd = np.std([1, 2, 3, 4, 8], ddof=1)
+        assert everything.high == pytest.approx(18 / 5 + ndtri(0.975) * sd / math.sqrt(5))
+
+    def test_one_exceedance_has_no_interval_and_constants_have_none(self):
+        (one,) = mean_excess(np.arange(1.0, 6.0), [0.2])
+        assert one.n == 1
+        assert math.isnan(one.low)
+        (none,) = mean_excess(np.full(50, 2.0), [0.5])
+        assert none.n == 0
+        assert math.isnan(none.mean)
+
+
+class TestStability:
+    @pytest.mark.parametrize("method", ["mle", "pwm"])
+    def test_shape_and_modified_scale_stay(self, method):
+        for row in parameter_stability(pareto(0.3, scale=2.0), method=method):
+            # four standard errors: the interval is 1.96 of them
+            assert row.status == ""
+            assert abs(row.c - 0.3) <= 4 / 1.96 * (row.c_high - row.c)
+            assert abs(row.scale - 2.0) <= 4 / 1.96 * (row.scale_high - row.scale)
+
+    def test_covers_zero_for_laplace(self):
+        rows = parameter_stability(stats.laplace().rvs(N, random_state=3), [0.5, 0.1, 0.01])
+        assert all(row.c_low <= 0 <= row.c_high for row in rows)
+        assert all(row.scale_low <= 1 <= row.scale_high for row in rows)
+
+    def test_modified_scales_interval_is_the_delta_method(self):
+        row = parameter_stability(pareto(0.1), [0.1])[0]
+        f = fit(as_magnitudes(pareto(0.1)).excesses(row.threshold), "double_genpareto", "mle")
+        c, s, n, u = f.params["c"], f.params["scale"], row.n, row.threshold
+        # var σ + u² var ξ − 2u cov
+        variance = (2 * s**2 * (1 + c) + u**2 * (1 + c) ** 2 + 2 * u * s * (1 + c)) / n
+        assert row.scale == pytest.approx(s - c * u, rel=1e-3)
+        assert row.scale_high - row.scale == pytest.approx(1.96 * math.sqrt(variance), rel=1e-3)
+
+    @pytest.mark.parametrize(
+        ("method", "c"),
+        [("mle", 0.2), ("mle", -0.2), ("pwm", 0.2), ("pwm", -0.2), ("closed", -0.2)],
+    )
+    def test_covariance_is_that_of_repeated_fits(self, method, c):
+        rng = np.random.default_rng(5)
+        found = []
+        for _ in range(400):
+            x = stats.genpareto(c, scale=2).rvs(2000, random_state=rng)
+            f = fit(x, "double_genpareto", method)
+            found.append((f.params["c"], f.params["scale"]))
+        seen, told = np.cov(np.array(found).T), covariance(f)
+        assert np.allclose(np.diag(told), np.diag(seen), rtol=0.3)  # sd of a variance: 7 %
+        assert told[0, 1] == pytest.approx(seen[0, 1], rel=0.3)
+
+    def test_a_threshold_without_fit_is_a_row(self):
+        x = np.append(np.linspace(0.1, 1.0, 200), np.full(50, 5.0))
+        rows = parameter_stability(x, [0.5, 0.1, 0.2])
+        assert [bool(row.status) for row in rows] == [False, True, True]
+        assert math.isnan(rows[2].c)
+        assert math.isnan(rows[2].scale_high)
+
+    def test_flags_come_along(self):
+        (row,) = parameter_stability(pareto(0.6), [0.5], "moments")
+        assert any("1/4" in flag for flag in row.flags)
+        assert math.isnan(row.c_low)
+        assert math.isnan(row.scale_low)
+
+
+def test_excesses_over_a_cut_cell_are_a_whole_number():
+    m = coarse(pareto(0.2)).magnitudes
+    for threshold in np.linspace(0.1, 8.0, 50):
+        over = m.excesses(threshold)
+        assert over.count == over.weight.sum()
+        assert over.count == pytest.approx(m.exceedances(threshold), abs=0.5 + 1e-6)
+
+
+class TestStages:
+    @pytest.mark.parametrize(
+        ("rule", "model"),
+        [("sidco-e", "laplace"), ("sidco-p", "double_genpareto"), ("sidco-gp", "dgamma")],
+    )
+    @pytest.mark.parametrize("zeros", [0.0, 0.3])
+    @pytest.mark.parametrize("n", [20_000, 200_000])  # every value known, and a histogram
+    def test_agrees_with_the_estimator(self, rule, model, zeros, n):
+        x = stats.t(5).rvs(n, random_state=2).astype(np.float32)
+        x[: int(zeros * n)] = 0
+        cls = {"sidco-e": "SIDCoE", "sidco-p": "SIDCoP", "sidco-gp": "SIDCoGP"}[rule]
+        for number in (1, 2, 3, 4):
+            expected = getattr(thresholds, cls)(stages=number).estimate(x, 0.001)
+            found = stages(x, 0.001, number, model)
+            assert len(found) == number
+            assert found[-1].threshold == pytest.approx(expected.threshold, rel=5e-3)
+            for stage, seen in zip(found, expected.details["stages"], strict=True):
+                assert stage.asked == pytest.approx(seen["ratio"])
+                assert stage.n == pytest.approx(seen["count"], rel=0.01, abs=5)
+                beyond = np.count_nonzero(np.abs(x) >= stage.threshold)
+                assert stage.achieved == pytest.approx(beyond / stage.n, rel=0.02, abs=2 / stage.n)
+
+    def test_models_and_goodness_of_each(self):
+        x = stats.dgamma(0.5).rvs(N, random_state=1)
+        first, second, third = stages(x, 0.01, 3, "dgamma")
+        assert [s.fit.model for s in (first, second, third)] == [
+            "dgamma",
+            "double_genpareto",
+            "double_genpareto",
+        ]
+        assert [s.stage for s in (first, second, third)] == [1, 2, 3]
+        assert first.ks < 0.01
+        assert stages(x, 0.01, 3)[0].ks > 0.1  # Laplace is not
+        assert first.asked * second.asked * third.asked == pytest.approx(0.01)
+
+    def test_keeping_every_nonzero_element_has_no_stage(self):
+        x = np.zeros(1000)
+        x[:10] = np.arange(1, 11)
+        assert stages(x, 0.01, 3) == []
+        assert len(stages(x, 0.009, 1)) == 1
+
+    def test_ends_where_nothing_is_left_or_nothing_fits(self):
+        assert [s.achieved for s in stages(np.ones(100), 0.1, 3)][-1] == 0.0
+        (only,) = stages(np.ones(100), 0.1, 3, "double_genpareto")
+        assert only.fit is None
+        assert "equal" in only.status
+        assert math.isnan(only.threshold)
+
+    def test_refuses(self):
+        x = np.arange(1.0, 100.0)
+        for args in [(0.1, 0), (0.0, 2), (0.1, 2, "norm"), (0.1, 2, "laplace", 1.5)]:
+            with pytest.raises(InputError):
+                stages(x, *args)
+        with pytest.raises(InputError, match="no method"):
+            stages(x, 0.1, 2, "dgamma", 0.25, "pwm")
+
+
+class TestForwardStop:
+    def test_is_the_formula(self):
+        p = [0.001, 0.01, 0.02, 0.9, 0.5]
+        means = -np.cumsum(np.log1p(-np.array(p))) / np.arange(1, 6)
+        expected = max((k for k in range(1, 6) if means[k - 1] <= 0.05), default=0)
+        assert _forward_stop(p, 0.05) == expected == 3
+
+    def test_edges(self):
+        assert _forward_stop([], 0.05) == 0
+        assert _forward_stop([1.0, 0.001], 0.05) == 0
+        assert _forward_stop([0.3], 0.05) == 0
+        assert _forward_stop([0.01], 0.05) == 1
+        assert _forward_stop([math.nan, 0.5], 0.05) == 1
+
+
+class TestChoice:
+    def test_finds_where_the_tail_begins(self):
+        choice = choose_threshold(uniform_below_pareto(0.1), replicates=99)
+        assert choice.threshold >= 1.0
+        assert choice.ratio <= 0.1
+        low = [c for c in choice.candidates if c.threshold < 1]
+        assert len(low) == 3
+        assert all(c.p_value <= 0.05 for c in low)
+        assert 3 <= choice.rejected <= 4
+        assert choice.note == ""
+
+    @pytest.mark.slow
+    def test_keeps_the_lowest_of_a_pure_tail(self):
+        kept = 0
+        for seed in range(6):
+            choice = choose_threshold(pareto(0.3, seed=seed), replicates=49, size=500, seed=seed)
+            kept += choice.rejected == 0
+        assert kept >= 5
+
+    def test_none_if_all_are_rejected(self):
+        choice = choose_threshold(
+            uniform_below_pareto(0.1), [0.3, 0.5], replicates=39, on_progress=lambda: None
+        )
+        assert [c.ratio for c in choice.candidates] == [0.5, 0.3]
+        assert choice.ratio is None
+        assert choice.threshold is None
+        assert choice.rejected == 2
+        assert "every candidate" in choice.note
+
+    def test_is_repeatable_and_reports_progress(self):
+        x = pareto(0.1, 20_000)
+        ticks = []
+        kwargs = {"ratios": [0.5, 0.05], "replicates": 19, "size": 200, "alpha": 0.1}
+        first = choose_threshold(x, **kwargs, on_progress=lambda: ticks.append(1))
+        assert len(ticks) == 2 * 19
+        assert asdict(first) == asdict(choose_threshold(x, **kwargs))
+        assert first.candidates != choose_threshold(x, **kwargs, seed=1).candidates
+        assert "not rejected is not true" in first.note
+        assert (first.size, first.replicates, first.alpha, first.seed) == (200, 19, 0.1, 0)
+        assert first.candidates[0].tested == 200
+
+    def test_skips_too_few_exceedances_and_says_so(self):
+        choice = choose_threshold(pareto(0.1, 1000), replicates=19, alpha=0.1, size=100)
+        assert [c.n >= 100 for c in choice.candidates] == [True] * len(choice.candidates)
+        assert 0 < len(choice.candidates) < 8
+        nothing = choose_threshold(np.arange(1.0, 6.0))
+        assert (nothing.candidates, nothing.ratio) == ((), None)
+        assert "nothing was tested" in nothing.note
+
+    def test_a_candidate_without_fit_is_never_chosen(self):
+        x = np.append(np.linspace(0.01, 1, 1000), np.full(300, 3.0))
+        choice = choose_threshold(x, [0.2], replicates=19, alpha=0.1)
+        assert choice.candidates == () or choice.ratio is None
+        edge = 1 - np.linspace(0.001, 1, 2000) ** 4  # beyond ξ = −1 there is no maximum
+        unfit = choose_threshold(edge, [0.5], replicates=19, alpha=0.1)
+        if math.isnan(unfit.candidates[0].p_value):
+            assert unfit.ratio is None
+            assert unfit.candidates[0].status
+
+    def test_refuses(self):
+        x = pareto(0.1, 1000)
+        for kwargs in [{"alpha": 0}, {"replicates": 9}, {"ratios": [2.0]}, {"seed": -1}]:
+            with pytest.raises(InputError):
+                choose_threshold(x, **kwargs)
+
+
+class TestTailQuantile:
+    @pytest.mark.parametrize(
+        ("c", "zeros", "ratio"),
+        [
+            (0.0, 0, 0.002),
+            (0.2, 1, 0.002),
+            (-0.2, 1, 0.002),
+            (0.2, 0, 0.09),  # near the threshold, where the share beyond it is what is uncertain
+        ],
+    )
+    def test_interval_covers(self, c, zeros, ratio):
+        n, reps = 20_000, 500
+        law = stats.genpareto(c)
+        truth = law.isf(ratio * (1 + zeros))  # as many zeros as magnitudes double the share
+        hits = 0
+        rng = np.random.default_rng(7)
+        for _ in range(reps):
+            x = np.concatenate([law.rvs(n, random_state=rng), np.zeros(zeros * n)])
+            q = tail_quantile(x, ratio, at=0.1 / (1 + zeros))
+            hits += q.low <= truth <= q.high
+        assert q.n == 2000
+        assert abs(hits / reps - 0.95) <= 3.5 * math.sqrt(0.95 * 0.05 / reps)
+
+    def test_agrees_with_counting_where_there_is_something_to_count(self):
+        x = pareto(0.2)
+        q = tail_quantile(x, 0.001)
+        assert q.empirical == pytest.approx(np.sort(np.abs(x))[-100], rel=2e-3)
+        assert q.value == pytest.approx(q.empirical, rel=0.1)
+        assert q.low < stats.genpareto(0.2).isf(0.001) < q.high
+        assert q.flags == ()
+        wider = tail_quantile(x, 0.001, level=0.99)
+        assert (wider.high - wider.value) / (q.high - q.value) == pytest.approx(
+            2.5758 / 1.96, rel=1e-3
+        )
+
+    def test_beyond_the_data(self):
+        q = tail_quantile(pareto(0.0), 1e-7)
+        assert math.isnan(q.empirical)
+        assert any("extrapolated" in flag for flag in q.flags)
+        assert q.low < math.log(1e7) < q.high
+
+    @pytest.mark.parametrize("c", [-0.4, -1e-5, -1e-9, 0.0, 1e-9, 2e-5, 0.3, 1.5])
+    def test_slopes_are_the_derivatives(self, c):
+        def excess(c, scale, reach):
+            return scale * np.expm1(c * reach) / c
+
+        scale, reach, h = 2.0, math.log(500), 1e-3
+        value, slopes, by_share = _extrapolate(c, scale, reach)
+        if abs(c) > 1e-8:
+            assert value == pytest.approx(excess(c, scale, reach), rel=1e-8)
+        # the last coefficients of a fourth-order central difference, none of which is at c = 0
+        ends = [excess(c + i * h, scale, reach) for i in (-2, -1, 1, 2)]
+        assert slopes[0] == pytest.approx(np.dot([1, -8, 8, -1], ends) / (12 * h), rel=1e-5)
+        assert slopes[1] == pytest.approx(value / scale)
+        step = 1e-6
+        up, down = (_extrapolate(c, scale, reach + d)[0] for d in (step, -step))
+        assert by_share == pytest.approx((up - down) / (2 * step), rel=1e-6)
+
+    def test_mostly_zeros(self):
+        x = np.zeros(100_000)
+        x[:1000] = stats.expon.rvs(size=1000, random_state=1)
+        q = tail_quantile(x, 0.001)  # one in ten of the non-zero ones
+        assert (q.threshold, q.n) == (0.0, 1000)
+        assert q.value == pytest.approx(math.log(10), rel=0.15)
+        none = tail_quantile(x, 0.02)
+        assert none.value == none.empirical == 0.0
+        assert math.isnan(none.low)
+
+    def test_refuses(self):
+        x = pareto(0.1, 1000)
+        for kwargs in [
+            {"ratio": 0.05},
+            {"ratio": 0.0},
+            {"ratio": 0.01, "at": 1.5},
+            {"ratio": 0.01, "level": 1},
+        ]:
+            with pytest.raises(InputError):
+                tail_quantile(x, **kwargs)
+
+    def test_no_error_theory_is_no_interval(self):
+        q = tail_quantile(pareto(0.6), 0.001, method="moments")
+        assert math.isfinite(q.value)
+        assert math.isnan(q.low)
+        assert q.flags
+
+
+class TestMixture:
+    def layers(self, n=20_000, seed=0):
+        # 50 log-normal scales, evenly over their distribution: what a random fifty are on average
+        scales = np.exp(1.5 * ndtri((np.arange(50) + 0.5) / 50))
+        rng = np.random.default_rng(seed)
+        return {f"layer{i}": rng.laplace(scale=s, size=n) for i, s in enumerate(scales)}
+
+    def test_heaviness_of_laplace_layers_is_their_scales(self):
+        found = mixture(self.layers())
+        assert found.pooled.c == pytest.approx(0.50, abs=0.06)
+        assert found.normalised.c == pytest.approx(-0.01, abs=0.02)
+        assert found.from_mixing == found.pooled.c - found.normalised.c
+        assert found.from_mixing > 0.4
+        assert len(found.layers) == 50
+        error = (1.0) / math.sqrt(2000)
+        assert all(abs(own.c) < 4.5 * error for own in found.layers.values())
+
+    def test_one_layer_has_nothing_mixed(self):
+        found = mixture({"only": pareto(0.3)})
+        assert found.from_mixing == pytest.approx(0.0, abs=1e-6)
+        assert found.pooled.c == pytest.approx(found.layers["only"].c, abs=0.003)
+
+    def test_real_heaviness_stays(self):
+        found = mixture({f"l{i}": pareto(0.3, seed=i, scale=10.0**-i) for i in range(4)})
+        assert found.normalised.c == pytest.approx(0.3, abs=4 * 1.3 / math.sqrt(0.1 * 4 * N))
+
+    def test_layers_that_cannot_be_fitted(self):
+        found = mixture(
+            {
+                "good": pareto(0.1),
+                "small": pareto(0.1, 50),
+                "zero": np.zeros(10),
+                "same": np.full(5000, 0.5),
+            }
+        )
+        assert found.layers["good"].status == ""
+        assert "fewer than 100" in found.layers["small"].status
+        assert found.layers["zero"].status
+        assert found.layers["same"].status
+        assert math.isnan(found.layers["zero"].c)
+        assert math.isfinite(found.from_mixing)
+
+    def test_small_pools_have_a_status(self):
+        found = mixture({"a": np.arange(1.0, 6.0)})
+        assert found.pooled.status
+        assert math.isnan(found.from_mixing)
+
+    def test_refuses(self):
+        with pytest.raises(InputError, match="at least one"):
+            mixture({})
+        with pytest.raises(FitError):
+            mixture({"a": np.zeros(3)})
+        with pytest.raises(InputError):
+            mixture({"a": np.ones(3)}, at=0.0)
+
+
+def everything(x):
+    """Every function on one gradient; the ways they may refuse are the two errors."""
+    calls = [
+        lambda: mean_excess(x),
+        lambda: parameter_stability(x),
+        lambda: parameter_stability(x, method="pwm"),
+        lambda: stages(x, 0.1, 3),
+        lambda: stages(x, 0.1, 3, "double_genpareto"),
+        lambda: stages(x, 0.1, 3, "dgamma"),
+        lambda: choose_threshold(x, replicates=19, alpha=0.1),
+        lambda: tail_quantile(x, 0.001, 0.5),
+        lambda: mixture({"a": x}),
+    ]
+    refusals = []
+    for call in calls:
+        try:
+            call()
+        except InputError as error:
+            refusals.append(str(error))
+    assert not any("\n" in refusal for refusal in refusals)
+    return len(refusals), len(calls)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.empty(0),
+        np.zeros(100),
+        np.zeros(0, np.float32),
+        np.full(10, np.nan),
+        np.array([np.nan, np.inf, 0.0]),
+    ],
+)
+def test_nothing_is_refused(x):
+    refused, calls = everything(x)
+    assert refused == calls
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.array([1.0]),
+        np.array([1.0, 2.0]),
+        np.arange(1.0, 6.0),
+        np.ones(1000),
+        np.append(np.ones(1000), np.nan),
+        np.repeat([1.0, 2.0], 500),
+        np.linspace(0, 1, 1000),
+        np.geomspace(1e-30, 1e30, 2000).astype(np.float32),
+        np.array([1e300, 2e300, 3e300]),
+        np.array([1e-300, 2e-300, 3e-300]),
+        np.full(60_000, 0.25, np.float32),
+        np.array([5e-324] * 10 + [1.0]),
+        stats.genpareto(3.0).rvs(3000, random_state=1),
+        stats.beta(1, 0.3).rvs(3000, random_state=1),
+    ],
+)
+def test_odd_data_has_a_defined_answer(x):
+    everything(x)
+
+
+def test_nan_is_left_out():
+    x = pareto(0.2, 5000)
+    assert mean_excess(np.append(x, [np.nan, np.inf])) == mean_excess(x)
+
+
+def test_a_coarse_histogram_is_enough():
+    x = pareto(0.3, 200_000)
+    rough, ratios = coarse(x), [0.5, 0.1, 0.02]
+    for a, b in zip(mean_excess(x, ratios), mean_excess(rough, ratios), strict=True):
+        assert b.mean == pytest.approx(a.mean, rel=0.01)
+        assert b.threshold == pytest.approx(a.threshold, rel=0.01)
+        assert b.high - b.mean == pytest.approx(a.high - a.mean, rel=0.02)
+    for p, q in zip(
+        parameter_stability(x, ratios), parameter_stability(rough, ratios), strict=True
+    ):
+        assert q.c == pytest.approx(p.c, abs=0.003)
+        assert q.c_high == pytest.approx(p.c_high, abs=0.004)
+    one, two = stages(x, 0.001, 3)[-1], stages(rough, 0.001, 3)[-1]
+    assert two.threshold == pytest.approx(one.threshold, rel=0.01)
+    fine, wide = tail_quantile(x, 1e-4), tail_quantile(rough, 1e-4)
+    assert wide.value == pytest.approx(fine.value, rel=0.01)
+    assert wide.high == pytest.approx(fine.high, rel=0.01)
+    layers = TestMixture().layers()
+    full = mixture(layers)
+    less = mixture({name: coarse(layer) for name, layer in layers.items()})
+    assert less.pooled.c == pytest.approx(full.pooled.c, rel=0.01)
+    assert less.normalised.c == pytest.approx(full.normalised.c, abs=0.003)
+
+
+def test_choice_from_a_coarse_histogram():
+    rough = coarse(uniform_below_pareto(0.1))
+    choice = choose_threshold(rough, [0.5, 0.2, 0.09], replicates=39, alpha=0.05)
+    assert choice.ratio == 0.09
+
+
+def test_numpy_and_torch_are_the_same(xp):
+    x = pareto(0.2, 5000).astype(np.float32)
+    assert mean_excess(xp(x)) == mean_excess(x)

@@ -1,0 +1,94 @@
+"""Small traces with known contents."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradstats.trace import KINDS, Layer, TraceWriter, create_trace
+
+LAYERS = [Layer("a.weight", 0, (30, 20)), Layer("a.bias", 600, (20,))]
+
+
+NUMEL = 620
+
+
+def gradient(step, rank=0, kind="gradient"):
+    x = np.random.default_rng([step, rank, kind == "corrected"]).standard_normal(NUMEL)
+    return x.astype(np.float32)
+
+
+def write(path, steps, *, rank=0, kinds=KINDS, close=True, **options):
+    writer = TraceWriter(path, rank, kinds=kinds, **options)
+    for step in steps:
+        writer.append(
+            step, {k: gradient(step, rank, k) for k in kinds}, loss=step / 2, selected=step
+        )
+    if close:
+        writer.close()
+    return writer
+
+
+def assert_same_sketch(stored, expected):
+    assert stored.moments == expected.moments
+    assert stored.bits == expected.bits == 7
+    assert np.array_equal(stored.bins, expected.bins)
+    assert np.array_equal(stored.counts, expected.counts)
+
+
+def flat_gradient(model):
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
+
+
+def train(capture, model, steps):
+    """Run a plain loop; return the gradients it saw."""
+    seen = []
+    for step in range(steps):
+        model.zero_grad()
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        capture.step(model, loss=loss, learning_rate=0.1)
+        seen.append(flat_gradient(model).copy())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return seen
+
+
+DRIFTING_LAYERS = [Layer("w", 0, (40, 50)), Layer("dead", 2000, (30,)), Layer("b", 2030, (70,))]
+
+
+def drifting_trace(path, steps, scale, ranks=(0, 1), seed=0):
+    """Laplace gradients whose scale is a function of the step, and a parameter without any."""
+    create_trace(path, DRIFTING_LAYERS, world_size=2)
+    for rank in ranks:
+        rng = np.random.default_rng([seed, rank])
+        writer = TraceWriter(path, rank)
+        for step in steps:
+            g = (rng.laplace(size=2100) * scale(step)).astype(np.float32)
+            g[2000:2030] = 0
+            writer.append(step, {"gradient": g}, loss=step / 10, learning_rate=0.1)
+        writer.close()
+    return path
+
+
+HEAVY_LAYERS = [
+    Layer("embedding", 0, (3000, 50)),
+    Layer("bias", 150_000, (70,)),
+    Layer("w", 150_070, (500, 30)),
+]
+
+
+def heavy_trace(path, store="gradients", steps=3, seed=0):
+    numel = sum(layer.numel for layer in HEAVY_LAYERS)
+    create_trace(path, HEAVY_LAYERS, world_size=2)
+    for rank in (0, 1):
+        rng = np.random.default_rng([seed, rank])
+        writer = TraceWriter(path, rank, kinds=("gradient", "corrected"), store=store)
+        for step in range(steps):
+            g = rng.standard_t(4, numel).astype(np.float32) * np.float32(1e-3 / (1 + step))
+            g[rng.random(numel) < 0.05] = 0
+            writer.append(step, {"gradient": g, "corrected": g * 2}, loss=float(step))
+        writer.close()
+    return path

@@ -1,0 +1,204 @@
+"""The architecture: which room may import which, what loads when, and that every public name exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import capture
+import gradstats
+
+# From the ground up: an entry of a package may import the entries before it, and nothing after it.
+ROOMS = [
+    "gradstats.errors",
+    "gradstats.tables",
+    "gradstats.console",
+    "gradstats.primitives",
+    "gradstats.collectives",
+    "gradstats.statistics",
+    "gradstats.trace",
+    "gradstats.thresholds",
+    "gradstats.plots",
+    "gradstats.compressors",
+    "gradstats.analysis",
+    "gradstats.hooks",
+    "gradstats.report",
+    "gradstats.network",
+    "gradstats.cli",
+    "gradstats.__main__",
+    "capture.schedule",
+    "capture.writer",
+    "capture.tap",
+    "capture.integrations",
+    "capture.workloads",
+    "capture.lab",
+    "capture.cli",
+]
+# A package's own page names what it makes public and loads it late: it is above everything it names.
+FRONTS = ("gradstats", "capture")
+# Loaded when first used, so that `gradstats --help` and `import gradstats` answer at once.
+HEAVY = ("torch", "scipy", "statsmodels", "seaborn", "matplotlib", "numba", "zarr", "xarray")
+HEAVY += ("pandas", "sklearn", "numpy", "dask", "distributed", "rich")
+
+
+def modules():
+    for package in ("gradstats", "capture"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            yield name, path
+
+
+MODULES = dict(modules())
+
+
+def imports(path):
+    """Yield (module, whether inside a function) of everything a file imports from this project."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        node
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node in inside
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (whole if whole in MODULES else node.module), node in inside
+
+
+def room(name):
+    """Return the place of a module's room, None for another project's module."""
+    for i, prefix in enumerate(ROOMS):
+        if (name + ".").startswith(prefix + "."):
+            return i
+    return len(ROOMS) if name in FRONTS else None
+
+
+def test_every_module_is_in_a_room():
+    """A new file or folder at the top needs a room here first: think where it belongs."""
+    homeless = [name for name in MODULES if room(name) is None]
+    assert not homeless, f"not in ROOMS: {homeless}"
+    empty = [r for r in ROOMS if not any((m + ".").startswith(r + ".") for m in MODULES)]
+    assert not empty, f"rooms without a file: {empty}"
+
+
+@pytest.mark.parametrize(("name", "path"), MODULES.items(), ids=list(MODULES))
+def test_imports_point_down(name, path):
+    for imported, _ in imports(path):
+        theirs = room(imported)
+        if theirs is not None and name not in FRONTS:
+            assert theirs <= room(name), f"{name} imports {imported}, a room above it"
+
+
+def test_no_circle_of_files():
+    """Not within a room either, and not by imports inside functions."""
+    graph = {
+        name: {i for i, _ in imports(path) if i in MODULES and i != name}
+        for name, path in MODULES.items()
+        if name not in FRONTS
+    }
+    done, path = set(), []
+
+    def visit(name):
+        if name in done or name in FRONTS:
+            return
+        assert name not in path, " → ".join([*path[path.index(name) :], name])
+        path.append(name)
+        for other in sorted(graph[name]):
+            visit(other)
+        path.pop()
+        done.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+def test_no_underscore_hides_a_clash_of_names():
+    names = [n for n in MODULES if n.split(".")[-1].startswith("_") and "__" not in n]
+    assert not names
+
+
+def loaded_by(code):
+    script = f"import sys\n{code}\nprint('\\n'.join(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    names = done.stdout.split()
+    return {part for name in names for part in (name, name.split(".")[0])}
+
+
+def test_help_loads_nothing_heavy():
+    run_help = (
+        "import contextlib, io, runpy, sys\n"
+        "sys.argv = ['gradstats', '--help']\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "    runpy.run_module('gradstats', run_name='__main__')\n"
+    )
+    assert not loaded_by(run_help) & (set(HEAVY) - {"rich"})  # typer prints its help with rich
+    assert not loaded_by("import gradstats, capture") & set(HEAVY)
+
+
+@pytest.mark.parametrize("rooms", [("statistics", "tables", "analysis", "trace")])
+def test_scalar_rooms_are_free_of_torch(rooms):
+    """Fits, goodness, compressibility and tables are pure functions of what primitives return."""
+    for name, path in MODULES.items():
+        if name.startswith(tuple(f"gradstats.{r}" for r in rooms)):
+            top = {i.split(".")[0] for i, inside in imports(path) if not inside}
+            assert "torch" not in top, name
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        (
+            "import numpy as np, gradstats\ngradstats.threshold(np.ones(3), 0.5, 'sidco-e')",
+            {"torch", "scipy.special", "scipy.stats"},
+        ),
+        (
+            "from gradstats.compressors import COMPRESSORS\nassert 'marsit' in COMPRESSORS",
+            {"torch"},
+        ),
+        ("import gradstats.analysis.fits, gradstats.analysis.quality", {"torch"}),
+        ("from gradstats.trace import open_trace", {"torch", "scipy.special", "scipy.stats"}),
+    ],
+)
+def test_what_stays_unloaded(code, absent):
+    assert not loaded_by(code) & absent
+
+
+def test_functions_are_not_shadowed_by_modules():
+    code = (
+        "import gradstats.analysis.quality, gradstats.statistics.compressibility, gradstats.plots\n"
+        "import gradstats.primitives.sketch, gradstats\n"
+    )
+    names = ("fit", "quality", "compressibility", "sketch", "moments", "histogram", "select")
+    loaded_by(code + "\n".join(f"assert callable(gradstats.{name})" for name in names))
+
+
+@pytest.mark.parametrize("package", [gradstats, capture, gradstats.compressors])
+def test_every_public_name_exists_and_is_documented(package):
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if info.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(info.name)
+        assert module.__doc__, f"{info.name} has no docstring"
+        for name in getattr(module, "__all__", []):
+            assert hasattr(module, name), f"{info.name}.__all__ names {name}"
+    for name in package.__all__:
+        thing = getattr(package, name)
+        assert thing.__doc__, name
+    with pytest.raises(AttributeError, match="nonsense"):
+        package.nonsense  # noqa: B018
+    assert set(package.__all__) <= set(dir(package))

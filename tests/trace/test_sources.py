@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gradstats import quality
+from gradstats.analysis.fits import fit_records
+from gradstats.errors import GradstatsError, InputError, TraceError
+from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace.sources import matching, open_source, open_sources
+
+LAYERS = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float32)}
+
+
+def save(path):
+    tensors = {k: torch.from_numpy(v) for k, v in LAYERS.items()}
+    if path.suffix == ".npy":
+        np.save(path, np.concatenate([v.ravel() for v in LAYERS.values()]))
+    elif path.suffix == ".npz":
+        np.savez(path, **LAYERS)
+    elif path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors", ".pt", ".pth"])
+def test_every_format_gives_the_same_gradient(tmp_path, suffix):
+    source = open_source(save(tmp_path / f"g{suffix}"))
+    captured = source.read(*source.entries()[0])
+    expected = np.concatenate([v.ravel() for v in LAYERS.values()])
+    assert np.array_equal(np.asarray(captured.values), expected)
+    assert [la.name for la in source.layers] == (["gradient"] if suffix == ".npy" else ["a", "b"])
+    labels = {"trace": f"g{suffix}", "step": 0, "rank": 0, "kind": "gradient"}
+    assert source.labels(*source.entries()[0]) == labels
+
+
+def test_single_tensors_and_bfloat16(tmp_path):
+    x = torch.linspace(-1, 1, 100).bfloat16()
+    torch.save(x, tmp_path / "x.pt")
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    for name in ("x.pt", "x.safetensors"):
+        records = quality(tmp_path / name, [0.1], ["exact"])
+        assert records[0]["k"] == 10
+        assert records[0]["mean"] == 1
+
+
+def test_arrays_mappings_and_layers_in_memory():
+    assert quality(LAYERS["a"], [0.25], ["exact"])[0]["k"] == 3
+    records = fit_records(open_source(LAYERS), ["laplace", "dgamma"], per_layer=True)
+    assert [(r["layer"], r["model"]) for r in records] == [
+        (layer, model) for layer in ("all", "a", "b") for model in ("laplace", "dgamma")
+    ]
+    constant = records[-1]
+    assert constant["status"].startswith("all magnitudes are equal")
+    assert np.isnan(constant["nll"])
+    with pytest.raises(InputError, match="not a source"):
+        open_source(3)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            import os
+
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"x": Evil()}, tmp_path / "evil.pt")
+    np.save(tmp_path / "evil.npy", np.array([Evil()], dtype=object), allow_pickle=True)
+    for name in ("evil.pt", "evil.npy"):
+        with pytest.raises(InputError, match="cannot read") as caught:
+            open_source(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors", ".pt"])
+@pytest.mark.parametrize("keep", [0, 20, -5])
+def test_truncated_files_are_one_line(tmp_path, suffix, keep):
+    path = save(tmp_path / f"g{suffix}")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InputError, match="cannot read") as caught:
+        open_source(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_holds_nothing_useful(tmp_path):
+    np.save(tmp_path / "empty.npy", np.empty(0))
+    np.save(tmp_path / "int.npy", np.arange(3))
+    torch.save({"lr": 0.1}, tmp_path / "opt.pt")
+    (tmp_path / "notes.txt").touch()
+    for name, message in [
+        ("empty.npy", "no elements"),
+        ("int.npy", "int64"),
+        ("opt.pt", "neither a tensor"),
+        ("notes.txt", "nor one of .npy"),
+        ("absent.npy", "no such trace"),
+        ("absent", "no such trace"),
+    ]:
+        with pytest.raises(GradstatsError, match=message):
+            open_sources(tmp_path / name)
+
+
+def test_an_error_names_what_is_near(tmp_path, trace_path):
+    with pytest.raises(TraceError, match="not a gradstats trace"):
+        open_sources(tmp_path)
+    save(tmp_path / "step10.npy")
+    save(tmp_path / "step20.pt")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(InputError) as caught:
+        open_sources(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path} holds no trace, but the files step")
+    assert "step20.pt" in str(caught.value)
+    assert "notes" not in str(caught.value)
+    with pytest.raises(InputError, match=r"did you mean .*/step10\.npy\?"):
+        open_sources(tmp_path / "stpe10.npy")
+    with pytest.raises(InputError, match=rf"did you mean {trace_path}\?"):
+        open_sources(trace_path.with_suffix(""))
+    with pytest.raises(InputError) as caught:
+        open_sources(tmp_path / "zzz")
+    assert "mean" not in str(caught.value)
+
+
+def test_nothing_asked_for_is_left_out_silently(tmp_path, trace_path):
+    both = open_sources(trace_path.parent)
+    late = open_source(make_trace(tmp_path / "late.zarr", steps=[7]))
+    assert matching([*both, late], steps=[10, 7]) == [*both, late]
+    assert matching([*both, late], steps=[7]) == [late]
+    message = "matches steps 7, 8; there are steps 10, 100, 1000, 2999; ranks 0; kinds"
+    with pytest.raises(InputError, match=message):
+        matching(both, steps=[10, 7, 8])
+    with pytest.raises(InputError, match="matches ranks 1; there are"):
+        matching(both, steps=[10], ranks=[0, 1])
+    with pytest.raises(InputError, match="matches kinds corrected; there are"):
+        matching([late], kinds=["gradient", "corrected"])
+
+
+def make_trace(path, steps):
+    create_trace(path, [Layer("w", 0, (4,))], world_size=1)
+    writer = TraceWriter(path, 0)
+    for step in steps:
+        writer.append(step, {"gradient": np.ones(4, np.float32)})
+    writer.close()
+    return path
+
+
+def test_a_folder_of_traces_is_all_of_them(trace_path):
+    assert [s.name for s in open_sources(trace_path.parent)] == ["resnet20", "resnet20-ef"]
+    source = open_source(trace_path)
+    assert source.select(steps=[100], ranks=[0])
+    with pytest.raises(InputError, match="it holds steps 10, 100, 1000, 2999; ranks 0; kinds"):
+        source.select(steps=[7])

@@ -1,0 +1,200 @@
+"""Draw the figures of the README and the docs: ``make figures``, or ``python tools/figures.py NAME …``.
+
+Most are drawn from the traces in data/. Those of live runs are drawn from docs/results/NAME.json, lists of flat records
+that benchmarks/diagnostics.py and ``gradstats bench --format json`` write; without its file, a figure is reported as
+missing and left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import gradstats
+from gradstats import plots
+from gradstats.statistics.distributions import SIDS
+from gradstats.thresholds import ESTIMATORS
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "data"
+IMAGES = Path(__file__).parents[1] / "docs" / "img"
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+PANELS = {"resnet20": "gradient", "resnet20-ef": "corrected"}
+TITLES = ("without error feedback", "with error feedback")
+
+
+def read(trace: str, step: int, kind: str = "gradient"):
+    """Return one captured gradient of rank 0."""
+    return gradstats.open_trace(DATA / f"{trace}.zarr").read(step, kind=kind)
+
+
+def panels(rows: int, columns: int, *, width: float = 5.0, height: float = 3.6):
+    """Return a figure and its axes, (rows, columns)."""
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def tails() -> Figure:
+    """Draw one step's tail with the three fits, without and with error feedback."""
+    figure, axes = panels(1, 2)
+    for ax, (name, kind), title in zip(axes[0], PANELS.items(), TITLES, strict=True):
+        g = read(name, 100, kind)
+        plots.tail(g, [gradstats.fit(g, m) for m in SIDS], ax, title=f"{title}, step 100")
+    return figure
+
+
+def fits(trace: str) -> Figure:
+    """Draw density, tail and Q–Q early and late in training (SIDCo's figures 2 and 8)."""
+    figure, axes = panels(2, 3, width=4.6)
+    for row, step in zip(axes, (100, 2999), strict=True):
+        g = read(trace, step, PANELS[trace])
+        fitted = [gradstats.fit(g, m) for m in SIDS]
+        for ax, draw in zip(row, (plots.density, plots.tail, plots.qq), strict=True):
+            draw(g, fitted, ax, title=f"{PANELS[trace]}, step {step}")
+    return figure
+
+
+def compressibility() -> Figure:
+    """Draw SIDCo's figure 7 with controls, and the local exponent that a line through it hides."""
+    vectors = {
+        "gradient, step 10": read("resnet20", 10),
+        "gradient, step 2999": read("resnet20", 2999),
+        "with error feedback, step 2999": read("resnet20-ef", 2999, "corrected"),
+    }
+    reduced = {label: gradstats.sketch(x) for label, x in vectors.items()}
+    figure, [[left, middle, right]] = panels(1, 3, height=4)
+    plots.magnitude_decay(reduced, left, window=(1, 2697), title="sorted magnitudes")
+    plots.best_k_error(reduced, middle, title="error of keeping the k largest")
+    plots.local_exponent(reduced, right, title="decay exponent by rank")
+    return figure
+
+
+def peaks() -> Figure:
+    """Draw mean excess and shape over thresholds, pooled and with every layer in its own unit."""
+    figure, [[left, right]] = panels(1, 2)
+    trace = gradstats.open_trace(DATA / "resnet20.zarr")
+    g = trace.read(2999)
+    scaled = g.copy()
+    for layer in trace.layers:
+        scaled[layer.slice] /= abs(g[layer.slice]).mean()
+    for label, x in {"pooled": g, "layers normalised": scaled}.items():
+        plots.mean_excess(x / abs(x).mean(), left, label=label)
+        plots.parameter_stability(x, right, label=label)
+    left.set(xlabel="threshold u ÷ mean", ylabel="mean of |g| − u beyond u, ÷ mean")
+    return figure
+
+
+def quality() -> Figure:
+    """Draw k̂/k of the rules (SIDCo's figure 1 c), and at the smallest ratio over the steps (figures 4 and 9)."""
+    figure, axes = panels(2, 2, height=3.8)
+    names = [name for name in ESTIMATORS if name not in ("exact", "warm-exact", "redsync-trimmed")]
+    for column, (name, kind), title in zip(axes.T, PANELS.items(), TITLES, strict=True):
+        source = DATA / f"{name}.zarr"
+        records = gradstats.quality(source, (0.1, 0.01, 0.001), names, kinds=[kind])
+        plots.quality_bars(records, column[0], title=title)
+        series = gradstats.quality_series(source, [0.001], names, kinds=[kind])
+        plots.quality_over_steps(series, column[1], title=f"{title}, ratio 0.001")
+        for ax in column:
+            ax.legend(fontsize=6.5, ncols=2)
+    return figure
+
+
+def layers() -> Figure:
+    """Draw zeros, scale and tail of every layer, and how the scale moves."""
+    data = gradstats.over_training(
+        DATA / "resnet20.zarr", models=["double_genpareto"], ratios=[0.01], per_layer=True
+    ).sel(kind="gradient", model="double_genpareto", ratio=0.01)
+    figure, axes = panels(1, 4, width=3.6, height=7)
+    for ax, quantity in zip(axes[0], ("zero_fraction", "mean", "shape"), strict=False):
+        plots.layer_map(data, quantity, ax)
+    plots.drift_map(data, "mean", axes[0, 3])
+    for ax in axes[0, 1:]:
+        ax.tick_params(labelleft=False)
+    return figure
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "tails": tails,
+    "fits": lambda: fits("resnet20"),
+    "fits-ef": lambda: fits("resnet20-ef"),
+    "compressibility": compressibility,
+    "peaks": peaks,
+    "quality": quality,
+    "layers": layers,
+}
+"""Drawn from the traces in data/."""
+
+
+def bench(records: list[dict]) -> Figure:
+    """Draw latency and speed-up on the fewest threads at the largest size (SIDCo's figures 14 to 17)."""
+    numel, threads = max(r["numel"] for r in records), min(r["threads"] for r in records)
+    shown = [r for r in records if r["numel"] == numel and r["threads"] == threads]
+    figure, axes = panels(1, 2, width=5.5, height=6)
+    for ax, value in zip(axes[0], ("seconds", "speedup"), strict=True):
+        plots.latency_bars(shown, ax, value=value, title=f"{numel:,} elements, threads: {threads}")
+    return figure
+
+
+def single(draw: Callable[..., Axes], records: list[dict]) -> Figure:
+    """Draw records in one panel."""
+    figure, [[ax]] = panels(1, 1, width=6.4, height=3.8)
+    draw(records, ax)
+    return figure
+
+
+def speedup(records: list[dict]) -> Figure:
+    """Draw speed-ups over dense against bandwidth, predicted and measured; benchmarks/validation.py writes both."""
+    figure, axes = panels(1, 2, width=5.6, height=4.2)
+    for workers, ax in zip(sorted({r["workers"] for r in records}), axes[0], strict=True):
+        here = [r for r in records if r["workers"] == workers]
+        predicted = [r for r in here if "speedup" in r]
+        plots.speedup(predicted, ax, measured=[r for r in here if "speedup" not in r])
+    return figure
+
+
+LIVE: dict[str, Callable[[list[dict]], Figure]] = {
+    "bench": bench,
+    "build_up": partial(single, plots.build_up),
+    "delta": partial(single, plots.lags_delta),
+    "matching_rate": partial(single, plots.matching_rate),
+    "speedup": speedup,
+    "time_split": partial(single, plots.time_split),
+    "timeline": partial(single, plots.timeline),
+}
+"""Drawn from the records in docs/results/NAME.json (those of bench: ``gradstats bench --format json``)."""
+
+
+def from_results(name: str) -> Figure | None:
+    """Draw a figure of live runs; None if their records are not there."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return None
+    return LIVE[name](json.loads(path.read_text(encoding="utf-8")))
+
+
+def main() -> None:
+    """Draw the figures asked for, all of them if none is, and say which lack their records."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*FIGURES, *LIVE]))
+    names = parser.parse_args().names or [*FIGURES, *LIVE]
+    if unknown := sorted({*names} - {*FIGURES, *LIVE}):
+        parser.error(f"no figure {', '.join(unknown)}")
+    for name in names:
+        figure = FIGURES[name]() if name in FIGURES else from_results(name)
+        if figure is None:
+            print(f"missing: docs/results/{name}.json, so no {name}.png", file=sys.stderr)
+            continue
+        path = IMAGES / f"{name}.png"
+        path.write_bytes(plots.png(figure))
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
