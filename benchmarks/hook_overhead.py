@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradstats.compressors import make_reducer
+from gradstats.compressors import make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
 HOOKS = ("allreduce_hook", "PowerSGD", "topk", "warm-exact", "sidco-e", "dgc", "micro", "marsit")
@@ -43,7 +43,7 @@ def make(name, width):
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return ddp, None
     options = {"full_every": None} if name == "marsit" else {}
-    state = CompressionState(make_reducer(name, 0.001, **options))
+    state = CompressionState(make_compressor(name, 0.001, **options))
     ddp.register_comm_hook(state, compression_hook)
     return ddp, state
 

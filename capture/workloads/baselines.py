@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from gradstats.compressors import Compressed, TopK
+from gradstats.compressors import Selection, TopK
 
 __all__ = ["TorchTopK", "powersgd_state", "waiting_hook"]
 
@@ -20,11 +20,11 @@ _FIRST_COMPRESSED = 2
 class TorchTopK(TopK):
     """The k largest magnitudes by ``torch.topk``."""
 
-    def compress(self, gradient: torch.Tensor) -> Compressed:
+    def compress(self, gradient: torch.Tensor) -> Selection:
         """Sort out the k largest."""
         largest = torch.topk(gradient.abs(), self.target(gradient.numel()), sorted=False)
         indices = largest.indices.sort().values
-        return Compressed(indices, gradient[indices], float("nan"))
+        return Selection(indices, gradient[indices], float("nan"))
 
 
 def powersgd_state(error_feedback: bool, **options: Any) -> PowerSGDState:

@@ -154,7 +154,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise :class:`InputError` for anything a worker would trip over."""
-        from gradstats.compressors import COMPRESSORS, make_reducer
+        from gradstats.compressors import COMPRESSORS, make_compressor
         from gradstats.primitives.ratio import target_count
 
         info = self.info
@@ -164,7 +164,7 @@ class RunConfig:
             known = ", ".join((*COMPRESSORS, *BASELINES))
             raise InputError(f"no compressor {self.compressor!r}; there are {known}")
         else:
-            make_reducer(self.compressor, self.ratio, **self.options)
+            make_compressor(self.compressor, self.ratio, **self.options)
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):

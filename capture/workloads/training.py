@@ -18,7 +18,7 @@ from capture.schedule import at, every
 from capture.tap import Capture
 from capture.workloads.baselines import TorchTopK, powersgd_state, waiting_hook
 from capture.workloads.config import NO_EXCHANGE, RunConfig, RunResult
-from gradstats.compressors import Layerwise, Reducer, SparseReducer, make_reducer
+from gradstats.compressors import Compressor, Layerwise, SparseCompressor, make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _train(config: RunConfig) -> RunResult:
     state, hook, bucket_mb = _exchange(config, task.model)
     ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
     compression = state if isinstance(state, CompressionState) else None
-    reducer = compression.reducer if compression else None
+    compressor = compression.compressor if compression else None
     capture = _make_capture(config, ddp)
     if capture is not None:
         state, hook = capture.wrap(state, hook)
@@ -89,8 +89,8 @@ def _train(config: RunConfig) -> RunResult:
         result.accuracy = task.accuracy(task.model)
     if task.perplexity is not None and config.evaluate and rank == 0:
         result.perplexity = task.perplexity(task.model)
-    if isinstance(reducer, Layerwise):
-        result.timeline = [asdict(activity) for activity in reducer.timeline]
+    if isinstance(compressor, Layerwise):
+        result.timeline = [asdict(activity) for activity in compressor.timeline]
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
     return result
 
@@ -105,20 +105,20 @@ def _exchange(config: RunConfig, model: torch.nn.Module) -> tuple[Any, Hook, flo
         )
     if config.compressor == NO_EXCHANGE:
         return None, waiting_hook, None
-    reducer: Reducer | None
+    compressor: Compressor | None
     if config.compressor == "torch-topk":
-        reducer = SparseReducer(TorchTopK(config.ratio))
+        compressor = SparseCompressor(TorchTopK(config.ratio))
     else:
-        reducer = make_reducer(config.compressor, config.ratio, **config.options)
-    if reducer is None:
+        compressor = make_compressor(config.compressor, config.ratio, **config.options)
+    if compressor is None:
         return None, allreduce_hook, None
     state = CompressionState(
-        reducer,
-        error_feedback=config.error_feedback and reducer.feedback,
+        compressor,
+        error_feedback=config.error_feedback and compressor.feedback,
         named_parameters=model.named_parameters(),
         diagnose_every=config.diagnose_every,
     )
-    bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(reducer, Layerwise) else None
+    bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(compressor, Layerwise) else None
     return state, compression_hook, bucket_mb
 
 

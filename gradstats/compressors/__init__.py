@@ -9,9 +9,9 @@ from gradstats.errors import InputError
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 if TYPE_CHECKING:
-    from gradstats.compressors.base import Compressed, Compressor, Reduced, Reducer
+    from gradstats.compressors.base import Compressor, Reduced, Selection, Selector
     from gradstats.compressors.cltk import CLTk
-    from gradstats.compressors.dense import DenseReducer
+    from gradstats.compressors.dense import DenseCompressor
     from gradstats.compressors.lags import LAGS
     from gradstats.compressors.layerwise import Layerwise
     from gradstats.compressors.marsit import Marsit
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from gradstats.compressors.redsync import RedSync
     from gradstats.compressors.shared import GlobalHistogram
     from gradstats.compressors.signs import SSDM, Cascading, EFSignSGD, SignSGD
-    from gradstats.compressors.sparse import SparseReducer
-    from gradstats.compressors.sparsify import ThresholdCompressor, TopK
+    from gradstats.compressors.sparse import SparseCompressor
+    from gradstats.compressors.sparsify import ThresholdSelector, TopK
 
 _HOME = {
     "CLTk": "cltk",
     "Cascading": "signs",
-    "Compressed": "base",
-    "Compressor": "base",
-    "DenseReducer": "dense",
+    "Selection": "base",
+    "Selector": "base",
+    "DenseCompressor": "dense",
     "EFSignSGD": "signs",
     "GlobalHistogram": "shared",
     "LAGS": "lags",
@@ -38,24 +38,24 @@ _HOME = {
     "RandomK": "randomk",
     "RedSync": "redsync",
     "Reduced": "base",
-    "Reducer": "base",
+    "Compressor": "base",
     "SSDM": "signs",
     "SignSGD": "signs",
-    "SparseReducer": "sparse",
-    "ThresholdCompressor": "sparsify",
+    "SparseCompressor": "sparse",
+    "ThresholdSelector": "sparsify",
     "TopK": "sparsify",
 }
 
 __all__ = [
     "COMPRESSORS",
     "LAGS",
-    "SELECTIONS",
+    "SELECTORS",
     "SSDM",
     "CLTk",
     "Cascading",
-    "Compressed",
-    "Compressor",
-    "DenseReducer",
+    "Selection",
+    "Selector",
+    "DenseCompressor",
     "EFSignSGD",
     "GlobalHistogram",
     "Layerwise",
@@ -64,13 +64,13 @@ __all__ = [
     "RandomK",
     "RedSync",
     "Reduced",
-    "Reducer",
+    "Compressor",
     "SignSGD",
-    "SparseReducer",
-    "ThresholdCompressor",
+    "SparseCompressor",
+    "ThresholdSelector",
     "TopK",
+    "make_selector",
     "make_compressor",
-    "make_reducer",
 ]
 
 
@@ -86,8 +86,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-SELECTIONS = ("none", "topk", *ESTIMATORS)
-"""Names that :func:`make_compressor` takes: what each rank selects by itself; ``topk`` and ``exact`` are the same."""
+SELECTORS = ("none", "topk", *ESTIMATORS)
+"""Names that :func:`make_selector` takes: what each rank selects by itself; ``topk`` and ``exact`` are the same."""
 
 _SPARSE_SYSTEMS = {
     "micro": "MiCRO",
@@ -104,11 +104,11 @@ _SIGN_SYSTEMS = {
     "marsit": "Marsit",
 }
 
-COMPRESSORS = (*SELECTIONS, *(n for n in _SPARSE_SYSTEMS if n not in SELECTIONS), *_SIGN_SYSTEMS)
-"""Names that :func:`make_reducer` and the command line take; ``none`` is PyTorch's dense averaging."""
+COMPRESSORS = (*SELECTORS, *(n for n in _SPARSE_SYSTEMS if n not in SELECTORS), *_SIGN_SYSTEMS)
+"""Names that :func:`make_compressor` and the command line take; ``none`` is PyTorch's dense averaging."""
 
 
-def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
+def make_selector(name: str, ratio: float, **options: Any) -> Selector | None:
     """Build the selection called `name`; None for ``none``.
 
     Raises
@@ -118,22 +118,22 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     """
     if name == "none":
         return None
-    if name not in SELECTIONS:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(SELECTIONS)}")
-    from gradstats.compressors.sparsify import ThresholdCompressor, TopK
+    if name not in SELECTORS:
+        raise InputError(f"no compressor {name!r}; there are {', '.join(SELECTORS)}")
+    from gradstats.compressors.sparsify import ThresholdSelector, TopK
 
     if name == "topk":
         return TopK(ratio, **options)
-    return ThresholdCompressor(make_estimator(name, **options), ratio)
+    return ThresholdSelector(make_estimator(name, **options), ratio)
 
 
-def make_reducer(name: str, ratio: float, **options: Any) -> Reducer | None:
+def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
     """Build the system called `name`: a selection with its all-gather, or an exchange of its own; None for ``none``.
 
     Parameters
     ----------
     name : one of :data:`COMPRESSORS`. ``micro`` is the whole system with exclusive partitions; the threshold rule alone
-        is ``make_compressor("micro", …)``.
+        is ``make_selector("micro", …)``.
     ratio : kept fraction k/d; of no meaning to systems that send signs.
     options : of the system.
 
@@ -150,7 +150,7 @@ def make_reducer(name: str, ratio: float, **options: Any) -> Reducer | None:
         return __getattr__(_SPARSE_SYSTEMS[name])(ratio, **options)  # type: ignore[no-any-return]
     if name in _SIGN_SYSTEMS:
         return __getattr__(_SIGN_SYSTEMS[name])(**options)  # type: ignore[no-any-return]
-    from gradstats.compressors.sparse import SparseReducer
+    from gradstats.compressors.sparse import SparseCompressor
 
-    compressor = make_compressor(name, ratio, **options)
-    return None if compressor is None else SparseReducer(compressor)
+    compressor = make_selector(name, ratio, **options)
+    return None if compressor is None else SparseCompressor(compressor)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["Compressed", "Compressor", "Reduced", "Reducer"]
+__all__ = ["Selection", "Selector", "Reduced", "Compressor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
+class Selection:
     """A sparse message.
 
     Attributes
@@ -30,7 +30,7 @@ class Compressed:
     threshold: float
 
 
-class Compressor(ABC):
+class Selector(ABC):
     """Selects what to send from one rank's gradient (residual already added).
 
     Attributes
@@ -41,7 +41,7 @@ class Compressor(ABC):
     single_value: bool = False
 
     @abstractmethod
-    def compress(self, gradient: torch.Tensor) -> Compressed:
+    def compress(self, gradient: torch.Tensor) -> Selection:
         """Return the elements of the flat `gradient` (d,) to send; `gradient` is left unchanged."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Reduced:
     overlapped_seconds: float = field(default=0.0)
 
 
-class Reducer(ABC):
+class Compressor(ABC):
     """Averages a flat gradient over the ranks, lossily. Every rank calls it the same number of times.
 
     Attributes

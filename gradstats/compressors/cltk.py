@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradstats.collectives.packed import index_dtype
 from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.sparsify import TopK
 
 __all__ = ["CLTk"]
@@ -20,7 +20,7 @@ __all__ = ["CLTk"]
 _FLAG_BYTES = 4
 
 
-class CLTk(Reducer):
+class CLTk(Compressor):
     """Cyclic local top-k (CLT-k of ScaleCom, Chen et al. 2020).
 
     In step t rank t mod n, the leader, broadcasts the positions of its own top-k; every rank's values there are

@@ -6,16 +6,16 @@ import time
 from typing import TYPE_CHECKING
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["DenseReducer"]
+__all__ = ["DenseCompressor"]
 
 
-class DenseReducer(Reducer):
+class DenseCompressor(Compressor):
     """All-reduce of everything."""
 
     def reduce(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from gradstats.collectives.plain import all_reduce_mean
-from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.base import Reduced, Selector
 from gradstats.compressors.layerwise import Activity, Layerwise, NamedSlice
 from gradstats.compressors.sparsify import TopK
 from gradstats.errors import InputError
@@ -155,7 +155,7 @@ class LAGS(Layerwise):
         self._choices = 0
         self._layers: list[NamedSlice] = []
 
-    def _top_k(self, name: str, numel: int) -> Compressor:
+    def _top_k(self, name: str, numel: int) -> Selector:
         return TopK(self.ratios.get(name, self._ratio))
 
     @property

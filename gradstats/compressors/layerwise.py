@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradstats.collectives.packed import GatheredSelections, Selection, SparseAllGather
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Compressor, Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced, Selector
 
 __all__ = ["Activity", "Lane", "Layerwise", "NamedSlice"]
 
@@ -53,7 +53,7 @@ class _Message:
     flag: int = 0
 
 
-class Layerwise(Reducer):
+class Layerwise(Compressor):
     """Selection of every layer by itself, sent as soon as its gradient is ready (LAGS-SGD, algorithm 1).
 
     Layers come in the order backpropagation delivers them (:meth:`push`); the selections of those smaller than
@@ -63,10 +63,10 @@ class Layerwise(Reducer):
     Parameters
     ----------
     choose : a layer's name and number of elements to what selects in it. One call a layer; the state of what it returns
-        belongs to this reducer from then on.
+        belongs to this compressor from then on.
     merge : elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last delivery
         of a step sends what there is.
-    dtype : values travel as, see :class:`gradstats.compressors.SparseReducer`.
+    dtype : values travel as, see :class:`gradstats.compressors.SparseCompressor`.
     overlap : whether to exchange beside the backward pass.
 
     Attributes
@@ -83,7 +83,7 @@ class Layerwise(Reducer):
 
     def __init__(
         self,
-        choose: Callable[[str, int], Compressor],
+        choose: Callable[[str, int], Selector],
         *,
         merge: int = 1 << 16,
         dtype: torch.dtype = torch.float32,
@@ -94,7 +94,7 @@ class Layerwise(Reducer):
         self.overlap = overlap
         self.timeline: list[Activity] = []
         self._dtype = dtype
-        self._compressors: dict[str, Compressor] = {}
+        self._compressors: dict[str, Selector] = {}
         self._restored: Mapping[str, Any] = {}
         self._gathers: list[SparseAllGather] = []
         self._thread: ThreadPoolExecutor | None = None
@@ -112,7 +112,7 @@ class Layerwise(Reducer):
         self._epoch = self._resumed = 0.0
 
     @property
-    def compressors(self) -> Mapping[str, Compressor]:
+    def compressors(self) -> Mapping[str, Selector]:
         """What selects in each layer, by name; those met so far."""
         return self._compressors
 
@@ -226,7 +226,7 @@ class Layerwise(Reducer):
             numel = sum(slot.stop - slot.start for _, slot in layers)
             self.timeline.append(Activity(lane, layers[-1][0], start, end, numel))
 
-    def _compressor(self, name: str, numel: int) -> Compressor:
+    def _compressor(self, name: str, numel: int) -> Selector:
         if name not in self._compressors:
             compressor = self._compressors[name] = self.choose(name, numel)
             if name in self._restored:

@@ -18,7 +18,7 @@ from gradstats.collectives.ring import (
     one_bit_torus,
     pack_bits,
 )
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.signs import (
     RandomStream,
     check_scale,
@@ -60,7 +60,7 @@ def transient_merge(generator: torch.Generator) -> Merge:
     return merge
 
 
-class Marsit(Reducer):
+class Marsit(Compressor):
     """One-bit all-reduce over a ring or torus, with global compensation (Marsit, Algorithm 1).
 
     In a one-bit round the update is g_t = η_s·(2·bit − 1), where the bit is 1 with the probability that a rank picked

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradstats import thresholds
 from gradstats.collectives.indices import GatheredIndices, IndexAllGather
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced
 from gradstats.primitives import select, top_candidates
 from gradstats.primitives.ratio import target_count
 from gradstats.thresholds.micro import Rule
@@ -34,7 +34,7 @@ def partition(numel: int, parts: int, index: int) -> slice:
     return slice(index * numel // parts, (index + 1) * numel // parts)
 
 
-class MiCRO(Reducer):
+class MiCRO(Compressor):
     """MiCRO (Yoon and Oh 2023, algorithm 1).
 
     In step t rank i selects |acc| ≥ η in partition (t + i) mod n alone. The positions are all-gathered, *every* rank's

@@ -11,7 +11,7 @@ import torch
 
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import target_count
 
@@ -23,7 +23,7 @@ __all__ = ["RandomK"]
 _FLAG_BYTES = 4
 
 
-class RandomK(Reducer):
+class RandomK(Compressor):
     """All-reduce of k positions drawn without replacement, the same on every rank.
 
     Parameters

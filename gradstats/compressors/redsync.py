@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
-from gradstats.compressors.base import Compressed, Compressor, Reduced, Reducer
-from gradstats.compressors.dense import DenseReducer
-from gradstats.compressors.sparse import SparseReducer
-from gradstats.compressors.sparsify import ThresholdCompressor
+from gradstats.compressors.base import Compressor, Reduced, Selection, Selector
+from gradstats.compressors.dense import DenseCompressor
+from gradstats.compressors.sparse import SparseCompressor
+from gradstats.compressors.sparsify import ThresholdSelector
 from gradstats.errors import InputError
 from gradstats.thresholds.redsync import Rule
 
-__all__ = ["DENSE_BELOW", "SEARCH_ABOVE", "MeanOfSign", "RedSync", "redsync_compressor"]
+__all__ = ["DENSE_BELOW", "SEARCH_ABOVE", "MeanOfSign", "RedSync", "redsync_selector"]
 
 DENSE_BELOW = 1 << 15
 """Elements below which all is averaged densely: the paper's 128 KB of float32."""
@@ -24,7 +24,7 @@ SEARCH_ABOVE = 1 << 20
 """Elements from which on the threshold is searched: 4 MB."""
 
 
-class MeanOfSign(Compressor):
+class MeanOfSign(Selector):
     """Send positions and one float, the mean of the values there (RedSync, section 5.2.3).
 
     So that the values have one sign, the largest k elements are taken in even steps, the smallest k in odd ones. Fewer
@@ -42,11 +42,11 @@ class MeanOfSign(Compressor):
 
     single_value = True
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(self, compressor: Selector) -> None:
         self.compressor = compressor
         self._step = 0
 
-    def compress(self, gradient: torch.Tensor) -> Compressed:
+    def compress(self, gradient: torch.Tensor) -> Selection:
         """Select among one sign."""
         # The other sign is zero, which is never selected.
         signed = gradient.clamp(min=0) if self._step % 2 == 0 else gradient.clamp(max=0)
@@ -56,7 +56,7 @@ class MeanOfSign(Compressor):
             return message
         # float64: the mean of millions; rounded once, so that what is sent is what is subtracted
         mean = gradient[message.indices].double().mean().float()
-        return Compressed(message.indices, mean[None], message.threshold)
+        return Selection(message.indices, mean[None], message.threshold)
 
     def target(self, numel: int) -> int:
         """Return the number of elements it aims to send, k."""
@@ -72,13 +72,13 @@ class MeanOfSign(Compressor):
         self.compressor.load_state_dict(state["compressor"])
 
 
-def redsync_compressor(
+def redsync_selector(
     numel: int,
     ratio: float,
     quantise: bool = False,
     search_above: int = SEARCH_ABOVE,
     rule: Rule = "corrected",
-) -> Compressor:
+) -> Selector:
     """Return what RedSync selects with in a message of `numel` elements (algorithm 5).
 
     Trimmed top-k up to `search_above` elements, binary search of the threshold, reused for five steps, from there on.
@@ -88,11 +88,11 @@ def redsync_compressor(
     estimator: thresholds.Estimator = thresholds.RedSyncTrimmed(rule)
     if numel >= search_above:
         estimator = thresholds.RedSync(rule, interval=1 if quantise else 5)
-    compressor = ThresholdCompressor(estimator, ratio)
+    compressor = ThresholdSelector(estimator, ratio)
     return MeanOfSign(compressor) if quantise else compressor
 
 
-class RedSync(Reducer):
+class RedSync(Compressor):
     """RedSync's exchange of the gradient as one message (Fang et al. 2018, algorithms 4 and 5, section 5.4).
 
     The paper chooses by the size of a layer, each layer being a message: :func:`gradstats.hooks.systems.redsync`.
@@ -102,7 +102,7 @@ class RedSync(Reducer):
     ratio : k/d in (0, 1].
     quantise : send one value, see :class:`MeanOfSign`. The output layer should not be quantised (section 5.2.3).
     dense_below : below this number of elements all is averaged densely. 0 for never.
-    search_above : see :func:`redsync_compressor`.
+    search_above : see :func:`redsync_selector`.
     rule : of the thresholds, see :class:`gradstats.thresholds.RedSync` and
         :class:`gradstats.thresholds.RedSyncTrimmed`.
     """
@@ -124,7 +124,7 @@ class RedSync(Reducer):
         self.dense_below = dense_below
         self.search_above = search_above
         self.rule: Rule = rule
-        self._chosen: Reducer | None = None
+        self._chosen: Compressor | None = None
         self._restored: Mapping[str, Any] | None = None
 
     def reduce(
@@ -133,12 +133,10 @@ class RedSync(Reducer):
         """Exchange by the class of the message; all messages must be of the same one."""
         if self._chosen is None:
             numel = corrected.numel()
-            self._chosen = DenseReducer()
+            self._chosen = DenseCompressor()
             if numel >= self.dense_below:
-                self._chosen = SparseReducer(
-                    redsync_compressor(
-                        numel, self.ratio, self.quantise, self.search_above, self.rule
-                    )
+                self._chosen = SparseCompressor(
+                    redsync_selector(numel, self.ratio, self.quantise, self.search_above, self.rule)
                 )
             if self._restored is not None:
                 self._chosen.load_state_dict(self._restored)

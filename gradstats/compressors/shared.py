@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from gradstats.collectives.ragged import GatheredWords, RaggedAllGather
 from gradstats.compressors.base import Reduced
-from gradstats.compressors.sparse import SparseReducer
-from gradstats.compressors.sparsify import ThresholdCompressor
+from gradstats.compressors.sparse import SparseCompressor
+from gradstats.compressors.sparsify import ThresholdSelector
 from gradstats.primitives import Histogram, histogram
 from gradstats.thresholds import Hard
 
 __all__ = ["GlobalHistogram"]
 
 
-class GlobalHistogram(SparseReducer):
+class GlobalHistogram(SparseCompressor):
     """All-gather of what reaches one threshold on every rank: the quantile of all ranks' magnitudes.
 
     The histograms' bins are the same everywhere, so that their counts add up. Σ k̂ over n ranks is n·k, to the width of
@@ -30,7 +30,7 @@ class GlobalHistogram(SparseReducer):
     ----------
     ratio : k/d in (0, 1], of the mean rank.
     bits : of the histogram, see :func:`gradstats.histogram`; 10 resolves the threshold to 0.1 %.
-    dtype, dense_above : see :class:`SparseReducer`.
+    dtype, dense_above : see :class:`SparseCompressor`.
 
     Notes
     -----
@@ -45,14 +45,14 @@ class GlobalHistogram(SparseReducer):
         dense_above: float = 1.0,
     ) -> None:
         self._threshold = Hard(0.0)
-        super().__init__(ThresholdCompressor(self._threshold, ratio), dtype, dense_above)
+        super().__init__(ThresholdSelector(self._threshold, ratio), dtype, dense_above)
         self.bits = bits
         self._histograms = RaggedAllGather()
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Agree on a threshold; then as :class:`SparseReducer`."""
+        """Agree on a threshold; then as :class:`SparseCompressor`."""
         started = time.perf_counter()
         k = self.compressor.target(corrected.numel()) * dist.get_world_size(group)
         words = self._upper_bins(corrected, k) if not flag else corrected[:0].int()
@@ -86,7 +86,7 @@ class GlobalHistogram(SparseReducer):
         return Histogram(total, 0, 0, self.bits).upper_quantile(k)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :class:`SparseReducer` keeps, and the room the histograms' messages have."""
+        """Return what :class:`SparseCompressor` keeps, and the room the histograms' messages have."""
         return {**super().state_dict(), "histograms": self._histograms.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """One-bit baselines: signSGD with majority vote, EF-signSGD, SSDM, and cascading compression.
 
 A sign has two values, zero has none: sgn(0) is a fair coin throughout, thrown by each rank for itself, and so is a
-tied majority, thrown once for all ranks. All coins come from generators of the reducer's own.
+tied majority, thrown once for all ranks. All coins come from generators of the compressor's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import Ring, pack_bits, split, unpack_bits
-from gradstats.compressors.base import Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced
 from gradstats.errors import InputError
 
 __all__ = [
@@ -81,12 +81,12 @@ def bits_per_element(bytes_sent: float, numel: int, ring: int | None = None) -> 
 
 
 class RandomStream:
-    """A random generator of a reducer's own, made on first use, which can be checkpointed.
+    """A random generator of a compressor's own, made on first use, which can be checkpointed.
 
     Parameters
     ----------
     seed : not negative, equal on all ranks.
-    purpose : tells the streams of a reducer apart.
+    purpose : tells the streams of a compressor apart.
     """
 
     def __init__(self, seed: int, purpose: int) -> None:
@@ -196,7 +196,7 @@ def _read(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
     return unpack_bits(message[_SCALE_BYTES:], numel), float(scale)
 
 
-class SignGathering(Reducer):
+class SignGathering(Compressor):
     """Signs and one float32 of every rank, all-gathered in one message."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -378,7 +378,7 @@ class SSDM(_Averaging):
         return stochastic_sign_bits(corrected, norm, generator), norm
 
 
-class Cascading(Reducer):
+class Cascading(Compressor):
     """Cascading compression: the partial sum is compressed to scale·sign anew at every hop of a ring.
 
     This is the baseline Marsit's Section 3.2 and appendix A warn of: s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M, whose squared

@@ -14,24 +14,24 @@ from gradstats.collectives.packed import Selection
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Compressor, Reduced, Reducer
+from gradstats.compressors.base import Compressor, Reduced, Selector
 
-__all__ = ["SparseReducer"]
+__all__ = ["SparseCompressor"]
 
 
-class SparseReducer(Reducer):
-    """All-gather of what a :class:`Compressor` selects on each rank.
+class SparseCompressor(Compressor):
+    """All-gather of what a :class:`Selector` selects on each rank.
 
     Parameters
     ----------
-    compressor : its state belongs to this reducer from now on.
+    compressor : its state belongs to this compressor from now on.
     dtype : values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
     dense_above : where the ranks' selections of the last step came to more than this share of the gradient's elements
         together, they are all-reduced as one dense vector instead. At 1 that moves fewer bytes. Infinity for never.
     """
 
     def __init__(
-        self, compressor: Compressor, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
+        self, compressor: Selector, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
     ) -> None:
         self.compressor = compressor
         self.dense_above = dense_above

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from gradstats.compressors.base import Compressed, Compressor
+from gradstats.compressors.base import Selection, Selector
 from gradstats.primitives.ratio import target_count
 from gradstats.thresholds import Estimator, Exact
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ThresholdCompressor", "TopK"]
+__all__ = ["ThresholdSelector", "TopK"]
 
 
-class ThresholdCompressor(Compressor):
+class ThresholdSelector(Selector):
     """Send the elements with |g| ≥ η, η from any threshold estimator.
 
     Parameters
@@ -29,13 +29,13 @@ class ThresholdCompressor(Compressor):
         self.estimator = estimator
         self.ratio = ratio
 
-    def compress(self, gradient: torch.Tensor) -> Compressed:
+    def compress(self, gradient: torch.Tensor) -> Selection:
         """Estimate the threshold of `gradient` and select by it."""
         estimate, selection = self.estimator.select(gradient, self.ratio)
         indices, values = cast(
             "tuple[torch.Tensor, torch.Tensor]", (selection.indices, selection.values)
         )
-        return Compressed(indices, values, estimate.threshold)
+        return Selection(indices, values, estimate.threshold)
 
     def target(self, numel: int) -> int:
         """Return k = max(1, round(ratio · numel))."""
@@ -50,7 +50,7 @@ class ThresholdCompressor(Compressor):
         self.estimator.load_state_dict(state["estimator"])
 
 
-class TopK(ThresholdCompressor):
+class TopK(ThresholdSelector):
     """Exact top-k: the k largest magnitudes (and those tied with the k-th)."""
 
     def __init__(self, ratio: float) -> None:

@@ -28,11 +28,11 @@ from torch._C._distributed_c10d import GradBucket
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors import (
     Compressor,
-    DenseReducer,
+    DenseCompressor,
     Layerwise,
     Reduced,
-    Reducer,
-    SparseReducer,
+    Selector,
+    SparseCompressor,
 )
 from gradstats.errors import (
     ExchangeError,
@@ -89,7 +89,7 @@ class CompressionState:
 
     Parameters
     ----------
-    compressor : what to send of each gradient, or a whole exchange (:class:`gradstats.compressors.Reducer`).
+    compressor : what to send of each gradient, or a whole exchange (:class:`gradstats.compressors.Compressor`).
     error_feedback : add what was not sent to the next gradient; None for what the compressor is made for.
     memory : other than plain error feedback, such as :class:`gradstats.hooks.memory.MomentumCorrection`.
     named_parameters : ``model.named_parameters()``; gives the residuals the names under which they are
@@ -116,7 +116,7 @@ class CompressionState:
 
     def __init__(
         self,
-        compressor: Compressor | Reducer,
+        compressor: Selector | Compressor,
         *,
         error_feedback: bool | None = None,
         memory: Memory | None = None,
@@ -135,12 +135,14 @@ class CompressionState:
             raise InputError(f"nonfinite must be one of {', '.join(get_args(NonFinite))}")
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
-        self.reducer = compressor if isinstance(compressor, Reducer) else SparseReducer(compressor)
-        if isinstance(self.reducer, Layerwise) and named_parameters is None:
+        self.compressor = (
+            compressor if isinstance(compressor, Compressor) else SparseCompressor(compressor)
+        )
+        if isinstance(self.compressor, Layerwise) and named_parameters is None:
             raise InputError("a layer-wise system needs named_parameters")
-        wanted = self.reducer.feedback if error_feedback is None else error_feedback
-        if (wanted or memory is not None) and not self.reducer.feedback:
-            raise InputError(f"{type(self.reducer).__name__} leaves no residual to feed back")
+        wanted = self.compressor.feedback if error_feedback is None else error_feedback
+        if (wanted or memory is not None) and not self.compressor.feedback:
+            raise InputError(f"{type(self.compressor).__name__} leaves no residual to feed back")
         self.memory = memory or (ErrorFeedback() if wanted else NoMemory())
         self.ratio_at = ratio_at
         self.clip = clip
@@ -170,7 +172,11 @@ class CompressionState:
 
     def _ratio_owner(self) -> Any:
         """Return the object whose ``ratio`` decides how much is sent."""
-        return self.reducer.compressor if isinstance(self.reducer, SparseReducer) else self.reducer
+        return (
+            self.compressor.compressor
+            if isinstance(self.compressor, SparseCompressor)
+            else self.compressor
+        )
 
     def _allocate(self, device: torch.device) -> None:
         self.memory.allocate(self._layout.numel, device)
@@ -218,7 +224,7 @@ class CompressionState:
             "step": self.step,
             "world_size": dist.get_world_size(self.process_group) if dist.is_initialized() else 1,
             "memory": memory,
-            "reducer": self.reducer.state_dict(),
+            "compressor": self.compressor.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,7 +243,7 @@ class CompressionState:
                 f"the checkpoint is of {state['world_size']} ranks, and these are {ranks}"
             )
         self.step = int(state["step"])
-        self.reducer.load_state_dict(state["reducer"])
+        self.compressor.load_state_dict(state["compressor"])
         self._restored = state
         if self._allocated:
             self._restore(state)
@@ -259,8 +265,8 @@ class CompressionState:
         if bucket.index() == 0:  # also drops what an interrupted backward pass left
             self._held.clear()
             self._problem = ""
-            if isinstance(self.reducer, Layerwise):
-                self.reducer.abandon()
+            if isinstance(self.compressor, Layerwise):
+                self.compressor.abandon()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         self._held.append(_HeldBucket(bucket.buffer(), pairs, future))
@@ -294,11 +300,13 @@ class CompressionState:
 
     def _streams(self) -> bool:
         """Tell whether buckets are sent as they come."""
-        return isinstance(self.reducer, Layerwise) and self.clip is None and not self._dense_step()
+        return (
+            isinstance(self.compressor, Layerwise) and self.clip is None and not self._dense_step()
+        )
 
     def _push(self, pairs: list[_Pair], flag: int) -> None:
         """Give parameters that are ready to a layer-wise system."""
-        assert isinstance(self.reducer, Layerwise)
+        assert isinstance(self.compressor, Layerwise)
         self._set_ratio()
         slots = self._layout.slots
         layers = [
@@ -306,7 +314,7 @@ class CompressionState:
             for parameter, _ in pairs
             if id(parameter) in slots
         ]
-        self.reducer.push(self.memory.corrected, layers, self.process_group, flag)
+        self.compressor.push(self.memory.corrected, layers, self.process_group, flag)
 
     def _set_ratio(self) -> None:
         ratio = self._ratio()
@@ -324,17 +332,17 @@ class CompressionState:
         flag, dense_step = 0, self._dense_step()
         if not self._streams():
             flag = self._take(pairs)
-            if isinstance(self.reducer, Layerwise) and not dense_step:
+            if isinstance(self.compressor, Layerwise) and not dense_step:
                 self._push(pairs, flag)
         self._set_ratio()
-        reducer = DenseReducer() if dense_step else self.reducer
+        compressor = DenseCompressor() if dense_step else self.compressor
         corrected = self.memory.corrected
         diagnosed = self.diagnose_every > 0 and self.step % self.diagnose_every == 0
         dense_mean = corrected.clone() if diagnosed else None
         # before the exchange, after which the ratios may change
         targets = self._layer_targets() if diagnosed else []
         target = self._whole_target(dense_step)
-        reduced = reducer.reduce(corrected, self.process_group, flag)
+        reduced = compressor.reduce(corrected, self.process_group, flag)
         if any(reduced.flags):
             self._refuse(pairs, reduced)
             return
@@ -393,8 +401,8 @@ class CompressionState:
 
     def _target(self, name: str, numel: int) -> int:
         """Return k of a layer, or of the whole; 0 where there is none."""
-        if isinstance(self.reducer, Layerwise) and name in self.reducer.compressors:
-            return self.reducer.compressors[name].target(numel)
+        if isinstance(self.compressor, Layerwise) and name in self.compressor.compressors:
+            return self.compressor.compressors[name].target(numel)
         ratio = getattr(self._ratio_owner(), "ratio", None)
         return 0 if ratio is None else target_count(ratio, numel)
 
@@ -404,7 +412,7 @@ class CompressionState:
     def _whole_target(self, dense_step: bool) -> int:
         if dense_step:
             return self._layout.numel
-        if isinstance(self.reducer, Layerwise):
+        if isinstance(self.compressor, Layerwise):
             return sum(self._layer_targets())
         return self._target("", self._layout.numel)
 

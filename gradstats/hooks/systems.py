@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from gradstats.compressors import Compressor, Layerwise, make_compressor
+from gradstats.compressors import Layerwise, Selector, make_selector
 from gradstats.compressors.redsync import (
     DENSE_BELOW,
     SEARCH_ABOVE,
-    redsync_compressor,
+    redsync_selector,
 )
 from gradstats.hooks import CompressionState, dgc_warm_up
 from gradstats.hooks.memory import MomentumCorrection
@@ -44,7 +44,7 @@ def dgc(
     steps_per_epoch : gives the first four epochs 25, 6.25, 1.5625 and 0.4 %; None for no warm-up.
     options : of :class:`gradstats.hooks.CompressionState`.
     """
-    compressor = make_compressor("dgc", ratio)
+    compressor = make_selector("dgc", ratio)
     assert compressor is not None
     ratio_at = None
     if steps_per_epoch is not None:
@@ -95,9 +95,9 @@ def redsync(
     """
     target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
 
-    def choose(name: str, numel: int) -> Compressor:
+    def choose(name: str, numel: int) -> Selector:
         output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
-        return redsync_compressor(numel, ratio, quantise and not output, search_above)
+        return redsync_selector(numel, ratio, quantise and not output, search_above)
 
     return CompressionState(
         Layerwise(choose, merge=merge),

@@ -12,7 +12,7 @@ import numpy as np
 from gradstats.collectives.packed import index_dtype
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.ring import check_torus
-from gradstats.compressors import COMPRESSORS, SELECTIONS
+from gradstats.compressors import COMPRESSORS, SELECTORS
 from gradstats.compressors.marsit import most_square
 from gradstats.compressors.micro import partition
 from gradstats.compressors.redsync import DENSE_BELOW
@@ -129,7 +129,7 @@ def exchange(
     world : workers, n.
     selected : elements each rank selects, k̂, where a rule misses k; by rank, or the same on all. MiCRO's are of its
         partitions. k if None.
-    value_bytes, dense_above : of the sparse all-gather, see :class:`gradstats.compressors.SparseReducer`.
+    value_bytes, dense_above : of the sparse all-gather, see :class:`gradstats.compressors.SparseCompressor`.
     full_every, topology, shape : of Marsit, see :class:`gradstats.compressors.Marsit`.
 
     Raises
@@ -152,7 +152,7 @@ def exchange(
     single = name == "redsync-quantised"
     if name == "none" or (single and numel < DENSE_BELOW):
         return _dense(name, numel, world)
-    if single or name == "lags" or (name in SELECTIONS and name != "micro"):
+    if single or name == "lags" or (name in SELECTORS and name != "micro"):
         return _sparse(name, numel, k, counts, single, value_bytes, dense_above)
     if name == "marsit":
         return _marsit(numel, world, full_every, topology, shape)

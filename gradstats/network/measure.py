@@ -119,11 +119,11 @@ def _selecting(
     alone: dist.ProcessGroup,
 ) -> list[list[float]]:
     """Return the seconds a system selects for, by its own account, with nobody to send to; by size and repeat."""
-    reducers = [compressing(name, ratio) for _ in gradients]
+    compressors = [compressing(name, ratio) for _ in gradients]
     seconds: list[list[float]] = [[] for _ in gradients]
     for _ in range(repeats + 1):
-        for of_size, reducer, gradient in zip(seconds, reducers, gradients, strict=True):
-            of_size.append(reducer.reduce(gradient.clone(), alone).select_seconds)
+        for of_size, compressor, gradient in zip(seconds, compressors, gradients, strict=True):
+            of_size.append(compressor.reduce(gradient.clone(), alone).select_seconds)
     # the first one finds its threshold
     return [_slowest(of_size[1:], None, gradients[0].device) for of_size in seconds]
 
@@ -259,11 +259,11 @@ def compare(
     gradient = random_gradient(numel, device).roll(dist.get_rank() * numel // world)
     records = []
     for name in dict.fromkeys(select):
-        reducer = compressing(name, ratio)
+        compressor = compressing(name, ratio)
         seconds, selected = [], []
         for _ in range(repeats + 1):
             dist.barrier()
-            reduced = reducer.reduce(gradient.clone(), None)
+            reduced = compressor.reduce(gradient.clone(), None)
             seconds.append(reduced.select_seconds + reduced.communicate_seconds)
             selected.append(reduced.selected)
         # of the rank that comes last, which waits for nobody

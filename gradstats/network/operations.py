@@ -12,7 +12,7 @@ from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
 from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors import DenseReducer, Reducer, make_reducer
+from gradstats.compressors import Compressor, DenseCompressor, make_compressor
 from gradstats.compressors.marsit import transient_merge
 from gradstats.compressors.signs import SignGathering, sign_message, signed
 from gradstats.hooks.memory import ErrorFeedback
@@ -111,17 +111,17 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
 
 def decoding(name: str, size: int, world: int, device: torch.device) -> Call:
     """Return what a sign system does with the messages of some ranks, whose signs differ."""
-    reducer = compressing(name, 1.0)
-    assert isinstance(reducer, SignGathering)
+    compressor = compressing(name, 1.0)
+    assert isinstance(compressor, SignGathering)
     gradient = random_gradient(size, device)
     signs = [gradient.roll(rank * size // world) > 0 for rank in range(world)]
     messages = torch.stack([sign_message(row, 1.0) for row in signs])
-    return lambda: reducer.decode(messages, gradient)
+    return lambda: compressor.decode(messages, gradient)
 
 
-def compressing(name: str, ratio: float) -> Reducer:
+def compressing(name: str, ratio: float) -> Compressor:
     """Return a system that compresses in every step, whatever the size."""
     options: dict[str, Any] = {"full_every": None} if name == "marsit" else {}
     if name == "redsync-quantised":
         options["dense_below"] = 0
-    return make_reducer(name, ratio, **options) or DenseReducer()
+    return make_compressor(name, ratio, **options) or DenseCompressor()

@@ -96,7 +96,7 @@ def deliveries(
     layers : in the order of backpropagation.
     world : workers.
     ratio : k/d of every layer, or by its name; None all-reduces densely and selects nothing.
-    selection : one of :data:`gradstats.compressors.SELECTIONS`.
+    selection : one of :data:`gradstats.compressors.SELECTORS`.
     merge : elements of gradient to gather before a message is sent; 0 for one message a layer.
 
     Returns

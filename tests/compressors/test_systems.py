@@ -309,7 +309,7 @@ def test_a_refused_step_is_refused_by_all_and_leaves_no_trace(world, name):
             assert record["flags"] == [0] * (world - 1) + [cases.FLAG]
             assert record["mean"] is None
             assert record["untouched"]
-            # SparseReducer's compressor has seen the refused gradient, and its gather the empty message
+            # SparseCompressor's compressor has seen the refused gradient, and its gather the empty message
             assert unchanged or name in ("redsync", "redsync-search")
 
 
@@ -343,8 +343,8 @@ from gradstats.compressors.randomk import RandomK
 torch.set_num_threads(1)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-for reducer in (MiCRO(0.5), RandomK(0.5), CLTk(0.5)):
-    reducer.reduce(torch.ones(50000), None)
+for compressor in (MiCRO(0.5), RandomK(0.5), CLTk(0.5)):
+    compressor.reduce(torch.ones(50000), None)
 """
 
 

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from workers import hook as cases
 
-from gradstats.compressors import SELECTIONS, ThresholdCompressor, make_compressor
+from gradstats.compressors import SELECTORS, ThresholdSelector, make_selector
 from gradstats.errors import InputError
 
 pytestmark = pytest.mark.distributed
@@ -107,21 +107,21 @@ def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
 
 
 def test_compressors_by_name():
-    assert make_compressor("none", 0.01) is None
-    for name in SELECTIONS[1:]:
-        compressor = make_compressor(name, 0.01)
-        assert isinstance(compressor, ThresholdCompressor)
+    assert make_selector("none", 0.01) is None
+    for name in SELECTORS:
+        compressor = make_selector(name, 0.01)
+        assert isinstance(compressor, ThresholdSelector)
         assert compressor.target(1000) == 10
         x = torch.from_numpy(np.random.default_rng(0).laplace(size=5000).astype(np.float32))
         state = compressor.state_dict()
         first = compressor.compress(x)
-        other = make_compressor(name, 0.01)
+        other = make_selector(name, 0.01)
         other.load_state_dict(state)
         second = other.compress(x)
         assert torch.equal(first.indices, second.indices)
         assert torch.equal(first.values, x[first.indices])
         assert bool((first.values.abs() >= first.threshold).all())
     with pytest.raises(InputError, match="there are none, topk"):
-        make_compressor("nonsense", 0.01)
+        make_selector("nonsense", 0.01)
     with pytest.raises(InputError, match="ratio"):
-        make_compressor("topk", 0)
+        make_selector("topk", 0)

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from workers import state as cases
 
-from gradstats.compressors import DenseReducer, RandomK, SignSGD, TopK
+from gradstats.compressors import DenseCompressor, RandomK, SignSGD, TopK
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, dgc_warm_up
 from gradstats.hooks.memory import MomentumCorrection
@@ -112,12 +112,12 @@ def test_refusals():
         CompressionState(TopK(0.1), nonfinite="ignore")
     with pytest.raises(InputError, match="needs named_parameters"):
         CompressionState(TopK(0.1), exclude=["*.bias"])
-    with pytest.raises(InputError, match="DenseReducer has no ratio"):
-        CompressionState(DenseReducer(), ratio_at=lambda step: 0.1)
-    for reducer in (SignSGD(), RandomK(0.1, unbiased=True)):
-        assert not CompressionState(reducer).error_feedback
+    with pytest.raises(InputError, match="DenseCompressor has no ratio"):
+        CompressionState(DenseCompressor(), ratio_at=lambda step: 0.1)
+    for compressor in (SignSGD(), RandomK(0.1, unbiased=True)):
+        assert not CompressionState(compressor).error_feedback
         with pytest.raises(InputError, match="leaves no residual to feed back"):
-            CompressionState(reducer, error_feedback=True)
+            CompressionState(compressor, error_feedback=True)
     state = CompressionState(TopK(0.1), named_parameters=torch.nn.Linear(2, 2).named_parameters())
     other = {**state.state_dict(), "memory": {"velocity": {}}}
     state.load_state_dict(other)

@@ -1,4 +1,4 @@
-"""The cost model: bytes against real reducers, seconds against formulas, unions against brute force."""
+"""The cost model: bytes against real compressors, seconds against formulas, unions against brute force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.networks import ALPHA, BETA, SIZES, gradients, measured_network, no
 from workers import network as cases
 
 from gradstats import network as cost
-from gradstats.compressors import COMPRESSORS, SELECTIONS
+from gradstats.compressors import COMPRESSORS, SELECTORS
 from gradstats.compressors.lags import Delivery, pipelining_bound
 from gradstats.errors import InputError
 from gradstats.network import Network, Work, exchange
@@ -61,7 +61,7 @@ def test_bytes_are_what_the_system_reports(world, numel, name):
 @distributed
 @each_world
 @pytest.mark.parametrize(
-    ("name", "numel"), [*itertools.product(SELECTIONS[1:], cases.NUMELS), QUANTISED]
+    ("name", "numel"), [*itertools.product(SELECTORS, cases.NUMELS), QUANTISED]
 )
 def test_bytes_follow_from_what_was_selected(world, name, numel):
     selected, sent, unions = steps(world, name, numel)

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradstats import hooks
 from gradstats.collectives import SparseAllGather
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors import TopK, make_reducer
-from gradstats.compressors.base import Compressed
+from gradstats.compressors import TopK, make_compressor
+from gradstats.compressors.base import Selection
 from gradstats.errors import NonFiniteGradientError
 from gradstats.hooks import CompressionState, compression_hook
 
@@ -77,7 +77,7 @@ class Ragged(TopK):
     def compress(self, gradient):
         self.calls += 1
         if (self.calls + self.rank) % 5 == 0:
-            return Compressed(gradient.new_empty(0).long(), gradient[:0], float("inf"))
+            return Selection(gradient.new_empty(0).long(), gradient[:0], float("inf"))
         self.ratio = 0.002 * (1 + self.rank + self.calls % 3)
         return super().compress(gradient)
 
@@ -291,14 +291,12 @@ def create_conflict(rank, world, path):
 def live_thresholds(rank, world, folder, names, steps):
     """Train with one compressor after another, every step captured."""
     from capture import Capture
-    from gradstats.compressors import make_compressor
+    from gradstats.compressors import make_selector
 
     for name in names:
         net = model()
         ddp = DDP(net)
-        state = CompressionState(
-            make_compressor(name, 0.01), named_parameters=net.named_parameters()
-        )
+        state = CompressionState(make_selector(name, 0.01), named_parameters=net.named_parameters())
         with Capture(f"{folder}/{name}.zarr", ddp, buffers=steps) as capture:
             ddp.register_comm_hook(*capture.wrap(state, compression_hook))
             for step in range(steps):
@@ -344,7 +342,9 @@ def written_sparsely(rank, world, name):
         image = nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 20, 3, padding=1), nn.Flatten()
         net = nn.Sequential(*image, nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 3))
         net.to(memory_format=torch.channels_last)  # gradients of another stride
-        state = CompressionState(make_reducer(name, 0.02), named_parameters=net.named_parameters())
+        state = CompressionState(
+            make_compressor(name, 0.02), named_parameters=net.named_parameters()
+        )
         ddp = DDP(net)
         ddp.register_comm_hook(state, compression_hook)
         gradients = []

@@ -14,7 +14,7 @@ from workers.hook import model
 from workers.state import batch
 
 from capture import Capture
-from gradstats.compressors import LAGS, Layerwise, SparseReducer, TopK, lags
+from gradstats.compressors import LAGS, Layerwise, SparseCompressor, TopK, lags
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.hooks.systems import dgc, redsync
 
@@ -51,15 +51,15 @@ def train(rank, world, name, steps=5):
     """Train layer by layer; compare with top-k of every layer by itself, and count what was conserved."""
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)  # a bucket a parameter
-    reducer = SYSTEMS[name]()
-    push, on_the_way = reducer.push, []
+    compressor = SYSTEMS[name]()
+    push, on_the_way = compressor.push, []
 
     def spy(*delivery):
-        on_the_way.append(len(reducer._futures))
+        on_the_way.append(len(compressor._futures))
         push(*delivery)
 
-    reducer.push = spy
-    state = CompressionState(reducer, named_parameters=net.named_parameters(), diagnose_every=2)
+    compressor.push = spy
+    state = CompressionState(compressor, named_parameters=net.named_parameters(), diagnose_every=2)
     ddp.register_comm_hook(state, compression_hook)
     residuals = {n: np.zeros(p.numel(), np.float32) for n, p in net.named_parameters()}
     worst, conserved, deltas = 0.0, True, []
@@ -91,7 +91,7 @@ def train(rank, world, name, steps=5):
         "conserved": bool(conserved),
         "parameters": torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy(),
         "on the way": on_the_way,
-        "lanes": [(a.lane, a.layer, a.numel, a.start, a.end) for a in reducer.timeline],
+        "lanes": [(a.lane, a.layer, a.numel, a.start, a.end) for a in compressor.timeline],
         "last": state.last,
         "delta": (diagnosis.delta, np.array(deltas)),
         "diagnosis": diagnosis,
@@ -103,8 +103,8 @@ def adapt(rank, world, steps=9):
     """Let LAGS measure and choose; then stop, and go on from its checkpoint."""
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)
-    reducer = LAGS(0.001, calibrate=3, merge=30_000)
-    state = CompressionState(reducer, named_parameters=net.named_parameters())
+    compressor = LAGS(0.001, calibrate=3, merge=30_000)
+    state = CompressionState(compressor, named_parameters=net.named_parameters())
     ddp.register_comm_hook(state, compression_hook)
     selected = []
     for step in range(steps):
@@ -112,8 +112,8 @@ def adapt(rank, world, steps=9):
         loss_of(ddp, batch(rank, step)).backward()
         selected.append((state.last.selected, state.last.target))
     again = LAGS(0.001)
-    again.load_state_dict(state.state_dict()["reducer"])
-    return reducer.ratios, reducer.deliveries, selected, again.ratios
+    again.load_state_dict(state.state_dict()["compressor"])
+    return compressor.ratios, compressor.deliveries, selected, again.ratios
 
 
 def choose_twice(rank, world, steps=9):
@@ -127,12 +127,12 @@ def choose_twice(rank, world, steps=9):
     lags.hiding_ratios = all_at_first
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)
-    reducer = LAGS(0.001, calibrate=3, merge=30_000)
-    state = CompressionState(reducer, named_parameters=net.named_parameters())
+    compressor = LAGS(0.001, calibrate=3, merge=30_000)
+    state = CompressionState(compressor, named_parameters=net.named_parameters())
     ddp.register_comm_hook(state, compression_hook)
     for step in range(steps):
         loss_of(ddp, batch(rank, step)).backward()
-    return [(d.sent, d.numel) for d in reducer.deliveries], len(calls), reducer.ratios
+    return [(d.sent, d.numel) for d in compressor.deliveries], len(calls), compressor.ratios
 
 
 class Branches(nn.Module):
@@ -158,8 +158,8 @@ def realistic(rank, world, what, layerwise):
     dtype = torch.bfloat16 if what == "bfloat16 model" else torch.float32
     net.to(dtype)
     ddp = DDP(net, find_unused_parameters=what == "unused", bucket_cap_mb=0.001)
-    reducer = Layerwise(lambda n, d: TopK(RATIO)) if layerwise else SparseReducer(TopK(RATIO))
-    state = CompressionState(reducer, named_parameters=net.named_parameters())
+    compressor = Layerwise(lambda n, d: TopK(RATIO)) if layerwise else SparseCompressor(TopK(RATIO))
+    state = CompressionState(compressor, named_parameters=net.named_parameters())
     ddp.register_comm_hook(state, compression_hook)
     groups = [{"params": net.shared.parameters(), "lr": 0.3}]
     groups += [{"params": [*net.left.parameters(), *net.right.parameters()], "lr": 0.01}]
@@ -238,7 +238,7 @@ def presets(rank, world, name):
 
 def rounded(rank, world, dtype, dense_above):
     """Return what one step of rounded values, or of a dense exchange, adds up to."""
-    reducer = SparseReducer(TopK(0.4), dtype, dense_above)
+    compressor = SparseCompressor(TopK(0.4), dtype, dense_above)
     rng = np.random.default_rng(rank)
     residual, report = torch.zeros(1000), []
     for step in range(3):
@@ -248,7 +248,7 @@ def rounded(rank, world, dtype, dense_above):
         corrected = x + residual
         total = corrected.clone()
         dist.all_reduce(total)
-        done = reducer.reduce(corrected.clone(), None)
+        done = compressor.reduce(corrected.clone(), None)
         left = done.residual.clone()
         dist.all_reduce(left)
         error = (world * done.mean.double() + left.double() - total.double()).abs().max()
@@ -266,9 +266,9 @@ def captured(rank, world, path, name):
     """Capture a compressed run; report what the hook's state said after every step."""
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)
-    reducer = SYSTEMS["merged"]() if name == "layerwise" else SparseReducer(TopK(RATIO))
+    compressor = SYSTEMS["merged"]() if name == "layerwise" else SparseCompressor(TopK(RATIO))
     state = CompressionState(
-        reducer, named_parameters=net.named_parameters(), diagnose_every=3, exclude=["4.bias"]
+        compressor, named_parameters=net.named_parameters(), diagnose_every=3, exclude=["4.bias"]
     )
     said = []
     with Capture(path, ddp, store="sketches") as capture:

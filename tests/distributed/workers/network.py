@@ -7,13 +7,13 @@ from workers.systems import gradient
 
 from gradstats.compressors import (
     COMPRESSORS,
-    DenseReducer,
+    DenseCompressor,
     Layerwise,
     Marsit,
     MiCRO,
-    SparseReducer,
+    SparseCompressor,
     TopK,
-    make_reducer,
+    make_compressor,
 )
 from gradstats.network.measure import measure
 
@@ -26,23 +26,25 @@ LAYERS = (("c", 500), ("b", 300), ("a", 7_197))
 MERGES = (0, 600, 1 << 16)
 
 
-def _run(reducer, numel, rank, steps=STEPS):
+def _run(compressor, numel, rank, steps=STEPS):
     """Return (selected, bytes, union) of every step."""
-    done = [reducer.reduce(gradient("laplace", numel, rank, step), None) for step in range(steps)]
+    done = [
+        compressor.reduce(gradient("laplace", numel, rank, step), None) for step in range(steps)
+    ]
     return [(r.selected, r.bytes_sent, r.union) for r in done]
 
 
 def _pushed(rank, merge, seconds=0.0):
-    reducer = Layerwise(lambda name, numel: TopK(RATIO), merge=merge)
+    compressor = Layerwise(lambda name, numel: TopK(RATIO), merge=merge)
     bytes_sent = []
     for step in range(3):
         corrected, start = gradient("laplace", sum(n for _, n in LAYERS), rank, step), 0
         for name, numel in LAYERS:
             time.sleep(seconds)
-            reducer.push(corrected, [(name, slice(start, start + numel))], None)
+            compressor.push(corrected, [(name, slice(start, start + numel))], None)
             start += numel
-        bytes_sent.append(reducer.reduce(corrected, None).bytes_sent)
-    return bytes_sent, reducer.timeline
+        bytes_sent.append(compressor.reduce(corrected, None).bytes_sent)
+    return bytes_sent, compressor.timeline
 
 
 def exchanges(rank, world):
@@ -50,17 +52,19 @@ def exchanges(rank, world):
     report = {}
     for numel in NUMELS:
         for name in COMPRESSORS:
-            reducer = make_reducer(name, RATIO) or DenseReducer()
-            report[name, numel] = _run(reducer, numel, rank)
+            compressor = make_compressor(name, RATIO) or DenseCompressor()
+            report[name, numel] = _run(compressor, numel, rank)
         # an η to start from, so that the first step's bytes are those of any other
         report["micro", numel] = _run(MiCRO(RATIO, threshold=4.0), numel, rank)
         for topology in ("ring", "torus"):
             report[topology, numel] = _run(Marsit(full_every=4, topology=topology), numel, rank)
             only = Marsit(full_every=None, topology=topology, scale="mean")
             report[f"one-bit {topology}", numel] = _run(only, numel, rank)
-        report["half", numel] = _run(SparseReducer(TopK(RATIO), torch.float16), numel, rank)
-        report["dense above", numel] = _run(SparseReducer(TopK(0.9)), numel, rank)
-    report["redsync-quantised", LARGE] = _run(make_reducer("redsync-quantised", RATIO), LARGE, rank)
+        report["half", numel] = _run(SparseCompressor(TopK(RATIO), torch.float16), numel, rank)
+        report["dense above", numel] = _run(SparseCompressor(TopK(0.9)), numel, rank)
+    report["redsync-quantised", LARGE] = _run(
+        make_compressor("redsync-quantised", RATIO), LARGE, rank
+    )
     report["layers"] = {merge: _pushed(rank, merge)[0] for merge in MERGES}
     report["timeline"] = _pushed(rank, 0, seconds=0.002)[1]
     return report

@@ -90,11 +90,11 @@ def systems(rank, world):
     report = {}
     for name, make in SYSTEMS.items():
         for numel in SIZES:
-            reducer, kept, rounds = make(), torch.zeros(numel), []
+            compressor, kept, rounds = make(), torch.zeros(numel), []
             for step in range(2):
                 corrected = kept + gradient(rank, step, numel)
                 before = corrected.numpy().copy()
-                got = reducer.reduce(corrected, None)
+                got = compressor.reduce(corrected, None)
                 kept = got.residual
                 assert got.mean.dtype == torch.float32
                 assert got.mean.shape == got.residual.shape == (numel,)
@@ -117,8 +117,8 @@ def expectations(rank, world):
     values = np.tile(2 * patterns[:, rank] - 1, REPEATS)
     report = []
     for topology, shape in [("ring", None), *[("torus", shape) for shape in shapes(world)]]:
-        reducer = Marsit(full_every=None, scale=1.0, topology=topology, shape=shape, seed=11)
-        mean = reducer.reduce(torch.from_numpy(values.copy()), None).mean
+        compressor = Marsit(full_every=None, scale=1.0, topology=topology, shape=shape, seed=11)
+        mean = compressor.reduce(torch.from_numpy(values.copy()), None).mean
         share = (mean > 0).view(REPEATS, -1).float().mean(0)
         report.append((topology, share.numpy(), patterns.mean(1)))
     return report
@@ -126,12 +126,12 @@ def expectations(rank, world):
 
 def full_rounds(rank, world):
     """Marsit with K = 3: which rounds equal the dense mean, and which leave nothing."""
-    reducer, kept, rounds = Marsit(full_every=3), torch.zeros(1003), []
+    compressor, kept, rounds = Marsit(full_every=3), torch.zeros(1003), []
     for step in range(7):
         corrected = kept + gradient(rank, step, 1003)
         dense = corrected.clone()
         dist.all_reduce(dense)
-        got = reducer.reduce(corrected, None)
+        got = compressor.reduce(corrected, None)
         kept = got.residual
         rounds.append((torch.equal(got.mean, dense / world), not kept.any(), got.bytes_sent))
     return rounds
@@ -161,9 +161,9 @@ def votes(rank, world):
 def unbiased(rank, world):
     """The average of SSDM's updates over rounds, in standard errors of the exact mean."""
     rounds, values = 80, gradient(rank, 0, 20)
-    reducer, total = SSDM(seed=2), torch.zeros(20, dtype=torch.float64)
+    compressor, total = SSDM(seed=2), torch.zeros(20, dtype=torch.float64)
     for _ in range(rounds):
-        total += reducer.reduce(values.clone(), None).mean
+        total += compressor.reduce(values.clone(), None).mean
     rows = gathered(values).double()
     norms = rows.norm(dim=1, keepdim=True)
     # the variance of one element is ‖g‖² − g_i²
@@ -191,12 +191,12 @@ def resume(rank, world):
     """Each system stopped after two rounds of four, in a file, and gone on with."""
     same = {}
     for name, make in SYSTEMS.items():
-        reducer, means = make(), []
+        compressor, means = make(), []
         for step in range(4):
             if step == 2:
                 file = io.BytesIO()
-                torch.save(reducer.state_dict(), file)
-            means.append(reducer.reduce(gradient(rank, step, 1003), None).mean)
+                torch.save(compressor.state_dict(), file)
+            means.append(compressor.reduce(gradient(rank, step, 1003), None).mean)
         file.seek(0)
         resumed = make()
         resumed.load_state_dict(torch.load(file, weights_only=True))
@@ -209,16 +209,16 @@ def flagged(rank, world):
     """A rank that announces a bad gradient: nothing changes, on any rank, and the next round works."""
     fine = True
     for make in SYSTEMS.values():
-        reducer, reference = make(), make()
+        compressor, reference = make(), make()
         values = gradient(rank, 0, 100)
         if rank == world - 1:
             values[3] = float("nan")
         untouched = values.clone()
-        got = reducer.reduce(values, None, flag=2 if rank == world - 1 else 0)
+        got = compressor.reduce(values, None, flag=2 if rank == world - 1 else 0)
         fine &= got.flags == [0] * (world - 1) + [2] and got.mean is None
         fine &= torch.equal(values.nan_to_num(), untouched.nan_to_num())
         for step in range(2):
-            a = reducer.reduce(gradient(rank, step, 100), None).mean
+            a = compressor.reduce(gradient(rank, step, 100), None).mean
             fine &= torch.equal(a, reference.reduce(gradient(rank, step, 100), None).mean)
     return fine
 

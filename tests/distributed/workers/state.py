@@ -13,12 +13,12 @@ from workers.hook import model
 
 from gradstats.compressors import (
     LAGS,
-    DenseReducer,
+    DenseCompressor,
     Layerwise,
-    SparseReducer,
+    SparseCompressor,
     TopK,
     make_compressor,
-    make_reducer,
+    make_selector,
 )
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, compression_hook, dgc_warm_up
@@ -34,16 +34,16 @@ MEMORIES = {
 
 
 SYSTEMS = {
-    "layerwise": lambda: Layerwise(lambda name, numel: make_compressor("warm-exact", 0.01)),
+    "layerwise": lambda: Layerwise(lambda name, numel: make_selector("warm-exact", 0.01)),
     "lags": lambda: LAGS(0.01, adaptive=False),
-    "bfloat16": lambda: SparseReducer(make_compressor("sidco-e", 0.01), torch.bfloat16),
-    "redsync-quantised": lambda: make_reducer("redsync-quantised", 0.01),
-    "micro-partitions": lambda: make_reducer("micro", 0.01),
+    "bfloat16": lambda: SparseCompressor(make_selector("sidco-e", 0.01), torch.bfloat16),
+    "redsync-quantised": lambda: make_compressor("redsync-quantised", 0.01),
+    "micro-partitions": lambda: make_compressor("micro", 0.01),
 }
 
 
 def system(name):
-    return SYSTEMS[name]() if name in SYSTEMS else make_compressor(name, 0.01)
+    return SYSTEMS[name]() if name in SYSTEMS else make_selector(name, 0.01)
 
 
 def batch(rank, step):
@@ -168,7 +168,7 @@ def clipping(rank, world):
     net = model()
     ddp = DDP(net)
     state = CompressionState(
-        DenseReducer(),
+        DenseCompressor(),
         error_feedback=False,
         clip=0.01,
         weight_decay=0.1,
@@ -296,7 +296,7 @@ def lost_rank(rank, world, name, folder):
 
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)
-    state = CompressionState(make_reducer(name, 0.01), named_parameters=net.named_parameters())
+    state = CompressionState(make_compressor(name, 0.01), named_parameters=net.named_parameters())
 
     def hook(
         state: CompressionState, bucket: dist.GradBucket

@@ -6,13 +6,13 @@ import random
 import numpy as np
 import torch
 
-from gradstats.compressors.base import Reducer
+from gradstats.compressors.base import Compressor
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO
 from gradstats.compressors.randomk import RandomK
 from gradstats.compressors.redsync import RedSync
 from gradstats.compressors.shared import GlobalHistogram
-from gradstats.compressors.sparse import SparseReducer
+from gradstats.compressors.sparse import SparseCompressor
 from gradstats.compressors.sparsify import TopK
 
 RATIO = 0.02
@@ -61,10 +61,10 @@ def gradient(kind, numel, rank, step):
     return torch.from_numpy(x.astype(np.float32))
 
 
-def step_once(reducer: Reducer, corrected, flag=0):
+def step_once(compressor: Compressor, corrected, flag=0):
     """Reduce; return a record of arrays, and the residual."""
     before = corrected.clone()
-    done = reducer.reduce(corrected, None, flag)
+    done = compressor.reduce(corrected, None, flag)
     if any(done.flags):
         untouched = torch.equal(before.nan_to_num(7.0), corrected.nan_to_num(7.0))
         return {"flags": done.flags, "mean": done.mean, "untouched": untouched}, corrected
@@ -84,13 +84,13 @@ def step_once(reducer: Reducer, corrected, flag=0):
     return record, done.residual
 
 
-def run(reducer, kind, numel, rank, steps, residual=None, feedback=True):
+def run(compressor, kind, numel, rank, steps, residual=None, feedback=True):
     """Run steps with error feedback; return the records and the last residual."""
     residual = torch.zeros(numel) if residual is None else residual
     records = []
     for step in steps:
         x = gradient(kind, numel, rank, step)
-        record, left = step_once(reducer, x + residual if feedback else x)
+        record, left = step_once(compressor, x + residual if feedback else x)
         residual = left.clone()
         records.append(record)
     return records, residual
@@ -122,13 +122,13 @@ def resumed(make, rank, cut):
 def refused(make, rank, world, at):
     """Refuse step `at`, as a rank with a NaN does; tell whether the rest is as if it had not been."""
     straight, _ = run(make(), "laplace", 997, rank, range(STEPS))
-    reducer = make()
-    head, residual = run(reducer, "laplace", 997, rank, range(at))
+    compressor = make()
+    head, residual = run(compressor, "laplace", 997, rank, range(at))
     bad = gradient("laplace", 997, rank, 99) + residual
     if rank == world - 1:
         bad[5] = float("nan")
-    record, _ = step_once(reducer, bad, FLAG if rank == world - 1 else 0)
-    tail, _ = run(reducer, "laplace", 997, rank, range(at, STEPS), residual)
+    record, _ = step_once(compressor, bad, FLAG if rank == world - 1 else 0)
+    tail, _ = run(compressor, "laplace", 997, rank, range(at, STEPS), residual)
     return record, same(straight, head + tail)
 
 
@@ -149,10 +149,10 @@ def visited(rank, world, numel=101):
     """Count how often each position is chosen in n steps by one rank, the only one with a gradient."""
     counts = []
     for only in sorted({0, world - 1}):
-        reducer = MiCRO(RATIO, "paper", threshold=1e-30)
+        compressor = MiCRO(RATIO, "paper", threshold=1e-30)
         count = np.zeros(numel, int)
         for _ in range(world):
-            record, _ = step_once(reducer, torch.full((numel,), float(rank == only)))
+            record, _ = step_once(compressor, torch.full((numel,), float(rank == only)))
             np.add.at(count, record["sent"], 1)
         counts.append(count)
     return counts
@@ -165,19 +165,19 @@ def sizes(rank, make, steps=4, numel=20_000):
 
 def one_threshold(rank, bits):
     """Return k̂, η and bytes by step, where every rank's gradient has another scale."""
-    reducer, report = GlobalHistogram(0.01, bits), []
+    compressor, report = GlobalHistogram(0.01, bits), []
     for step in range(4):
         x = (1 + rank) * gradient("laplace", 50_000, rank, step)
-        record, _ = step_once(reducer, x.clone())
+        record, _ = step_once(compressor, x.clone())
         report.append((x.numpy(), record["threshold"], record["selected"], record["bytes"]))
     return report
 
 
 def unbiased_mean(rank, steps=400, numel=64):
     x = gradient("laplace", numel, rank, 0)
-    reducer, total = RandomK(1 / 8, unbiased=True), np.zeros(numel)
+    compressor, total = RandomK(1 / 8, unbiased=True), np.zeros(numel)
     for _ in range(steps):
-        total += reducer.reduce(x.clone(), None).mean.double().numpy()
+        total += compressor.reduce(x.clone(), None).mean.double().numpy()
     return x.numpy(), total / steps, steps
 
 
@@ -197,7 +197,7 @@ def battery(rank, world):
         "converge": {how: converge(rank, *how) for how in starts(world)},
         "visited": visited(rank, world),
         "sizes": {
-            "topk": sizes(rank, lambda: SparseReducer(TopK(0.01))),
+            "topk": sizes(rank, lambda: SparseCompressor(TopK(0.01))),
             "micro": sizes(rank, lambda: MiCRO(0.01)),
             "redsync": sizes(rank, lambda: RedSync(0.01, dense_below=0)),
             "redsync-quant": sizes(rank, lambda: RedSync(0.01, True, dense_below=0)),
