@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean demo docs figures lab lint notebooks tables test types
+.PHONY: .venv clean coverage demo docs figures lab lint notebooks tables test types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
@@ -11,9 +11,14 @@ demo: .venv/.base
 test: .venv
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Which lines and branches the tests run; slower than the tests alone.
+coverage: .venv
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report term-missing
+
 lint: .venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m numpydoc lint $$(git ls-files 'gradstats/*.py' 'capture/*.py')
 
 types: .venv
 	$(BIN)/mypy
@@ -24,12 +29,12 @@ lab: .venv/.base
 # What the program needs, and what its developers need besides.
 .venv: .venv/.dev
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.venv/.base: pyproject.toml
+.venv/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradstats needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(PIP) .
+	$(PIP) '.[demo]'
 	touch $@
 
 .venv/.dev: .venv/.base
@@ -37,7 +42,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editab
 	touch $@
 
 clean:
-	rm -rf .venv demo site
+	rm -rf .venv demo site .coverage*
 
 # Execute the notebooks in place, so that the outputs committed are current; nothing volatile is kept.
 notebooks: .venv

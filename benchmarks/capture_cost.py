@@ -1,10 +1,10 @@
-"""What capturing costs per training step; run by hand, never a test.
+"""Cost of capturing, per training step.
 
-    python benchmarks/capture_cost.py [--steps 60] [--rounds 5]
+    python benchmarks/capture_cost.py [--steps 110] [--rounds 5]
 
-ResNet-20 on the embedded digits in two processes, exact top-k at 0.001 with error feedback. Each round trains the
-three variants one after another in fresh processes; the table holds the median over rounds of each run's median
-step (the first ten steps left out), so that a slow moment of the machine hits all variants alike.
+Trains ResNet-20 on the embedded digits in two processes, exact top-k at 0.001 with error feedback. Each round trains
+the three variants one after another in fresh processes, so that a slow moment of the machine hits all of them alike.
+The table has the median over rounds of each run's median step; the first ten steps are left out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from capture.workloads import RunConfig, run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=110)
-    parser.add_argument("--rounds", type=int, default=5)
+    """Train the variants, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=110, help="steps of a run")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each variant")
     parser.add_argument("--workload", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
     arguments = parser.parse_args()

@@ -1,8 +1,11 @@
-"""Every system in real training, same seed and budget, dense beside it: ``python benchmarks/convergence.py WORKLOAD``.
+"""Real training with every compressor and without one, from the same seed and for as many steps.
 
-Two processes. Each run is stored as it ends in docs/results/convergence-WORKLOAD.jsonl, and not repeated: interrupt and
-go on at will. Losses do not hang on the clock, times do: measure those on a quiet machine, by ``--times`` in short
-runs of their own. The table is printed at the end, and put into docs/systems.md by ``--write``.
+    python benchmarks/convergence.py WORKLOAD [--data-dir DIR] [--times] [--write]
+
+Trains in two processes. Each run is stored in docs/results/convergence-WORKLOAD.jsonl as soon as it ends, and is not
+repeated, so the program can be interrupted. Losses do not depend on the clock. Times do: measure them on a quiet
+machine with ``--times``, in short runs of their own. The table is printed at the end; ``--write`` also puts it into
+docs/systems.md.
 """
 
 from __future__ import annotations
@@ -13,18 +16,18 @@ import re
 import statistics
 from pathlib import Path
 
-from records import RESULTS, Row, put, store, stored
+from records import DOCS, RESULTS, Row, put, store, stored
 
 from capture.workloads import RunConfig, run, workload_info
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import COMPRESSORS
 
 LAST = 25
-"""Steps whose mean training loss is shown."""
+"""How many of the last steps the training loss is averaged over."""
 
 
 def one(compressor: str, options: argparse.Namespace) -> Row:
-    """Train once and reduce what the run recorded."""
+    """Train once, and return the row of the table."""
     result = run(
         RunConfig(
             workload=options.workload,
@@ -71,7 +74,7 @@ def table(rows: list[Row], times: list[Row]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     clock = {r["compressor"]: r for r in times if "problem" not in r}
-    for row in sorted(rows, key=lambda r: COMPRESSORS.index(r["compressor"])):
+    for row in sorted(rows, key=lambda r: [*COMPRESSORS].index(r["compressor"])):
         name = f"`{row['compressor']}`"
         if "problem" in row:
             step = re.search(r"step \d+", str(row["problem"]))
@@ -91,8 +94,8 @@ def table(rows: list[Row], times: list[Row]) -> str:
 
 
 def main() -> None:
-    """Run what is not there yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run what is not stored yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("workload", nargs="?", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--steps", type=int, default=150)
@@ -100,8 +103,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--only", nargs="*", default=COMPRESSORS, choices=COMPRESSORS)
-    parser.add_argument("--times", action="store_true", help="store as the times to show")
+    parser.add_argument(
+        "--only", nargs="*", default=[*COMPRESSORS], choices=COMPRESSORS, metavar="NAME"
+    )
+    parser.add_argument(
+        "--times", action="store_true", help="store these runs as the times of the table"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
     options = parser.parse_args()
     workload_info(options.workload)
@@ -121,7 +128,7 @@ def main() -> None:
     text = table(stored(kinds["convergence"]), stored(kinds["times"]))
     print(text)
     if options.write:
-        put("systems.md", options.workload, text)
+        put(DOCS / "systems.md", options.workload, text)
 
 
 if __name__ == "__main__":

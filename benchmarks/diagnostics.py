@@ -1,13 +1,14 @@
-"""What compressors do in real training, beyond their losses: ``python benchmarks/diagnostics.py [NAME …]``.
+"""Studies of compressors in real training, beyond their losses.
 
-Each study trains ResNet-20 on the embedded digits, and writes flat records to docs/results/NAME.json, from which
-``make figures`` draws. Times (``timeline``, ``time_split``) want a quiet machine; nothing else hangs on the clock.
+    python benchmarks/diagnostics.py [NAME …]
+
+Each study trains ResNet-20 on the embedded digits and writes flat records to docs/results/NAME.json, which ``make
+figures`` draws. ``timeline`` and ``time_split`` need a quiet machine; nothing else depends on the clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -15,15 +16,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from records import RESULTS, dump, stored
+
 import gradstats
 from capture.workloads import RunConfig, run
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 Records = list[dict[str, Any]]
 
 
 def train(compressor: str, **settings: Any) -> tuple[Any, gradstats.Trace]:
-    """Train with sketches and diagnoses captured; return the result and the trace."""
+    """Train while sketches and diagnoses are captured; return the result and the trace."""
     folder = Path(tempfile.mkdtemp(prefix="gradstats-"))
     config = RunConfig(
         workload="resnet20-digits", compressor=compressor, store="sketches", out=folder / "run.zarr",
@@ -33,7 +35,7 @@ def train(compressor: str, **settings: Any) -> tuple[Any, gradstats.Trace]:
 
 
 def build_up() -> Records:
-    """MiCRO's claim: the union of its selections does not grow with the workers."""
+    """Measure how the union of selections grows with the workers; MiCRO claims that its own does not."""
     records = []
     for compressor in ("topk", "sidco-e", "cltk", "micro"):
         for nproc in (1, 2, 4, 8):
@@ -47,7 +49,7 @@ def build_up() -> Records:
 
 
 def delta() -> Records:
-    """LAGS-SGD's assumption 1, in every layer: δ_l of eq. 21."""
+    """Measure δ_l of LAGS-SGD's eq. 21 in every layer; its assumption 1 is δ_l ≤ 1."""
     _, trace = train(
         "lags", nproc=4, steps=300, every=10, diagnose_every=10, options={"adaptive": False}
     )
@@ -58,7 +60,7 @@ def delta() -> Records:
 
 
 def matching_rate() -> Records:
-    """Marsit's figure 1b: whose signs agree with the exact mean's."""
+    """Measure how many signs agree with those of the exact mean (Marsit's figure 1b)."""
     records = []
     for compressor in ("marsit", "signsgd", "ef-signsgd"):
         _, trace = train(compressor, nproc=4, steps=100, every=4, diagnose_every=4)
@@ -70,7 +72,7 @@ def matching_rate() -> Records:
 
 
 def sidco() -> Records:
-    """SIDCo's adaptation of the number of stages, as published and corrected: k̂/k over a training."""
+    """Measure k̂/k over a training with SIDCo's rule for the number of stages, as published and corrected."""
     records = []
     for name, rule, feedback in product(
         ("sidco-e", "sidco-gp", "sidco-p"), ("corrected", "paper"), (False, True)
@@ -87,15 +89,14 @@ def sidco() -> Records:
 
 
 def timeline() -> Records:
-    """LAGS-SGD's figure 1: what the last step's time went to."""
+    """Measure how the time of the last step was spent (LAGS-SGD's figure 1)."""
     result, _ = train("lags", steps=40, every=40, options={"adaptive": False})
     return result.timeline
 
 
 def time_split() -> Records:
-    """Where a step's time goes; from the runs of ``benchmarks/convergence.py --times``."""
-    path = RESULTS / "times-resnet20-cifar10.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the parts of a step's time, from the runs of ``benchmarks/convergence.py --times``."""
+    rows = stored(RESULTS / "times-resnet20-cifar10.jsonl")
     fields = ("compressor", "compute", "select", "communicate")
     return [{f: row[f] for f in fields} for row in rows if row.get("compute", 0) > 0]
 
@@ -106,7 +107,7 @@ STUDIES: dict[str, Callable[[], Records]] = {
 
 
 def summary(name: str, records: Records) -> str:
-    """Return what a study came to, in Markdown."""
+    """Return the result of a study as Markdown."""
     if name == "build_up":
         cells: dict[str, list[str]] = {}
         for r in records:
@@ -144,18 +145,17 @@ def summary(name: str, records: Records) -> str:
 
 
 def main() -> None:
-    """Run the studies named, all if none is."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(STUDIES), metavar="NAME")
-    RESULTS.mkdir(exist_ok=True)
+    """Run the named studies, or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    names = ", ".join(STUDIES)
+    parser.add_argument("names", nargs="*", default=list(STUDIES), metavar="NAME", help=names)
     for name in parser.parse_args().names:
         records = STUDIES[name]()
         rounded = [
             {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in r.items()}
             for r in records
         ]
-        lines = ",\n".join(json.dumps(r) for r in rounded)
-        (RESULTS / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+        dump(RESULTS / f"{name}.json", rounded)
         print(f"{name}\n{summary(name, records)}\n")
 
 

@@ -1,9 +1,12 @@
-"""Does it pay? End-to-end training in the network lab: ``python benchmarks/experiment.py WORKLOAD --data-dir DIR``, as root.
+"""End-to-end training in the network lab: whether compression pays, and how much.
 
-Dense training first tells what computing takes; the rate of the links is then chosen so that a dense step spends the
-regime's share of its time communicating. Every system trains in that network for the same number of steps from the same
-weights. Each run is stored as it ends in docs/results/network-WORKLOAD.jsonl and not repeated: interrupt and go on at
-will, on a quiet machine. The table is printed at the end, and put into docs/network.md by ``--write``.
+    sudo .venv/bin/python benchmarks/experiment.py WORKLOAD [--data-dir DIR] [--write]
+
+Dense training first shows how long computing takes. The rate of the links is then chosen so that a dense step spends
+the regime's share of its time on communication. Every compressor trains in that network from the same weights for the
+same number of steps. Each run is stored in docs/results/network-WORKLOAD.jsonl as soon as it ends, and is not
+repeated, so the program can be interrupted. It needs root and a quiet machine. The table is printed at the end;
+``--write`` also puts it into docs/network.md.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from records import RESULTS, Row, put, store, stored
+from records import DOCS, RESULTS, Row, put, store, stored
 
 from capture.lab.cluster import shaped_network
 from capture.lab.run import check, measure_network, train, train_without_exchange
@@ -26,9 +29,9 @@ from gradstats.network.rates import format_rate
 # topk and exact are the same
 SYSTEMS = [name for name in (*COMPRESSORS, *BASELINES) if name != "exact"]
 OPTIONS = {"lags": {"calibrate": 2}}
-"""LAGS chooses its ratios before steps are counted."""
+"""With so few calibration steps LAGS has chosen its ratios before steps are counted."""
 LAST = 5
-"""Steps whose mean training loss is shown."""
+"""How many of the last steps the training loss is averaged over."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def rate_for(share: float, compute: float, numel: int, nproc: int) -> int:
 
 
 def steps_to(losses: list[float], goal: float) -> float:
-    """Return after how many steps the mean of the last LAST losses is at the goal; infinity if it never is."""
+    """Return after how many steps the mean of the last :data:`LAST` losses reaches the goal, or infinity."""
     for step in range(LAST, len(losses) + 1):
         if sum(losses[step - LAST : step]) / LAST <= goal:
             return step
@@ -109,17 +112,19 @@ def table(rows: list[Row], setting: Row) -> str:
 
 
 def main() -> None:
-    """Run what is not there yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run what is not stored yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("workload", choices=REGIMES)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of what is stored")
-    parser.add_argument("--measure", action="store_true", help="the network, too, for a plan")
+    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS, metavar="NAME")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
+    parser.add_argument(
+        "--measure", action="store_true", help="also measure the network, for a plan"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
     options = parser.parse_args()
     workload_info(options.workload)
@@ -158,11 +163,11 @@ def main() -> None:
     text = table(rows, setting)
     print(text)
     if options.write:
-        put("network.md", options.workload, text)
+        put(DOCS / "network.md", options.workload, text)
 
 
 def setting_of(config: RunConfig, regime: Regime) -> Row:
-    """Return what the runs share: what computing takes, and the rate."""
+    """Return the settings that all runs share, with the time of computing and the rate of the links."""
     check(config, ["none"])
     with shaped_network(config.nproc, 10**9) as network:
         computing = train_without_exchange(config, network)

@@ -1,10 +1,11 @@
-"""What a step costs with each hook, beside PyTorch's own, on the same two-process run.
+"""Time of a training step with each hook and with PyTorch's own, in the same two processes.
 
     python benchmarks/hook_overhead.py [--width 1500] [--rounds 5] [--steps 10]
 
-Two linear layers of width², one sample a step, so that nearly all of a step is exchanging the gradient over gloo on the
-loopback interface: the fastest network there is, where compression has the least to win. Rounds are interleaved; a
-step's time is the slower rank's. PowerSGD (rank 1) has one bucket, because with several it blocks itself on gloo.
+The model has two linear layers of width² and trains on one sample a step, so that a step is almost only the exchange
+of the gradient. It goes over gloo on the loopback interface, the fastest network there is, where compression has the
+least to gain. Rounds are interleaved, and the slower rank's time counts. PowerSGD (rank 1) has one bucket, because
+with several it blocks itself on gloo.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def make(name, width):
 
 
 def measure(rank, world, width, rounds, steps):
-    """Return seconds per step of every hook, the slower rank's, and the last record's split."""
+    """Return the seconds of every hook's steps on the slower rank, and the parts of its last step."""
     made = {name: make(name, width) for name in HOOKS}
     x = torch.randn(1, width, generator=torch.Generator().manual_seed(rank))
     seconds = {name: [] for name in HOOKS}
@@ -72,12 +73,11 @@ def measure(rank, world, width, rounds, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=1500)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
+    """Time the hooks, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--width", type=int, default=1500, help="width of the layers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds over all hooks")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
     o = parser.parse_args()
     seconds, split = run_ranks(2, measure, o.width, o.rounds, o.steps)[0]
     numel = 2 * o.width * (o.width + 1)

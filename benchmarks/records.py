@@ -1,12 +1,18 @@
-"""What the programs here store of runs that take long: a line of JSON each, so that nothing is run twice."""
+"""Rows that long-running programs store, one line of JSON each, so that no run is repeated."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+from pages import DOCS, RESULTS, ROOT, put
+
+__all__ = ["DOCS", "RESULTS", "ROOT", "Row", "dump", "put", "store", "stored"]
+
 Row = dict[str, Any]
 
 
@@ -16,15 +22,14 @@ def stored(path: Path) -> list[Row]:
 
 
 def store(path: Path, row: Row) -> None:
-    """Add a row."""
+    """Add a row to a file of rows."""
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as stream:
         stream.write(json.dumps(row) + "\n")
 
 
-def put(page: str, mark: str, text: str) -> None:
-    """Replace what stands between ``<!-- mark -->`` and ``<!-- /mark -->`` in a page of the docs."""
-    path = RESULTS.parent / page
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    before, rest = path.read_text(encoding="utf-8").split(begin)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+def dump(path: Path, rows: list[Row]) -> None:
+    """Write rows to a JSON file that ``tools/figures.py`` draws, a row on each line."""
+    path.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f"[\n{lines}\n]\n")

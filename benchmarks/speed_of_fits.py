@@ -1,7 +1,13 @@
-"""What a fit costs, against SciPy's: ``python benchmarks/speed_of_fits.py``. Single runs, seconds; SciPy's take a minute."""
+"""Time of a fit, compared with SciPy's.
+
+    python benchmarks/speed_of_fits.py
+
+Single runs in seconds. SciPy's take about a minute.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -12,14 +18,15 @@ from gradstats import fit, goodness, sketch, warm_up
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Time one call."""
+    """Return the seconds of one call."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Print the table."""
+    """Time the fits, and print the table."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     warm_up()
     fit(np.random.default_rng(1).exponential(size=100), "double_genpareto", "mle")
     print("| 10,000,000 elements | this package, s | SciPy, s | largest relative difference |")

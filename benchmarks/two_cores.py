@@ -1,10 +1,11 @@
-"""What a second thread brings to the passes, beside what this machine gives any two threads.
+"""Gain of a second thread in each pass, compared with the gain of pure arithmetic on this machine.
 
     python benchmarks/two_cores.py [--rounds 15] [--numel 26000000]
 
-The reference is arithmetic in registers: no memory, no interpreter, two threads that wait for nothing. Its gain is
-the most that anything can have here. Rounds are interleaved, so that every row meets the same neighbours on the host.
-`core ratio` is the CPU time of the slower half over the faster one's, for the same work: 1 on a machine of one's own.
+The reference is arithmetic in registers: no memory, no interpreter, and two threads that wait for nothing. No pass
+can gain more on this machine. Rounds are interleaved, so that every row meets the same neighbours on the host. `core
+ratio` is the CPU time of the slower half over that of the faster one, for the same work; it is 1 on a machine without
+neighbours.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ def _timed_spin(n: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--numel", type=int, default=26_000_000)
+    """Time the passes, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="rounds over all passes")
+    parser.add_argument("--numel", type=int, default=26_000_000, help="elements of the data")
     options = parser.parse_args()
     warm_up()
     _spin(1)

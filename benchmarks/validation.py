@@ -1,35 +1,35 @@
-"""Steps that `gradstats plan` predicts beside steps measured: ``python benchmarks/validation.py --data-dir DIR``, as root.
+"""Steps predicted by `gradstats plan`, compared with measured ones.
 
-For each number of workers the lab is measured once, at one rate, as `gradstats bench-network --measure` does, and so
-is what computing takes. Then real training runs at other rates, which nothing was fitted to. Everything is stored as it
-ends in docs/results/validation*, and not repeated; predictions are made anew each time. ``--write`` puts the table
-into docs/network.md.
+    sudo .venv/bin/python benchmarks/validation.py --data-dir DIR [--write]
+
+For each number of workers the lab is measured once at one rate, as `gradstats bench-network --measure` does, and so
+is the time of computing. Then real training runs at other rates, to which nothing was fitted. Every run is stored in
+docs/results/validation* as soon as it ends, and is not repeated; predictions are made again each time. ``--write``
+puts the table into docs/network.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from records import RESULTS, Row, put, store, stored
+from records import DOCS, RESULTS, Row, dump, put, store, stored
 
 from capture.lab.cluster import shaped_network
 from capture.lab.run import measure_network, train, train_without_exchange
 from capture.workloads import RunConfig, run
-from gradstats.network import Network
-from gradstats.network.plan import plan
+from gradstats.network import Network, plan
 from gradstats.network.rates import format_rate, parse_rate
 from gradstats.tables import render
 
 WORKLOAD = {"workload": "lstm-ptb", "hidden": 400, "vocab": 10_000, "batch_size": 8}
 SYSTEMS = ("none", "topk", "sidco-e", "redsync-quantised", "micro", "signsgd", "lags")
 OPTIONS = {"lags": {"calibrate": 2}}
-"""LAGS chooses its ratios before steps are counted."""
+"""With so few calibration steps LAGS has chosen its ratios before steps are counted."""
 FITTED_AT = "200mbit"
 RATES = ("50mbit", "100mbit", "500mbit")
 CURVE = [round(10 ** (7 + i / 6)) for i in range(15)]
@@ -45,7 +45,7 @@ def configuration(given: argparse.Namespace, nproc: int, **settings: object) -> 
 
 
 def measure(options: argparse.Namespace, nproc: int) -> tuple[Network, Row]:
-    """Return the network of some workers, and what computing takes there; measured if it is not stored."""
+    """Return the network of some workers and their time of computing; measure what is not stored."""
     path = RESULTS / f"validation-{nproc}.json"
     computing = RESULTS / "validation-compute.jsonl"
     known = {row["nproc"]: row for row in stored(computing)}
@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace, nproc: int) -> tuple[Network, Row]:
 
 
 def measured_steps(options: argparse.Namespace, nproc: int, compute: float) -> list[Row]:
-    """Return the steps of every rate and system among some workers; those not stored are run."""
+    """Return the steps of every rate and compressor among some workers; run those that are not stored."""
     path = RESULTS / "validation.jsonl"
     done = {(r["nproc"], r["rate"], r["compressor"]) for r in stored(path)}
     for rate in map(parse_rate, RATES):
@@ -78,7 +78,7 @@ def measured_steps(options: argparse.Namespace, nproc: int, compute: float) -> l
 
 
 def captured(options: argparse.Namespace, folder: Path) -> Path:
-    """Return a trace of the workload, over loopback, as a user would have one."""
+    """Capture the workload over loopback, as a user would, and return the trace."""
     path = folder / "validation.zarr"
     run(configuration(options, 2, compressor="topk", steps=7, out=path, at=(4, 6), label="trace"))
     return path
@@ -94,7 +94,7 @@ def predicted(trace: Path, network: Network, computing: Row, rates: Sequence[int
 
 
 def compare(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
-    """Return predicted beside measured steps, and the points of a figure: measured, and predicted at many rates."""
+    """Return rows of predicted and measured steps, and the points of the figure."""
     rows, points = [], []
     with tempfile.TemporaryDirectory() as folder:
         found = {nproc: measure(options, nproc) for nproc in options.workers}
@@ -116,23 +116,23 @@ def compare(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
     return rows, points
 
 
-def compared(step: Row, plan: Row) -> Row:
-    """Return one row of the comparison; of the parts, measured and predicted."""
-    exchanged = plan["pack"] + plan["latency"] + plan["transfer"]
+def compared(step: Row, planned: Row) -> Row:
+    """Return one row of the comparison; its parts are pairs of measured and predicted seconds."""
+    exchanged = planned["pack"] + planned["latency"] + planned["transfer"]
     return {
         "workers": step["nproc"],
         "rate": step["rate"],
         "compressor": step["compressor"],
         "measured": step["seconds"],
-        "predicted": plan["seconds"],
-        "low": plan["low"],
-        "high": plan["high"],
-        "error": plan["seconds"] / step["seconds"] - 1,
-        "select": (step["select"], plan["select"]),
+        "predicted": planned["seconds"],
+        "low": planned["low"],
+        "high": planned["high"],
+        "error": planned["seconds"] / step["seconds"] - 1,
+        "select": (step["select"], planned["select"]),
         "communicate": (step["communicate"], exchanged),
         "memory": (
             step["seconds"] - step["compute"] - step["select"] - step["communicate"],
-            plan["memory"],
+            planned["memory"],
         ),
     }
 
@@ -158,8 +158,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure what is not there yet, predict, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure what is not stored yet, predict, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", action="store_true", help="show measured and predicted parts")
@@ -182,9 +182,8 @@ def main() -> None:
     text = table(rows)
     print(text)
     if options.write:
-        put("network.md", "validation", text)
-        lines = ",\n".join(json.dumps(point) for point in points)
-        (RESULTS / "speedup.json").write_text(f"[\n{lines}\n]\n")
+        put(DOCS / "network.md", "validation", text)
+        dump(RESULTS / "speedup.json", points)
 
 
 if __name__ == "__main__":

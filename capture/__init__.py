@@ -1,6 +1,6 @@
-"""The tap: record the gradients of a training run into a trace.
+"""Record the gradients of a training run into a trace.
 
-``capture`` builds on :mod:`gradstats`; nothing in :mod:`gradstats` imports it. Names load when first used.
+``capture`` builds on :mod:`gradstats`; nothing in :mod:`gradstats` imports it. Names load when they are first used.
 """
 
 from __future__ import annotations

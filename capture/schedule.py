@@ -1,7 +1,8 @@
-"""Which steps to capture."""
+"""Schedules: sets of steps to capture."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,8 +17,10 @@ class Schedule:
 
     Attributes
     ----------
-    includes : tells whether a step belongs to it.
-    description : for the trace's metadata.
+    includes : callable
+        Function of a step's number that tells whether the step belongs to the set.
+    description : str
+        Text for the trace's metadata.
     """
 
     includes: Callable[[int], bool]
@@ -27,12 +30,40 @@ class Schedule:
         return self.includes(step)
 
     def count(self, steps: int) -> int:
-        """Count the scheduled steps among 0 … steps-1."""
+        """Count the scheduled steps among the first steps of a run.
+
+        Parameters
+        ----------
+        steps : int
+            Length of the run: steps 0 to steps - 1.
+
+        Returns
+        -------
+        int
+            Number of scheduled steps.
+        """
         return sum(map(self.includes, range(steps)))
 
 
 def every(n: int, start: int = 0) -> Schedule:
     """Schedule every n-th step from `start` on.
+
+    Parameters
+    ----------
+    n : int
+        Distance between two steps, at least 1.
+    start : int
+        First step.
+
+    Returns
+    -------
+    Schedule
+        Endless schedule.
+
+    Raises
+    ------
+    InputError
+        If n is below 1.
 
     Examples
     --------
@@ -40,12 +71,28 @@ def every(n: int, start: int = 0) -> Schedule:
     [1, 5, 9]
     """
     if n < 1:
-        raise InputError(f"every needs a positive number of steps, not {n}")
+        raise InputError(f"every must be at least 1 step, not {n}")
     return Schedule(lambda s: s >= start and (s - start) % n == 0, f"every {n} from {start}")
 
 
 def at(steps: Iterable[int]) -> Schedule:
-    """Schedule exactly the steps listed."""
+    """Schedule exactly the steps listed.
+
+    Parameters
+    ----------
+    steps : iterable of int
+        Step numbers from 0 on, in any order.
+
+    Returns
+    -------
+    Schedule
+        Schedule of these steps.
+
+    Raises
+    ------
+    InputError
+        If a step is negative.
+    """
     chosen = frozenset(steps)
     if any(s < 0 for s in chosen):
         raise InputError(f"steps count from 0; got {min(chosen)}")
@@ -54,6 +101,21 @@ def at(steps: Iterable[int]) -> Schedule:
 
 def logarithmic(per_decade: int = 10) -> Schedule:
     """Schedule steps at about equal distances on a log axis: dense at first, `per_decade` in each decade.
+
+    Parameters
+    ----------
+    per_decade : int
+        Number of steps between a power of ten and the next, where there are that many.
+
+    Returns
+    -------
+    Schedule
+        Endless schedule, which begins with step 0.
+
+    Raises
+    ------
+    InputError
+        If `per_decade` is below 1.
 
     Examples
     --------
@@ -66,8 +128,6 @@ def logarithmic(per_decade: int = 10) -> Schedule:
     def includes(step: int) -> bool:
         if step <= 0:
             return step == 0
-        import math
-
         exponent = round(math.log10(step) * per_decade)
         return round(10 ** (exponent / per_decade)) == step
 
@@ -75,7 +135,23 @@ def logarithmic(per_decade: int = 10) -> Schedule:
 
 
 def as_schedule(schedule: Schedule | int | Iterable[int]) -> Schedule:
-    """Turn an integer N (every N steps) or a list of steps into a schedule."""
+    """Turn an integer or a list of steps into a schedule.
+
+    Parameters
+    ----------
+    schedule : Schedule, int or iterable of int
+        A schedule, which is returned unchanged; N for every N-th step; or a list of steps.
+
+    Returns
+    -------
+    Schedule
+        The schedule.
+
+    Raises
+    ------
+    InputError
+        If N is below 1, or a step is negative.
+    """
     if isinstance(schedule, Schedule):
         return schedule
     return every(schedule) if isinstance(schedule, int) else at(schedule)

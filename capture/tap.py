@@ -1,6 +1,6 @@
-"""Capture: the object a training script talks to."""
+"""The object a training script talks to: it takes snapshots of gradients and hands them to a background thread."""
 
-# No `from __future__ import annotations` here: DDP reads the wrapped hook's annotations at run time.
+# No `from __future__ import annotations` here: DDP reads the annotations of the wrapped hook at run time.
 
 import atexit
 import fnmatch
@@ -15,22 +15,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
 
 from capture.schedule import Schedule, as_schedule
+from capture.states import observe, records_steps, step_columns
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError
-from gradstats.trace import (
-    COMPRESSION,
-    KINDS,
-    LAYER_COMPRESSION,
-    STORES,
-    Kind,
-    Layer,
-    Store,
-    TraceWriter,
-    create_trace,
-)
+from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
 
 __all__ = ["Capture", "CaptureWarning", "Hook"]
 
@@ -38,43 +30,70 @@ Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]
 
 
 class CaptureWarning(UserWarning):
-    """Capturing is slower than training, or has stopped. Training goes on."""
+    """Capturing is slower than training, or has stopped. The training goes on."""
 
 
 class Capture:
-    """Records per-step gradients of a training run, before and after error feedback.
+    """Record per-step gradients of a training run, before and after error feedback.
 
     In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the
-    hook that :meth:`wrap` returns; it snapshots what goes into the inner hook. Writing, and the sketching before it,
-    happens on a background thread. When the disk is slower than the training, training waits and one warning says
-    so; when a write fails, capturing stops with one warning and training goes on.
+    hook that :meth:`wrap` returns; it takes a snapshot of what goes into the inner hook. A background thread writes the
+    snapshots, and sketches them first if asked to. When the disk is slower than the training, the training waits and
+    one warning says so; when a write fails, capturing stops with one warning and the training goes on.
 
     Parameters
     ----------
-    path : trace to create, ``NAME.zarr``.
-    model : the module whose gradients are captured (wrapped in DDP or not).
-    schedule : steps to capture: every N (int), a list of steps, or a :class:`Schedule`.
-    ranks : ranks to capture; None for all.
-    kinds : ``"gradient"`` and/or ``"corrected"``; None for both if the hook keeps residuals, else the first.
-    parameters : name patterns (``fnmatch``) of the parameters to capture; None for all.
-    store : ``"gradients"``, or ``"sketches"`` for a histogram and the moments of every layer in their place: some
-        kilobytes a step.
-    dtype : of the gradients stored: ``"float32"``, or ``"bfloat16"`` for half the space. Sketches are of the float32
-        values.
-    total_steps : of the run, if known; the trace is then laid out once.
-    metadata : JSON values describing the run, stored with the trace.
-    buffers : steps in flight between the training and the disk.
-    compress : compress the gradients; sketches always are.
-    overwrite : replace an existing trace at `path`.
-    start_step : number of the first step, for a resumed run.
-    process_group : whose ranks are meant; the default group if there is one.
+    path : str or Path
+        Trace to create, ``NAME.zarr``.
+    model : torch.nn.Module
+        Module whose gradients are captured, wrapped in DDP or not.
+    schedule : Schedule, int or iterable of int
+        Steps to capture: a :class:`Schedule`, N for every N-th step, or a list of steps.
+    ranks : iterable of int, optional
+        Ranks to capture; all if None.
+    kinds : sequence of {"gradient", "corrected"}, optional
+        What to store: the gradient, and the gradient plus the hook's memory. If None, both where the hook keeps a
+        memory, else the gradient.
+    parameters : sequence of str, optional
+        Name patterns (``fnmatch``) of the parameters to capture; all if None.
+    store : {"gradients", "sketches"}
+        Whether to store the gradients themselves, or in their place a histogram and the moments of every layer, which
+        take some kilobytes a step.
+    dtype : {"float32", "bfloat16"}
+        Type of the stored gradients; ``"bfloat16"`` takes half the space. Sketches are always of the
+        float32 values.
+    total_steps : int, optional
+        Length of the run. If it is known, the trace is laid out once and need not grow.
+    metadata : mapping of str to JSON values, optional
+        Description of the run, stored with the trace.
+    buffers : int
+        Largest number of steps on their way from the training to the disk.
+    compress : bool
+        Whether to compress the stored gradients; sketches always are.
+    overwrite : bool
+        Whether to replace an existing trace at `path`.
+    start_step : int
+        Number of the first step, for a resumed run.
+    process_group : ProcessGroup, optional
+        Group whose ranks are captured; the default group, if there is one, if None.
+
+    Attributes
+    ----------
+    path : Path
+        The trace.
+    schedule : Schedule
+        Steps to capture.
+    rank : int
+        Rank of this process; 0 without a process group.
+    active : bool
+        Whether this rank still captures: False if it is not one of `ranks`, after a failed write, and once closed.
 
     Raises
     ------
     TraceError
         On every rank, if the trace cannot be created.
     InputError
-        If no parameter matches `parameters`.
+        If no parameter matches `parameters`, or an option has a wrong value.
 
     Notes
     -----
@@ -102,7 +121,7 @@ class Capture:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if kinds is not None and (not kinds or set(kinds) - set(KINDS)):
-            raise InputError(f"kinds must be of {', '.join(KINDS)}, not {list(kinds)}")
+            raise InputError(f"kinds must be some of {', '.join(KINDS)}, not {list(kinds)}")
         if store not in STORES:
             raise InputError(f"store must be {' or '.join(STORES)}, not {store}")
         if dtype not in ("float32", "bfloat16"):
@@ -131,7 +150,6 @@ class Capture:
         self.rank = dist.get_rank(process_group) if distributed else 0
         world_size = dist.get_world_size(process_group) if distributed else 1
         self.active = ranks is None or self.rank in set(ranks)
-        """Whether this rank still captures; False after a failed write."""
         attributes = {
             "capture": {
                 "schedule": self.schedule.description,
@@ -159,15 +177,20 @@ class Capture:
         """Wrap a DDP communication hook, so that what goes into it is captured.
 
         Use as ``ddp_model.register_comm_hook(*capture.wrap(state, hook))``. The inner hook runs unchanged.
-        What ``"corrected"`` is, `state` says: its method ``corrected(parameter, gradient)``
-        (:class:`gradstats.hooks.CompressionState`) or ``residual(parameter)``, or the error dictionary of PyTorch's
-        ``PowerSGDState``;
-        a state with neither has no residual, and corrected equals gradient.
 
         Parameters
         ----------
-        state : the inner hook's state (the process group or None for PyTorch's ``allreduce_hook``).
-        hook : any DDP communication hook.
+        state : object
+            State of the inner hook; the process group or None for PyTorch's ``allreduce_hook``. It says what
+            ``"corrected"`` is: see :class:`capture.states.ObservedState` for states of your own. For a state that keeps
+            no memory, corrected equals gradient.
+        hook : callable
+            Any DDP communication hook.
+
+        Returns
+        -------
+        tuple of (Capture, callable)
+            State and hook to register.
         """
         self._state = state
         self._wrapped = True
@@ -189,13 +212,22 @@ class Capture:
     ) -> None:
         """End a step: call once per iteration, after ``backward()`` and before gradients are zeroed.
 
-        Without a wrapped hook it snapshots the gradients of the model now. With one, it only adds the loss and
+        Without a wrapped hook it takes a snapshot of the model's gradients now. With one, it only adds the loss and
         the learning rate to what the hook saw; a step it is not called for is committed without them.
 
         Parameters
         ----------
-        model : the module, if other than the one given at construction (same parameter names).
-        loss, learning_rate : recorded with the step if it is captured.
+        model : torch.nn.Module, optional
+            Module with the same parameter names, if other than the one given at construction.
+        loss : float or torch.Tensor, optional
+            Loss to record with the step, if the step is captured.
+        learning_rate : float, optional
+            Learning rate to record with the step, if the step is captured.
+
+        Raises
+        ------
+        InputError
+            If `model` lacks a parameter of the trace.
         """
         if self._wrapped:
             if not self._in_step:  # a backward pass under no_sync: the step goes on
@@ -207,7 +239,7 @@ class Capture:
         self._commit(loss, learning_rate)
 
     def close(self) -> None:
-        """Write what is queued and finish the trace. Safe to call twice; also runs at interpreter exit."""
+        """Write what is queued and finish the trace. Calling it twice does no harm; the interpreter's exit calls it."""
         if self._closed:
             return
         if self._current is not None:
@@ -238,27 +270,16 @@ class Capture:
                 self._current = self._borrow()
         if self._current is None:
             return
-        corrected = self._current.arrays.get("corrected")
-        preview = getattr(self._state, "corrected", None)
-        residuals = None
-        if corrected is not None and preview is None:
-            residuals = _residuals(self._state, bucket)
-        parameters = bucket.parameters()
-        for i, (parameter, gradient) in enumerate(zip(parameters, bucket.gradients(), strict=True)):
+        arrays = self._current.arrays
+        observed = observe(self._state, bucket)
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             slot = self._slots.get(id(parameter))
             if slot is None:
                 continue
-            flat = gradient.detach().reshape(-1)
-            if "gradient" in self._current.arrays:
-                torch.from_numpy(self._current.arrays["gradient"][slot]).copy_(flat)
-            if corrected is not None:
-                residual = residuals[i] if residuals is not None else None
-                if preview is not None:
-                    flat = preview(parameter, gradient)
-                elif residual is not None:
-                    # The same sum, in the same precision, as the hook is about to make.
-                    flat = flat + residual.reshape(-1)
-                torch.from_numpy(corrected[slot]).copy_(flat)
+            if "gradient" in arrays:
+                _copy(gradient, arrays["gradient"][slot])
+            if "corrected" in arrays:
+                _copy(observed.corrected(parameter, gradient), arrays["corrected"][slot])
 
     def _snapshot_model(self, snapshot: Snapshot, model: torch.nn.Module | None) -> None:
         slots = self._slots if model is None else self._slots_of(model)
@@ -270,7 +291,7 @@ class Capture:
                 if parameter.grad is None:
                     array[slot] = 0
                 else:
-                    torch.from_numpy(array[slot]).copy_(parameter.grad.detach().reshape(-1))
+                    _copy(parameter.grad, array[slot])
 
     def _slots_of(self, model: torch.nn.Module) -> dict[int, slice]:
         named = dict(_unwrap(model).named_parameters())
@@ -278,7 +299,7 @@ class Capture:
             return {id(named[layer.name]): layer.slice for layer in self._layers}
         except KeyError as error:
             raise InputError(
-                f"the model has no parameter {error}; the trace was made for another"
+                f"the model has no parameter {error}; the trace was made for another model"
             ) from None
 
     def _borrow(self) -> Snapshot | None:
@@ -292,12 +313,7 @@ class Capture:
     def _start(self) -> None:
         """Open this rank's writer, once the hook is known and with it the kinds to write."""
         if self._kinds is None:
-            keeps = hasattr(self._state, "residual") or hasattr(self._state, "error_dict")
-            keeps = keeps and bool(
-                getattr(self._state, "error_feedback", True)
-                and getattr(self._state, "use_error_feedback", True)
-            )
-            self._kinds = KINDS if keeps else ("gradient",)
+            self._kinds = KINDS if observe(self._state).error_feedback else ("gradient",)
         expected = None if self._total_steps is None else self.schedule.count(self._total_steps)
         try:
             writer = TraceWriter(
@@ -308,7 +324,7 @@ class Capture:
                 dtype=self._dtype,
                 expected_steps=expected,
                 compress=self._compress,
-                compression=hasattr(self._state, "last"),
+                compression=records_steps(self._state),
             )
         except (GradstatsError, OSError) as error:
             self._stop(error)
@@ -327,28 +343,9 @@ class Capture:
             scalars["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if learning_rate is not None:
             scalars["learning_rate"] = float(learning_rate)
-        record = getattr(self._state, "last", None)
-        if record is not None:
-            scalars["threshold"] = record.threshold
-            scalars["selected"] = record.selected
-            scalars.update(self._compression(record))
+        scalars |= step_columns(observe(self._state), [layer.name for layer in self._layers])
         snapshot.step, snapshot.scalars = step, scalars
         self._background.submit(snapshot)
-
-    def _compression(self, record: Any) -> dict[str, dict[str, Any]]:
-        """Return what a compressor's state says of its last step, in the trace's columns and order of layers."""
-        step = {name: getattr(record, name) for name in COMPRESSION if hasattr(record, name)}
-        diagnosis = getattr(self._state, "diagnosis", None)
-        if diagnosis is None or diagnosis.step != record.step:
-            return {"compression": step}
-        step |= {name: getattr(diagnosis, name) for name in ("residual_norm", "matching_rate")}
-        places = {name: i for i, name in enumerate(diagnosis.layers)}
-        rows = [places.get(layer.name) for layer in self._layers]
-        layers = {
-            name: np.array([np.nan if i is None else getattr(diagnosis, name)[i] for i in rows])
-            for name in LAYER_COMPRESSION
-        }
-        return {"compression": step, "layer_compression": layers}
 
     def _on_wait(self) -> None:
         if not self._waited:
@@ -410,18 +407,8 @@ def _layout(
     return layers, slots
 
 
-def _residuals(state: Any, bucket: GradBucket) -> list[torch.Tensor | None] | None:
-    """Return what the inner hook will add to each gradient of the bucket, None if it keeps nothing."""
-    residual = getattr(state, "residual", None)
-    if residual is not None:
-        return [residual(parameter) for parameter in bucket.parameters()]
-    errors = getattr(state, "error_dict", None)  # torch's PowerSGDState: flat, by bucket index
-    if errors is None or not getattr(state, "use_error_feedback", False):
-        return None
-    flat = errors.get(bucket.index())
-    if flat is None:
-        return None
-    return list(flat.split([p.numel() for p in bucket.parameters()]))
+def _copy(gradient: torch.Tensor, place: NDArray[np.float32]) -> None:
+    torch.from_numpy(place).copy_(gradient.detach().reshape(-1))
 
 
 def _create_on_rank_zero(

@@ -18,7 +18,17 @@ __all__ = ["BackgroundWriter", "Snapshot"]
 
 @dataclass(slots=True)
 class Snapshot:
-    """One step on its way to the disk: float32 arrays in the order of the flat gradient, and scalars."""
+    """One step on its way to the disk.
+
+    Attributes
+    ----------
+    arrays : dict of str to float32 array, shape (d,)
+        Values by kind, in the order of the flat gradient.
+    step : int
+        Number of the step.
+    scalars : mapping
+        Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`.
+    """
 
     arrays: dict[Kind, NDArray[np.float32]]
     step: int = -1
@@ -26,28 +36,47 @@ class Snapshot:
 
 
 class BackgroundWriter:
-    """Writes snapshots in order on its own thread.
+    """Write snapshots in order, on a thread of its own.
 
     Parameters
     ----------
-    writer : of this rank; used only by the background thread from now on.
-    buffers : snapshots in flight at most; :meth:`borrow` waits when all are in use.
+    writer : TraceWriter
+        Writer of one rank. Only the background thread uses it from now on.
+    kinds : sequence of {"gradient", "corrected"}
+        Arrays that a snapshot holds.
+    buffers : int
+        Largest number of snapshots in use at once; :meth:`borrow` waits when all are.
+
+    Attributes
+    ----------
+    error : Exception or None
+        Failure that stopped the writing, None while all is well.
     """
 
     def __init__(self, writer: TraceWriter, kinds: Sequence[Kind], buffers: int) -> None:
         self._writer = writer
         self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         for _ in range(buffers):
-            # zeros: elements of parameters that a step does not reach stay zero
+            # Zeros, because a step writes nothing for parameters that it does not reach.
             self._free.put(Snapshot({k: np.zeros(writer.numel, np.float32) for k in kinds}))
         self._full: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self.error: Exception | None = None
-        """What stopped the writing, None while all is well."""
         self._thread = threading.Thread(target=self._run, name="gradstats-capture", daemon=True)
         self._thread.start()
 
     def borrow(self, on_wait: Callable[[], None]) -> Snapshot:
-        """Return a free snapshot; if there is none, call `on_wait` and wait for the disk."""
+        """Return a free snapshot; if there is none, wait for the disk.
+
+        Parameters
+        ----------
+        on_wait : callable
+            Function called before waiting.
+
+        Returns
+        -------
+        Snapshot
+            Snapshot to fill, then to :meth:`submit`.
+        """
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -55,12 +84,14 @@ class BackgroundWriter:
             return self._free.get()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Queue a filled snapshot for writing."""
-        self._full.put(snapshot)
+        """Queue a filled snapshot for writing.
 
-    def give_back(self, snapshot: Snapshot) -> None:
-        """Return a snapshot that is not to be written."""
-        self._free.put(snapshot)
+        Parameters
+        ----------
+        snapshot : Snapshot
+            One that :meth:`borrow` returned.
+        """
+        self._full.put(snapshot)
 
     def close(self) -> None:
         """Write everything queued, finish the trace, and end the thread."""

@@ -1,6 +1,6 @@
 """Statistical analysis of gradients: capture, model, threshold.
 
-Everything public is reachable from here and loads when first used.
+Public names load the first time they are used.
 """
 
 from __future__ import annotations
@@ -33,40 +33,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "ExchangeError": "gradstats.errors",
-    "Fit": "gradstats.statistics.fitting",
-    "FitError": "gradstats.statistics.solution",
-    "GradstatsError": "gradstats.errors",
-    "InputError": "gradstats.errors",
-    "NonFiniteGradientError": "gradstats.errors",
-    "Trace": "gradstats.trace",
-    "TraceError": "gradstats.errors",
-    "Magnitudes": "gradstats.primitives.sketch",
-    "Sketch": "gradstats.primitives.sketch",
-    "compressibility": "gradstats.statistics.compressibility",
-    "compression": "gradstats.analysis.compression",
-    "fit": "gradstats.statistics.fitting",
-    "histogram": "gradstats.primitives",
-    "over_training": "gradstats.analysis.drift",
-    "moments": "gradstats.primitives",
-    "open_trace": "gradstats.trace",
-    "quality": "gradstats.analysis.quality",
-    "save_safetensors": "gradstats.trace.export",
-    "quality_series": "gradstats.analysis.quality",
-    "select": "gradstats.primitives",
-    "sketch": "gradstats.primitives.sketch",
-    "stage_budget": "gradstats.analysis.quality",
-    "threshold": "gradstats.thresholds",
-    "warm_up": "gradstats.primitives",
+    "gradstats": ("compressors", "plots", "thresholds"),
+    "gradstats.analysis.compression": ("compression",),
+    "gradstats.analysis.drift": ("over_training",),
+    "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
+    "gradstats.errors": (
+        *("ExchangeError", "GradstatsError", "InputError"),
+        *("NonFiniteGradientError", "TraceError"),
+    ),
+    "gradstats.primitives": ("histogram", "moments", "select", "warm_up"),
+    "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
+    "gradstats.statistics": ("distributions", "goodness", "pot"),
+    "gradstats.statistics.compressibility": ("compressibility",),
+    "gradstats.statistics.fitting": ("Fit", "fit"),
+    "gradstats.statistics.solution": ("FitError",),
+    "gradstats.thresholds": ("threshold",),
+    "gradstats.trace": ("Trace", "open_trace"),
+    "gradstats.trace.export": ("save_safetensors",),
 }
-_MODULES = {
-    "compressors": "gradstats.compressors",
-    "distributions": "gradstats.statistics.distributions",
-    "goodness": "gradstats.statistics.goodness",
-    "plots": "gradstats.plots",
-    "pot": "gradstats.statistics.pot",
-    "thresholds": "gradstats.thresholds",
-}
+"""Public names by the module or package they are in, as in the imports above."""
 
 __all__ = [
     "ExchangeError",
@@ -104,12 +89,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-    elif name in _MODULES:
-        value = import_module(_MODULES[name])
-    else:
+    home = next((home for home, names in _HOME.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'gradstats' has no attribute {name!r}")
+    if home in ("gradstats", "gradstats.statistics"):  # the name is a module's
+        value: Any = import_module(f"{home}.{name}")
+    else:
+        value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

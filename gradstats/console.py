@@ -1,4 +1,4 @@
-"""What stderr shows beside results: notes and progress bars."""
+"""Notes and progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -14,14 +14,26 @@ __all__ = ["messages", "progress_bar"]
 
 @cache
 def messages() -> rich.console.Console:
-    """Return the console for what is not a result, on stderr; its attribute ``quiet`` silences notes and progress."""
+    """Return the console on stderr for what is not a result.
+
+    Returns
+    -------
+    rich.console.Console
+        Always the same console. Its attribute ``quiet`` silences notes and progress.
+    """
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False)
 
 
 def progress_bar() -> rich.progress.Progress:
-    """Return a progress display on stderr with time left; silent where stderr is no terminal, or told to be quiet."""
+    """Return a progress display on stderr that shows the time left.
+
+    Returns
+    -------
+    rich.progress.Progress
+        Shows nothing where stderr is no terminal or the console is quiet.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

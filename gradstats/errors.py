@@ -1,4 +1,4 @@
-"""Errors whose text is meant for the person at the terminal: one line, what is wrong and with what."""
+"""Errors for the person at the terminal: one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -13,26 +13,37 @@ __all__ = [
 
 
 class GradstatsError(Exception):
-    """Base of every error gradstats raises on purpose; the command line prints it as one line."""
+    """Base of every error that gradstats raises on purpose; the command line prints it as one line."""
 
 
 class InputError(GradstatsError, ValueError):
-    """An argument or an array that has no defined answer: wrong dtype, ratio out of range and so on."""
+    """An argument or array that cannot be used, such as a wrong dtype or a ratio out of range."""
 
 
 class TraceError(GradstatsError):
-    """A trace that is missing, foreign, of another version, or damaged."""
+    """A trace that is missing, no gradstats trace, of another version, or damaged."""
 
 
 class NonFiniteGradientError(GradstatsError, ArithmeticError):
-    """A gradient held NaN or infinity while a compressor was running; raised on every rank."""
+    """NaN or infinity in a gradient given to a compressor; raised on every rank."""
 
 
 class ExchangeError(GradstatsError):
-    """The exchange of a step failed, most likely because a rank was lost. Memories are as they were before it."""
+    """A failed exchange, most likely because a rank was lost. Memories are as they were before the step."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, or its type's name where it says nothing."""
+    """Return the first line of another library's error.
+
+    Parameters
+    ----------
+    error : BaseException
+        The error.
+
+    Returns
+    -------
+    str
+        First line of its text, or the name of its type where it has none.
+    """
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__

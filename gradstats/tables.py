@@ -17,7 +17,7 @@ Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
 _LABELS = {"trace", "step", "rank", "kind", "layer", "estimator", "model", "ratio"}
 _LABELS |= {"quantity", "numel", "window", "n", "threads"}
-_LONGEST = 30  # characters of a word, such as a layer's name, before it is broken
+_LONGEST = 30  # characters that a word, such as a layer's name, may have before it is broken
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -34,18 +34,25 @@ def render(
 
     Parameters
     ----------
-    records : flat mappings; the first one's order is the order of the columns.
-    format : ``json`` is a list of objects with every field, not-a-number as null; ``csv`` has every field;
-        ``table`` (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened.
-    columns : fields shown in the last three; all if None.
-    title : above a terminal table.
-    width : of a terminal table, in characters. Columns that do not fit are left out from the right, and named below.
-    color : keep terminal colours.
+    records : sequence of mapping
+        Flat records. The first one's fields are the columns, in order.
+    format : Format, optional
+        ``json`` is a list of objects with every field, NaN and infinities as null; ``csv`` has every field; ``table``
+        (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened.
+    columns : sequence of str, optional
+        Fields shown in the last three formats; all by default.
+    title : str, optional
+        Heading of a terminal table.
+    width : int, optional
+        Width of a terminal table in characters. Columns that do not fit are left out from the right, and named below
+        the table.
+    color : bool, optional
+        Whether a terminal table keeps its colours.
 
     Returns
     -------
     str
-        Without a final newline.
+        Text without a final newline.
     """
     if format == "json":
         return json.dumps([_plain(r) for r in records], indent=1, allow_nan=False)
@@ -54,7 +61,7 @@ def render(
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
     if format == "table" and len(records) > 1:
-        # What is the same in every row is said once, above the table: 80 columns are few.
+        # 80 columns are few: labels that are the same in every row are said once, above the table
         values = {n: {r[n] for r in records} - {None} for n in names if n in _LABELS}
         same = {n: v.pop() for n, v in values.items() if len(v) == 1}
         names = [n for n in names if n not in same]
@@ -70,7 +77,7 @@ def render(
 
 
 def _cell(name: str, value: Any) -> str:
-    # a ratio is what somebody typed: 0.1, not 0.100
+    # somebody typed a ratio as 0.1, so it is not shown as 0.100
     return f"{value:g}" if name == "ratio" and value is not None else format_value(value)
 
 
@@ -100,9 +107,20 @@ def _csv(records: Sequence[Record]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Shorten a value for reading: three significant digits, two below 0.1."""
+    """Shorten a value for reading.
+
+    Parameters
+    ----------
+    value : Any
+        Number, text, mapping or None.
+
+    Returns
+    -------
+    str
+        Numbers with three significant digits, two below 0.1; None and NaN as a dash.
+    """
     if isinstance(value, Real) and not isinstance(value, Integral):
-        value = float(value)  # NumPy's too
+        value = float(value)  # NumPy's numbers are no Python floats
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
@@ -115,7 +133,7 @@ def format_value(value: Any) -> str:
             return f"{value:.{max(digits, 0)}f}"
         return f"{value:.1e}"
     if isinstance(value, Mapping):
-        # a location fixed at zero is no news
+        # a location of zero is fixed by the model, and tells nothing
         shown = {k: v for k, v in value.items() if not (k == "loc" and v == 0)}
         return " ".join(f"{k}={format_value(v)}" for k, v in shown.items())
     return str(value)
@@ -189,7 +207,7 @@ def _layout(columns: Sequence[Sequence[str]], width: int) -> tuple[list[int], in
     def spare(shown: int, least: Sequence[int], gap: int) -> int:
         return width - sum(least[:shown]) - gap * (shown - 1) - 2
 
-    # Headers are broken first, then the gap narrows, then cells are broken between words; only then columns go.
+    # In this order: break headers, narrow the gap, break cells between words, leave out columns.
     ways = [(least, gap) for least in (whole, broken) for gap in (2, 1)]
     choices = ((n, least, gap) for n in range(len(columns), 0, -1) for least, gap in ways)
     one = (min(1, len(columns)), broken, 1)

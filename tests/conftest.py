@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data"
-SHARED = ROOT.parent / "shared" / "data"
+# Data sets that are not in the repository; tests that read them are skipped where they are missing.
+DATA_SETS = Path(os.environ.get("GRADSTATS_DATA", ROOT.parent / "shared" / "data"))
 
 # Two thread pools on two cores stall each other, and every worker process would bring its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,20 +32,21 @@ def trace_path(request):
     return DATA / f"{request.param}.zarr"
 
 
+def data_set(name):
+    folder = DATA_SETS / name
+    if not folder.is_dir():
+        pytest.skip(f"no folder {name} in {DATA_SETS}; GRADSTATS_DATA names another")
+    return folder
+
+
 @pytest.fixture
 def cifar10():
-    folder = SHARED / "cifar-10-batches-bin"
-    if not folder.is_dir():
-        pytest.skip("../shared/data/cifar-10-batches-bin is not here")
-    return folder
+    return data_set("cifar-10-batches-bin")
 
 
 @pytest.fixture
 def ptb():
-    folder = SHARED / "ptb"
-    if not folder.is_dir():
-        pytest.skip("../shared/data/ptb is not here")
-    return folder
+    return data_set("ptb")
 
 
 def families(n: int = 100_000, seed: int = 1) -> dict[str, np.ndarray]:

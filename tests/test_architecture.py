@@ -33,10 +33,12 @@ ROOMS = [
     "gradstats.cli",
     "gradstats.__main__",
     "capture.schedule",
+    "capture.states",
     "capture.writer",
     "capture.tap",
     "capture.integrations",
     "capture.workloads",
+    "capture.options",
     "capture.lab",
     "capture.cli",
 ]

@@ -1,8 +1,10 @@
-"""Draw the figures of the README and the docs: ``make figures``, or ``python tools/figures.py NAME …``.
+"""Draw the figures of the README and the docs into docs/img/.
 
-Most are drawn from the traces in data/. Those of live runs are drawn from docs/results/NAME.json, lists of flat records
-that benchmarks/diagnostics.py and ``gradstats bench --format json`` write; without its file, a figure is reported as
-missing and left as it is.
+    python tools/figures.py [NAME …]
+
+``make figures`` draws all of them. Most are drawn from the traces in data/. Figures of live runs are drawn from the
+flat records in docs/results/NAME.json, which benchmarks/diagnostics.py, benchmarks/validation.py and ``gradstats
+bench --format json`` write. Where that file is missing, the program says so and leaves the figure as it is.
 """
 
 from __future__ import annotations
@@ -12,20 +14,18 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pages import IMAGES, RESULTS, ROOT
 
 import gradstats
 from gradstats import plots
+from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.distributions import SIDS
 from gradstats.thresholds import ESTIMATORS
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data"
-IMAGES = Path(__file__).parents[1] / "docs" / "img"
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PANELS = {"resnet20": "gradient", "resnet20-ef": "corrected"}
 TITLES = ("without error feedback", "with error feedback")
 
@@ -36,13 +36,13 @@ def read(trace: str, step: int, kind: str = "gradient"):
 
 
 def panels(rows: int, columns: int, *, width: float = 5.0, height: float = 3.6):
-    """Return a figure and its axes, (rows, columns)."""
+    """Return a figure and its array of axes."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def tails() -> Figure:
-    """Draw one step's tail with the three fits, without and with error feedback."""
+    """Draw the tail of one step with three fits, without and with error feedback."""
     figure, axes = panels(1, 2)
     for ax, (name, kind), title in zip(axes[0], PANELS.items(), TITLES, strict=True):
         g = read(name, 100, kind)
@@ -62,7 +62,7 @@ def fits(trace: str) -> Figure:
 
 
 def compressibility() -> Figure:
-    """Draw SIDCo's figure 7 with controls, and the local exponent that a line through it hides."""
+    """Draw SIDCo's figure 7 with controls, and the local exponent, which a straight line through it hides."""
     vectors = {
         "gradient, step 10": read("resnet20", 10),
         "gradient, step 2999": read("resnet20", 2999),
@@ -77,7 +77,7 @@ def compressibility() -> Figure:
 
 
 def peaks() -> Figure:
-    """Draw mean excess and shape over thresholds, pooled and with every layer in its own unit."""
+    """Draw mean excess and shape over thresholds, for all layers as they are and for normalised ones."""
     figure, [[left, right]] = panels(1, 2)
     trace = gradstats.open_trace(DATA / "resnet20.zarr")
     g = trace.read(2999)
@@ -92,12 +92,12 @@ def peaks() -> Figure:
 
 
 def quality() -> Figure:
-    """Draw k̂/k of the rules (SIDCo's figure 1 c), and at the smallest ratio over the steps (figures 4 and 9)."""
+    """Draw k̂/k of the rules (SIDCo's figure 1 c), and over the steps at the smallest ratio (figures 4 and 9)."""
     figure, axes = panels(2, 2, height=3.8)
     names = [name for name in ESTIMATORS if name not in ("exact", "warm-exact", "redsync-trimmed")]
     for column, (name, kind), title in zip(axes.T, PANELS.items(), TITLES, strict=True):
         source = DATA / f"{name}.zarr"
-        records = gradstats.quality(source, (0.1, 0.01, 0.001), names, kinds=[kind])
+        records = gradstats.quality(source, RATIOS, names, kinds=[kind])
         plots.quality_bars(records, column[0], title=title)
         series = gradstats.quality_series(source, [0.001], names, kinds=[kind])
         plots.quality_over_steps(series, column[1], title=f"{title}, ratio 0.001")
@@ -107,7 +107,7 @@ def quality() -> Figure:
 
 
 def layers() -> Figure:
-    """Draw zeros, scale and tail of every layer, and how the scale moves."""
+    """Draw zeros, scale and tail of every layer, and how the scale changes."""
     data = gradstats.over_training(
         DATA / "resnet20.zarr", models=["double_genpareto"], ratios=[0.01], per_layer=True
     ).sel(kind="gradient", model="double_genpareto", ratio=0.01)
@@ -129,11 +129,11 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "quality": quality,
     "layers": layers,
 }
-"""Drawn from the traces in data/."""
+"""Figures drawn from the traces in data/."""
 
 
 def bench(records: list[dict]) -> Figure:
-    """Draw latency and speed-up on the fewest threads at the largest size (SIDCo's figures 14 to 17)."""
+    """Draw latency and speed-up at the largest size with the fewest threads (SIDCo's figures 14 to 17)."""
     numel, threads = max(r["numel"] for r in records), min(r["threads"] for r in records)
     shown = [r for r in records if r["numel"] == numel and r["threads"] == threads]
     figure, axes = panels(1, 2, width=5.5, height=6)
@@ -150,7 +150,7 @@ def single(draw: Callable[..., Axes], records: list[dict]) -> Figure:
 
 
 def speedup(records: list[dict]) -> Figure:
-    """Draw speed-ups over dense against bandwidth, predicted and measured; benchmarks/validation.py writes both."""
+    """Draw predicted and measured speed-ups over dense against bandwidth."""
     figure, axes = panels(1, 2, width=5.6, height=4.2)
     for workers, ax in zip(sorted({r["workers"] for r in records}), axes[0], strict=True):
         here = [r for r in records if r["workers"] == workers]
@@ -168,11 +168,11 @@ LIVE: dict[str, Callable[[list[dict]], Figure]] = {
     "time_split": partial(single, plots.time_split),
     "timeline": partial(single, plots.timeline),
 }
-"""Drawn from the records in docs/results/NAME.json (those of bench: ``gradstats bench --format json``)."""
+"""Figures drawn from the records in docs/results/NAME.json."""
 
 
 def from_results(name: str) -> Figure | None:
-    """Draw a figure of live runs; None if their records are not there."""
+    """Draw a figure of live runs; return None if its records are missing."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return None
@@ -180,8 +180,8 @@ def from_results(name: str) -> Figure | None:
 
 
 def main() -> None:
-    """Draw the figures asked for, all of them if none is, and say which lack their records."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Draw the named figures, or all, and say which records are missing."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*FIGURES, *LIVE]))
     names = parser.parse_args().names or [*FIGURES, *LIVE]
     if unknown := sorted({*names} - {*FIGURES, *LIVE}):

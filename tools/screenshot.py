@@ -1,6 +1,8 @@
-"""Make docs/img/report.png, the first screen of a report on data/, with Chromium: ``python tools/screenshot.py``.
+"""Take the picture docs/img/report.png, the first screen of a report on data/, with Chromium.
 
-``--whole FILE.png`` takes the whole page instead, and ``--page FILE.html`` a page that is there already.
+    python tools/screenshot.py [--page FILE.html] [--whole FILE.png]
+
+``--whole`` takes the whole page into another file, and ``--page`` shows a page that exists already.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pages import IMAGES, ROOT
 from PIL import Image
 
-ROOT = Path(__file__).parents[1]
 WIDTH, FIRST_SCREEN, WHOLE = 1280, 860, 16_000
 
 
 def shoot(chromium: str, page: Path, image: Path, height: int) -> None:
-    """Draw the top of a page into a PNG of 256 colours."""
+    """Take the top of a page into a PNG of 256 colours."""
     subprocess.run(
         [
             *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
@@ -35,20 +37,20 @@ def shoot(chromium: str, page: Path, image: Path, height: int) -> None:
 
 
 def main() -> None:
-    """Write the page if none is given, and take the picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--whole", type=Path, metavar="FILE.png")
+    """Write the report if no page is given, and take the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", type=Path, metavar="FILE.html", help="page to show")
+    parser.add_argument("--whole", type=Path, metavar="FILE.png", help="take the whole page here")
     options = parser.parse_args()
     chromium = shutil.which("chromium")
     if chromium is None:
-        sys.exit("no chromium; apt-get install chromium")
+        sys.exit("no Chromium found; install it: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder:
         page = options.page or Path(folder) / "report.html"
         if options.page is None:
             program = Path(sys.executable).with_name("gradstats")
             subprocess.run([program, "report", "data", "-o", page], check=True, cwd=ROOT)
-        image = options.whole or ROOT / "docs" / "img" / "report.png"
+        image = options.whole or IMAGES / "report.png"
         shoot(chromium, page, image, WHOLE if options.whole else FIRST_SCREEN)
     print(f"{image}: {image.stat().st_size / 1000:.0f} kB")
 

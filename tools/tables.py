@@ -1,21 +1,27 @@
-"""Print the README's table of estimation quality from the traces in data/: ``make tables`` puts it there."""
+"""Print the tables of estimation quality of the README and the docs, from the traces in data/.
+
+    python tools/tables.py [--write]
+
+``make tables`` writes them into their pages, as ``--write`` does: the README has one ratio, docs/concepts/thresholds.md
+all of them.
+"""
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
+import argparse
+
+from pages import ROOT, block, put
 
 from gradstats import quality
+from gradstats.primitives.ratio import RATIOS
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
-ROOT = Path(__file__).parents[1]
-RATIOS = (0.1, 0.01, 0.001)
+PAGES = {"README.md": (0.001,), "docs/concepts/thresholds.md": RATIOS}
 COLUMNS = (("resnet20", "gradient"), ("resnet20-ef", "corrected"))
 
 
 def cell(record: dict[str, float]) -> str:
-    """Return the mean and the extremes."""
+    """Return the mean of k̂/k, with its extremes where they differ much."""
     mean, low, high = (f"{record[name]:.3g}" for name in ("mean", "min", "max"))
     return (
         f"{record['mean']:.3f}"
@@ -24,36 +30,49 @@ def cell(record: dict[str, float]) -> str:
     )
 
 
-def table() -> str:
-    """Return k̂/k of every estimator, ratio and run, as Markdown."""
-    cells = {
+def cells(ratios: tuple[float, ...]) -> dict[tuple[str, str, float], str]:
+    """Return k̂/k of every run, estimator and ratio."""
+    return {
         (trace, r["estimator"], r["ratio"]): cell(r)
         for trace, kind in COLUMNS
-        for r in quality(ROOT / "data" / f"{trace}.zarr", RATIOS, ESTIMATORS, kinds=[kind])
+        for r in quality(ROOT / "data" / f"{trace}.zarr", ratios, ESTIMATORS, kinds=[kind])
     }
+
+
+def table(known: dict[tuple[str, str, float], str], ratios: tuple[float, ...]) -> str:
+    """Return k̂/k of every estimator as Markdown."""
     lines = [
-        "| | "
+        "| rule | "
         + " | ".join(
-            f"{'with' if 'ef' in t else 'no'} EF, {r:g}" for t, _ in COLUMNS for r in RATIOS
+            f"{'with' if 'ef' in t else 'without'} error feedback, {r:g}"
+            for t, _ in COLUMNS
+            for r in ratios
         )
         + " |",
-        "|---" + "|---:" * 6 + "|",
+        "|---" + "|---:" * len(COLUMNS) * len(ratios) + "|",
     ]
     for name in ESTIMATORS:
         star = (
             "\\*" if make_estimator(name).state_dict() and name not in ("dgc", "warm-exact") else ""
         )
-        row = [cells[t, name, r] for t, _ in COLUMNS for r in RATIOS]
+        row = [known[t, name, r] for t, _ in COLUMNS for r in ratios]
         lines.append(f"| `{name}`{star} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
+def main() -> None:
+    """Print the tables, or write them into their pages."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into their pages")
+    write = parser.parse_args().write
+    known = cells(RATIOS)
+    for page, ratios in PAGES.items():
+        made = table(known, ratios)
+        if write:
+            put(ROOT / page, "quality", made)
+        else:
+            print(block("quality", made))
+
+
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        readme = ROOT / "README.md"
-        text = readme.read_text(encoding="utf-8")
-        block = f"<!-- quality -->\n{table()}\n<!-- /quality -->"
-        pattern = "<!-- quality -->.*?<!-- /quality -->"
-        readme.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL), encoding="utf-8")
-    else:
-        print(table())
+    main()

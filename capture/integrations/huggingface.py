@@ -34,35 +34,42 @@ _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 
 
 class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
-    """Records the gradients of ``Trainer(callbacks=[CaptureCallback("run.zarr", schedule=100)])``.
+    """Record the gradients of ``Trainer(callbacks=[CaptureCallback("run.zarr", schedule=100)])``.
 
-    What is recorded is every parameter's ``.grad`` at ``on_pre_optimizer_step``, as the optimizer is about to use it:
+    The callback records every parameter's ``.grad`` at ``on_pre_optimizer_step``, as the optimizer is about to use it:
     accumulated over the micro-batches, averaged over the ranks under DDP (so every rank holds the same one;
     ``ranks=[0]`` keeps it once), and clipped to ``max_grad_norm``, which is 1 unless you set it (0 switches it off).
-    It is free of fp16's loss scale, but for transformers 4 with clipping off.
+    The gradient is free of fp16's loss scale, except in transformers 4 with clipping off.
 
-    With `comm_hook` it is what goes into that hook instead: each rank's own gradient, before averaging and clipping,
-    and in fp16 with the loss scale.
+    With `comm_hook` the callback records what goes into that hook instead: each rank's own gradient, before averaging
+    and clipping, and in fp16 with the loss scale.
 
     Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`. The learning rate is recorded, the loss is not: the ``Trainer`` shows it to no callback.
+    another `path`. The learning rate is recorded; the loss is not, because the ``Trainer`` shows it to no callback.
 
     Parameters
     ----------
-    path, schedule : as of :class:`capture.Capture`.
-    comm_hook : DDP communication hook to register when training begins, PyTorch's or ours; ``allreduce_hook`` averages
-        as DDP does without one. Needs `trainer`, and training in several processes.
-    comm_state : the hook's state.
-    trainer : the ``Trainer``, for its DDP model; use ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
-    options : others of :class:`capture.Capture`, but for ``start_step``.
+    path : str or Path
+        Trace to create, ``NAME.zarr``.
+    schedule : Schedule, int or iterable of int
+        Steps to capture, as for :class:`capture.Capture`.
+    comm_hook : callable, optional
+        DDP communication hook to register when training begins, from PyTorch or from gradstats; ``allreduce_hook``
+        averages as DDP does without one. It needs `trainer`, and training in several processes.
+    comm_state : object
+        State of the hook.
+    trainer : Trainer, optional
+        The ``Trainer``, for its DDP model; use ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
+    **options : object
+        Other options of :class:`capture.Capture`, except ``start_step``.
 
     Raises
     ------
     TypeError
-        For an unknown option.
+        If an option is unknown.
     InputError
-        If `comm_hook` comes without `trainer`; when training begins, if the model is not in DDP though `comm_hook`
-        needs it, or is sharded (FSDP, DeepSpeed), or an option has a wrong value.
+        If `comm_hook` is given without `trainer`. When training begins, if `comm_hook` is given and the model is not in
+        DDP, if the model is sharded (FSDP, DeepSpeed), or if an option has a wrong value.
     TraceError
         When training begins, if the trace cannot be created.
     """
@@ -79,10 +86,10 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         super().__init__(path, schedule, comm_hook=comm_hook, comm_state=comm_state, **options)
         if comm_hook is not None and trainer is None:
-            raise InputError("comm_hook needs trainer=, whose DDP model it is registered on")
+            raise InputError("comm_hook needs trainer=…, on whose DDP model it is registered")
         self._trainer = trainer
 
-    def on_train_begin(
+    def on_train_begin(  # numpydoc ignore=PR01
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -94,12 +101,12 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         """Create the trace, and register the hook if there is one."""
         parallel = PartialState().distributed_type
         if parallel in _SHARDED:
-            raise InputError(f"gradients sharded by {parallel.value} cannot be captured")
+            raise InputError(f"gradients sharded by {parallel.value} cannot be captured; use DDP")
         self._open(
             model if self._trainer is None else self._trainer.model_wrapped, state.global_step
         )
 
-    def on_pre_optimizer_step(
+    def on_pre_optimizer_step(  # numpydoc ignore=PR01
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -112,8 +119,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         assert self.capture is not None
         self.capture.step(learning_rate=optimizer.param_groups[0]["lr"])
 
-    def on_train_end(
+    def on_train_end(  # numpydoc ignore=PR01
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Finish the trace; a training that fails leaves that to the interpreter's exit."""
+        """Finish the trace. After a training that fails, the interpreter's exit does it."""
         self._close()

@@ -23,35 +23,41 @@ __all__ = ["CaptureCallback"]
 
 
 class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
-    """Records the gradients of ``Trainer(callbacks=[CaptureCallback("run.zarr", schedule=100)])``.
+    """Record the gradients of ``Trainer(callbacks=[CaptureCallback("run.zarr", schedule=100)])``.
 
-    What is recorded is every parameter's ``.grad`` at ``on_before_optimizer_step``: the mean over the micro-batches of
+    The callback records every parameter's ``.grad`` at ``on_before_optimizer_step``: the mean over the micro-batches of
     ``accumulate_grad_batches``, averaged over the ranks under DDP (so every rank holds the same one; ``ranks=[0]``
     keeps it once), without the loss scale of fp16, and before ``gradient_clip_val``.
 
-    With `comm_hook` it is what goes into that hook instead: each rank's own gradient, before averaging, and in fp16
-    with the loss scale.
+    With `comm_hook` the callback records what goes into that hook instead: each rank's own gradient, before averaging,
+    and in fp16 with the loss scale.
 
     Steps are numbered as ``trainer.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`; with several optimizers every optimizer's step is one. Loss (as ``backward`` gets it, summed over
-    the micro-batches) and learning rate are recorded.
+    another `path`; with several optimizers every optimizer's step is one. The loss (as ``backward`` gets it, summed
+    over the micro-batches) and the learning rate are recorded.
 
     Parameters
     ----------
-    path, schedule : as of :class:`capture.Capture`.
-    comm_hook : DDP communication hook to register when training begins, PyTorch's or ours; ``allreduce_hook`` averages
-        as DDP does without one. Give it here, not to ``DDPStrategy(ddp_comm_hook=…)``: DDP takes one hook, and
+    path : str or Path
+        Trace to create, ``NAME.zarr``.
+    schedule : Schedule, int or iterable of int
+        Steps to capture, as for :class:`capture.Capture`.
+    comm_hook : callable, optional
+        DDP communication hook to register when training begins, from PyTorch or from gradstats; ``allreduce_hook``
+        averages as DDP does without one. Give it here, not to ``DDPStrategy(ddp_comm_hook=…)``: DDP takes one hook, and
         Lightning registers its own on CUDA only.
-    comm_state : the hook's state.
-    options : others of :class:`capture.Capture`, but for ``start_step``.
+    comm_state : object
+        State of the hook.
+    **options : object
+        Other options of :class:`capture.Capture`, except ``start_step``.
 
     Raises
     ------
     TypeError
-        For an unknown option.
+        If an option is unknown.
     InputError
-        When training begins: if the strategy is neither a single device nor DDP, or not DDP though `comm_hook` needs
-        it, or an option has a wrong value.
+        When training begins, if the strategy is neither a single device nor DDP, if `comm_hook` is given and the
+        strategy is not DDP, or if an option has a wrong value.
     TraceError
         When training begins, if the trace cannot be created.
     """
@@ -68,20 +74,22 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
         super().__init__(path, schedule, comm_hook=comm_hook, comm_state=comm_state, **options)
         self._loss: torch.Tensor | float = 0.0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(  # numpydoc ignore=PR01
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> None:
         """Create the trace, and register the hook if there is one."""
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             name = type(trainer.strategy).__name__
-            raise InputError(f"gradients of {name} cannot be captured: it is neither DDP nor alone")
+            raise InputError(f"gradients of {name} cannot be captured; use DDP or a single device")
         self._open(trainer.strategy.model, trainer.global_step)
 
-    def on_before_backward(
+    def on_before_backward(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
         """Add up the loss of the step."""
         self._loss = self._loss + loss.detach()
 
-    def on_before_optimizer_step(
+    def on_before_optimizer_step(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Record the step."""
@@ -89,11 +97,13 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
         self.capture.step(loss=self._loss, learning_rate=optimizer.param_groups[0]["lr"])
         self._loss = 0.0
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(  # numpydoc ignore=PR01
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> None:
         """Finish the trace."""
         self._close()
 
-    def on_exception(
+    def on_exception(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Finish the trace of what was captured before the training failed."""

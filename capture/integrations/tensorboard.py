@@ -21,15 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["add_step", "write_dataset"]
 
+_SHOWN = (
+    *("threshold", "selected", "quality", "bytes_sent", "bits_per_element"),
+    *("union", "build_up", "density", "select_seconds", "communicate_seconds"),
+)
+
 
 def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
-    """Write every quantity of a captured run over its steps.
+    """Write every quantity of a captured run over its steps, as scalars.
 
     Parameters
     ----------
-    dataset : with a dimension ``step``, such as :func:`gradstats.over_training` returns. Its other dimensions make
-        the tags, ``quantity/label/…`` in the dataset's order: ``p/0/gradient/all`` is p of rank 0.
-    log_dir : folder of one TensorBoard run, made if missing. NaN is left out.
+    dataset : xarray.Dataset
+        Quantities with a dimension ``step``, such as :func:`gradstats.over_training` returns. The other dimensions make
+        the tags, ``quantity/label/…`` in the dataset's order: ``p/0/gradient/all`` is p of rank 0. NaN is left out.
+    log_dir : str or Path
+        Folder of one TensorBoard run, made if missing.
 
     Raises
     ------
@@ -54,21 +61,17 @@ def add_step(writer: SummaryWriter, record: StepRecord) -> None:
 
     Parameters
     ----------
-    writer : a ``torch.utils.tensorboard.SummaryWriter``, yours.
-    record : of :class:`gradstats.hooks.CompressionState`.
+    writer : torch.utils.tensorboard.SummaryWriter
+        Writer of your training.
+    record : StepRecord
+        Record of a step, :attr:`gradstats.hooks.CompressionState.last`.
 
     Notes
     -----
-    The tags are ``compression/`` and the names of :class:`gradstats.hooks.StepRecord`; all are of this rank but
-    ``union``, ``build_up`` and ``density``. NaN is left out: ``quality`` and ``build_up`` where there is no k.
+    The tags are ``compression/`` and the names of :class:`gradstats.hooks.StepRecord`. All values belong to this rank,
+    except ``union``, ``build_up`` and ``density``. NaN is left out: ``quality`` and ``build_up`` where there is no k.
     """
     for name in _SHOWN:
         value = getattr(record, name)
         if not math.isnan(value):
             writer.add_scalar(f"compression/{name}", value, record.step)
-
-
-_SHOWN = (
-    *("threshold", "selected", "quality", "bytes_sent", "bits_per_element"),
-    *("union", "build_up", "density", "select_seconds", "communicate_seconds"),
-)

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers share: a capture whose model is known only when training begins."""
+"""The base of all trainers' callbacks: a capture whose model is known only when training begins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,30 @@ __all__ = ["TrainerCapture"]
 
 
 class TrainerCapture:
-    """Opens, steps and closes a :class:`capture.Capture` as a trainer's events come.
+    """Open, step and close a :class:`capture.Capture` as a trainer's events come.
+
+    Parameters
+    ----------
+    path : str or Path
+        Trace to create, ``NAME.zarr``.
+    schedule : Schedule, int or iterable of int
+        Steps to capture, as for :class:`capture.Capture`.
+    comm_hook : callable, optional
+        DDP communication hook to register when training begins.
+    comm_state : object
+        State of the hook.
+    **options : object
+        Other options of :class:`capture.Capture`, except ``start_step``.
 
     Attributes
     ----------
-    capture : the capture of the training under way, or of the last one; None before the first.
+    capture : Capture or None
+        Capture of the training in progress, or of the last one; None before the first.
+
+    Raises
+    ------
+    TypeError
+        If an option is unknown.
     """
 
     def __init__(
@@ -35,7 +54,7 @@ class TrainerCapture:
         **options: Any,
     ) -> None:
         self._arguments = {"path": path, "schedule": schedule, **options}
-        # A misspelt option shows here, not when the model and the data have been loaded.
+        # A misspelt option is an error here, and not only when the model and the data have been loaded.
         inspect.signature(Capture).bind(model=None, start_step=0, **self._arguments)
         self._comm_hook = comm_hook
         self._comm_state = comm_state

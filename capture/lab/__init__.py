@@ -1,1 +1,1 @@
-"""A small cluster on one machine: ranks in network namespaces of their own, joined by links of a given rate."""
+"""A small cluster on one machine: every rank has a network namespace of its own, joined by links of a given rate."""

@@ -8,46 +8,58 @@ from typing import Annotated
 import typer
 
 from capture.lab.cluster import BURST
-from capture.workloads import BASELINES, WORKLOADS, RunConfig
+from capture.options import (
+    BatchSizeOption,
+    DataDirOption,
+    ErrorFeedbackOption,
+    HiddenOption,
+    LearningRateOption,
+    NprocOption,
+    SeedOption,
+    SingleRatioOption,
+    StepsOption,
+    VocabOption,
+    WorkloadOption,
+    run_config,
+    signals_end_the_command,
+)
+from capture.workloads.config import BASELINES
 from gradstats.cli.options import FormatOption, OutputOption, compressors, one_of
 from gradstats.cli.output import emit, note
 
 __all__ = ["bench_network"]
 
 
-def bench_network(
-    nproc: Annotated[int, typer.Option(help="Ranks, each in a namespace of its own.")] = 4,
+def bench_network(  # numpydoc ignore=PR01
+    nproc: NprocOption = 4,
     rate: Annotated[
-        str, typer.Option(help="Of every link: Mbit/s, or as tc writes it: 1gbit.")
+        str, typer.Option(help="Rate of every link: Mbit/s, or as tc writes it: 1gbit.")
     ] = "1gbit",
-    workload: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(WORKLOADS)}.", **one_of("workload", lambda: tuple(WORKLOADS))
-        ),
-    ] = "resnet20-digits",
+    workload: WorkloadOption = "resnet20-digits",
     compressor: Annotated[
         list[str] | None,
         typer.Option(
-            help="none, topk, …; torch-topk and powersgd are PyTorch's (repeatable). The first two if absent.",
+            help="none, topk, …; torch-topk and powersgd are PyTorch's (repeatable). none and topk if absent.",
             **one_of("compressor", lambda: (*compressors(), *BASELINES)),
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Of each run; the first 3 are not counted.")] = 30,
-    ratio: Annotated[float, typer.Option(help="Kept fraction k/d.")] = 0.001,
-    batch_size: Annotated[int | None, typer.Option(help="Per process.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, batches and sampling.")] = 0,
-    hidden: Annotated[int | None, typer.Option(help="Width of the LSTM.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Words the LSTM knows.")] = None,
-    no_error_feedback: Annotated[
-        bool, typer.Option("--no-error-feedback", help="Lose what is not sent.")
-    ] = False,
-    burst: Annotated[int, typer.Option(help="Bytes an idle link saves up.")] = BURST,
+    steps: StepsOption = 30,
+    ratio: SingleRatioOption = 0.001,
+    batch_size: BatchSizeOption = None,
+    learning_rate: LearningRateOption = None,
+    data_dir: DataDirOption = None,
+    seed: SeedOption = 0,
+    hidden: HiddenOption = None,
+    vocab: VocabOption = None,
+    error_feedback: ErrorFeedbackOption = True,
+    burst: Annotated[
+        int, typer.Option(help="Bytes that an idle link saves up and then sends at once.")
+    ] = BURST,
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure the network, too, for `gradstats plan`.", metavar="network.json"
+            help="Also measure the network, and write what `gradstats plan` needs.",
+            metavar="network.json",
         ),
     ] = None,
     format: FormatOption = "table",
@@ -55,32 +67,29 @@ def bench_network(
 ) -> None:
     """Train over links of a given rate: where the time of a step goes (Linux, root, iproute2).
 
-    Every rank gets a network namespace, a link shaped with tc and a real socket; the machine's own interfaces are not
-    touched, and nothing is left behind. compute is the step without an exchange, communicate what the exchange
-    adds to it, bytes what left a rank's interface; times are seconds per step.
+    Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are not
+    touched, and nothing is left behind. compute is the step without an exchange, communicate is what the exchange
+    adds to it, bytes is what left a rank's interface. Times are seconds per step; the first 3 steps are not counted.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     from capture.lab import run
-    from gradstats.console import messages
     from gradstats.network.rates import parse_rate
 
     names = compressor or ["none", "topk"]
-    config = RunConfig(
-        workload=workload,
+    config = run_config(
+        workload,
         nproc=nproc,
         steps=steps,
         batch_size=batch_size,
+        learning_rate=learning_rate,
         ratio=ratio,
         data_dir=data_dir,
         seed=seed,
         hidden=hidden,
         vocab=vocab,
-        error_feedback=not no_error_feedback,
-        label="" if messages().quiet else workload,
+        error_feedback=error_feedback,
     )
     bits = parse_rate(rate)
-    try:
+    with signals_end_the_command():
         records = run.bench_network(
             config,
             bits,
@@ -89,10 +98,6 @@ def bench_network(
             on_network=None if measure is None else lambda network: network.save(measure),
             label=config.label and "network",
         )
-    except SignalException as error:
-        raise typer.Exit(128 + error.sigval) from error
-    finally:
-        messages().show_cursor()  # a process that was stopped left it hidden
     if measure is not None:
         note(f"wrote {measure}")
     emit(

@@ -26,18 +26,18 @@ INTERFACE = "eth0"
 """Name of a rank's interface in its namespace."""
 
 LARGEST = 200
-"""Ranks at most: they share a /24."""
+"""Largest number of ranks: they share a /24 network."""
 
 _PREFIX = "gradstats-lab-"
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
 _LOCK = Path("/run/gradstats-lab.lock")
-_SUBNET = "198.18.0"  # of the block for benchmarks (RFC 2544): no name server has such an address
+_SUBNET = "198.18.0"  # in the block for benchmarks (RFC 2544): no name server has such an address
 _CLONE_NEWNET = 0x40000000
-# What an idle link saves up passes at once, so the bucket is small, or small messages would be free. It must hold the
-# largest segment, or the kernel cuts them all into packets, and a core is busy with that at 1 Gbit/s. The queue never
-# drops a packet of the ranks' own: a retransmission timer would dwarf what is measured.
+# The bytes that an idle link saves up pass at once, so there are few, or small messages would be free. They must hold
+# the largest segment, or the kernel cuts all segments into packets, which keeps a core busy at 1 Gbit/s. The queue is
+# long enough never to drop a packet of the ranks: a retransmission timer would take longer than what is measured.
 BURST = 32 * 1024
-"""Bytes that an idle link saves up, unless told otherwise."""
+"""Bytes that an idle link saves up and then sends at once, by default."""
 _SMALLEST_BURST = 4 * 1024
 _LARGEST_SEGMENT = 30_000  # bytes
 _QUEUE = "latency 1s"
@@ -45,18 +45,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LabError(GradstatsError):
-    """The lab cannot be built on this machine; says which command was refused and why."""
+    """The lab cannot be built on this machine. The message says which command was refused and why."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A network that is up.
+    """Namespaces and links that are up.
 
     Attributes
     ----------
-    ranks : namespaces of the ranks.
-    address : of rank 0.
-    rate : of every link in each direction, bit/s.
+    ranks : tuple of str
+        Namespaces of the ranks.
+    address : str
+        Address of rank 0.
+    rate : int
+        Rate of every link in each direction, in bit/s.
     """
 
     ranks: tuple[str, ...]
@@ -66,7 +69,7 @@ class Cluster:
 
 @contextmanager
 def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluster]:
-    """Build a network for some ranks, and take it down whatever happens.
+    """Build a network for some ranks, and take it down again whatever happens.
 
     Each rank's link passes two token buckets (``tc tbf``), at its own end and at the bridge's, so that what it
     sends and what it receives are limited separately, as on a full-duplex cable. What an earlier lab left when it was
@@ -74,14 +77,23 @@ def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluste
 
     Parameters
     ----------
-    nproc : ranks.
-    rate : of every link in each direction, bit/s.
-    burst : bytes that an idle link saves up, and sends at once.
+    nproc : int
+        Number of ranks, up to 200.
+    rate : int
+        Rate of every link in each direction, in bit/s.
+    burst : int
+        Bytes that an idle link saves up and then sends at once, at least 4,096.
+
+    Yields
+    ------
+    Cluster
+        The network.
 
     Raises
     ------
     InputError
-        Without Linux, root, ``ip`` or ``tc``; for too many ranks, or a burst below 4,096; while another lab runs.
+        If this is not Linux, or the process is not root, or ``ip`` or ``tc`` is missing; if there are too many ranks or
+        the burst is too small; if another lab is running.
     LabError
         If the kernel refuses a part.
     torch.distributed.elastic.multiprocessing.SignalException
@@ -95,7 +107,7 @@ def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluste
         try:
             yield _build(nproc, rate, burst)
         finally:
-            for number in _SIGNALS:  # a second Ctrl-C must not leave half of it
+            for number in _SIGNALS:  # a second Ctrl-C must not leave half of the network
                 signal.signal(number, signal.SIG_IGN)
             _remove_all()
 
@@ -103,14 +115,19 @@ def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluste
 def enter(namespace: str) -> None:
     """Move this thread into a network namespace.
 
-    Sockets opened, threads started and processes started from now on are in it; what exists stays where it is.
+    Sockets opened, threads started and processes started from now on are in it; existing ones stay where they are.
+
+    Parameters
+    ----------
+    namespace : str
+        One of :attr:`Cluster.ranks`.
 
     Raises
     ------
     OSError
-        If there is no such namespace, or without the right.
+        If there is no such namespace, or the process may not enter it.
     """
-    libc = ctypes.CDLL(None, use_errno=True)  # os.setns is of Python 3.12
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
     with open(_NAMESPACES / namespace) as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
@@ -123,14 +140,14 @@ def _check(nproc: int) -> None:
         raise InputError(f"nproc must be 1 to {LARGEST}, not {nproc}")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise InputError(f"the network lab needs {tool}, of the package iproute2")
+            raise InputError(f"the network lab needs {tool}, of the package iproute2: install it")
     if os.geteuid() != 0:
-        raise InputError("the network lab makes network namespaces, which takes root")
+        raise InputError("the network lab makes network namespaces, which takes root: use sudo")
 
 
 @contextmanager
 def _only_one() -> Iterator[None]:
-    """Hold the machine's lock, which the kernel releases with the process, however it ends."""
+    """Hold this machine's lock; the kernel releases it with the process, however that ends."""
     try:
         descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -139,7 +156,9 @@ def _only_one() -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another network lab is running, process {file.read()}") from None
+            raise InputError(
+                f"another network lab is running, process {file.read()}; wait for it"
+            ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -191,7 +210,7 @@ def _remove_all() -> None:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             _run("ip netns delete", namespace)
-        except LabError as error:  # the others go all the same
+        except LabError as error:  # the others are removed all the same
             problems.append(str(error))
     if problems:
         raise LabError("; ".join(problems))

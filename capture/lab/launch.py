@@ -1,4 +1,4 @@
-"""Starting a function as every rank of a cluster."""
+"""Start a function as every rank of a cluster."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ T = TypeVar("T")
 
 
 def launch(cluster: Cluster, function: Callable[..., T], *args: Any) -> list[T]:
-    """Run a function in one process per rank, each in its namespace, gloo over the network's links.
+    """Run a function in one process per rank, each in its namespace; gloo uses the cluster's links.
 
     Parameters
     ----------
-    cluster : that is up.
-    function : of a module, to be found by the processes; the environment is torchrun's.
-    args : of the function, picklable.
+    cluster : Cluster
+        Network that is up.
+    function : callable
+        Function at the top of a module, where the processes find it. They have torchrun's environment variables.
+    *args : object
+        Arguments of the function; they must be picklable.
 
     Returns
     -------
     list
-        What each rank returned.
+        Return value of each rank.
 
     Raises
     ------
     RunFailedError
         If a rank fails; the others are stopped.
     """
-    # The ranks inherit it, and would warn that no name server knows the lab's addresses.
+    # The ranks inherit it. Without it they warn that no name server knows the lab's addresses.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return start(len(cluster.ranks), _rank, cluster, function, args)
 

@@ -1,4 +1,4 @@
-"""Training in the lab: what a step costs at a given rate, and where the time goes."""
+"""Train in the lab: how long a step takes at a given rate, and where the time goes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from capture.lab.cluster import BURST, INTERFACE, Cluster, shaped_network
 from capture.lab.launch import launch
-from capture.workloads.config import BASELINES, NO_EXCHANGE, RunConfig, RunResult
+from capture.workloads.config import BASELINES, DENSE, NO_EXCHANGE, RunConfig, RunResult
 from gradstats.errors import InputError
 from gradstats.network import Network
 
@@ -28,26 +28,26 @@ __all__ = [
 ]
 
 WARM_UP = 3
-"""Steps not counted: DDP rebuilds its buckets after the first, and thresholds with a state find it."""
+"""Steps at the start that are not counted: DDP rebuilds its buckets after the first, and stateful thresholds settle."""
 
 _LONGEST_ALONE = 40
-"""Steps that tell what computing takes."""
+"""Number of steps that are enough to measure how long computing takes."""
 _LONGEST_MESSAGE_S = 1.0
 """Seconds that the largest message of a sweep takes on a link: beyond, twice the bytes take twice as long."""
 _SMALLEST_SWEEP = 1 << 16
-"""Bytes, or elements, up to which a sweep goes however small the model or slow the link."""
-_UNRECORDED = ("none", "powersgd")
-"""Exchanges of PyTorch's own, which do not say what they spend where."""
+"""Bytes, or elements, that every sweep reaches, however small the model or slow the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """Training without an exchange.
+    """Measurement of a training without an exchange.
 
     Attributes
     ----------
-    seconds : of a step.
-    numel : elements of the gradient.
+    seconds : float
+        Seconds per step.
+    numel : int
+        Number of elements of the gradient.
     """
 
     seconds: float
@@ -67,31 +67,37 @@ def bench_network(
 
     Parameters
     ----------
-    config : of the runs; its compressor is replaced.
-    rate : of every link in each direction, bit/s.
-    compressors : names (:data:`gradstats.compressors.COMPRESSORS`, :data:`capture.workloads.BASELINES`); ``none`` is
-        PyTorch's dense all-reduce.
-    burst : bytes that an idle link saves up.
-    on_network : measure what collectives and local work cost in this network, before the runs, and give it to this.
-    label : before the lines that say what of the network is measured next; none if empty.
+    config : RunConfig
+        Settings of the runs; the compressor is replaced.
+    rate : int
+        Rate of every link in each direction, in bit/s.
+    compressors : sequence of str
+        Names (:data:`gradstats.compressors.COMPRESSORS`, :data:`capture.workloads.BASELINES`); ``none`` is PyTorch's
+        dense all-reduce.
+    burst : int
+        Bytes that an idle link saves up and then sends at once.
+    on_network : callable, optional
+        Function that gets the measured cost of collectives and of local work in this network. If it is given, they
+        are measured before the runs.
+    label : str
+        Text before the lines that say what is measured next; no lines if empty.
 
     Returns
     -------
     list of dict
         One per compressor. Times are seconds per step, medians over the steps after :data:`WARM_UP`, averaged over
-        the ranks.
+        the ranks. Exchanges that are PyTorch's own, such as ``none`` and ``powersgd``, do not record their parts.
 
-        - ``compressor``, ``nproc``, ``rate`` (Mbit/s), ``ratio`` (NaN for ``none`` and ``powersgd``);
-        - ``seconds``: of the whole step.
-        - ``compute``: of the same step without an exchange. Measured before the runs, for all of them: the same
+        - ``compressor``, ``nproc``, ``rate`` (Mbit/s), ``ratio`` (NaN for PyTorch's exchanges);
+        - ``seconds``: the whole step.
+        - ``compute``: the same step without an exchange. It is measured once, before the runs: the same
           processes on the same cores, each training by itself, but waiting for the others in every step.
         - ``select``: choosing and packing what to send, as the hook measures it; 0 for ``none``, NaN for ``powersgd``.
-        - ``communicate``: of the exchange, as far as it does not overlap with backpropagation, and of waiting in it for
-          slower ranks. The hook measures it; for ``none`` and ``powersgd``, which PyTorch runs, it is ``seconds`` −
-          ``compute``.
-        - ``overlapped``: of the exchange during backpropagation, as the hook measures it; NaN for ``none`` and
-          ``powersgd``.
-        - ``bytes``: that left a rank's interface, headers, acknowledgements and forwarded messages included, as
+        - ``communicate``: the part of the exchange that does not overlap with backpropagation, with the waiting for
+          slower ranks in it. The hook measures it; for PyTorch's exchanges it is ``seconds`` − ``compute``.
+        - ``overlapped``: the part of the exchange during backpropagation, as the hook measures it; NaN for PyTorch's
+          exchanges.
+        - ``bytes``: bytes that left a rank's interface, headers, acknowledgements and forwarded messages included, as
           the kernel counts them.
         - ``quality``: k̂/k, the mean over steps; NaN where there is none.
         - ``loss``: training loss, mean of the last tenth of the steps.
@@ -101,7 +107,7 @@ def bench_network(
     Raises
     ------
     InputError
-        For settings that cannot work; see also :func:`capture.lab.cluster.shaped_network`.
+        If the settings cannot work; see also :func:`capture.lab.cluster.shaped_network`.
     RunFailedError
         If a rank fails.
     """
@@ -120,15 +126,43 @@ def bench_network(
 
 
 def check(config: RunConfig, compressors: Sequence[str]) -> None:
-    """Raise :class:`InputError` for runs that cannot work."""
+    """Check the settings of runs before anything is built.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the runs; the compressor is replaced.
+    compressors : sequence of str
+        Compressors of the runs.
+
+    Raises
+    ------
+    InputError
+        If a run cannot work, or is too short.
+    """
     for name in compressors:
         config.replace(compressor=name).check()
     if config.setting("steps") <= WARM_UP:
-        raise InputError(f"steps must be more than {WARM_UP}, which are not counted")
+        raise InputError(f"steps must be more than {WARM_UP}: the first {WARM_UP} are not counted")
 
 
 def train_without_exchange(config: RunConfig, cluster: Cluster) -> Computing:
-    """Train each rank by itself, waiting for the others in every step: what computing takes in a synchronous step."""
+    """Measure how long computing takes in a synchronous step.
+
+    Each rank trains by itself, but waits for the others in every step.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run; the compressor is replaced.
+    cluster : Cluster
+        Network that is up.
+
+    Returns
+    -------
+    Computing
+        Seconds per step, and elements of the gradient.
+    """
     steps = min(config.setting("steps"), _LONGEST_ALONE)
     alone = config.replace(
         compressor=NO_EXCHANGE, label="", steps=steps, options={}, evaluate=False
@@ -148,11 +182,21 @@ def measure_network(
 
     Parameters
     ----------
-    cluster : that is up.
-    numel : elements of the gradient.
-    ratio : k/d of the selections.
-    select : systems whose selection to time.
-    label : before the lines that say what is measured next; none if empty.
+    cluster : Cluster
+        Network that is up.
+    numel : int
+        Number of elements of the gradient.
+    ratio : float
+        Kept fraction k/d of the selections.
+    select : sequence of str
+        Compressors whose selection is timed.
+    label : str
+        Text before the lines that say what is measured next; no lines if empty.
+
+    Returns
+    -------
+    Network
+        Lines fitted to the measured times.
     """
     at_rate = int(_LONGEST_MESSAGE_S * cluster.rate / 8)
     found = launch(
@@ -177,20 +221,26 @@ def train(
 
     Parameters
     ----------
-    config : of the run, checked.
-    cluster : that is up.
-    compute : seconds of a step without an exchange.
+    config : RunConfig
+        Settings of the run, checked.
+    cluster : Cluster
+        Network that is up.
+    compute : float
+        Seconds of a step without an exchange.
 
     Returns
     -------
-    The record, see :func:`bench_network`, and the training loss by step, the mean over the ranks.
+    record : dict
+        Measurements, see :func:`bench_network`.
+    losses : list of float
+        Training loss at every step, the mean over the ranks.
     """
     results, sent = zip(*launch(cluster, _train, config.replace(evaluate=False)), strict=True)
-    unrecorded = config.compressor in _UNRECORDED
+    recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
     seconds = fmean(_median(result.seconds) for result in results)
 
     def measured(name: str) -> float:
-        if unrecorded:
+        if not recorded:
             return math.nan
         return fmean(_median([r[name] for r in result.records]) for result in results)
 
@@ -200,11 +250,11 @@ def train(
         "compressor": config.compressor,
         "nproc": config.nproc,
         "rate": cluster.rate / 1e6,
-        "ratio": math.nan if unrecorded else config.ratio,
+        "ratio": config.ratio if recorded else math.nan,
         "seconds": seconds,
         "compute": compute,
-        "select": 0.0 if config.compressor == "none" else measured("select_seconds"),
-        "communicate": seconds - compute if unrecorded else measured("communicate_seconds"),
+        "select": 0.0 if config.compressor == DENSE else measured("select_seconds"),
+        "communicate": measured("communicate_seconds") if recorded else seconds - compute,
         "overlapped": measured("overlapped_seconds"),
         "bytes": round(fmean(_median(counts) for counts in sent)),
         "quality": _quality([r for result in results for r in result.records]),
@@ -223,7 +273,7 @@ def _median(steps: Sequence[float]) -> float:
 
 
 def _train(config: RunConfig) -> tuple[RunResult, list[int]]:
-    """Train as one rank; return also the bytes sent in every step."""
+    """Train as one rank; also return the bytes sent in every step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from capture.workloads.training import worker

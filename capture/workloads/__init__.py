@@ -1,6 +1,6 @@
 """Reference training runs, one model per file, started through torchrun's own API.
 
-This module knows names and defaults only; torch loads when a run starts.
+Importing this package loads names and defaults only; torch loads when a run starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,25 @@ __all__ = [
 
 
 def run(config: RunConfig) -> RunResult:
-    """Run a workload in ``config.nproc`` processes; see :func:`capture.workloads.launch.launch`."""
+    """Run a workload in several processes on this machine.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run; they are checked before any process starts.
+
+    Returns
+    -------
+    RunResult
+        Result of rank 0.
+
+    Raises
+    ------
+    InputError
+        If the settings cannot work.
+    RunFailedError
+        If a rank fails; the other ranks are stopped.
+    """
     from capture.workloads.launch import launch
 
     return launch(config)

@@ -1,51 +1,101 @@
-"""What a compressor is measured by: ``torch.topk``, PyTorch's PowerSGD hook, and a step without an exchange."""
+"""Exchanges to compare compressors with: ``torch.topk``, PyTorch's hooks, and a step without an exchange."""
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations at run time.
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from gradstats.compressors import Selection, TopK
+from capture.tap import Hook
+from capture.workloads.config import DENSE, NO_EXCHANGE, RunConfig
+from gradstats.compressors import TopK
+from gradstats.primitives import Selection
 
-__all__ = ["TorchTopK", "powersgd_state", "waiting_hook"]
+__all__ = ["EXCHANGES", "Exchange", "TorchTopK", "waiting_hook"]
 
 _FIRST_COMPRESSED = 2
-"""Step. PyTorch's state starts at 1,000 unless told, and refuses to start below 2 where it keeps a memory."""
+"""First step that PowerSGD compresses. PyTorch's default is 1,000, and it refuses less than 2 with a memory."""
+_ONE_BUCKET_MB = 100_000.0
+"""Bucket size that holds any model: with several, PowerSGD's callbacks block each other in gloo's threads."""
+
+
+class Exchange(NamedTuple):
+    """How a run averages its gradients.
+
+    Attributes
+    ----------
+    state : object
+        State of the hook.
+    hook : callable
+        DDP communication hook.
+    bucket_mb : float or None
+        Size of DDP's buckets in MB; PyTorch's default if None.
+    """
+
+    state: Any
+    hook: Hook
+    bucket_mb: float | None = None
 
 
 class TorchTopK(TopK):
-    """The k largest magnitudes by ``torch.topk``."""
+    """The k largest magnitudes, by ``torch.topk``."""
 
-    def compress(self, gradient: torch.Tensor) -> Selection:
-        """Sort out the k largest."""
+    def select(self, gradient: torch.Tensor) -> Selection:
+        """Select the k largest magnitudes.
+
+        Parameters
+        ----------
+        gradient : float tensor, shape (d,)
+            Gradient plus memory.
+
+        Returns
+        -------
+        Selection
+            The k elements, in ascending order of positions.
+        """
         largest = torch.topk(gradient.abs(), self.target(gradient.numel()), sorted=False)
         indices = largest.indices.sort().values
-        return Selection(indices, gradient[indices], float("nan"))
-
-
-def powersgd_state(error_feedback: bool, **options: Any) -> PowerSGDState:
-    """Return the state of PyTorch's ``powerSGD_hook``; its model must have a single bucket, or gloo deadlocks.
-
-    Parameters
-    ----------
-    error_feedback : whether it keeps what it does not send.
-    options : of the state, such as ``matrix_approximation_rank`` (1).
-    """
-    options = {"start_powerSGD_iter": _FIRST_COMPRESSED} | options
-    return PowerSGDState(None, use_error_feedback=error_feedback, **options)
+        return Selection(indices, gradient[indices])
 
 
 def waiting_hook(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange nothing, but wait for the other ranks once a step; a DDP communication hook.
 
     A synchronous step is as slow as its slowest rank: this is the bound that computing sets to any compressor.
+
+    Parameters
+    ----------
+    _ : None
+        State; there is none.
+    bucket : GradBucket
+        Gradients of this rank.
+
+    Returns
+    -------
+    Future
+        The bucket as it is.
     """
     if bucket.is_last():
         dist.barrier()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def _powersgd(config: RunConfig) -> Exchange:
+    options = {"start_powerSGD_iter": _FIRST_COMPRESSED} | dict(config.options)
+    state = PowerSGDState(None, use_error_feedback=config.error_feedback, **options)
+    return Exchange(state, powerSGD_hook, _ONE_BUCKET_MB)
+
+
+EXCHANGES: dict[str, Callable[[RunConfig], Exchange]] = {
+    DENSE: lambda config: Exchange(None, allreduce_hook),
+    NO_EXCHANGE: lambda config: Exchange(None, waiting_hook),
+    "powersgd": _powersgd,
+}
+"""Exchanges that are hooks of their own, by name. They keep no record of what a step takes."""

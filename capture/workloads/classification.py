@@ -1,4 +1,4 @@
-"""Training a network to classify images, whichever network it is."""
+"""The task of classifying images, for any network."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ from gradstats.errors import InputError
 __all__ = ["classification"]
 
 _EVALUATED = 500
-"""Unseen images at once."""
+"""Number of unseen images that are classified at once."""
 
 
 def classification(config: RunConfig, rank: int, model: nn.Module, images: ImageSet) -> Task:
-    """Return the task of one rank: its share of the images, and the schedule of He et al.
+    """Return the task of one rank: its share of the images, and the learning rates of He et al. (2016).
 
     Parameters
     ----------
-    config : of the run.
-    rank : of this process.
-    model : images (n, 3, h, w) to logits.
-    images : of all ranks.
+    config : RunConfig
+        Settings of the run.
+    rank : int
+        Rank of this process.
+    model : torch.nn.Module
+        Network from images, shape (n, 3, h, w), to logits.
+    images : ImageSet
+        Images of all ranks.
+
+    Returns
+    -------
+    Task
+        Model and data of this rank.
 
     Raises
     ------
@@ -34,12 +43,14 @@ def classification(config: RunConfig, rank: int, model: nn.Module, images: Image
     """
     wanted = config.setting("batch_size") * config.nproc
     if wanted > len(images):
-        raise InputError(f"a batch of {wanted} over all processes exceeds the {len(images)} images")
+        raise InputError(
+            f"a batch of {wanted} over all processes exceeds the {len(images)} images; lower --batch-size"
+        )
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     steps, rate = config.setting("steps"), config.initial_learning_rate
 
     def learning_rate(step: int) -> float:
-        """Divide by 10 at one half and at three quarters of the run, as He et al. do."""
+        # Divided by 10 at one half and at three quarters of the run, as He et al. do.
         return rate * 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4))
 
     def loss(network: nn.Module, step: int) -> Tensor:
@@ -51,10 +62,9 @@ def classification(config: RunConfig, rank: int, model: nn.Module, images: Image
         )
 
     def accuracy(network: nn.Module) -> float:
-        """Count what the network gets right of the unseen images, with its running statistics."""
         assert images.test is not None
         inputs, targets = images.test
-        network.eval()
+        network.eval()  # batch normalisation uses its running statistics
         right = 0
         with torch.no_grad():
             for start in range(0, len(targets), _EVALUATED):

@@ -1,4 +1,4 @@
-"""What a reference run is made of: workload defaults, a run's settings, and what it returns."""
+"""Reference runs as data: the workloads and their defaults, the settings of a run, and its result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from capture.schedule import Schedule, at, every
 from gradstats.errors import InputError
 
 __all__ = [
     "BASELINES",
+    "CIFAR10_FILES",
+    "DENSE",
     "NO_EXCHANGE",
     "WORKLOADS",
     "RunConfig",
@@ -19,15 +22,41 @@ __all__ = [
     "workload_info",
 ]
 
-BASELINES = ("torch-topk", "powersgd")
-"""Rivals that a run takes beside this project's compressors: :mod:`capture.workloads.baselines`."""
+DENSE = "none"
+"""Name of a run without compression: PyTorch's own all-reduce."""
 NO_EXCHANGE = "no-exchange"
 """Name of a run that exchanges nothing: its ranks train by themselves, but wait for each other in every step."""
+BASELINES = ("torch-topk", "powersgd")
+"""Names that a run takes beside this project's compressors, for comparison; :mod:`capture.workloads.baselines`."""
+CIFAR10_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+"""Training batches of CIFAR-10's binary version."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadInfo:
-    """A workload's description and defaults."""
+    """A workload's description and defaults.
+
+    Attributes
+    ----------
+    name : str
+        Name on the command line, model and data joined by a dash.
+    description : str
+        One line for the terminal.
+    module : str
+        Module whose ``make_task`` builds model and data.
+    learning_rate : float
+        Learning rate at the start.
+    batch_size : int
+        Samples per process and step.
+    steps : int
+        Steps to train.
+    files : tuple of str
+        Files of which the data folder must hold at least one; empty if the data is embedded.
+    hidden : int
+        Width of the LSTM; 0 for other models.
+    vocab : int
+        Number of words the LSTM knows; 0 for other models.
+    """
 
     name: str
     description: str
@@ -36,12 +65,9 @@ class WorkloadInfo:
     batch_size: int
     steps: int
     files: tuple[str, ...] = ()
-    """Names of which at least one must be in the data folder; empty if the data is embedded."""
     hidden: int = 0
     vocab: int = 0
 
-
-_CIFAR10 = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 
 WORKLOADS: dict[str, WorkloadInfo] = {
     info.name: info
@@ -61,7 +87,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             learning_rate=0.1,
             batch_size=64,
             steps=3000,
-            files=_CIFAR10,
+            files=CIFAR10_FILES,
         ),
         WorkloadInfo(
             "vgg16-cifar10",
@@ -70,7 +96,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             learning_rate=0.01,
             batch_size=32,
             steps=1000,
-            files=_CIFAR10,
+            files=CIFAR10_FILES,
         ),
         WorkloadInfo(
             "lstm-pydoc",
@@ -98,7 +124,23 @@ WORKLOADS: dict[str, WorkloadInfo] = {
 
 
 def workload_info(name: str) -> WorkloadInfo:
-    """Return the workload called `name`; raise :class:`InputError` listing them if there is none."""
+    """Return the workload of a name.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`WORKLOADS`.
+
+    Returns
+    -------
+    WorkloadInfo
+        Description and defaults.
+
+    Raises
+    ------
+    InputError
+        If there is no such workload; the message lists all.
+    """
     try:
         return WORKLOADS[name]
     except KeyError:
@@ -107,35 +149,87 @@ def workload_info(name: str) -> WorkloadInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Settings of one run. Everything that decides its numbers is here, and is stored in its trace."""
+    """Settings of one run. Everything that decides its numbers is here, and is stored in its trace.
+
+    Attributes
+    ----------
+    workload : str
+        One of :data:`WORKLOADS`. It gives the defaults of the next five settings, which are None until set.
+    steps : int or None
+        Steps to train.
+    batch_size : int or None
+        Samples per process and step.
+    learning_rate : float or None
+        Learning rate at the start.
+    hidden : int or None
+        Width of the LSTM.
+    vocab : int or None
+        Number of words the LSTM knows.
+    nproc : int
+        Number of processes (ranks).
+    compressor : str
+        A name of :data:`gradstats.compressors.COMPRESSORS`, :data:`BASELINES`, or :data:`NO_EXCHANGE`.
+    ratio : float
+        Kept fraction k/d.
+    options : mapping
+        Further options of the compressor.
+    error_feedback : bool
+        Whether what is not sent is added to the next gradient, where the compressor is made for that.
+    seed : int
+        Seed of weights, batches and sampling.
+    data_dir : Path or None
+        Folder of the data set; None if the data is embedded.
+    out : Path or None
+        Trace to create; None for no capture.
+    every : int
+        Number of steps from one captured step to the next.
+    at : tuple of int
+        Steps to capture instead, if there are any.
+    ranks : tuple of int or None
+        Ranks to capture; all if None.
+    store : {"gradients", "sketches"}
+        What of the gradients is stored.
+    dtype : {"float32", "bfloat16"}
+        Type of the stored gradients.
+    compress : bool
+        Whether to compress the trace.
+    overwrite : bool
+        Whether to replace an existing trace.
+    diagnose_every : int
+        Every so many steps the update is compared with the dense mean, which costs a dense all-reduce; 0 for never.
+    bucket_mb : float or None
+        Size of DDP's buckets in MB. If None, small ones for compressors that stream, and PyTorch's default for others.
+    evaluate : bool
+        Whether the final model is tried on unseen data, where there is any.
+    label : str
+        Text before the progress bar; no bar if empty.
+    """
 
     workload: str
     nproc: int = 2
-    steps: int | None = None  # the workload's default if None, like the next four
-    batch_size: int | None = None  # per process
+    steps: int | None = None
+    batch_size: int | None = None
     learning_rate: float | None = None
     hidden: int | None = None
     vocab: int | None = None
     compressor: str = "topk"
     ratio: float = 0.001
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the compressor
+    options: Mapping[str, Any] = field(default_factory=dict)
     error_feedback: bool = True
     seed: int = 0
     data_dir: Path | None = None
-    out: Path | None = None  # no capture if None
+    out: Path | None = None
     every: int = 1
-    at: tuple[int, ...] = ()  # these steps instead of every N
+    at: tuple[int, ...] = ()
     ranks: tuple[int, ...] | None = None
     store: Literal["gradients", "sketches"] = "gradients"
     dtype: Literal["float32", "bfloat16"] = "float32"
     compress: bool = False
     overwrite: bool = False
-    diagnose_every: int = 0  # steps; each costs a dense all-reduce
-    bucket_mb: float | None = (
-        None  # DDP's; small for layer-wise systems, PyTorch's for others if None
-    )
-    evaluate: bool = True  # the final model on unseen data, where there is any
-    label: str = ""  # before the progress bar; no bar if empty
+    diagnose_every: int = 0
+    bucket_mb: float | None = None
+    evaluate: bool = True
+    label: str = ""
 
     @property
     def info(self) -> WorkloadInfo:
@@ -143,7 +237,18 @@ class RunConfig:
         return workload_info(self.workload)
 
     def setting(self, name: Literal["steps", "batch_size", "hidden", "vocab"]) -> int:
-        """Return a setting, or the workload's default for it."""
+        """Return a setting, or the workload's default where it is not set.
+
+        Parameters
+        ----------
+        name : {"steps", "batch_size", "hidden", "vocab"}
+            Name of the setting.
+
+        Returns
+        -------
+        int
+            Value that the run uses.
+        """
         value = getattr(self, name)
         return int(getattr(self.info, name) if value is None else value)
 
@@ -152,14 +257,25 @@ class RunConfig:
         """The learning rate the run starts with."""
         return self.info.learning_rate if self.learning_rate is None else self.learning_rate
 
+    @property
+    def schedule(self) -> Schedule:
+        """The steps to capture."""
+        return at(self.at) if self.at else every(self.every)
+
     def check(self) -> None:
-        """Raise :class:`InputError` for anything a worker would trip over."""
+        """Check the settings here, where an error is one line, and not in every worker.
+
+        Raises
+        ------
+        InputError
+            If a setting has a wrong value, or the data folder lacks the files.
+        """
         from gradstats.compressors import COMPRESSORS, make_compressor
-        from gradstats.primitives.ratio import target_count
+        from gradstats.primitives.ratio import check_ratio
 
         info = self.info
         if self.compressor in (*BASELINES, NO_EXCHANGE):
-            target_count(self.ratio, 1)  # raises on a bad ratio
+            check_ratio(self.ratio)
         elif self.compressor not in COMPRESSORS:
             known = ", ".join((*COMPRESSORS, *BASELINES))
             raise InputError(f"no compressor {self.compressor!r}; there are {known}")
@@ -172,26 +288,34 @@ class RunConfig:
                 raise InputError(f"{name} must be at least 1, not {self.setting(name)}")
         if info.hidden and min(self.setting("hidden"), self.setting("vocab")) < 2:
             raise InputError("hidden and vocab must be at least 2")
+        if self.out is not None:
+            _ = self.schedule  # raises for a negative step, or `every` below 1
         if info.files:
             if self.data_dir is None:
                 raise InputError(
-                    f"{self.workload} reads {info.files[0]}, …: name its folder with --data-dir"
+                    f"{self.workload} reads {info.files[0]}, …: name their folder with --data-dir"
                 )
             if not any((self.data_dir / name).is_file() for name in info.files):
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
 
     def metadata(self) -> dict[str, Any]:
-        """Return the settings as JSON values, for the trace."""
-        info = self.info
+        """Return the settings as JSON values, for the trace.
+
+        Returns
+        -------
+        dict
+            Settings that describe the run to a reader of its trace.
+        """
+        info, dense = self.info, self.compressor == DENSE
         return {
             "workload": self.workload,
             "model": info.name.split("-")[0],
             "data": info.name.split("-")[1],
             "optimizer": {"name": "SGD", "learning_rate": self.initial_learning_rate},
             "compressor": self.compressor,
-            "ratio": self.ratio if self.compressor != "none" else 1.0,
+            "ratio": 1.0 if dense else self.ratio,
             **({"options": dict(self.options)} if self.options else {}),
-            "error_feedback": self.error_feedback and self.compressor != "none",
+            "error_feedback": self.error_feedback and not dense,
             "seed": self.seed,
             "steps": self.setting("steps"),
             "batch_size": self.setting("batch_size"),
@@ -199,24 +323,44 @@ class RunConfig:
         }
 
     def replace(self, **changes: Any) -> RunConfig:
-        """Return a copy with some settings changed."""
+        """Return a copy with some settings changed.
+
+        Parameters
+        ----------
+        **changes : object
+            New values by name.
+
+        Returns
+        -------
+        RunConfig
+            The copy; it has not been checked.
+        """
         return RunConfig(**{**asdict(self), **changes})
 
 
 @dataclass(slots=True)
 class RunResult:
-    """What rank 0 saw.
+    """Result of a run, as rank 0 saw it.
 
     Attributes
     ----------
-    losses : its training loss at every step.
-    seconds : wall-clock seconds of every step, gradient exchange included.
-    numel : trainable parameters of the model.
-    records : of the hook's state at every step (:class:`gradstats.hooks.StepRecord`'s fields); empty if dense.
-    accuracy : share of the unseen samples that the final model gets right; NaN where there are none.
-    perplexity : of the final model on unseen text; likewise.
-    timeline : of a layer-wise system's last step (:class:`gradstats.compressors.layerwise.Activity`'s fields).
-    checksum : sum of the final parameters in float64, to compare runs bit by bit.
+    losses : list of float
+        Training loss of the rank at every step.
+    seconds : list of float
+        Wall-clock seconds of every step, gradient exchange included.
+    records : list of dict
+        Fields of :class:`gradstats.hooks.StepRecord` at every step; empty if the hook keeps no records,
+        as PyTorch's hooks do.
+    accuracy : float
+        Share of the unseen samples that the final model gets right; NaN where there are none.
+    perplexity : float
+        Perplexity of the final model on unseen text; NaN where there is none.
+    timeline : list of dict
+        Fields of :class:`gradstats.compressors.layerwise.Activity`, for the last step of a layer-wise compressor.
+    numel : int
+        Number of trainable parameters of the model.
+    checksum : float
+        Sum of the final parameters in float64, to compare runs bit by bit.
     """
 
     losses: list[float] = field(default_factory=list)

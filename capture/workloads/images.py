@@ -8,11 +8,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gradstats.errors import InputError
+from capture.workloads.config import CIFAR10_FILES
+from gradstats.errors import GradstatsError, InputError
 
 __all__ = ["ImageSet", "load_cifar10", "load_digits"]
 
 _CIFAR_RECORD = 1 + 3 * 32 * 32
+"""Bytes of a record: a label and the pixels."""
 
 
 class ImageSet:
@@ -20,11 +22,16 @@ class ImageSet:
 
     Parameters
     ----------
-    images : float32 (n, 3, h, w), normalised.
-    labels : int64 (n,).
-    shift : pixels an image is moved by at most, at random, in each direction.
-    flip : mirror half of the images.
-    test : images (m, 3, h, w) and labels (m,) never trained on; None if there are none.
+    images : float32 tensor, shape (n, 3, h, w)
+        Normalised images.
+    labels : int64 tensor, shape (n,)
+        Class of each image.
+    shift : int
+        Largest number of pixels that an image is moved by, at random, in each direction.
+    flip : bool
+        Whether to mirror half of the images, at random.
+    test : tuple of tensors, shapes (m, 3, h, w) and (m,), optional
+        Images and labels that are never trained on.
     """
 
     def __init__(
@@ -50,10 +57,30 @@ class ImageSet:
     def batch(
         self, step: int, size: int, rank: int, world_size: int, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one rank's batch of a step: images (size, 3, h, w) and labels (size,).
+        """Return the batch of one rank in one step.
 
         It depends on the arguments alone. Each epoch is a new permutation shared by all ranks; the images that
         do not fill a last batch are left out of that epoch.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step, from 0.
+        size : int
+            Images per rank.
+        rank : int
+            Rank that gets the batch.
+        world_size : int
+            Number of ranks.
+        seed : int
+            Seed of the permutations, shifts and mirror images.
+
+        Returns
+        -------
+        images : float32 tensor, shape (size, 3, h, w)
+            Shifted and mirrored images.
+        labels : int64 tensor, shape (size,)
+            Their classes.
         """
         per_epoch = len(self) // (size * world_size)
         epoch, position = divmod(step, per_epoch)
@@ -88,8 +115,18 @@ def load_digits() -> ImageSet:
 
     The three channels are the image and its differences along rows and columns: three equal ones would give the
     first layer equal gradients three times over, and top-k ties that no colour image has.
+
+    Returns
+    -------
+    ImageSet
+        The images, without a test set.
     """
-    from sklearn.datasets import load_digits as sklearn_digits
+    try:
+        from sklearn.datasets import load_digits as sklearn_digits
+    except ImportError:
+        raise GradstatsError(
+            "the digits need scikit-learn: pip install 'gradstats[workloads]'"
+        ) from None
 
     digits = sklearn_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16
@@ -102,16 +139,26 @@ def load_digits() -> ImageSet:
 
 
 def load_cifar10(folder: Path) -> ImageSet:
-    """Load CIFAR-10's binary version: whichever of the five training batches are there, and the test batch.
+    """Load CIFAR-10's binary version: those of the five training batches that are there, and the test batch.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, all but one optional.
+
+    Returns
+    -------
+    ImageSet
+        The images, normalised by the mean and deviation of the training images.
 
     Raises
     ------
     InputError
         If there is no training batch, a file is not whole records, or a label is not 0–9.
     """
-    files = [f for i in range(1, 6) if (f := folder / f"data_batch_{i}.bin").is_file()]
+    files = [folder / name for name in CIFAR10_FILES if (folder / name).is_file()]
     if not files:
-        raise InputError(f"{folder} holds no data_batch_*.bin")
+        raise InputError(f"{folder} holds none of {', '.join(CIFAR10_FILES)}")
     parts = [_read_records(file) for file in files]
     images, labels = torch.cat([i for i, _ in parts]), torch.cat([n for _, n in parts])
     mean = images.mean(dim=(0, 2, 3), keepdim=True)
@@ -124,10 +171,12 @@ def load_cifar10(folder: Path) -> ImageSet:
 
 
 def _read_records(file: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images, 0 to 1, and labels of one file."""
+    """Return the images of one file, with values from 0 to 1, and their labels."""
     raw = np.fromfile(file, np.uint8)
     if raw.size == 0 or raw.size % _CIFAR_RECORD:
-        raise InputError(f"{file} is not whole records of {_CIFAR_RECORD} bytes: {raw.size} bytes")
+        raise InputError(
+            f"{file} is not whole records of {_CIFAR_RECORD} bytes but {raw.size} bytes; copy it again"
+        )
     records = torch.from_numpy(raw.reshape(-1, _CIFAR_RECORD))
     if records[:, 0].max() > 9:
         raise InputError(f"{file} has the label {records[:, 0].max()}; CIFAR-10's are 0 to 9")

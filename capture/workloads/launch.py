@@ -1,4 +1,4 @@
-"""Starting functions and runs in several processes on this machine, through torchrun's own API."""
+"""Start functions and runs in several processes on this machine, through torchrun's own API."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ T = TypeVar("T")
 
 
 class RunFailedError(GradstatsError):
-    """A worker process failed; says which rank and why."""
+    """A worker process failed. The message says which rank and why."""
 
 
 def launch(config: RunConfig) -> RunResult:
-    """Run a workload in several processes, gloo over the loopback interface.
+    """Run a workload in several processes that talk through gloo, over the loopback interface.
 
     Parameters
     ----------
-    config : the run; checked before any process starts.
+    config : RunConfig
+        Settings of the run; they are checked before any process starts.
 
     Returns
     -------
     RunResult
-        Of rank 0.
+        Result of rank 0.
 
     Raises
     ------
     InputError
-        For settings that cannot work.
+        If the settings cannot work.
     RunFailedError
         If a rank fails; the other ranks are stopped.
     """
@@ -62,14 +63,17 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
 
     Parameters
     ----------
-    nproc : processes.
-    function : of a module, to be found by the processes; their environment is torchrun's.
-    args : of the function, picklable.
+    nproc : int
+        Number of processes (ranks).
+    function : callable
+        Function at the top of a module, where the processes find it. They have torchrun's environment variables.
+    *args : object
+        Arguments of the function; they must be picklable.
 
     Returns
     -------
     list
-        What each rank returned.
+        Return value of each rank.
 
     Raises
     ------
@@ -80,11 +84,12 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # One line of ours says what failed; the agent's tables of tracebacks would bury it.
+    # RunFailedError says what failed in one line; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).disabled = True
-    # One process imports torch, and the ranks are forked from it; they must then see for themselves when this one ends.
+    # One process imports torch, and the ranks are forked from it. They are then not children of this process, and must
+    # watch it themselves to end with it.
     forked = hasattr(os, "pidfd_open")
     multiprocessing.set_forkserver_preload(["capture.workloads.training"])
     with tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
@@ -116,21 +121,21 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
 def _rank(parent: int | None, function: Callable[..., T], args: tuple[Any, ...]) -> T:
     if parent is not None:
         threading.Thread(target=_end_with, args=[os.pidfd_open(parent)], daemon=True).start()
-    # Ctrl-C reaches every process of the terminal: the agent says so once, this one just ends.
+    # Ctrl-C reaches every process of the terminal: the agent reports it once, this process just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     return function(*args)
 
 
 def _end_with(process: int) -> None:
-    """End this process when that of a pidfd ends, however it does."""
+    """End this process when the process of a pidfd ends, however it ends."""
     select.select([process], [], [])
     os._exit(1)
 
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Take back the signal handlers that torchrun's agent leaves in this process."""
+    """Restore the signal handlers of this process, which torchrun's agent replaces by its own."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = [signal.getsignal(each) for each in signals]
     try:

@@ -1,4 +1,7 @@
-"""A 2-layer word LSTM: 66,034,000 parameters at hidden size 1,500 and a vocabulary of 10,000 (SIDCo, table 1)."""
+"""A 2-layer word LSTM: 66,034,000 parameters at hidden size 1,500 and a vocabulary of 10,000.
+
+Source: Abdelmoniem et al. 2021 (SIDCo), table 1.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,21 @@ from gradstats.errors import InputError
 __all__ = ["WordLSTM", "make_task"]
 
 _WINDOW = 35
-"""Steps of truncated backpropagation through time."""
+"""Words that backpropagation through time goes back."""
 _UNSEEN_COLUMNS, _UNSEEN_WINDOWS = 20, 30
-"""The validation text is read in 20 columns, and the first 30 windows of each are predicted: 21,000 words."""
+"""The validation text is read in 20 columns, of which the first 30 windows are predicted: 21,000 words."""
 
 
 class WordLSTM(nn.Module):
-    """Embedding, two LSTM layers and a decoder of the same width, untied, no dropout."""
+    """Embedding, two LSTM layers and a decoder of the same width; untied weights, no dropout.
+
+    Parameters
+    ----------
+    vocab : int
+        Number of words.
+    hidden : int
+        Width of the embedding and of both layers.
+    """
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -34,20 +45,35 @@ class WordLSTM(nn.Module):
     def forward(
         self, words: Tensor, state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Map word numbers (time, batch) and a state to logits (time, batch, vocab) and the next state."""
+        """Predict every next word.
+
+        Parameters
+        ----------
+        words : int64 tensor, shape (time, batch)
+            Word numbers.
+        state : tuple of tensors or None
+            State that the window before left; zeros if None.
+
+        Returns
+        -------
+        logits : tensor, shape (time, batch, vocab)
+            Scores of the next word.
+        state : tuple of tensors
+            State for the next window.
+        """
         outputs, state = self.lstm(self.embedding(words), state)
         return self.decoder(outputs), state
 
 
 class _Reader:
-    """Reads a rank's columns of the corpus window by window, carrying the LSTM's state along."""
+    """Reader of one rank's columns of the corpus, window by window, which carries the LSTM's state along."""
 
     def __init__(self, ids: Tensor, columns: int, first: int, total: int) -> None:
         length = len(ids) // total
         self.windows = (length - 1) // _WINDOW
         if self.windows < 1:
             raise InputError(
-                f"a text of {len(ids)} words is too short for {total} columns of {_WINDOW} words"
+                f"a text of {len(ids)} words is too short for {total} columns of {_WINDOW} words; lower --batch-size"
             )
         self._columns = ids[: length * total].view(total, length)[first : first + columns].t()
         self._state: tuple[Tensor, Tensor] | None = None
@@ -64,7 +90,20 @@ class _Reader:
 
 
 def make_task(config: RunConfig, rank: int) -> Task:
-    """Build the model and this rank's columns of the text."""
+    """Build the model and this rank's share of the data.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run, checked.
+    rank : int
+        Rank of this process.
+
+    Returns
+    -------
+    Task
+        Model and data of this rank.
+    """
     if config.workload == "lstm-ptb":
         assert config.data_dir is not None
         words = load_ptb(config.data_dir)

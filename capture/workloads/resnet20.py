@@ -16,7 +16,7 @@ __all__ = ["ResNet20", "make_task"]
 
 
 class _Block(nn.Module):
-    """Two 3×3 convolutions and a parameter-free shortcut (option A: subsample, pad channels with zeros)."""
+    """Two 3×3 convolutions and a shortcut without parameters (option A: subsample, pad channels with zeros)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -38,7 +38,13 @@ class _Block(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """Three stages of three blocks, widths 16, 32, 64; input (n, 3, h, w), output (n, classes)."""
+    """Three stages of three blocks, of widths 16, 32 and 64.
+
+    Parameters
+    ----------
+    classes : int
+        Number of outputs.
+    """
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -54,13 +60,37 @@ class ResNet20(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
+        """Return the logits.
+
+        Parameters
+        ----------
+        x : float32 tensor, shape (n, 3, h, w)
+            Images.
+
+        Returns
+        -------
+        tensor, shape (n, classes)
+            Logits.
+        """
         x = F.relu(self.bn1(self.conv1(x)))
         return self.fc(self.blocks(x).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
 def make_task(config: RunConfig, rank: int) -> Task:
-    """Build the model and this rank's share of the images."""
+    """Build the model and this rank's share of the data.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run, checked.
+    rank : int
+        Rank of this process.
+
+    Returns
+    -------
+    Task
+        Model and data of this rank.
+    """
     if config.workload == "resnet20-cifar10":
         assert config.data_dir is not None
         images = load_cifar10(config.data_dir)

@@ -1,4 +1,4 @@
-"""What a workload gives the training loop."""
+"""The interface between a workload and the training loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ class Task:
 
     Attributes
     ----------
-    model : initialised alike on all ranks.
-    loss : computes the training loss of the rank's batch number `step`, through the (DDP-wrapped) model given.
-    learning_rate : the rate at a step, given the initial rate and the length of the run.
-    accuracy : share of unseen samples the model gets right; None if there are none.
-    perplexity : of unseen text; likewise.
-    clip : largest norm of the averaged gradient; None for no clipping.
+    model : torch.nn.Module
+        Model, initialised alike on all ranks.
+    loss : callable
+        Function of the DDP-wrapped model and a step, which returns the training loss of this rank's batch.
+    learning_rate : callable
+        Function of a step, which returns its learning rate.
+    clip : float or None
+        Largest norm of the averaged gradient; None for no clipping.
+    accuracy : callable or None
+        Function of the model, which returns the share of unseen samples it gets right; None if there are none.
+    perplexity : callable or None
+        Function of the model, which returns its perplexity on unseen text; None if there is none.
     """
 
     model: torch.nn.Module

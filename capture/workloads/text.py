@@ -1,4 +1,4 @@
-"""Word corpora in their original formats."""
+"""Word corpora, read from their original formats, and word numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _UNKNOWN, _END = "<unk>", "<eos>"
 
 
 def load_pydoc() -> list[str]:
-    """Return the words and signs of CPython's help topics, lower case, with an end-of-sentence per line."""
+    """Return the words and signs of CPython's help topics, in lower case.
+
+    Returns
+    -------
+    list of str
+        The words; every line ends with a sign for the end of a sentence.
+    """
     from pydoc_data.topics import topics
 
     words: list[str] = []
@@ -29,7 +35,25 @@ def load_pydoc() -> list[str]:
 
 
 def load_ptb(folder: Path, part: Literal["train", "valid", "test"] = "train") -> list[str]:
-    """Return words of the Penn Treebank language-modelling files, one sentence a line."""
+    """Return the words of one of the Penn Treebank's language-modelling files, which hold a sentence per line.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of ``ptb.train.txt``, ``ptb.valid.txt`` and ``ptb.test.txt``.
+    part : {"train", "valid", "test"}
+        File to read.
+
+    Returns
+    -------
+    list of str
+        The words; every line ends with a sign for the end of a sentence.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read or is empty.
+    """
     file = folder / f"ptb.{part}.txt"
     try:
         text = file.read_text(encoding="utf-8")
@@ -42,13 +66,21 @@ def load_ptb(folder: Path, part: Literal["train", "valid", "test"] = "train") ->
 
 
 def words_to_ids(words: list[str], vocab: int, corpus: list[str] | None = None) -> torch.Tensor:
-    """Return numbers by frequency (ties by spelling); all beyond the `vocab` - 1 most frequent share one number.
+    """Assign numbers to words by frequency, and by spelling where that is equal.
 
     Parameters
     ----------
-    words : to number.
-    vocab : numbers there are.
-    corpus : where frequencies are counted; `words` if None.
+    words : list of str
+        Words to number.
+    vocab : int
+        Size of the vocabulary. All words but the `vocab` - 1 most frequent share the number 0.
+    corpus : list of str, optional
+        Words whose frequencies are counted; `words` if None.
+
+    Returns
+    -------
+    int64 tensor, shape (words,)
+        Numbers below `vocab`.
     """
     counts = Counter(words if corpus is None else corpus)
     counts.pop(_UNKNOWN, None)

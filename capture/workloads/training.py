@@ -1,4 +1,4 @@
-"""The training loop of the reference runs, as one rank runs it."""
+"""Training loop of the reference runs, on one rank."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ import importlib
 import os
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from capture.schedule import at, every
 from capture.tap import Capture
-from capture.workloads.baselines import TorchTopK, powersgd_state, waiting_hook
-from capture.workloads.config import NO_EXCHANGE, RunConfig, RunResult
-from gradstats.compressors import Compressor, Layerwise, SparseCompressor, make_compressor
+from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
+from capture.workloads.config import RunConfig, RunResult
+from gradstats.compressors import Layerwise, SparseCompressor, make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
-    from capture.tap import Hook
     from capture.workloads.task import Task
 
 __all__ = ["thread_count", "worker"]
 
-_LAYERWISE_BUCKET_MB = 0.1
-"""PyTorch's buckets of 25 MB would hold the whole of a small model, and leave nothing to overlap."""
-_ONE_BUCKET_MB = 100_000.0
-"""Of any model: several, and PowerSGD's callbacks wait for each other in gloo's threads for ever."""
+_STREAMED_BUCKET_MB = 0.1
+"""Bucket size for compressors that stream: PyTorch's 25 MB would hold all of a small model, with nothing to overlap."""
 
 
 def worker(config: RunConfig) -> RunResult:
-    """Train one rank; the environment is torchrun's."""
+    """Train as one rank; torchrun's environment variables say which.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run, checked.
+
+    Returns
+    -------
+    RunResult
+        Losses, times and records of this rank.
+    """
     torch.set_num_threads(thread_count(config.nproc))
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
@@ -46,17 +51,27 @@ def worker(config: RunConfig) -> RunResult:
 
 
 def thread_count(nproc: int) -> int:
-    """Return how many threads each of some processes on this machine gets."""
+    """Return how many threads each process gets, where several share this machine.
+
+    Parameters
+    ----------
+    nproc : int
+        Number of processes.
+
+    Returns
+    -------
+    int
+        Number of threads, at least 1.
+    """
     return max(1, (os.cpu_count() or 1) // nproc)
 
 
 def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
-    state, hook, bucket_mb = _exchange(config, task.model)
+    state, hook, bucket_mb = _make_exchange(config, task.model)
     ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
     compression = state if isinstance(state, CompressionState) else None
-    compressor = compression.compressor if compression else None
     capture = _make_capture(config, ddp)
     if capture is not None:
         state, hook = capture.wrap(state, hook)
@@ -89,37 +104,29 @@ def _train(config: RunConfig) -> RunResult:
         result.accuracy = task.accuracy(task.model)
     if task.perplexity is not None and config.evaluate and rank == 0:
         result.perplexity = task.perplexity(task.model)
-    if isinstance(compressor, Layerwise):
-        result.timeline = [asdict(activity) for activity in compressor.timeline]
+    if compression is not None and isinstance(compression.compressor, Layerwise):
+        result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
     return result
 
 
-def _exchange(config: RunConfig, model: torch.nn.Module) -> tuple[Any, Hook, float | None]:
-    """Return the state and the hook that average gradients, and the size of DDP's buckets in MB, None for its own."""
-    if config.compressor == "powersgd":
-        return (
-            powersgd_state(config.error_feedback, **config.options),
-            powerSGD_hook,
-            _ONE_BUCKET_MB,
-        )
-    if config.compressor == NO_EXCHANGE:
-        return None, waiting_hook, None
-    compressor: Compressor | None
-    if config.compressor == "torch-topk":
-        compressor = SparseCompressor(TorchTopK(config.ratio))
-    else:
-        compressor = make_compressor(config.compressor, config.ratio, **config.options)
-    if compressor is None:
-        return None, allreduce_hook, None
+def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
+    if config.compressor in EXCHANGES:
+        return EXCHANGES[config.compressor](config)
+    compressor = (
+        SparseCompressor(TorchTopK(config.ratio))
+        if config.compressor == "torch-topk"
+        else make_compressor(config.compressor, config.ratio, **config.options)
+    )
+    assert compressor is not None
     state = CompressionState(
         compressor,
         error_feedback=config.error_feedback and compressor.feedback,
         named_parameters=model.named_parameters(),
         diagnose_every=config.diagnose_every,
     )
-    bucket_mb = _LAYERWISE_BUCKET_MB if isinstance(compressor, Layerwise) else None
-    return state, compression_hook, bucket_mb
+    bucket_mb = _STREAMED_BUCKET_MB if compressor.streams else None
+    return Exchange(state, compression_hook, bucket_mb)
 
 
 def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
@@ -128,7 +135,7 @@ def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
     return Capture(
         config.out,
         model,
-        at(config.at) if config.at else every(config.every),
+        config.schedule,
         ranks=config.ranks,
         store=config.store,
         dtype=config.dtype,
@@ -140,7 +147,7 @@ def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
 
 
 class _Progress:
-    """A rich progress bar with the loss, or nothing."""
+    """A progress bar with the loss, or nothing if the label is empty."""
 
     def __init__(self, label: str, steps: int) -> None:
         self._label, self._steps = label, steps

@@ -1,4 +1,4 @@
-"""What a compressor did in a captured run, step by step and layer by layer."""
+"""A compressor's own account of a captured run, by step and by layer: the records of ``gradstats compression``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ _SECONDS = ("select_seconds", "communicate_seconds", "overlapped_seconds")
 
 
 def compression(trace: Trace, *, per_layer: bool = False) -> list[dict[str, Any]]:
-    """Return what this package's compressor recorded of the captured steps of a run.
+    """Return what one of this package's compressors recorded of the captured steps of a run.
 
     Parameters
     ----------
-    trace : captured with one of this package's compressors; else there is nothing.
-    per_layer : a record per layer, of the diagnosed steps (``CompressionState(diagnose_every=…)``).
+    trace : Trace
+        Trace captured with one of this package's compressors. Others give no records.
+    per_layer : bool, optional
+        Return one record per layer, of the diagnosed steps (``CompressionState(diagnose_every=…)``).
 
     Returns
     -------
-    records : trace, step, rank, and of a step: threshold, selected (k̂), target (k), quality (k̂/k), union,
-        build_up (union/k), density (union/d), bytes, bits_per_element, select, communicate, overlapped (seconds),
-        residual_norm, error_norm (its mean over captured ranks, MiCRO's eq. 1), matching_rate (Marsit, figure 1b). Of a
-        layer: layer, numel, selected, target, quality, delta (LAGS-SGD's eq. 21). NaN where unknown.
+    list of dict
+        Of a step: trace, step, rank, threshold, selected (k̂), target (k), quality (k̂/k), union, build_up (union/k),
+        density (union/d), bytes, bits_per_element, select, communicate, overlapped (seconds), residual_norm, error_norm
+        (mean of residual_norm over the captured ranks; MiCRO, equation 1), matching_rate (Marsit, figure 1 b). Of a
+        layer: trace, step, rank, layer, numel, selected, target, quality, delta (LAGS-SGD, equation 21). Unknown
+        numbers are NaN.
 
     Examples
     --------

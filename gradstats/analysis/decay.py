@@ -1,8 +1,8 @@
-"""The decay of sorted magnitudes: the records of ``gradstats compressibility``."""
+"""How fast sorted magnitudes fall: the records of ``gradstats compressibility``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,8 @@ from gradstats.statistics.compressibility import (
     control,
     decay_of,
 )
-from gradstats.trace.sources import Source
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, Subset
 
 __all__ = ["compressibility_records"]
 
@@ -27,14 +28,41 @@ def compressibility_records(
     sources: Iterable[Source],
     window: tuple[int, int] | None = None,
     *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-    **selection: Any,
 ) -> list[dict[str, Any]]:
     """Return the decay of every gradient, then of controls of the same size and window.
 
-    The controls' kind is their name and their step and rank are None.
+    Parameters
+    ----------
+    sources : iterable of Source
+        Sources to read piece by piece.
+    window : (int, int), optional
+        First and last rank to look at, as in :func:`gradstats.compressibility`.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
+
+    Returns
+    -------
+    list of dict
+        trace, step, rank, kind and the fields of :class:`gradstats.statistics.compressibility.Compressibility`. A
+        control has its name as kind; its trace is ``control``, its step and rank are None.
+
+    Raises
+    ------
+    InputError
+        If the window does not fit, or nothing matches.
     """
+    subset = Subset(steps, ranks, kinds)
     records = []
     sizes: dict[int, None] = {}
     for source in sources:
@@ -47,7 +75,7 @@ def compressibility_records(
             largest = plan_largest(submit, source, key, sketches, last)
             return submit(_decay, source.labels(*key), largest, sketches, first)
 
-        for record in evaluate(plan, source.select(**selection), client):
+        for record in evaluate(plan, subset.keys(source), client):
             records.append(record)
             on_progress()
         sizes[source.numel] = None

@@ -1,4 +1,4 @@
-"""How a gradient changes over training: every quantity by step, rank, kind and layer, and how slowly it drifts."""
+"""Drift over training: every quantity by step, rank, kind and layer, and the records of ``gradstats drift``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
+from gradstats.analysis.quality import inner_90
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import RATIOS, check_ratio, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
 from gradstats.statistics.goodness import goodness
 from gradstats.statistics.solution import FitError
-from gradstats.trace.sources import TraceSource, open_source
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
 if TYPE_CHECKING:
     import xarray
 
-__all__ = ["FEWEST_STEPS", "QUANTITIES", "drift_records", "over_training"]
+__all__ = ["FEWEST_STEPS", "QUANTITIES", "dataset_of", "drift_records", "over_training"]
 
 _PLAIN = ("zero_fraction", "nonfinite", "mean", "rms", "max", "p", "p_low", "p_high", "hill")
 _BY_MODEL = ("shape", "scale", "nll", "ks", "wasserstein", "tail_error")
@@ -34,7 +36,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_BY_MODEL, ("model",)),
     "threshold": ("ratio",),
 }
-"""What is measured on every gradient, and what each depends on beside step, rank, kind and layer."""
+"""Quantities measured on every gradient, and their dimensions apart from step, rank, kind and layer."""
 
 FEWEST_STEPS = 20
 """Steps below which a series says nothing about autocorrelation or stationarity."""
@@ -42,7 +44,7 @@ FEWEST_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class _Measuring:
-    """What is measured on every sketch; travels to a worker."""
+    """The work on the sketches of one gradient; it travels to a worker."""
 
     models: tuple[str, ...]
     method: Method | None
@@ -82,55 +84,115 @@ def over_training(
     *,
     models: Sequence[str] = MODELS[:3],
     method: Method | None = None,
-    ratios: Sequence[float] = (0.1, 0.01, 0.001),
+    ratios: Sequence[float] = RATIOS,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
     per_layer: bool = False,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-    **selection: Any,
 ) -> xarray.Dataset:
     """Measure every captured gradient of a run.
 
     Parameters
     ----------
-    source : a trace or its path (of gradients or of sketches), or any other source.
-    models, method : fitted to each, as by :func:`gradstats.fit`; each model's default method if None.
-    ratios : for the exact thresholds.
-    per_layer : also every parameter by itself.
-    client : dask client to do the work.
-    on_progress : called after every gradient.
-    selection : steps, ranks, kinds.
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Trace or its path (of gradients or of sketches), gradient file, array, or arrays by layer name.
+    models : sequence of str, optional
+        Models to fit; by default the three sparsity-inducing ones.
+    method : Method, optional
+        Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
+    ratios : sequence of float, optional
+        Kept fractions k/d of the exact thresholds, each in (0, 1].
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: measure these parameters by themselves, too.
+    per_layer : bool, optional
+        Measure every parameter by itself, too.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     xarray.Dataset
         Over (step, rank, kind, layer): zero_fraction, nonfinite, mean, rms, max (of the magnitudes, in the gradient's
-        unit), p, p_low, p_high, hill (:func:`gradstats.compressibility`); with ``model``: shape, scale, nll, ks,
-        wasserstein, tail_error; with ``ratio``: threshold, the exact one. Over (step, rank), from a trace: loss,
+        unit), p, p_low, p_high, hill (:func:`gradstats.compressibility`); also by ``model``: shape, scale, nll, ks,
+        wasserstein, tail_error; also by ``ratio``: threshold, the exact one. Over (step, rank), from a trace: loss,
         learning_rate. NaN where nothing was captured or a model has no fit. The layer ``all`` is the whole gradient.
 
     Raises
     ------
     InputError
-        For an unknown model or a ratio outside (0, 1], or a selection that matches nothing.
+        If a model is unknown, a ratio is outside (0, 1], or nothing matches.
+    """
+    return dataset_of(
+        open_source(source),
+        Subset(steps, ranks, kinds, layers, per_layer),
+        models=models,
+        method=method,
+        ratios=ratios,
+        client=client,
+        on_progress=on_progress,
+    )
+
+
+def dataset_of(
+    source: Source,
+    subset: Subset,
+    *,
+    models: Sequence[str] = MODELS[:3],
+    method: Method | None = None,
+    ratios: Sequence[float] = RATIOS,
+    client: Any = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> xarray.Dataset:
+    """Return the data set of :func:`over_training` of a source that is open.
+
+    Parameters
+    ----------
+    source : Source
+        Source to read piece by piece.
+    subset : Subset
+        Gradients and layers to measure.
+    models : sequence of str, optional
+        Models to fit; by default the three sparsity-inducing ones.
+    method : Method, optional
+        Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
+    ratios : sequence of float, optional
+        Kept fractions k/d of the exact thresholds, each in (0, 1].
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
+
+    Returns
+    -------
+    xarray.Dataset
+        Data set as in :func:`over_training`.
     """
     import xarray
 
     for model in models:
         check_method(model, method or default_method(model))
     for ratio in ratios:
-        target_count(ratio, 1)
-    opened = open_source(source)
-    keys = opened.select(**selection)
+        check_ratio(ratio)
+    keys, parameters = subset.keys(source), subset.parameters(source)
     work = _Measuring(tuple(models), method, tuple(ratios))
 
     def plan(submit: Submit, key: Key) -> Any:
-        return submit(work, plan_sketches(submit, opened, key, per_layer=per_layer))
+        return submit(work, plan_sketches(submit, source, key, parameters=parameters))
 
     coords: dict[str, list[Any]] = {
         "step": sorted({step for _, _, step in keys}),
         "rank": sorted({rank for rank, _, _ in keys}),
         "kind": list(dict.fromkeys(kind for _, kind, _ in keys)),
-        "layer": ["all", *([la.name for la in opened.layers] if per_layer else [])],
+        "layer": ["all", *parameters],
         "model": list(models),
         "ratio": list(ratios),
     }
@@ -148,11 +210,11 @@ def over_training(
                 arrays[name][(*place, i)] = value
         on_progress()
     data = {name: (dims[name], array) for name, array in arrays.items()}
-    attributes: dict[str, Any] = {"source": opened.name}
-    if isinstance(opened, TraceSource):
-        data |= _scalars(opened, coords)
+    attributes: dict[str, Any] = {"source": source.name}
+    if isinstance(source, TraceSource):
+        data |= _scalars(source, coords)
         attributes |= {
-            k: v for k, v in opened.trace.attrs.items() if isinstance(v, str | int | float)
+            k: v for k, v in source.trace.attrs.items() if isinstance(v, str | int | float)
         }
     return xarray.Dataset(data, coords, attributes)
 
@@ -160,7 +222,7 @@ def over_training(
 def _scalars(
     source: TraceSource, coords: dict[str, list[Any]]
 ) -> dict[str, tuple[tuple[str, ...], NDArray[np.float64]]]:
-    """Return what the run recorded itself, by step and rank."""
+    """Return the loss and the learning rate that the run recorded, by step and rank."""
     names = ("loss", "learning_rate")
     shape = len(coords["step"]), len(coords["rank"])
     arrays = {name: np.full(shape, math.nan) for name in names}
@@ -175,23 +237,25 @@ def _scalars(
 
 
 def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Quantify how a run's quantities move: what a warm-started threshold relies on.
+    """Quantify how a run's quantities move, which a warm-started threshold relies on.
 
     Positive quantities are followed on a logarithmic scale, so that slopes and changes are relative. The mean over
-    ranks is the series; the dispersion over ranks and steps is the honest interval of a quantity, where standard
-    errors of a fit, which take elements as independent, are much too small.
+    ranks is the series. Low and high come from the dispersion over ranks and steps: standard errors of a fit take
+    elements as independent, and are much too small.
 
     Parameters
     ----------
-    dataset : of :func:`over_training`.
-    quantities : variables to follow; mean, threshold, shape and p if empty.
+    dataset : xarray.Dataset
+        Data set of :func:`over_training`.
+    quantities : sequence of str, optional
+        Variables to follow; by default mean, threshold, shape and p.
 
     Returns
     -------
     list of dict
-        quantity (with its ratio or model), kind, layer; n, steps; spacing, the most common distance between steps;
-        mean, low, high: over ranks and steps, low to high holds 90 %; slope, slope_low, slope_high: change per 100
-        steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
+        trace, quantity (with its ratio or model), kind, layer; n (steps); spacing, the most common distance between
+        steps; mean, low, high: over ranks and steps, low to high holds 90 %; slope, slope_low, slope_high: change per
+        100 steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
         acf1, the autocorrelation of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
         stationarity (small: it moves); change_low, change_high: 1 % and 99 % quantiles of the ratio of successive
         steps (of the difference where not relative). Numbers that fewer than :data:`FEWEST_STEPS` steps cannot give
@@ -200,7 +264,7 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
     Raises
     ------
     InputError
-        For an unknown quantity.
+        If a quantity is unknown.
     """
     names = list(quantities) or ["mean", "threshold", "shape", "p"]
     records = []
@@ -215,19 +279,20 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
             values = stacked.sel(case=case).transpose("step", "rank").values
             if np.isfinite(values).any():
                 label = f"{name} {case[2]}" if other else name
-                labels = {"quantity": label, "kind": str(case[0]), "layer": str(case[1])}
+                labels = {"trace": dataset.attrs.get("source"), "quantity": label}
+                labels |= {"kind": str(case[0]), "layer": str(case[1])}
                 records.append(labels | _drift(dataset["step"].values, values))
     return records
 
 
 def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, Any]:
-    """Describe one quantity, values (step, rank)."""
+    """Describe one quantity, whose values are by step and rank."""
     finite = values[np.isfinite(values)]
     known = np.isfinite(values).any(axis=1)
     series = np.array([np.mean(row[np.isfinite(row)]) for row in values[known]])
     at = steps[known].astype(np.float64)
     relative = bool((series > 0).all())
-    low, high = np.quantile(finite, [0.05, 0.95])
+    low, high = inner_90(finite)
     gaps, times = np.unique(np.diff(at), return_counts=True)
     spacing = float(gaps[times.argmax()]) if gaps.size else math.nan
     record: dict[str, Any] = {
@@ -235,8 +300,8 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
         "spacing": spacing,
         "relative": relative,
         "mean": float(finite.mean()),
-        "low": float(low),
-        "high": float(high),
+        "low": low,
+        "high": high,
     }
     return record | _trend(at, np.log(series) if relative else series, spacing, relative)
 

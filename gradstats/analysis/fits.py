@@ -11,14 +11,20 @@ from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
 from gradstats.statistics.goodness import bootstrap, goodness
 from gradstats.statistics.solution import FitError
-from gradstats.trace.sources import Source
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, Subset
 
-__all__ = ["fit_records"]
+__all__ = ["UNTESTED", "fit_records"]
+
+UNTESTED = {"p_value": float("nan"), "p_naive": float("nan"), "subsample": 0}
+"""Fields of a fit whose bootstrap was not run or failed."""
+
+_DISTANCES = ("nll", "aic", "bic", "ks", "wasserstein", "ad_upper", "tail_error")
 
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    """What :func:`fit_records` does with the sketches of one gradient; travels to a worker."""
+    """The work of :func:`fit_records` on the sketches of one gradient; it travels to a worker."""
 
     models: tuple[str, ...]
     method: Method | None
@@ -28,8 +34,8 @@ class _Fitting:
 
     def __call__(self, labels: dict[str, Any], sketches: dict[str, Sketch]) -> list[dict[str, Any]]:
         return [
-            labels | {"layer": layer, "model": model} | self._one(model, reduced)
-            for layer, reduced in sketches.items()
+            labels | {"layer": layer, "model": model} | self._one(model, each)
+            for layer, each in sketches.items()
             for model in self.models
         ]
 
@@ -47,7 +53,7 @@ class _Fitting:
             numbers = dict.fromkeys(_DISTANCES, nan)
             record |= {"params": {}, "stderr": {}, **numbers, "log_quantile": {}, "quality": {}}
             if self.replicates:
-                record |= _UNTESTED
+                record |= UNTESTED
             return record | {"status": str(error)}
         distances = goodness(fitted, reduced)
         record |= {
@@ -71,12 +77,8 @@ class _Fitting:
                 seed=self.seed,
             )
         except FitError:
-            return _UNTESTED
+            return UNTESTED
         return {"p_value": test.p_value, "p_naive": test.p_naive, "subsample": test.size}
-
-
-_UNTESTED = {"p_value": float("nan"), "p_naive": float("nan"), "subsample": 0}
-_DISTANCES = ("nll", "aic", "bic", "ks", "wasserstein", "ad_upper", "tail_error")
 
 
 def fit_records(
@@ -84,35 +86,60 @@ def fit_records(
     models: Sequence[str] = MODELS[:3],
     *,
     method: Method | None = None,
-    per_layer: bool = False,
     replicates: int = 0,
     size: int = 2000,
     seed: int = 0,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-    **selection: Any,
 ) -> list[dict[str, Any]]:
     """Fit models to every gradient of a source, whole (layer ``all``) and optionally by layer.
 
     Parameters
     ----------
-    source : read piece by piece.
-    models : names; the three sparsity-inducing ones if absent.
-    method : as for :func:`gradstats.fit`; :func:`default_method` of each model if None.
-    replicates : of the bootstrap behind p_value; none if 0.
-    size, seed : of the subsample it tests.
-    client : dask client to do the work.
-    on_progress : called after every gradient.
-    selection : steps, ranks, kinds.
+    source : Source
+        Source to read piece by piece.
+    models : sequence of str, optional
+        Names of models; by default the three sparsity-inducing ones.
+    method : Method, optional
+        Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
+    replicates : int, optional
+        Replicates of the bootstrap behind p_value. 0, the default, runs none.
+    size : int, optional
+        Elements of the subsample that the bootstrap tests.
+    seed : int, optional
+        Seed of the subsample and the replicates.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: fit these parameters by themselves, too.
+    per_layer : bool, optional
+        Fit every parameter by itself, too.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     list of dict
         trace, step, rank, kind, layer, model, method, n, zeros, params, stderr, the fields of
-        :class:`gradstats.goodness.Goodness`, p_value, p_naive and subsample if asked for, status. A layer that
-        a model cannot describe has empty numbers and the reason in ``status``.
+        :class:`gradstats.statistics.goodness.Goodness`, with a bootstrap p_value, p_naive and subsample, and status. A
+        layer that a model cannot describe has empty numbers and the reason in ``status``.
+
+    Raises
+    ------
+    InputError
+        If a model or method is unknown, or nothing matches.
     """
     for model in models:
         check_method(model, method or default_method(model))
     work = _Fitting(tuple(models), method, replicates, size, seed)
-    return each_sketched(source, work, per_layer, client, on_progress, selection)
+    subset = Subset(steps, ranks, kinds, layers, per_layer)
+    return each_sketched(source, subset, work, client, on_progress)

@@ -1,4 +1,4 @@
-"""What a source holds: the records of ``gradstats info``."""
+"""Contents of a source: the records of ``gradstats info``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ __all__ = ["info_records"]
 
 
 def info_records(source: Source) -> list[dict[str, Any]]:
-    """Return what a source holds: one record per rank, kind and step, with its scalars where it has them."""
+    """Return what a source holds.
+
+    Parameters
+    ----------
+    source : Source
+        Source to describe.
+
+    Returns
+    -------
+    list of dict
+        One record per gradient: trace, step, rank, kind, numel. From a trace also stored (``gradient`` or
+        ``sketch``), zeros and nonfinite (elements), loss, learning_rate, threshold, selected (k̂; None where unknown).
+    """
     records = []
     scalars = {}
     if isinstance(source, TraceSource):

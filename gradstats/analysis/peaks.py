@@ -13,16 +13,23 @@ from gradstats.primitives.sketch import Sketch
 from gradstats.statistics import pot
 from gradstats.statistics.fitting import Method
 from gradstats.statistics.solution import FitError
-from gradstats.trace.sources import Source
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, Subset
 
 __all__ = ["mixture_records", "pot_records"]
+
+_RATIOS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
+_NUMBERS = [
+    *("ratio", "threshold", "mean_excess", "mean_excess_low", "mean_excess_high"),
+    *("c", "c_low", "c_high", "scale", "scale_low", "scale_high"),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class _Peaks:
-    """What :func:`pot_records` does with the sketches of one gradient; travels to a worker."""
+    """The work of :func:`pot_records` on the sketches of one gradient; it travels to a worker."""
 
-    ratios: tuple[float, ...] | None
+    ratios: tuple[float, ...]
     method: Method
     replicates: int
     size: int
@@ -34,7 +41,7 @@ class _Peaks:
             excesses = pot.mean_excess(m, self.ratios)
             fits = pot.parameter_stability(m, self.ratios, self.method)
         except FitError as error:
-            record = labels | dict.fromkeys(_PEAKS, float("nan")) | {"n": 0, "status": str(error)}
+            record = labels | dict.fromkeys(_NUMBERS, float("nan")) | {"n": 0, "status": str(error)}
             chosen = {"p_value": float("nan"), "chosen": False} if self.replicates else {}
             return [record | chosen]
         records = [
@@ -73,12 +80,6 @@ class _Peaks:
         return records
 
 
-_PEAKS = [
-    *("ratio", "threshold", "mean_excess", "mean_excess_low", "mean_excess_high"),
-    *("c", "c_low", "c_high", "scale", "scale_low", "scale_high"),
-]
-
-
 def pot_records(
     source: Source,
     ratios: Sequence[float] | None = None,
@@ -87,35 +88,54 @@ def pot_records(
     replicates: int = 0,
     size: int = 1000,
     seed: int = 0,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-    **selection: Any,
 ) -> list[dict[str, Any]]:
     """Return the peaks over a series of thresholds of every gradient of a source.
 
     Parameters
     ----------
-    source : read piece by piece.
-    ratios : of the non-zero elements beyond each threshold; eight from 0.5 to 0.001 if None.
-    method : of the generalized Pareto fits.
-    replicates : of the bootstrap that chooses a threshold (:func:`gradstats.pot.choose_threshold`); no choice if 0.
-    size, seed : of its subsamples.
-    client, on_progress, selection : as for :func:`fit_records`.
+    source : Source
+        Source to read piece by piece.
+    ratios : sequence of float, optional
+        Shares of the non-zero elements beyond each threshold; by default eight from 0.5 to 0.001.
+    method : Method, optional
+        Method of the generalized Pareto fits.
+    replicates : int, optional
+        Replicates of the bootstrap that chooses a threshold (:func:`gradstats.pot.choose_threshold`). 0, the default,
+        chooses none.
+    size : int, optional
+        Elements of each subsample that the bootstrap tests.
+    seed : int, optional
+        Seed of the subsamples and the replicates.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     list of dict
-        trace, step, rank, kind; ratio, threshold, n; mean_excess, c, scale (σ − cu) with _low and _high, 95 %; status;
-        p_value and chosen if asked for.
+        trace, step, rank, kind, ratio, threshold, n; mean_excess, c and scale (σ − cu), each with _low and _high, 95 %
+        intervals; status; with a bootstrap p_value and chosen.
+
+    Raises
+    ------
+    InputError
+        If a ratio is outside (0, 1], or nothing matches.
     """
-    asked = tuple(ratios) if ratios is not None else _POT_RATIOS
+    asked = tuple(ratios) if ratios is not None else _RATIOS
     for ratio in asked:
         check_ratio(ratio)
     work = _Peaks(asked, method, replicates, size, seed)
-    return each_sketched(source, work, False, client, on_progress, selection)
-
-
-_POT_RATIOS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
+    return each_sketched(source, Subset(steps, ranks, kinds), work, client, on_progress)
 
 
 def mixture_records(
@@ -123,26 +143,57 @@ def mixture_records(
     at: float = 0.1,
     *,
     method: Method = "mle",
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-    **selection: Any,
 ) -> list[dict[str, Any]]:
     """Return the tail shapes of every gradient: pooled, pooled after normalising layers, and layer by layer.
 
-    Parameters are those of :func:`gradstats.pot.mixture` and :func:`fit_records`.
+    Parameters
+    ----------
+    source : Source
+        Source to read piece by piece.
+    at : float, optional
+        Share of the non-zero elements that counts as the tail, as in :func:`gradstats.pot.mixture`.
+    method : Method, optional
+        Method of the generalized Pareto fits.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: show only these. The pooled shapes have all parameters.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     list of dict
-        trace, step, rank, kind; layer (``pooled``, ``normalised``, then the parameters' names); n, c, c_low, c_high;
-        status.
+        trace, step, rank, kind; layer (``pooled``, ``normalised``, then the parameters' names); n, c, c_low, c_high
+        (95 % interval), status.
+
+    Raises
+    ------
+    InputError
+        If nothing matches.
     """
-    work = partial(_mixture, at=at, method=method)
-    return each_sketched(source, work, True, client, on_progress, selection)
+    shown = Subset(layers=layers, per_layer=True).parameters(source)
+    work = partial(_mixture, at=at, method=method, shown=("pooled", "normalised", *shown))
+    subset = Subset(steps, ranks, kinds, per_layer=True)
+    return each_sketched(source, subset, work, client, on_progress)
 
 
 def _mixture(
-    labels: dict[str, Any], sketches: dict[str, Sketch], at: float, method: Method
+    labels: dict[str, Any],
+    sketches: dict[str, Sketch],
+    at: float,
+    method: Method,
+    shown: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     try:
         found = pot.mixture({n: s for n, s in sketches.items() if n != "all"}, at, method)
@@ -155,4 +206,5 @@ def _mixture(
         | {"layer": layer, "n": row.n, "c": row.c, "c_low": row.c_low, "c_high": row.c_high}
         | {"status": row.status or "; ".join(row.flags) or "ok"}
         for layer, row in rows.items()
+        if layer in shown
     ]

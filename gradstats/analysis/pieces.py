@@ -1,23 +1,23 @@
 """From gradients on disk to sketches, piece by piece: in this process, or on a dask cluster.
 
-Whatever runs the pieces, they are the same and are put together in the same order, and so are the numbers. A piece
-holds at most :data:`PIECE` elements, which is all the memory an analysis needs beside its sketches.
+The pieces and the order in which they are put together do not depend on what runs them, so neither do the numbers. A
+piece holds at most :data:`PIECE` elements, which is all the memory an analysis needs apart from its sketches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
+from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.sketch import BITS, Sketch, merge, sketch
 from gradstats.trace import Kind
-from gradstats.trace.sources import Source
+from gradstats.trace.sources import Source, Subset
 
 __all__ = [
     "PIECE",
@@ -31,27 +31,41 @@ __all__ = [
 ]
 
 PIECE = 1 << 22
-"""Elements read at once: a chunk of a trace."""
+"""Most elements read at once: the size of a trace's chunk."""
 
 Key: TypeAlias = tuple[int, Kind, int]
 """Rank, kind and step of a gradient."""
 
 Submit: TypeAlias = Callable[..., Any]
-"""``submit(function, *arguments)``: dask's, which returns futures and takes them as arguments, or a plain call."""
+"""``submit(function, *arguments)``: a plain call, or dask's, which returns futures and takes them as arguments."""
 
 T = TypeVar("T")
 
 
 def connect(address: str) -> Any:
-    """Return a client of the dask cluster at `address` (``tcp://host:port``).
+    """Return a client of a dask cluster.
+
+    Parameters
+    ----------
+    address : str
+        Address of the scheduler, ``tcp://host:port``.
+
+    Returns
+    -------
+    distributed.Client
+        Connected client.
 
     Raises
     ------
     InputError
-        If there is none.
+        If no scheduler answers there within five seconds.
     """
-    from distributed import Client
-
+    try:
+        from distributed import Client
+    except ImportError:
+        raise GradstatsError(
+            "a dask cluster needs dask.distributed: pip install 'gradstats[cluster]'"
+        ) from None
     try:
         return Client(address, timeout="5s")  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
@@ -65,13 +79,21 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
 def evaluate(
     plan: Callable[[Submit, Key], Any], keys: Iterable[Key], client: Any = None
 ) -> Iterator[Any]:
-    """Yield the result of a plan for every key, in order.
+    """Yield the result of a plan for every gradient, in order.
 
     Parameters
     ----------
-    plan : ``plan(submit, key)`` submits the steps of an analysis and returns the last one's future.
-    keys : gradients.
-    client : :class:`distributed.Client`; in this process, one after another, if None.
+    plan : callable
+        ``plan(submit, key)`` submits the steps of an analysis and returns the last one's future.
+    keys : iterable of Key
+        Gradients to analyse.
+    client : distributed.Client, optional
+        Cluster that does the work. By default this process does it, one gradient after another.
+
+    Yields
+    ------
+    object
+        What the last step of the plan returned.
     """
     if client is None:
         for key in keys:
@@ -91,20 +113,45 @@ def evaluate(
 
 
 def plan_sketches(
-    submit: Submit, source: Source, key: Key, *, per_layer: bool = False, bits: int = BITS
+    submit: Submit,
+    source: Source,
+    key: Key,
+    *,
+    parameters: Collection[str] = (),
+    bits: int = BITS,
 ) -> Any:
-    """Submit the sketches of one gradient: a dictionary with ``all``, and every parameter's if wanted."""
+    """Submit the sketches of one gradient.
+
+    Parameters
+    ----------
+    submit : Submit
+        What runs the pieces.
+    source : Source
+        Source of the gradient.
+    key : Key
+        Rank, kind and step of the gradient.
+    parameters : collection of str, optional
+        Names of parameters that get a sketch of their own.
+    bits : int, optional
+        Mantissa bits of the sketches.
+
+    Returns
+    -------
+    dict of Sketch, or a future of it
+        ``all``, the whole gradient, then the parameters' in the order of the flat gradient.
+    """
+    wanted = [la.name if la.name in parameters else None for la in source.layers]
     if source.sketched(*key[:2]):
-        return submit(_stored, source, key, per_layer)
+        return submit(_stored, source, key, wanted)
     parts = [
-        submit(_sketch_piece, source, key, spans, bits) for spans in _pieces(source, per_layer)
+        submit(_sketch_piece, source, key, spans, bits)
+        for spans in _pieces(source, bool(parameters))
     ]
-    names = [layer.name for layer in source.layers] if per_layer else []
-    return submit(_put_together, parts, names, bits)
+    return submit(_put_together, parts, wanted, bits)
 
 
 def _pieces(source: Source, per_layer: bool) -> list[list[tuple[int, int, int]]]:
-    """Return the (layer, start, stop) spans of every piece; the layer is 0 if layers do not matter."""
+    """Return the (layer, start, stop) spans of every piece; without `per_layer` the layer is always 0."""
     pieces = []
     for start in range(0, source.numel, PIECE):
         stop = min(start + PIECE, source.numel)
@@ -128,33 +175,46 @@ def _sketch_piece(
 
 
 def _put_together(
-    parts: list[list[tuple[int, Sketch]]], names: list[str], bits: int
+    parts: list[list[tuple[int, Sketch]]], wanted: list[str | None], bits: int
 ) -> dict[str, Sketch]:
     flat = [piece for part in parts for piece in part]
     empty = sketch(np.empty(0, np.float32), bits)
     result = {"all": merge([s for _, s in flat] or [empty])}
-    for i, name in enumerate(names):
-        result[name] = merge([s for layer, s in flat if layer == i] or [empty])
+    for i, name in enumerate(wanted):
+        if name is not None:
+            result[name] = merge([s for layer, s in flat if layer == i] or [empty])
     return result
 
 
-def _stored(source: Source, key: Key, per_layer: bool) -> dict[str, Sketch]:
+def _stored(source: Source, key: Key, wanted: list[str | None]) -> dict[str, Sketch]:
     sketches = source.stored_sketches(*key)
-    result = {"all": merge(sketches)}
-    if per_layer:
-        result |= {layer.name: s for layer, s in zip(source.layers, sketches, strict=True)}
-    return result
+    parameters = zip(wanted, sketches, strict=True)
+    return {"all": merge(sketches)} | {name: s for name, s in parameters if name is not None}
 
 
 def plan_largest(submit: Submit, source: Source, key: Key, sketches: Any, count: int) -> Any:
-    """Submit the `count` largest finite magnitudes of one gradient, descending.
+    """Submit the largest finite magnitudes of one gradient.
 
-    The sketch says where they begin; a second read collects them. Of a source of sketches they are good to
-    the width of a cell.
+    The sketch says where they begin, and a second read collects them. From a source of sketches they are good to the
+    width of a cell.
 
     Parameters
     ----------
-    sketches : what :func:`plan_sketches` returned.
+    submit : Submit
+        What runs the pieces.
+    source : Source
+        Source of the gradient.
+    key : Key
+        Rank, kind and step of the gradient.
+    sketches : dict of Sketch, or a future of it
+        Sketches of the gradient, from :func:`plan_sketches`.
+    count : int
+        Number of magnitudes.
+
+    Returns
+    -------
+    ndarray of float64, or a future of it
+        Magnitudes in descending order, at most `count`.
     """
     if source.sketched(*key[:2]):
         return submit(_expand, sketches, count)
@@ -171,7 +231,7 @@ def _expand(sketches: dict[str, Sketch], count: int) -> NDArray[np.float64]:
 
 
 def _beginning(sketches: dict[str, Sketch], count: int) -> float:
-    """Return a magnitude that at least `count` elements reach, if there are as many: the left edge of a cell."""
+    """Return the left edge of the cell from which on there are at least `count` elements; 0 if there are fewer."""
     m = sketches["all"].magnitudes
     i = int(np.searchsorted(m.cumulative, m.count - count, side="right"))
     return float(m.left[i]) if i < m.left.size and count < m.count else 0.0
@@ -189,20 +249,39 @@ def _largest(parts: list[NDArray[np.float64]], count: int) -> NDArray[np.float64
 
 def each_sketched(
     source: Source,
+    subset: Subset,
     work: Callable[[dict[str, Any], dict[str, Sketch]], list[dict[str, Any]]],
-    per_layer: bool,
-    client: Any,
-    on_progress: Callable[[], None],
-    selection: dict[str, Any],
+    client: Any = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Return the records that ``work(labels, sketches)`` makes of every gradient selected."""
+    """Return the records that a piece of work makes of every gradient's sketches.
+
+    Parameters
+    ----------
+    source : Source
+        Source to read piece by piece.
+    subset : Subset
+        Gradients to look at, and parameters that get sketches of their own.
+    work : callable
+        ``work(labels, sketches)`` returns the records of one gradient. It travels to the workers.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
+
+    Returns
+    -------
+    list of dict
+        Records of all gradients, in order.
+    """
     records: list[dict[str, Any]] = []
+    parameters = subset.parameters(source)
 
     def plan(submit: Submit, key: Key) -> Any:
-        sketches = plan_sketches(submit, source, key, per_layer=per_layer)
+        sketches = plan_sketches(submit, source, key, parameters=parameters)
         return submit(work, source.labels(*key), sketches)
 
-    for found in evaluate(plan, source.select(**selection), client):
+    for found in evaluate(plan, subset.keys(source), client):
         records += found
         on_progress()
     return records

@@ -1,50 +1,162 @@
-"""Estimation quality: how many elements a threshold keeps, against how many it was asked to keep."""
+"""Estimation quality, k̂/k: elements that a threshold keeps over those it was asked to keep."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy
+from gradstats.primitives.ratio import RATIOS
+from gradstats.statistics.solution import Z95
 from gradstats.thresholds import Estimate, Estimator, make_estimator
-from gradstats.trace.sources import layer_parts, open_source
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
-__all__ = ["noise_floor", "quality", "quality_series", "stage_budget", "summarise"]
+__all__ = [
+    "inner_90",
+    "noise_floor",
+    "quality",
+    "quality_series",
+    "series_of",
+    "stage_budget",
+    "summarise",
+]
+
+Options: TypeAlias = Mapping[str, Mapping[str, Any]]
+_ESTIMATORS = ("exact", "dgc", "sidco-e")
+_STAGED = ("sidco-e", "sidco-gp", "sidco-p")
 
 
 def noise_floor(k: int) -> float:
-    """Return 1.96/√k: k̂/k of a perfect *model* is within 1 ± this in 95 of 100 samples.
+    """Return the half-width of the interval in which k̂/k of a perfect *model* lies in 95 of 100 samples.
 
     An estimator that looks at the sample itself can do better.
+
+    Parameters
+    ----------
+    k : int
+        Number of elements asked for.
+
+    Returns
+    -------
+    float
+        1.96/√k, the interval is 1 ± this; infinite for k = 0.
     """
-    return 1.96 / math.sqrt(k) if k else math.inf
+    return Z95 / math.sqrt(k) if k else math.inf
+
+
+def inner_90(values: NDArray[np.floating]) -> tuple[float, float]:
+    """Return the interval that holds the middle 90 % of some values.
+
+    Parameters
+    ----------
+    values : ndarray
+        Finite numbers, at least one.
+
+    Returns
+    -------
+    tuple of float
+        Their 5 % and 95 % quantiles.
+    """
+    low, high = np.quantile(values, [0.05, 0.95])
+    return float(low), float(high)
 
 
 def quality_series(
     source: object,
-    ratios: Sequence[float] = (0.1, 0.01, 0.001),
-    estimators: Iterable[str] = ("exact", "dgc", "sidco-e"),
-    **selection: Any,
+    ratios: Sequence[float] = RATIOS,
+    estimators: Iterable[str] = _ESTIMATORS,
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    options: Options | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Replay estimators over every gradient of a source, one record each.
 
-    Parameters are those of :func:`quality`. Each estimator has one instance per ratio, rank and kind, which sees
-    the steps in order, as it would in training.
+    Each estimator has one instance per ratio, rank and kind, which sees the steps in order, as it would in training.
+
+    Parameters
+    ----------
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Trace or its path, gradient file, array, or arrays by layer name.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1].
+    estimators : iterable of str, optional
+        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
+    per_layer : bool, optional
+        Look at every parameter by itself, too.
+    options : dict of dict, optional
+        Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     list of dict
         trace, step, rank, kind, layer, estimator, ratio, numel, k, selected (k̂), quality (k̂/k), energy_error
         (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold.
+
+    Raises
+    ------
+    InputError
+        If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
+    """
+    subset = Subset(steps, ranks, kinds, layers, per_layer)
+    return series_of(
+        open_source(source), subset, ratios, estimators, options=options, on_progress=on_progress
+    )
+
+
+def series_of(
+    source: Source,
+    subset: Subset,
+    ratios: Sequence[float] = RATIOS,
+    estimators: Iterable[str] = _ESTIMATORS,
+    *,
+    options: Options | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Return the records of :func:`quality_series` of a source that is open.
+
+    Parameters
+    ----------
+    source : Source
+        Source to read.
+    subset : Subset
+        Gradients and layers to look at.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1].
+    estimators : iterable of str, optional
+        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+    options : dict of dict, optional
+        Options by estimator's name.
+    on_progress : callable, optional
+        Called after every gradient.
+
+    Returns
+    -------
+    list of dict
+        Records as in :func:`quality_series`.
     """
     records = []
     best: _BestK | None = None
-    for played in _replay(source, ratios, estimators, **selection):
+    for played in _replay(source, subset, ratios, estimators, options, on_progress):
         if best is None or best.values is not played.values:
             best = _BestK(played.values)
         kept, k = len(played.selection), played.estimate.k
@@ -73,24 +185,19 @@ class _Played:
 
 
 def _replay(
-    source: object,
+    source: Source,
+    subset: Subset,
     ratios: Sequence[float],
     estimators: Iterable[str],
-    *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[str] | None = None,
-    per_layer: bool = False,
-    options: dict[str, dict[str, Any]] | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    options: Options | None,
+    on_progress: Callable[[], None],
 ) -> Iterator[_Played]:
     """Run estimators over the gradients of a source, steps in order, each with one instance per series."""
-    opened = open_source(source)
-    names = list(estimators)
+    names, parameters = list(estimators), subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
-    for rank, kind, step in opened.select(steps=steps, ranks=ranks, kinds=kinds):
-        captured, where = opened.read(rank, kind, step), opened.labels(rank, kind, step)
-        for layer, values in layer_parts(opened, captured, per_layer):
+    for rank, kind, step in subset.keys(source):
+        captured, where = source.read(rank, kind, step), source.labels(rank, kind, step)
+        for layer, values in layer_parts(source, captured, parameters):
             for name in names:
                 for ratio in ratios:
                     key = (name, ratio, rank, kind, layer)
@@ -102,7 +209,7 @@ def _replay(
 
 
 class _BestK:
-    """The error of best-k selection on one gradient, remembered by k."""
+    """The energy that the k largest elements of one gradient hold, remembered by k."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
@@ -113,7 +220,7 @@ class _BestK:
         """Return ‖g − C(g)‖/σ_k − 1; NaN where best-k leaves nothing."""
         if k not in self._kept:
             magnitudes = np.abs(as_numpy(top_candidates(self.values, k)[1].values)) if k else []
-            # ties at the threshold beyond k do not count
+            # top_candidates keeps all ties at the threshold; only k elements count
             largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
             self._kept[k] = float(np.square(largest).sum())
         kept = float(np.square(as_numpy(selection.values).astype(np.float64)).sum())
@@ -125,43 +232,84 @@ class _BestK:
 
 def quality(
     source: object,
-    ratios: Sequence[float] = (0.1, 0.01, 0.001),
-    estimators: Iterable[str] = ("exact", "dgc", "sidco-e"),
-    **selection: Any,
+    ratios: Sequence[float] = RATIOS,
+    estimators: Iterable[str] = _ESTIMATORS,
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    options: Options | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Compare the number of elements that estimated thresholds keep with the target, k̂/k.
 
     Parameters
     ----------
-    source : a trace or its path, a gradient file, an array, or a mapping of layer names to arrays.
-    ratios : kept fractions k/d, each in (0, 1].
-    estimators : names of :data:`gradstats.thresholds.ESTIMATORS`.
-    selection : ``steps``, ``ranks``, ``kinds`` to look at (all if absent), ``per_layer``, ``options`` by estimator name
-        (``{"sidco-e": {"stages": 2}}``), ``on_progress`` called once per gradient.
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Trace or its path, gradient file, array, or arrays by layer name.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1].
+    estimators : iterable of str, optional
+        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
+    per_layer : bool, optional
+        Look at every parameter by itself, too.
+    options : dict of dict, optional
+        Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     list of dict
-        One record per estimator, ratio, kind and layer (``all`` is the whole gradient): mean of k̂/k over steps and
-        ranks; low and high, its 5 % and 95 % quantiles (the interval that holds 90 % of the gradients looked at);
+        One record per trace, estimator, ratio, kind and layer (``all`` is the whole gradient): mean of k̂/k over steps
+        and ranks; low and high, its 5 % and 95 % quantiles (the interval that holds 90 % of the gradients looked at);
         min, max, n (gradients); k; energy_error, the mean of ‖g − C(g)‖/σ_k − 1; floor, the noise floor 1.96/√k, and
         floor_low and floor_high, 1 ∓ floor.
-
-    Notes
-    -----
-    Stateful rules (reuse, feedback, warm start, adaptive stages) see the captured steps as if they were
-    adjacent. On a trace of a few distant steps they look worse than in training.
 
     Raises
     ------
     InputError
-        For an unknown estimator, a ratio outside (0, 1], or a selection that matches nothing.
+        If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
+
+    Notes
+    -----
+    Stateful rules (reuse, feedback, warm start, adaptive stages) see the captured steps as if they were adjacent. On a
+    trace of a few distant steps they look worse than in training.
     """
-    return summarise(quality_series(source, ratios, estimators, **selection))
+    subset = Subset(steps, ranks, kinds, layers, per_layer)
+    return summarise(
+        series_of(
+            open_source(source),
+            subset,
+            ratios,
+            estimators,
+            options=options,
+            on_progress=on_progress,
+        )
+    )
 
 
 def summarise(series: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reduce the records of :func:`quality_series` to those of :func:`quality`."""
+    """Reduce the records of :func:`quality_series` to those of :func:`quality`.
+
+    Parameters
+    ----------
+    series : iterable of dict
+        Records of :func:`quality_series`.
+
+    Returns
+    -------
+    list of dict
+        Records as in :func:`quality`.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in series:
         labels = ("trace", "estimator", "ratio", "kind", "layer")
@@ -173,7 +321,7 @@ def summarise(series: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     values = np.array([r["quality"] for r in records])
     k = records[0]["k"]
-    low, high = np.quantile(values, [0.05, 0.95])
+    low, high = inner_90(values)
     floor = noise_floor(k)
     return {
         "trace": records[0]["trace"],
@@ -182,8 +330,8 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "kind": records[0]["kind"],
         "layer": records[0]["layer"],
         "mean": float(values.mean()),
-        "low": float(low),
-        "high": float(high),
+        "low": low,
+        "high": high,
         "min": float(values.min()),
         "max": float(values.max()),
         "n": len(records),
@@ -197,25 +345,58 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def stage_budget(
     source: object,
-    ratios: Sequence[float] = (0.1, 0.01, 0.001),
-    estimators: Iterable[str] = ("sidco-e", "sidco-gp", "sidco-p"),
-    **selection: Any,
+    ratios: Sequence[float] = RATIOS,
+    estimators: Iterable[str] = _STAGED,
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    options: Options | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Split the error of multi-stage thresholds over their stages.
 
     Each stage asks for a share of what the last one left, and gets another. The product of got/asked over the stages
     is k̂/k, so the factors say which stage is to blame.
 
-    Parameters are those of :func:`quality`; estimators without stages have no records.
+    Parameters
+    ----------
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Trace or its path, gradient file, array, or arrays by layer name.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1].
+    estimators : iterable of str, optional
+        Names of :data:`gradstats.thresholds.ESTIMATORS`. Those without stages have no records.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
+    per_layer : bool, optional
+        Look at every parameter by itself, too.
+    options : dict of dict, optional
+        Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
+    on_progress : callable, optional
+        Called after every gradient.
 
     Returns
     -------
     list of dict
         trace, step, rank, kind, layer, estimator, ratio, stage (from 1), asked, got, factor (got/asked), quality (the
         product of the factors up to this stage).
+
+    Raises
+    ------
+    InputError
+        If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
     """
+    subset = Subset(steps, ranks, kinds, layers, per_layer)
+    opened = open_source(source)
     records = []
-    for played in _replay(source, ratios, estimators, **selection):
+    for played in _replay(opened, subset, ratios, estimators, options, on_progress):
         stages = played.estimate.details.get("stages", [])
         counts = [stage["count"] for stage in stages] + [len(played.selection)]
         product = 1.0

@@ -59,12 +59,18 @@ def _drop_color(wanted: bool) -> None:
 @app.callback()
 def _root(
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Results and errors only: no progress, no notes.")
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Print results and errors only, no progress and no notes."
+        ),
     ] = False,
     no_color: Annotated[
         bool,
         typer.Option(
-            "--no-color", help="Plain text, as with NO_COLOR.", is_eager=True, callback=_drop_color
+            "--no-color",
+            help="Print plain text, as with NO_COLOR.",
+            is_eager=True,
+            callback=_drop_color,
         ),
     ] = False,
     version: Annotated[
@@ -90,15 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Parameters
     ----------
-    arguments : without the program's name; those of the process if None.
+    arguments : sequence of str, optional
+        Arguments without the program's name; by default those of the process.
 
     Raises
     ------
     SystemExit
-        0; 2 after one line on stderr, for anything the user can mend; 130 when interrupted, 143 when terminated.
+        With 0; with 2 after one line on stderr about anything the user can mend; with 130 when interrupted, 143 when
+        terminated.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    # typer knows a global option before the command only; people write it anywhere
+    # typer accepts a global option before the command only; people write it anywhere
     anywhere = [a for a in given if a in ("--quiet", "-q", "--no-color")]
     given = [*anywhere, *(a for a in given if a not in anywhere)]
     try:
@@ -108,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"gradstats: {error}")
         code = 2
     except _UsageError as error:
-        # no message: the help page has been printed instead
+        # without a message the help page has been printed instead
         if message := error.format_message():
             path = error.ctx.command_path if error.ctx else "gradstats"
             _fail(f"{path}: {message} ({path} --help)")
@@ -116,9 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code > 128:
-        if (
-            arguments is None
-        ):  # this process ends: another Ctrl-C must not spoil its line or its code
+        if arguments is None:
+            # this process ends: another Ctrl-C must spoil neither its line nor its code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)

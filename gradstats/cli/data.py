@@ -1,4 +1,4 @@
-"""What there is: ``info`` and ``report``."""
+"""Commands about the data: ``info`` and ``report``."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradstats.cli.options import FormatOption, OutputOption, SourceArgument
-from gradstats.cli.output import emit, note
+from gradstats.cli.output import Table, note
 
 if TYPE_CHECKING:
     from gradstats.trace.sources import TraceSource
 
-__all__ = ["info", "report"]
+__all__ = ["INFO", "info", "report"]
+
+INFO = Table("Captured gradients", ("trace", "step", "rank", "kind", "numel"))
+_RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
 
 
-def info(
+def info(  # numpydoc ignore=PR01
     source: SourceArgument, format: FormatOption = "table", output: OutputOption = None
 ) -> None:
     """Show what a trace holds: steps, ranks, kinds, and what the run recorded."""
-    from gradstats.analysis.info import info_records
+    from gradstats.analysis import info
     from gradstats.trace.sources import TraceSource, open_sources
 
     sources = open_sources(source)
-    records = [record for s in sources for record in info_records(s)]
+    records = [record for s in sources for record in info.info_records(s)]
     if format == "table" and output is None:
         for s in sources:
             if isinstance(s, TraceSource):
                 typer.echo(_describe(s) + "\n")
-    columns = ["trace", "step", "rank", "kind", "numel"]
-    if records and "loss" in records[0]:
-        columns += ["zeros", "nonfinite", "loss", "threshold", "selected"]
-    emit(records, format, output, columns=columns, title="Captured gradients")
+    recorded = _RECORDED if records and "loss" in records[0] else ()
+    INFO.extended("", *recorded).emit(records, format, output)
 
 
 def _describe(source: TraceSource) -> str:
@@ -60,7 +61,7 @@ def _describe(source: TraceSource) -> str:
     return "\n".join(lines)
 
 
-def report(
+def report(  # numpydoc ignore=PR01
     source: SourceArgument,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE.html")

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how a name is checked and completed."""
+"""Options that several commands share, and how names are checked and completed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = [
     "EstimatorOption",
     "FormatOption",
     "KindOption",
+    "LayerOption",
     "MethodOption",
     "ModelOption",
     "OutputOption",
@@ -34,8 +35,10 @@ def one_of(what: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
 
     Parameters
     ----------
-    what : a name is of, for the error.
-    names : called when a value is checked or completed, so that ``--help`` loads no registry.
+    what : str
+        What is named, such as ``estimator``; the error says it.
+    names : callable
+        Returns the names. Called when a value is checked or completed, so that ``--help`` loads no registry.
 
     Returns
     -------
@@ -64,10 +67,16 @@ def _unknown(what: str, given: str, names: Sequence[str]) -> InputError:
 
 
 def compressors() -> Sequence[str]:
-    """Return the names of compressors."""
+    """Return the names of compressors.
+
+    Returns
+    -------
+    sequence of str
+        Names that ``--compressor`` takes.
+    """
     from gradstats.compressors import COMPRESSORS
 
-    return COMPRESSORS
+    return tuple(COMPRESSORS)
 
 
 def _estimators() -> Sequence[str]:
@@ -118,31 +127,46 @@ FormatOption = Annotated[
     str,
     typer.Option(
         "--format",
-        help="table, json, csv, markdown or latex.",
+        help="Format: table, json, csv, markdown or latex.",
         metavar="FORMAT",
         **one_of("format", _formats),
     ),
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Write to this file.", metavar="FILE")
+    Path | None,
+    typer.Option("-o", "--output", help="Write to this file instead of stdout.", metavar="FILE"),
 ]
 StepOption = Annotated[
-    list[int] | None, typer.Option("--step", help="Only this step (repeatable).")
+    list[int] | None, typer.Option("--step", help="Look at this step only (repeatable).")
 ]
 RankOption = Annotated[
-    list[int] | None, typer.Option("--rank", help="Only this rank (repeatable).")
+    list[int] | None, typer.Option("--rank", help="Look at this rank only (repeatable).")
 ]
 KindOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--kind", help="Only gradient or corrected (repeatable).", **one_of("kind", _kinds)
+        "--kind",
+        help="Look at this kind only: gradient or corrected (repeatable).",
+        **one_of("kind", _kinds),
     ),
 ]
 SchedulerOption = Annotated[
     str | None,
-    typer.Option("--scheduler", help="Do the work on this dask cluster.", metavar="ADDRESS"),
+    typer.Option(
+        "--scheduler", help="Address of a dask cluster that does the work.", metavar="ADDRESS"
+    ),
 ]
-PerLayerOption = Annotated[bool, typer.Option("--per-layer", help="Also each parameter by itself.")]
+PerLayerOption = Annotated[
+    bool, typer.Option("--per-layer", help="Show each parameter by itself, too.")
+]
+LayerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layer",
+        help="Show the parameters whose names match, such as 'conv*', by themselves (repeatable).",
+        metavar="PATTERN",
+    ),
+]
 RatioOption = Annotated[
     list[float] | None, typer.Option("--ratio", help="Kept fraction k/d (repeatable).")
 ]
@@ -156,14 +180,15 @@ ModelOption = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="laplace, dgamma, double_genpareto (these if absent), norm, t, gennorm, dweibull, lognorm or all.",
+        help="Model to fit (repeatable): laplace, dgamma, double_genpareto (these by default), norm, t, gennorm, "
+        "dweibull, lognorm or all.",
         **one_of("model", _models),
     ),
 ]
 MethodOption = Annotated[
     str | None,
     typer.Option(
-        help="closed, moments, mle or pwm; closed forms where there are any if absent.",
+        help="Method of the fits: closed, moments, mle or pwm. By default closed forms where there are any.",
         **one_of("method", _methods),
     ),
 ]
@@ -171,7 +196,7 @@ QuantityOption = Annotated[
     list[str] | None,
     typer.Option(
         "--quantity",
-        help="mean, threshold, shape, p (these if absent), rms, max, scale, ks, … (repeatable).",
+        help="Quantity to follow (repeatable): mean, threshold, shape, p (these by default), rms, max, scale, ks, …",
         **one_of("quantity", _quantities),
     ),
 ]

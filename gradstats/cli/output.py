@@ -1,9 +1,10 @@
-"""Where commands meet the terminal: records on stdout, notes and progress on stderr."""
+"""Output of the commands: records on stdout, notes and progress on stderr."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -13,10 +14,62 @@ from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     from gradstats.tables import Format
+    from gradstats.trace import Kind
 
-__all__ = ["Records", "analyse", "emit", "note", "note_statuses"]
+__all__ = ["Records", "Table", "analyse", "emit", "note", "note_statuses", "one_by_one"]
 
 Records: TypeAlias = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What people see of a command's records.
+
+    Attributes
+    ----------
+    title : str
+        Heading of the table.
+    columns : tuple of str
+        Fields shown. JSON and CSV hold every field.
+    group_by : tuple of str
+        Fields whose values have a table each on a terminal.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    group_by: tuple[str, ...] = ("trace",)
+
+    def extended(self, title: str, *columns: str) -> Table:
+        """Return the table with a longer title and more columns.
+
+        Parameters
+        ----------
+        title : str
+            Text after the title.
+        *columns : str
+            Fields after those shown.
+
+        Returns
+        -------
+        Table
+            A new table.
+        """
+        return replace(self, title=self.title + title, columns=(*self.columns, *columns))
+
+    def emit(self, records: Sequence[dict[str, Any]], format: str, output: Path | None) -> None:
+        """Print records, or write them to a file.
+
+        Parameters
+        ----------
+        records : sequence of dict
+            Records of the table.
+        format : str
+            Format of :data:`gradstats.tables.FORMATS`.
+        output : Path or None
+            File to write; stdout if None.
+        """
+        columns, title, group_by = self.columns, self.title, self.group_by
+        emit(records, format, output, columns=columns, title=title, group_by=group_by)
 
 
 def emit(
@@ -30,8 +83,25 @@ def emit(
 ) -> None:
     """Print records, or write them to a file, in a format of the user's choice.
 
-    `columns` are what people see; JSON and CSV hold every field. A terminal gets a table per
-    value of the fields `group_by`.
+    Parameters
+    ----------
+    records : sequence of dict
+        Records of the same fields.
+    format : str
+        Format of :data:`gradstats.tables.FORMATS`. JSON and CSV hold every field.
+    output : Path or None
+        File to write; stdout if None.
+    columns : sequence of str
+        Fields that the other formats show.
+    title : str
+        Heading of a terminal table.
+    group_by : sequence of str, optional
+        Fields whose values have a table each on a terminal.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be written.
     """
     from rich.console import Console
 
@@ -64,14 +134,30 @@ def emit(
 
 
 def note(text: str) -> None:
-    """Tell the person something that is not a result; ``--quiet`` keeps it back."""
+    """Print on stderr what is not a result, unless ``--quiet`` is given.
+
+    Parameters
+    ----------
+    text : str
+        The note.
+    """
     from gradstats.console import messages
 
     messages().print(text, soft_wrap=True)
 
 
 def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) -> None:
-    """Say below a table what the records' status says, once for each value of the field `label`."""
+    """Print below a table what its records' status says, once for each value of a field.
+
+    Parameters
+    ----------
+    records : sequence of dict
+        Records with a field ``status``.
+    format : str
+        Format of the records. Only ``table`` has notes.
+    label : str
+        Field whose values are told apart, such as ``model``.
+    """
     from collections import Counter
 
     if format != "table":
@@ -81,45 +167,91 @@ def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) ->
         note(f"{name}: {status} ({n} of the fits)")
 
 
+def one_by_one(
+    records_of: Callable[..., Records], *arguments: Any, **options: Any
+) -> Callable[..., Records]:
+    """Return the work of :func:`analyse` for a table that is made source by source.
+
+    Parameters
+    ----------
+    records_of : callable
+        ``records_of(source, *arguments, **options)`` returns the records of one source. It takes what :func:`analyse`
+        hands down, too.
+    *arguments : Any
+        Arguments after the source.
+    **options : Any
+        Keyword arguments.
+
+    Returns
+    -------
+    callable
+        Function of the sources that joins their records.
+    """
+    return lambda sources, **given: [
+        record for s in sources for record in records_of(s, *arguments, **options, **given)
+    ]
+
+
 def analyse(
     title: str,
     source: Path,
     work: Callable[..., Records],
     *,
     scheduler: str | None = None,
-    **selection: Any,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[str] | None = None,
+    layers: Sequence[str] | None = None,
 ) -> Records:
     """Open a source and work on it under a progress bar that counts the gradients selected.
 
     Parameters
     ----------
-    title : of the progress bar.
-    source : trace, folder or file.
-    work : called with the sources that hold something of the selection, and ``steps``, ``ranks``, ``kinds``,
-        ``on_progress``, and ``client`` if there is a scheduler.
-    scheduler : address of a dask cluster.
-    selection : ``steps``, ``ranks``, ``kinds``.
+    title : str
+        Title of the progress bar.
+    source : Path
+        Trace, folder of traces, or gradient file.
+    work : callable
+        Called with the sources that hold something of the selection, and with the keywords ``steps``, ``ranks``,
+        ``kinds`` and ``on_progress``; with ``layers`` and ``client`` only if patterns and a scheduler are given.
+    scheduler : str, optional
+        Address of a dask cluster that does the work.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of str, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, for tables by layer.
+
+    Returns
+    -------
+    list of dict
+        What the work returned.
 
     Raises
     ------
     GradstatsError
-        For a source that cannot be read, a selection that matches nothing, or no scheduler at the address.
+        If the source cannot be read, the selection matches nothing, or there is no scheduler at the address.
     """
     from contextlib import ExitStack
 
     from gradstats.console import progress_bar
-    from gradstats.trace.sources import SKETCHED, matching, open_sources
+    from gradstats.trace.sources import SKETCHED, Subset, matching, open_sources
 
-    sources = matching(open_sources(source), **selection)
-    keys = [(s, key) for s in sources for key in s.select(**selection)]
+    known = cast("Sequence[Kind] | None", kinds)  # --kind has checked them
+    sources = matching(open_sources(source), steps=steps, ranks=ranks, kinds=known, layers=layers)
+    keys = [(s, key) for s in sources for key in Subset(steps, ranks, known).keys(s)]
     rough = dict.fromkeys(s.name for s, (rank, kind, _) in keys if s.sketched(rank, kind))
     if rough:
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")
+    given: dict[str, Any] = {"steps": steps, "ranks": ranks, "kinds": known}
+    if layers:
+        given["layers"] = layers
     with ExitStack() as stack:
         if scheduler is not None:
             from gradstats.analysis.pieces import connect
 
-            selection["client"] = stack.enter_context(connect(scheduler))
+            given["client"] = stack.enter_context(connect(scheduler))
         bar = stack.enter_context(progress_bar())
         task = bar.add_task(title, total=len(keys))
-        return work(sources, on_progress=lambda: bar.advance(task), **selection)
+        return work(sources, on_progress=lambda: bar.advance(task), **given)

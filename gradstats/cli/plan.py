@@ -1,4 +1,4 @@
-"""Which compressor to use: ``plan``."""
+"""The command that says which compressor to use: ``plan``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from gradstats.errors import InputError
 
 __all__ = ["plan"]
 
-_CAVEAT = "Predicted: no step was run, and how training converges is not in it."
+_CAVEAT = "Predicted, not run; the prediction says nothing about how training converges."
 
 
-def plan(
+def plan(  # numpydoc ignore=PR01
     source: SourceArgument,
-    network: Annotated[
+    measured_network: Annotated[
         Path,
         typer.Option(
-            help="What `bench-network --measure` or `python -m gradstats.network` wrote.",
+            "--network",
+            help="Measured cluster: a file that `bench-network --measure` or "
+            "`python -m gradstats.network` wrote.",
             metavar="network.json",
         ),
     ],
@@ -43,7 +45,7 @@ def plan(
     compute: Annotated[
         float | None,
         typer.Option(
-            help="A step without an exchange, which a trace does not say; that of --measured if absent.",
+            help="Time of a step without its exchange; that of --measured if absent.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -53,34 +55,36 @@ def plan(
         list[str] | None,
         typer.Option(
             "--compressor",
-            help="Only this and dense (repeatable).",
+            help="Compare only this one with dense (repeatable).",
             **one_of("compressor", compressors),
         ),
     ] = None,
     bandwidth: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the links, if not that measured: Mbit/s, or as tc writes it: 1gbit (repeatable)."
+            help="Bandwidth of the links in Mbit/s, or like 500kbit or 1gbit (repeatable); "
+            "that of the measured cluster if absent."
         ),
     ] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(help="Draw the speed-up to this file.", metavar="FILE.png"),
+        typer.Option(help="Draw the speed-up over dense to this file.", metavar="FILE.png"),
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(help="JSON of `bench-network`, for points on it.", metavar="FILE"),
+        typer.Option(
+            help="JSON that `bench-network` wrote; its steps become points of the figure.",
+            metavar="FILE",
+        ),
     ] = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Predict what each compressor makes of a step on a cluster, and recommend one, or none.
+    """Predict the time of a step with each compressor on a cluster, and recommend the fastest.
 
-    Threshold rules send as many elements as they keep of the source's gradients.
+    Threshold rules are taken to send as many elements as they keep of the source's gradients.
     """
-    from gradstats.network import Network
-    from gradstats.network.plan import advice
-    from gradstats.network.plan import plan as predict
+    from gradstats import network
     from gradstats.network.rates import format_rate, parse_rate
     from gradstats.trace.sources import open_sources
 
@@ -89,10 +93,10 @@ def plan(
         compute = _computing(points)
     sources = open_sources(source)
     if len(sources) > 1:
-        raise InputError(f"{source} holds several traces; a plan is of one")
-    records = predict(
+        raise InputError(f"{source} holds several traces; give one of them")
+    records = network.plan(
         sources[0],
-        Network.load(network),
+        network.Network.load(measured_network),
         compute,
         workers,
         ratio or (0.001,),
@@ -108,20 +112,20 @@ def plan(
             title = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
             emit(each, format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
-            typer.echo("\n" + textwrap.fill(advice(each), width) + "\n")
+            typer.echo("\n" + textwrap.fill(network.advice(each), width) + "\n")
     else:
         title = "Steps, predicted, in seconds"
         columns = ["workers", "rate", *columns]
         emit(records, format, output, columns=columns, title=title, group_by=("workers", "rate"))
         for each in plans:
-            note(advice(each))
+            note(network.advice(each))
     if assumed := sorted({r["compressor"] for r in records if r["basis"] == "assumed"}):
         note(f"Assumed to send exactly k: {', '.join(assumed)}.")
     note(_CAVEAT)
 
 
 def _points(path: Path) -> Records:
-    """Read the steps that ``gradstats bench-network --format json`` measured."""
+    """Read the steps that ``gradstats bench-network --format json`` wrote."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
         return [
@@ -138,13 +142,15 @@ def _points(path: Path) -> Records:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} is not what bench-network wrote as JSON") from None
+        raise InputError(
+            f"{path} is not JSON of bench-network; write it with `bench-network --format json`"
+        ) from None
 
 
 def _computing(points: Records) -> float:
-    """Return what computing took in the steps measured."""
+    """Return the median time of computing in the measured steps."""
     if not points:
-        raise InputError("say --compute SECONDS, or --measured with what `bench-network` wrote")
+        raise InputError("say --compute SECONDS, or --measured with a file of `bench-network`")
     return median(float(point["compute"]) for point in points)
 
 
@@ -156,12 +162,12 @@ def _draw(records: Records, points: Records, path: Path) -> None:
     both: tuple[Literal["rate", "workers"], ...] = ("rate", "workers")
     axes = [at for at in both if len({r[at] for r in records}) > 1]
     if not axes:
-        raise InputError("a figure needs several --bandwidth or --workers")
+        raise InputError("a figure needs several --bandwidth or --workers; give one of them twice")
     drawing = Figure(figsize=(6.4 * len(axes), 4.2), layout="constrained")
     for at, ax in zip(axes, drawing.subplots(1, len(axes), squeeze=False)[0], strict=True):
         speedup(records, ax, at=at, measured=points)
     try:
         drawing.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture's
+    except (OSError, ValueError) as error:  # ValueError: the suffix names no image format
         raise InputError(f"cannot write {path}: {error}") from None
     note(f"wrote {path}")

@@ -1,14 +1,15 @@
-"""What a gradient is like: ``fit``, ``compressibility``, ``pot`` and ``drift``."""
+"""Commands about a gradient's distribution: ``fit``, ``compressibility``, ``pot`` and ``drift``."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradstats.cli.options import (
     FormatOption,
     KindOption,
+    LayerOption,
     MethodOption,
     ModelOption,
     OutputOption,
@@ -20,23 +21,75 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import Records, analyse, emit, note_statuses
+from gradstats.cli.output import Records, Table, analyse, note_statuses, one_by_one
 from gradstats.errors import InputError
 
-__all__ = ["compressibility", "drift", "fit", "pot"]
+if TYPE_CHECKING:
+    from gradstats.trace.sources import Source
+
+__all__ = [
+    "DECAY",
+    "DRIFT",
+    "FITS",
+    "PEAKS",
+    "TAILS",
+    "compressibility",
+    "drift",
+    "fit",
+    "pot",
+]
+
+FITS = Table(
+    "Fits",
+    (
+        *("trace", "step", "rank", "kind", "layer", "model", "params"),
+        *("ks", "wasserstein", "tail_error"),
+    ),
+    ("trace", "kind"),
+)
+DECAY = Table(
+    "Decay of sorted magnitudes, 95 % intervals",
+    (
+        *("trace", "step", "rank", "kind", "p", "p_low", "p_high", "compressible"),
+        *("hill", "sigma_p", "window"),
+    ),
+    (),
+)
+PEAKS = Table(
+    "Peaks over threshold, 95 % intervals",
+    (
+        *("trace", "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess"),
+        *("c", "c_low", "c_high", "scale"),
+    ),
+    ("trace", "kind", "step"),
+)
+TAILS = Table(
+    "Tail shapes by layer",
+    ("trace", "step", "rank", "kind", "layer", "n", "c", "c_low", "c_high"),
+    ("trace", "kind", "step"),
+)
+DRIFT = Table(
+    "Drift over training",
+    (
+        *("trace", "quantity", "kind", "layer", "n", "low", "high", "slope"),
+        *("acf1", "change_low", "change_high"),
+    ),
+    ("trace", "kind"),
+)
 
 
-def fit(
+def fit(  # numpydoc ignore=PR01
     source: SourceArgument,
     model: ModelOption = None,
     method: MethodOption = None,
     per_layer: PerLayerOption = False,
+    layer: LayerOption = None,
     bootstrap: Annotated[
         int,
-        typer.Option(help="Replicates of a parametric bootstrap for a p-value; 0: none.", min=0),
+        typer.Option(help="Replicates of the parametric bootstrap behind p; 0: no test.", min=0),
     ] = 0,
-    size: Annotated[int, typer.Option(help="Elements of the subsample it tests.", min=2)] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the subsample.", min=0)] = 0,
+    size: Annotated[int, typer.Option(help="Elements of the subsample tested.", min=2)] = 2000,
+    seed: Annotated[int, typer.Option(help="Seed of the subsample.", min=0)] = 0,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
@@ -46,46 +99,51 @@ def fit(
 ) -> None:
     """Fit symmetric distributions and measure their distance from the data.
 
-    ks: Kolmogorov distance; wasserstein: relative to the mean magnitude; tail error: largest |ln η_model/η_exact| at
-    ratios from 0.1 to 0.0001. JSON and CSV have all distances, standard errors and k̂/k.
+    ks: Kolmogorov distance; wasserstein: distance relative to the mean magnitude; tail error: largest
+    |ln η_model/η_exact| at ratios from 0.1 to 0.0001. JSON and CSV have all distances, standard errors and k̂/k.
     """
-    from gradstats.analysis.fits import fit_records
+    from gradstats.analysis import fits
 
-    options: dict[str, Any] = {"method": method, "per_layer": per_layer}
-    options |= {"replicates": bootstrap, "size": size, "seed": seed}
+    work = one_by_one(
+        fits.fit_records,
+        _chosen(model),
+        method=method,
+        replicates=bootstrap,
+        size=size,
+        seed=seed,
+        per_layer=per_layer,
+    )
     records = analyse(
         "fitting",
         source,
-        lambda sources, **given: [
-            r for s in sources for r in fit_records(s, _chosen(model), **options, **given)
-        ],
+        work,
         scheduler=scheduler,
         steps=step,
         ranks=rank,
         kinds=kind,
+        layers=layer,
     )
-    columns = ["trace", "step", "rank", "kind", "layer", "model", "params", "ks", "wasserstein"]
-    columns += ["tail_error", *(["p_value", "p_naive"] if bootstrap else [])]
-    title = "Fits"
+    table = FITS
     if bootstrap:
-        title += f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance"
-    emit(records, format, output, columns=columns, title=title, group_by=("trace", "kind"))
+        test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance"
+        table = FITS.extended(test, "p_value", "p_naive")
+    table.emit(records, format, output)
     note_statuses(records, format, "model")
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Return the models asked for; the sparsity-inducing ones if none is."""
+    """Return the models asked for, by default the sparsity-inducing ones."""
     from gradstats.statistics.distributions import SIDS
     from gradstats.statistics.fitting import MODELS
 
     return list(MODELS) if "all" in (names or ()) else list(names or SIDS)
 
 
-def compressibility(
+def compressibility(  # numpydoc ignore=PR01
     source: SourceArgument,
     window: Annotated[
         str | None,
-        typer.Option(help="Ranks FIRST:LAST to look at; the largest hundredth if absent."),
+        typer.Option(help="Ranks FIRST:LAST to look at; by default the largest hundredth."),
     ] = None,
     step: StepOption = None,
     rank: RankOption = None,
@@ -94,26 +152,23 @@ def compressibility(
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Check the power-law decay of the sorted magnitudes, beside controls that have none.
+    """Check the power-law decay of the sorted magnitudes, and of controls that have none.
 
-    sigma p: how fast the error of keeping the k largest falls; a power law promises p − ½.
+    sigma p: exponent with which the error of keeping the k largest falls; a power law promises p − ½.
     """
-    from gradstats.analysis.decay import compressibility_records
+    from gradstats.analysis import decay
 
     limits = _window(window)
     records = analyse(
         "decay",
         source,
-        lambda sources, **given: compressibility_records(sources, limits, **given),
+        lambda sources, **given: decay.compressibility_records(sources, limits, **given),
         scheduler=scheduler,
         steps=step,
         ranks=rank,
         kinds=kind,
     )
-    columns = ["trace", "step", "rank", "kind", "p", "p_low", "p_high", "compressible"]
-    columns += ["hill", "sigma_p", "window"]
-    title = "Decay of sorted magnitudes, 95 % intervals"
-    emit(records, format, output, columns=columns, title=title, group_by=())
+    DECAY.emit(records, format, output)
 
 
 def _window(text: str | None) -> tuple[int, int] | None:
@@ -126,20 +181,27 @@ def _window(text: str | None) -> tuple[int, int] | None:
     return first, last
 
 
-def pot(
+def pot(  # numpydoc ignore=PR01
     source: SourceArgument,
     ratio: Annotated[
         list[float] | None,
-        typer.Option("--ratio", help="Of the non-zero elements beyond a threshold (repeatable)."),
+        typer.Option(
+            "--ratio", help="Share of the non-zero elements beyond a threshold (repeatable)."
+        ),
     ] = None,
     method: MethodOption = "mle",
     choose: Annotated[
-        int, typer.Option(help="Replicates of the tests that choose a threshold; 0: none.", min=0)
+        int,
+        typer.Option(help="Replicates of the tests that choose a threshold; 0: no choice.", min=0),
     ] = 0,
     layers: Annotated[
         bool,
-        typer.Option("--layers", help="Instead: the tail at 0.1 pooled, normalised and by layer."),
+        typer.Option(
+            "--layers",
+            help="Show one tail, at the first ratio or 0.1, instead: pooled, normalised and by layer.",
+        ),
     ] = False,
+    layer: LayerOption = None,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
@@ -147,45 +209,35 @@ def pot(
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Fit the peaks over a series of thresholds: how heavy is the tail, and from where on.
+    """Fit the peaks over a series of thresholds: how heavy the tail is, and where it begins.
 
-    c: generalized Pareto shape ξ, above 0 a heavy tail; scale: σ − cu, which with c stays the same from a good
-    threshold on.
+    c: generalized Pareto shape ξ, above 0 a heavy tail; scale: σ − cu. Both stay the same from a good threshold on.
     """
-    from gradstats.analysis.peaks import mixture_records, pot_records
+    from gradstats.analysis import peaks
 
-    options: dict[str, Any] = {"method": method}
-    columns = ["trace", "step", "rank", "kind"]
-    if layers:
-        measure: Any = mixture_records
-        options["at"] = ratio[0] if ratio else 0.1
-        columns += ["layer", "n", "c", "c_low", "c_high"]
-        title = "Tail shapes by layer"
+    if layers or layer:
+        table, at = TAILS, ratio[0] if ratio else 0.1
+        work = one_by_one(peaks.mixture_records, at, method=method)
     else:
-        measure = pot_records
-        options |= {"ratios": ratio, "replicates": choose}
-        columns += ["ratio", "threshold", "n", "mean_excess", "c", "c_low", "c_high", "scale"]
-        title = "Peaks over threshold, 95 % intervals"
+        table = PEAKS
         if choose:
-            columns += ["p_value", "chosen"]
-            title += "; p: of 1000 excesses each, and what they cannot show stays"
-
-    def work(sources: Any, **given: Any) -> Records:
-        return [r for s in sources for r in measure(s, **options, **given)]
-
+            test = "; p: of 1000 excesses each, and what they cannot show stays"
+            table = PEAKS.extended(test, "p_value", "chosen")
+        work = one_by_one(peaks.pot_records, ratio, method=method, replicates=choose)
     records = analyse(
-        "peaks", source, work, scheduler=scheduler, steps=step, ranks=rank, kinds=kind
+        "peaks", source, work, scheduler=scheduler, steps=step, ranks=rank, kinds=kind, layers=layer
     )
-    emit(records, format, output, columns=columns, title=title, group_by=("trace", "kind", "step"))
-    note_statuses(records, format, "layer" if layers else "ratio")
+    table.emit(records, format, output)
+    note_statuses(records, format, "layer" if table is TAILS else "ratio")
 
 
-def drift(
+def drift(  # numpydoc ignore=PR01
     source: SourceArgument,
     quantity: QuantityOption = None,
     model: ModelOption = None,
     ratio: RatioOption = None,
     per_layer: PerLayerOption = False,
+    layer: LayerOption = None,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
@@ -196,28 +248,27 @@ def drift(
     """Quantify how a gradient moves over training: trend, memory, step-to-step change.
 
     low–high: 90 % of steps and ranks. slope: relative change per 100 steps (JSON and CSV have its Newey-West interval).
-    acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles of a step's value over the last one's. It takes
-    twenty steps; sketches of every step are made for this (gradstats capture --store sketches --every 1).
+    acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles of a step's value over the last one's. These take
+    twenty steps: capture sketches of every step (gradstats capture --store sketches --every 1).
     """
-    from gradstats.analysis.drift import drift_records, over_training
+    from gradstats.analysis import drift
+    from gradstats.primitives.ratio import RATIOS
 
-    def work(sources: Any, **given: Any) -> Records:
-        records = []
-        for s in sources:
-            dataset = over_training(
-                s,
-                models=_chosen(model),
-                ratios=ratio or (0.1, 0.01, 0.001),
-                per_layer=per_layer,
-                **given,
-            )
-            records += [{"trace": s.name} | r for r in drift_records(dataset, quantity or ())]
-        return records
+    def records_of(source: Source, **given: Any) -> Records:
+        dataset = drift.over_training(
+            source, models=_chosen(model), ratios=ratio or RATIOS, per_layer=per_layer, **given
+        )
+        return drift.drift_records(dataset, quantity or ())
 
+    work = one_by_one(records_of)
     records = analyse(
-        "measuring", source, work, scheduler=scheduler, steps=step, ranks=rank, kinds=kind
+        "measuring",
+        source,
+        work,
+        scheduler=scheduler,
+        steps=step,
+        ranks=rank,
+        kinds=kind,
+        layers=layer,
     )
-    columns = ["trace", "quantity", "kind", "layer", "n", "low", "high", "slope"]
-    columns += ["acf1", "change_low", "change_high"]
-    title = "Drift over training"
-    emit(records, format, output, columns=columns, title=title, group_by=("trace", "kind"))
+    DRIFT.emit(records, format, output)

@@ -1,15 +1,27 @@
-"""What compressors did in training: ``compression``."""
+"""Commands about compressors in training: ``compression``."""
 
 from __future__ import annotations
 
 from gradstats.cli.options import FormatOption, OutputOption, PerLayerOption, SourceArgument
-from gradstats.cli.output import emit
+from gradstats.cli.output import Table
 from gradstats.errors import InputError
 
-__all__ = ["compression"]
+__all__ = ["BY_LAYER", "BY_STEP", "compression"]
+
+BY_STEP = Table(
+    "The compressor step by step; seconds on the rank's clock",
+    (
+        *("trace", "step", "rank", "selected", "quality", "build_up", "bytes", "select"),
+        *("communicate", "overlapped", "residual_norm", "matching_rate"),
+    ),
+)
+BY_LAYER = Table(
+    "The compressor by layer; δ ≤ 1 is LAGS-SGD's assumption 1",
+    ("trace", "step", "rank", "layer", "numel", "selected", "target", "quality", "delta"),
+)
 
 
-def compression(
+def compression(  # numpydoc ignore=PR01
     source: SourceArgument,
     per_layer: PerLayerOption = False,
     format: FormatOption = "table",
@@ -17,24 +29,15 @@ def compression(
 ) -> None:
     """Show what a compressor did in a captured run: k̂/k, build-up, bytes, times, diagnosis.
 
-    Layers, the residual's norm and the signs' matching rate are there in the steps that were diagnosed
+    Only diagnosed steps have layers, the residual's norm and the signs' matching rate
     (`gradstats capture --diagnose-every`).
     """
-    from gradstats.analysis.compression import compression as describe
+    from gradstats.analysis import compression
     from gradstats.trace.sources import TraceSource, open_sources
 
-    sources = open_sources(source)
-    traces = [s.trace for s in sources if isinstance(s, TraceSource)]
-    records = [r for trace in traces for r in describe(trace, per_layer=per_layer)]
+    traces = [s.trace for s in open_sources(source) if isinstance(s, TraceSource)]
+    records = [r for trace in traces for r in compression.compression(trace, per_layer=per_layer)]
     if not records:
         steps = "diagnosed steps" if per_layer else "steps of a gradstats compressor"
         raise InputError(f"{source} holds no {steps}")
-    columns = ["trace", "step", "rank"]
-    if per_layer:
-        columns += ["layer", "numel", "selected", "target", "quality", "delta"]
-        title = "The compressor by layer; δ ≤ 1 is LAGS-SGD's assumption 1"
-    else:
-        columns += ["selected", "quality", "build_up", "bytes", "select", "communicate"]
-        columns += ["overlapped", "residual_norm", "matching_rate"]
-        title = "The compressor step by step; seconds on the rank's clock"
-    emit(records, format, output, columns=columns, title=title)
+    (BY_LAYER if per_layer else BY_STEP).emit(records, format, output)

@@ -1,8 +1,8 @@
-"""How thresholds do: ``quality`` and ``bench``."""
+"""Commands about thresholds: ``quality`` and ``bench``."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,6 +10,7 @@ from gradstats.cli.options import (
     EstimatorOption,
     FormatOption,
     KindOption,
+    LayerOption,
     OutputOption,
     PerLayerOption,
     RankOption,
@@ -17,25 +18,44 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import analyse, emit
+from gradstats.cli.output import Table, analyse, emit, one_by_one
 from gradstats.errors import InputError
 
-__all__ = ["bench", "quality"]
+__all__ = ["BY_STAGE", "QUALITY", "bench", "quality"]
+
+QUALITY = Table(
+    "Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k",
+    (
+        *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "min", "max"),
+        *("energy_error", "n", "floor"),
+    ),
+    ("trace", "kind"),
+)
+BY_STAGE = Table(
+    "k̂/k stage by stage",
+    (
+        *("trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"),
+        *("asked", "got", "factor", "quality"),
+    ),
+    ("trace", "kind"),
+)
+_NUMELS = (260_000, 2_600_000, 26_000_000)
 
 
-def quality(
+def quality(  # numpydoc ignore=PR01
     source: SourceArgument,
     ratio: RatioOption = None,
     estimator: EstimatorOption = None,
     stages: Annotated[
         int | None,
-        typer.Option(help="Fixed number of stages of the sidco rules; adaptive if absent.", min=1),
+        typer.Option(help="Number of stages of the sidco rules; adaptive by default.", min=1),
     ] = None,
     per_layer: PerLayerOption = False,
     by_stage: Annotated[
         bool,
         typer.Option("--by-stage", help="Split the error of multi-stage rules over their stages."),
     ] = False,
+    layer: LayerOption = None,
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
@@ -47,71 +67,53 @@ def quality(
     Rules with a state (reuse, feedback, warm start, adaptive stages) see the captured steps in order, as if they were
     adjacent.
     """
-    from gradstats.analysis.quality import quality as compare
-    from gradstats.analysis.quality import stage_budget
+    from gradstats.analysis import quality
+    from gradstats.primitives.ratio import RATIOS
     from gradstats.thresholds import ESTIMATORS
 
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
-    replay = {
-        "ratios": ratio or (0.1, 0.01, 0.001),
-        "estimators": estimator or tuple(ESTIMATORS),
-        "options": options,
-        "per_layer": per_layer,
-    }
-    measure: Any = stage_budget if by_stage else compare
-    records = analyse(
-        "quality",
-        source,
-        lambda sources, **given: [r for s in sources for r in measure(s, **replay, **given)],
-        steps=step,
-        ranks=rank,
-        kinds=kind,
+    work = one_by_one(
+        quality.stage_budget if by_stage else quality.quality,
+        ratio or RATIOS,
+        estimator or tuple(ESTIMATORS),
+        options=options,
+        per_layer=per_layer,
     )
-    if by_stage:
-        columns = ["trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"]
-        columns += ["asked", "got", "factor", "quality"]
-        title = "k̂/k stage by stage"
-    else:
-        columns = ["trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high"]
-        columns += ["min", "max", "energy_error", "n", "floor"]
-        title = "Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k"
-    emit(records, format, output, columns=columns, title=title, group_by=("trace", "kind"))
+    records = analyse("quality", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
+    (BY_STAGE if by_stage else QUALITY).emit(records, format, output)
 
 
-def bench(
+def bench(  # numpydoc ignore=PR01
     numel: Annotated[
-        list[int] | None, typer.Option("--numel", help="Elements (repeatable).")
+        list[int] | None, typer.Option("--numel", help="Elements of the gradient (repeatable).")
     ] = None,
     ratio: RatioOption = None,
     estimator: EstimatorOption = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option("--threads", help="Threads (repeatable); 1 and all if absent."),
+        typer.Option("--threads", help="Number of threads (repeatable); by default 1 and all."),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds; medians are shown.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Rounds of measurement; medians are shown.")] = 7,
     references: Annotated[
-        bool, typer.Option(help="Also time torch.topk, torch.kthvalue, numpy.argpartition.")
+        bool, typer.Option(help="Time torch.topk, torch.kthvalue and numpy.argpartition, too.")
     ] = True,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Time estimation with selection, against top-k and against one read of the data."""
+    """Time estimation and selection, and compare with top-k and with one read of the data."""
     import os
 
     from gradstats.console import progress_bar
-    from gradstats.primitives.ratio import target_count
-    from gradstats.thresholds import ESTIMATORS
-    from gradstats.thresholds.bench import bench as measure
+    from gradstats.primitives.ratio import RATIOS, check_ratio
+    from gradstats.thresholds import ESTIMATORS, bench
 
     if repeats < 1 or any(n < 1 for n in numel or ()):
         raise InputError("numel and repeats must be at least 1")
-    for r in ratio or ():
-        target_count(r, 1)
-    numels, ratios = numel or [260_000, 2_600_000, 26_000_000], ratio or [0.1, 0.01, 0.001]
+    numels, ratios = numel or _NUMELS, [check_ratio(r) for r in ratio or RATIOS]
     counts = threads or sorted({1, os.cpu_count() or 1})
     with progress_bar() as bar:
         task = bar.add_task("bench", total=len(numels) * len(ratios) * len(counts) * (repeats + 1))
-        records = measure(
+        records = bench.bench(
             numels,
             ratios,
             estimators=estimator or tuple(ESTIMATORS),

@@ -2,7 +2,8 @@
 
 from gradstats.collectives.packed import GatheredSelections, SparseAllGather
 from gradstats.collectives.plain import all_gather_flags
-from gradstats.collectives.ring import one_bit_ring, one_bit_torus
+from gradstats.collectives.ring import one_bit_ring
+from gradstats.collectives.torus import one_bit_torus
 
 __all__ = [
     "GatheredSelections",

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.errors import InputError
+from gradstats.primitives import Selection
 
 __all__ = [
     "VALUE_DTYPES",
     "GatheredSelections",
-    "Selection",
     "SparseAllGather",
     "index_dtype",
     "pack",
     "unpack",
 ]
-
-Selection: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Positions int64 (k̂,) and values (k̂,), or (1,) where one stands for all."""
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What values may travel as."""
@@ -41,15 +37,22 @@ def index_dtype(numel: int) -> torch.dtype:
     return torch.int32 if numel < _INT32_LIMIT else torch.int64
 
 
-def pack(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
+def pack(selection: Selection, numel: int) -> torch.Tensor:
     """Return a selection as int32 words.
 
     Parameters
     ----------
-    indices : int64 (k̂,), below `numel`.
-    values : (k̂,) or (1,), of the dtype they travel as.
-    numel : elements of the dense gradient; decides the width of an index.
+    selection : Selection
+        Positions below `numel`; values of the dtype they travel as.
+    numel : int
+        Number of elements of the dense gradient. It decides the width of an index.
+
+    Returns
+    -------
+    int32 tensor, shape (words,)
+        Two counts, the positions, the values.
     """
+    indices, values = selection.indices, selection.values
     header = torch.tensor(
         [indices.numel(), values.numel()], dtype=torch.int32, device=indices.device
     )
@@ -60,7 +63,22 @@ def pack(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tenso
 
 
 def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) -> list[Selection]:
-    """Return the selections packed one after the other, values as float32."""
+    """Return the selections that :func:`pack` put one after the other.
+
+    Parameters
+    ----------
+    words : int32 tensor, shape (words,)
+        Any number of packed selections.
+    numel : int
+        Number of elements of the dense gradient.
+    dtype : torch.dtype
+        The dtype that values travelled as.
+
+    Returns
+    -------
+    list of Selection
+        Values are float32.
+    """
     width, selections, start = index_dtype(numel), [], 0
 
     def take(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +92,7 @@ def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) 
     while start < words.numel():
         count, number = take(_HEADER, torch.int32).tolist()
         indices = take(count, width).long()
-        selections.append((indices, take(number, dtype).float()))
+        selections.append(Selection(indices, take(number, dtype).float()))
     return selections
 
 
@@ -143,7 +161,7 @@ class SparseAllGather:
         device : of the message.
         """
         words = [torch.empty(0, dtype=torch.int32, device=device)]
-        words += [pack(indices, values, numel) for indices, values in selections]
+        words += [pack(selection, numel) for selection in selections]
         positions, values = expected
         room = positions * index_dtype(numel).itemsize + values * self.dtype.itemsize
         gathered = self.words(torch.cat(words), group, flag, _HEADER + -(-room // 4))

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from gradstats.errors import ExchangeError, first_line
 
 __all__ = [
     "all_gather",
@@ -22,15 +25,30 @@ __all__ = [
     "all_reduce",
     "all_reduce_mean",
     "broadcast",
+    "exchange_errors",
 ]
 
 _LONGEST_S = 1.0
 
 
+@contextmanager
+def exchange_errors() -> Iterator[None]:
+    """Turn what every backend raises when a peer is gone or late into :class:`ExchangeError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # a RuntimeError too, and nobody else's fault
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"the exchange failed, a rank may be lost: {first_line(error)}"
+        ) from error
+
+
 def _released(call: Callable[[], object], *tensors: torch.Tensor) -> None:
     """Make a call, and wait until nobody holds more of the tensors than before."""
     before = [sys.getrefcount(t) for t in tensors]
-    call()
+    with exchange_errors():
+        call()
     deadline = time.monotonic() + _LONGEST_S
     while [sys.getrefcount(t) for t in tensors] != before and time.monotonic() < deadline:
         time.sleep(0)  # lets the thread have the interpreter

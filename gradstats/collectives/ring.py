@@ -2,7 +2,7 @@
 
 A ring all-reduce cuts the vector into as many parts as there are ranks. In the reduce period every part travels once
 around the ring, and each rank merges its own contribution into it; in the gather period the finished parts travel
-around. A 2-D torus (Mikami et al. 2018) does so along the rows, then along the columns with a row's part.
+around.
 
 gloo runs point-to-point messages without the worker thread that :mod:`gradstats.collectives.plain` must wait
 for: once `wait` is back, nothing but the caller holds the tensors.
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.errors import InputError
+from gradstats.collectives.plain import exchange_errors
 
-__all__ = ["Merge", "Ring", "one_bit_ring", "one_bit_torus", "pack_bits", "unpack_bits"]
+__all__ = ["Merge", "Ring", "one_bit_ring", "pack_bits", "reduce_bits", "split", "unpack_bits"]
 
 Merge: TypeAlias = Callable[[torch.Tensor, int, int], Callable[[torch.Tensor], torch.Tensor]]
 """``merge(local, local_count, received_count)`` returns the function that takes `received` to the merged bits.
@@ -139,12 +139,14 @@ class Ring:
             operations.append(
                 dist.P2POp(dist.irecv, incoming, group=self._group, group_peer=self._previous)
             )
-        return dist.batch_isend_irecv(operations) if operations else []
+        with exchange_errors():
+            return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+    with exchange_errors():
+        for work in works:
+            work.wait()
 
 
 def split(words: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -170,54 +172,11 @@ def one_bit_ring(
     bytes_sent : by this rank: 2·d·(M − 1)/M bits for M ranks, and at most a byte of padding per hop.
     """
     ring = Ring(group)
-    packed = _reduce([ring], pack_bits(bits), merge, contributions=1)
+    packed = reduce_bits([ring], pack_bits(bits), merge, contributions=1)
     return unpack_bits(packed, bits.numel()), ring.bytes_sent
 
 
-def one_bit_torus(
-    bits: torch.Tensor,
-    merge: Merge,
-    group: dist.ProcessGroup | None = None,
-    shape: tuple[int, int] = (1, 1),
-) -> tuple[torch.Tensor, int]:
-    """All-reduce one bit per element over a 2-D torus: rows, columns, and back.
-
-    It moves as many bits as a ring, in (columns − 1) + (rows − 1) hops per period instead of M − 1.
-
-    Parameters
-    ----------
-    bits, merge, group : as for :func:`one_bit_ring`. Along the columns both sides hold more than one contribution.
-    shape : (rows, columns); rank r sits in row r div columns.
-
-    Returns
-    -------
-    bits : bool (d,), the same on every rank.
-    bytes_sent : by this rank, as for the ring.
-
-    Raises
-    ------
-    InputError
-        If rows · columns is not the number of ranks.
-    """
-    rows, columns = check_torus(shape, dist.get_world_size(group))
-    row, column = divmod(dist.get_rank(group), columns)
-    rings = [
-        Ring(group, range(row * columns, (row + 1) * columns)),
-        Ring(group, range(column, rows * columns, columns)),
-    ]
-    packed = _reduce(rings, pack_bits(bits), merge, contributions=1)
-    return unpack_bits(packed, bits.numel()), sum(ring.bytes_sent for ring in rings)
-
-
-def check_torus(shape: tuple[int, int], world: int) -> tuple[int, int]:
-    """Return `shape`, or raise :class:`InputError` if it does not hold `world` ranks."""
-    rows, columns = shape
-    if rows < 1 or columns < 1 or rows * columns != world:
-        raise InputError(f"a torus of {rows} x {columns} ranks does not fit {world} ranks")
-    return rows, columns
-
-
-def _reduce(
+def reduce_bits(
     rings: Sequence[Ring], packed: torch.Tensor, merge: Merge, contributions: int
 ) -> torch.Tensor:
     """All-reduce packed bits over the first ring, and each part of it over the remaining rings.
@@ -235,6 +194,6 @@ def _reduce(
 
     complete = ring.reduce_scatter(parts, prepare)
     if others:
-        parts[complete] = _reduce(others, parts[complete], merge, contributions * ring.size)
+        parts[complete] = reduce_bits(others, parts[complete], merge, contributions * ring.size)
     ring.all_gather(parts, complete)
     return torch.cat(parts)

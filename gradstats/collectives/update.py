@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.packed import Selection
 from gradstats.collectives.plain import all_reduce_mean
+from gradstats.primitives import Selection
 
 __all__ = ["SparseUpdate"]
 
@@ -47,9 +47,9 @@ class SparseUpdate:
 
     def add(self, selections: Sequence[Selection]) -> None:
         """Add values at positions; both may repeat from call to call, positions within one may not."""
-        for positions, values in selections:
-            self.written.append(positions)
-            self.vector.index_add_(0, positions, values.expand(positions.shape))
+        for each in selections:
+            self.written.append(each.indices)
+            self.vector.index_add_(0, each.indices, each.values.expand(each.indices.shape))
 
     def divide(self, ranks: int) -> int:
         """Make the sum a mean over the ranks; return at how many positions anything was added."""
@@ -78,7 +78,7 @@ class SparseUpdate:
         """
         self.begin(corrected)
         if positions.numel():
-            self.add([(positions, all_reduce_mean(corrected[positions], group))])
+            self.add([Selection(positions, all_reduce_mean(corrected[positions], group))])
             corrected[positions] = 0
         return self.vector
 

@@ -1,4 +1,7 @@
-"""Live compressors, and the registry of their names. Classes load, and torch with them, when first used."""
+"""Compressors that average gradients in training, and the registry of their names.
+
+Classes load, and torch with them, when first used.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from gradstats.errors import InputError
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 if TYPE_CHECKING:
-    from gradstats.compressors.base import Compressor, Reduced, Selection, Selector
+    from gradstats.compressors.base import Compressor, Reduced, Selector
+    from gradstats.compressors.cascading import Cascading
     from gradstats.compressors.cltk import CLTk
     from gradstats.compressors.dense import DenseCompressor
     from gradstats.compressors.lags import LAGS
@@ -18,18 +22,17 @@ if TYPE_CHECKING:
     from gradstats.compressors.micro import MiCRO
     from gradstats.compressors.randomk import RandomK
     from gradstats.compressors.redsync import RedSync
+    from gradstats.compressors.selectors import ThresholdSelector, TopK
     from gradstats.compressors.shared import GlobalHistogram
-    from gradstats.compressors.signs import SSDM, Cascading, EFSignSGD, SignSGD
-    from gradstats.compressors.sparse import SparseCompressor
-    from gradstats.compressors.sparsify import ThresholdSelector, TopK
+    from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD
+    from gradstats.compressors.sparse import SparseCompressor, as_compressor
 
 _HOME = {
     "CLTk": "cltk",
-    "Cascading": "signs",
-    "Selection": "base",
-    "Selector": "base",
+    "Cascading": "cascading",
+    "Compressor": "base",
     "DenseCompressor": "dense",
-    "EFSignSGD": "signs",
+    "EFSignSGD": "signsgd",
     "GlobalHistogram": "shared",
     "LAGS": "lags",
     "Layerwise": "layerwise",
@@ -38,12 +41,13 @@ _HOME = {
     "RandomK": "randomk",
     "RedSync": "redsync",
     "Reduced": "base",
-    "Compressor": "base",
-    "SSDM": "signs",
-    "SignSGD": "signs",
+    "SSDM": "signsgd",
+    "Selector": "base",
+    "SignSGD": "signsgd",
     "SparseCompressor": "sparse",
-    "ThresholdSelector": "sparsify",
-    "TopK": "sparsify",
+    "ThresholdSelector": "selectors",
+    "TopK": "selectors",
+    "as_compressor": "sparse",
 }
 
 __all__ = [
@@ -53,8 +57,7 @@ __all__ = [
     "SSDM",
     "CLTk",
     "Cascading",
-    "Selection",
-    "Selector",
+    "Compressor",
     "DenseCompressor",
     "EFSignSGD",
     "GlobalHistogram",
@@ -64,13 +67,15 @@ __all__ = [
     "RandomK",
     "RedSync",
     "Reduced",
-    "Compressor",
+    "Selector",
     "SignSGD",
     "SparseCompressor",
     "ThresholdSelector",
     "TopK",
-    "make_selector",
+    "as_compressor",
+    "compressor_class",
     "make_compressor",
+    "make_selector",
 ]
 
 
@@ -86,71 +91,115 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-SELECTORS = ("none", "topk", *ESTIMATORS)
+SELECTORS = ("topk", *ESTIMATORS)
 """Names that :func:`make_selector` takes: what each rank selects by itself; ``topk`` and ``exact`` are the same."""
 
-_SPARSE_SYSTEMS = {
+COMPRESSORS: dict[str, str | type[Compressor]] = {
+    "none": "DenseCompressor",
+    **dict.fromkeys(SELECTORS, "SparseCompressor"),
     "micro": "MiCRO",
     "cltk": "CLTk",
     "randomk": "RandomK",
     "lags": "LAGS",
     "redsync-quantised": "RedSync",
-}
-_SIGN_SYSTEMS = {
     "signsgd": "SignSGD",
     "ef-signsgd": "EFSignSGD",
     "ssdm": "SSDM",
     "cascading": "Cascading",
     "marsit": "Marsit",
 }
+"""Names that :func:`make_compressor` and the command line take, and the class behind each (or its name, until used).
 
-COMPRESSORS = (*SELECTORS, *(n for n in _SPARSE_SYSTEMS if n not in SELECTORS), *_SIGN_SYSTEMS)
-"""Names that :func:`make_compressor` and the command line take; ``none`` is PyTorch's dense averaging."""
-
-
-def make_selector(name: str, ratio: float, **options: Any) -> Selector | None:
-    """Build the selection called `name`; None for ``none``.
-
-    Raises
-    ------
-    InputError
-        For an unknown name; the message lists what there is.
-    """
-    if name == "none":
-        return None
-    if name not in SELECTORS:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(SELECTORS)}")
-    from gradstats.compressors.sparsify import ThresholdSelector, TopK
-
-    if name == "topk":
-        return TopK(ratio, **options)
-    return ThresholdSelector(make_estimator(name, **options), ratio)
+``none`` is PyTorch's dense averaging. To add a compressor, put its class here; it is built with the ratio first if it
+has one (:attr:`Compressor.has_ratio`). An estimator in :data:`gradstats.thresholds.ESTIMATORS` is one by its name."""
 
 
-def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
-    """Build the system called `name`: a selection with its all-gather, or an exchange of its own; None for ``none``.
+def compressor_class(name: str) -> type[Compressor]:
+    """Return the class of the compressor called `name`.
 
     Parameters
     ----------
-    name : one of :data:`COMPRESSORS`. ``micro`` is the whole system with exclusive partitions; the threshold rule alone
-        is ``make_selector("micro", …)``.
-    ratio : kept fraction k/d; of no meaning to systems that send signs.
-    options : of the system.
+    name : str
+        One of :data:`COMPRESSORS`, or of :data:`gradstats.thresholds.ESTIMATORS`.
+
+    Returns
+    -------
+    type
+        Subclass of :class:`Compressor`, whose attributes say what it needs.
 
     Raises
     ------
     InputError
         For an unknown name; the message lists what there is.
     """
-    if name not in COMPRESSORS:
+    found = COMPRESSORS.get(name, "SparseCompressor" if name in ESTIMATORS else None)
+    if found is None:
         raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
-    if name in _SPARSE_SYSTEMS:
-        if name == "redsync-quantised":
-            options["quantise"] = True
-        return __getattr__(_SPARSE_SYSTEMS[name])(ratio, **options)  # type: ignore[no-any-return]
-    if name in _SIGN_SYSTEMS:
-        return __getattr__(_SIGN_SYSTEMS[name])(**options)  # type: ignore[no-any-return]
-    from gradstats.compressors.sparse import SparseCompressor
+    return __getattr__(found) if isinstance(found, str) else found
 
-    compressor = make_selector(name, ratio, **options)
-    return None if compressor is None else SparseCompressor(compressor)
+
+def make_selector(name: str, ratio: float, **options: Any) -> Selector:
+    """Build the selector called `name`.
+
+    Parameters
+    ----------
+    name : str
+        ``topk``, or one of :data:`gradstats.thresholds.ESTIMATORS`.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    **options : Any
+        Options of the estimator.
+
+    Returns
+    -------
+    Selector
+        With an estimator of its own.
+
+    Raises
+    ------
+    InputError
+        For an unknown name or option, or a ratio out of range.
+    """
+    from gradstats.compressors.selectors import ThresholdSelector
+
+    estimator = make_estimator("exact" if name == "topk" else name, **options)
+    return ThresholdSelector(estimator, ratio)
+
+
+def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
+    """Build the compressor called `name`: a selector with its all-gather, or an exchange of its own.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`COMPRESSORS`. ``micro`` is the whole system with exclusive partitions; its threshold rule alone
+        is ``make_selector("micro", …)``.
+    ratio : float
+        Kept fraction k/d, in (0, 1]. It has no meaning for compressors that send signs.
+    **options : Any
+        Options of the compressor or of its estimator.
+
+    Returns
+    -------
+    Compressor or None
+        None for ``none``, PyTorch's own dense averaging.
+
+    Raises
+    ------
+    InputError
+        For an unknown name or option, or a ratio out of range; the message lists what there is.
+    """
+    cls = compressor_class(name)
+    if name == "none":
+        return None
+    if name == "redsync-quantised":
+        options["quantise"] = True
+    if COMPRESSORS.get(name, "SparseCompressor") == "SparseCompressor":
+        from gradstats.compressors.sparse import as_compressor
+
+        return as_compressor(make_selector(name, ratio, **options))
+    try:
+        build: Any = cls
+        return build(ratio, **options) if cls.has_ratio else build(**options)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise InputError(f"compressor {name!r}: {error}") from None

@@ -1,80 +1,138 @@
-"""What a compressor is: from an accumulated gradient to what travels, and what comes back."""
+"""The two interfaces of this room: a compressor averages a gradient over the ranks, a selector picks what is sent."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from gradstats.primitives import Selection
+from gradstats.primitives.ratio import target_count
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["Selection", "Selector", "Reduced", "Compressor"]
+__all__ = ["Activity", "Compressor", "Lane", "NamedSlice", "Reduced", "Selector"]
+
+NamedSlice: TypeAlias = tuple[str, slice]
+"""A parameter's name and its place in the flat gradient."""
+
+
+Lane: TypeAlias = Literal["backward", "select", "communicate"]
+"""What a rank's time goes to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """A sparse message.
+class Activity:
+    """What a rank did for a while, in seconds since the step's first gradient was ready.
 
     Attributes
     ----------
-    indices : int64 tensor (k̂,), ascending positions in the flat gradient.
-    values : tensor (k̂,), the gradient's values there; or (1,), one value that stands for all of them.
-    threshold : η the selection used, NaN for a compressor without one.
+    lane : {"backward", "select", "communicate"}
+        What it was.
+    layer : str
+        Name of the last parameter concerned; of a message that merges several, the one that completed it.
+    start, end : float
+        When it began and ended.
+    numel : int
+        Elements of the gradient concerned.
     """
 
-    indices: torch.Tensor
-    values: torch.Tensor
-    threshold: float
+    lane: Lane
+    layer: str
+    start: float
+    end: float
+    numel: int
 
 
-class Selector(ABC):
-    """Selects what to send from one rank's gradient (residual already added).
-
-    Attributes
-    ----------
-    single_value : whether it sends one value that stands for all.
-    """
-
-    single_value: bool = False
-
-    @abstractmethod
-    def compress(self, gradient: torch.Tensor) -> Selection:
-        """Return the elements of the flat `gradient` (d,) to send; `gradient` is left unchanged."""
-
-    @abstractmethod
-    def target(self, numel: int) -> int:
-        """Return the number of elements it aims to send, k."""
+class _Checkpointed:
+    """Something whose state a checkpoint holds; empty unless a subclass keeps one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 — none to restore
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+
+
+class Selector(_Checkpointed, ABC):
+    """The rule inside a sparse compressor that picks elements of one rank's gradient.
+
+    Attributes
+    ----------
+    ratio : float or None
+        Kept fraction k/d, which a schedule may set; None for a rule without one.
+    single_value : bool
+        Whether one value is sent that stands for all of them.
+    """
+
+    ratio: float | None = None
+    single_value: bool = False
+
+    @abstractmethod
+    def select(self, gradient: torch.Tensor) -> Selection:
+        """Pick the elements to send.
+
+        Parameters
+        ----------
+        gradient : tensor, shape (d,)
+            The gradient, with the residual already added. Left unchanged.
+
+        Returns
+        -------
+        Selection
+            Positions in ascending order and their values, or one value for all.
+        """
+
+    def target(self, numel: int) -> int:
+        """Return the number of elements that the rule aims to keep.
+
+        Parameters
+        ----------
+        numel : int
+            Number of elements d of the gradient.
+
+        Returns
+        -------
+        int
+            The target count k; 0 for a rule without a ratio.
+        """
+        return 0 if self.ratio is None else target_count(self.ratio, numel)
 
 
 @dataclass(slots=True)
 class Reduced:
-    """What an exchange over the ranks came to.
+    """The result of one exchange over the ranks.
 
     Attributes
     ----------
-    flags : per rank, what it announced; if any is not zero, nothing else below counts.
-    mean : float32 (d,), the update: the same bits on every rank. Clone it to keep it: it may be a buffer that the next
-        step overwrites.
-    residual : (d,), what this rank has not sent; it may be the corrected gradient itself, overwritten.
-    sent : int64 (k̂,), positions this rank sent; None if it sent something of all.
-    threshold : η on this rank; NaN without one.
-    selected : elements this rank sent, k̂.
-    union : positions at which any rank sent something.
-    touched : int64 tensors, each of ascending positions, outside of which the mean is zero; None if it is dense.
-    bytes_sent : bytes of this rank's messages, padding included.
-    select_seconds : of this rank's wall clock.
-    communicate_seconds : likewise, as long as nothing else went on.
-    overlapped_seconds : of communication while the backward pass went on.
+    flags : list of int
+        What each rank announced. If any is not zero the step was refused, and nothing else below counts.
+    mean : float32 tensor, shape (d,)
+        The update, the same bits on every rank. Clone it to keep it: it may be a buffer that the next step overwrites.
+    residual : tensor, shape (d,)
+        What this rank has not sent; it may be the corrected gradient itself, overwritten.
+    sent : int64 tensor, shape (k̂,), or None
+        Positions that this rank sent; None if it sent something of all.
+    touched : list of int64 tensors, or None
+        Ascending positions outside of which the mean is zero; None if the mean is dense.
+    threshold : float
+        Threshold η on this rank; NaN without one.
+    selected : int
+        Number of elements k̂ that this rank sent.
+    union : int
+        Number of positions at which any rank sent something.
+    bytes_sent : int
+        Bytes of this rank's messages, padding included.
+    select_seconds : float
+        Wall clock that this rank spent on choosing what to send.
+    communicate_seconds : float
+        Wall clock of the exchange while nothing else went on.
+    overlapped_seconds : float
+        Wall clock of the exchange while the backward pass went on.
     """
 
     flags: list[int]
@@ -86,20 +144,39 @@ class Reduced:
     selected: int = 0
     union: int = 0
     bytes_sent: int = 0
-    select_seconds: float = field(default=0.0)
-    communicate_seconds: float = field(default=0.0)
-    overlapped_seconds: float = field(default=0.0)
+    select_seconds: float = 0.0
+    communicate_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
 
 
-class Compressor(ABC):
+class Compressor(_Checkpointed, ABC):
     """Averages a flat gradient over the ranks, lossily. Every rank calls it the same number of times.
+
+    A step is any number of :meth:`push`, then one :meth:`reduce`; :meth:`abandon` drops a step that began.
 
     Attributes
     ----------
-    feedback : whether it is meant to be used with error feedback; unbiased and sign systems are not.
+    feedback : bool
+        Whether it is made for error feedback. Unbiased compressors and majority votes are not: they leave no residual
+        that a later step could make good.
+    streams : bool
+        Whether it takes layers as they become ready (:meth:`push`), and so needs their names.
+    has_ratio : bool
+        Whether it sends a fraction of the elements. Sign compressors and dense averaging do not.
+    one_union : bool
+        Whether all ranks together send k positions, so that nothing builds up.
+    ratio : float or None
+        Kept fraction k/d, which a schedule may set; None without one.
+    timeline : list of Activity
+        Where the time of the last step went; empty unless the compressor streams.
     """
 
     feedback: bool = True
+    streams: ClassVar[bool] = False
+    has_ratio: ClassVar[bool] = True
+    one_union: ClassVar[bool] = False
+    ratio: float | None = None
+    timeline: list[Activity] = []  # noqa: RUF012 — replaced, never added to
 
     @abstractmethod
     def reduce(
@@ -109,15 +186,57 @@ class Compressor(ABC):
 
         Parameters
         ----------
-        corrected : float32 (d,), gradient plus what memory added. May be overwritten unless a flag comes back.
-        group : of the ranks; the default one if None.
-        flag : a small integer that every rank is to learn, not zero if this rank's gradient must not be used
-            (it is then not looked at).
+        corrected : float32 tensor, shape (d,)
+            Gradient plus what the memory added. It may be overwritten unless a flag comes back.
+        group : torch.distributed.ProcessGroup or None
+            The ranks; the default group if None.
+        flag : int
+            A small integer that every rank is to learn. Not zero if this rank's gradient must not be used; it is
+            then not looked at.
+
+        Returns
+        -------
+        Reduced
+            The update, the residual, and what the exchange took.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs to continue bit-identically."""
-        return {}
+    def push(
+        self,
+        corrected: torch.Tensor,
+        layers: Sequence[NamedSlice],
+        group: dist.ProcessGroup | None,
+        flag: int = 0,
+    ) -> None:
+        """Take layers whose gradient is complete. A compressor of the whole model waits for :meth:`reduce`.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 — none to restore
-        """Restore what :meth:`state_dict` returned."""
+        Parameters
+        ----------
+        corrected : float32 tensor, shape (d,)
+            Gradient plus memory, of which the layers' parts are valid. It is not changed before :meth:`reduce`.
+        layers : sequence of (str, slice)
+            Names and places of the parameters that became ready together.
+        group : torch.distributed.ProcessGroup or None
+            The ranks; the default group if None.
+        flag : int
+            Not zero if these layers' gradient must not be used; it is then not looked at.
+        """
+
+    def abandon(self) -> None:
+        """Drop a step that will not be completed."""
+
+    def target(self, numel: int, layer: str | None = None) -> int:
+        """Return the number of elements that a rank aims to send.
+
+        Parameters
+        ----------
+        numel : int
+            Number of elements of the layer, or of the whole gradient.
+        layer : str, optional
+            Name of the layer; the whole gradient if None.
+
+        Returns
+        -------
+        int
+            The target count k; 0 where there is no such number.
+        """
+        return 0 if self.ratio is None else target_count(self.ratio, numel)

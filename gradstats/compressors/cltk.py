@@ -13,7 +13,7 @@ from gradstats.collectives.packed import index_dtype
 from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
-from gradstats.compressors.sparsify import TopK
+from gradstats.compressors.selectors import TopK
 
 __all__ = ["CLTk"]
 
@@ -40,6 +40,8 @@ class CLTk(Compressor):
     `selected` is k̂ on every rank, as all of them send that many values. `bytes_sent` counts the
     broadcast on the leader alone.
     """
+
+    one_union = True
 
     def __init__(self, ratio: float) -> None:
         self._top = TopK(ratio)
@@ -95,7 +97,7 @@ class CLTk(Compressor):
 
     def _choose(self, gradient: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
         """Return at most k positions, ascending, and the threshold."""
-        message = self._top.compress(gradient)
+        message = self._top.select(gradient)
         indices = message.indices
         if indices.numel() > k:
             order = message.values.abs().argsort(descending=True, stable=True)

@@ -18,6 +18,12 @@ __all__ = ["DenseCompressor"]
 class DenseCompressor(Compressor):
     """All-reduce of everything."""
 
+    has_ratio = False
+
+    def target(self, numel: int, layer: str | None = None) -> int:
+        """Return the number of elements: all of them are sent."""
+        return numel
+
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:

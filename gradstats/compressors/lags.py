@@ -13,11 +13,11 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from gradstats.collectives.plain import all_reduce_mean
-from gradstats.compressors.base import Reduced, Selector
-from gradstats.compressors.layerwise import Activity, Layerwise, NamedSlice
-from gradstats.compressors.sparsify import TopK
+from gradstats.compressors.base import Activity, NamedSlice, Reduced, Selector
+from gradstats.compressors.layerwise import MERGE, Layerwise
+from gradstats.compressors.selectors import TopK
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_ratio
 
 __all__ = ["LAGS", "Delivery", "hiding_ratios", "pipelining_bound"]
 
@@ -128,8 +128,8 @@ class LAGS(Layerwise):
     Ratios that come from a clock differ from run to run. A checkpoint keeps those chosen, and how often they were; a
     run stopped while it measures begins that measurement anew.
 
-    The paper has one message a layer, and merges the selections of small ones. Here messages are merged by the
-    size of the gradient, so that how they are merged does not hang on the ratios, and the layers of one share a ratio.
+    The paper has one message a layer, and merges the selections of small ones. Here messages are merged by the size of
+    the gradient, so that merging does not depend on the ratios, and the layers of a message share a ratio.
     """
 
     def __init__(
@@ -138,15 +138,14 @@ class LAGS(Layerwise):
         *,
         adaptive: bool = True,
         calibrate: int = 10,
-        merge: int = 1 << 16,
+        merge: int = MERGE,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
-        target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
         if calibrate < 1:
             raise InputError(f"calibrate must be at least 1, not {calibrate}")
         super().__init__(self._top_k, merge=merge, dtype=dtype, overlap=overlap)
-        self._ratio = ratio
+        self._ratio = check_ratio(ratio)  # now, not in the first backward pass
         self.adaptive = adaptive
         self.calibrate = calibrate
         self.ratios: dict[str, float] = {}
@@ -169,7 +168,7 @@ class LAGS(Layerwise):
             self._ratio = ratio
             self._measured.clear()
             self._choices = 0
-            self._keep(dict.fromkeys(self.compressors, ratio))
+            self._keep(dict.fromkeys(self.selectors, ratio))
             self.ratios = {}
 
     def push(
@@ -221,7 +220,7 @@ class LAGS(Layerwise):
                     Delivery(
                         layers=merged,
                         numel=sent.numel,
-                        sent=sum(self.compressors[n].target(numels[n]) for n in merged),
+                        sent=sum(self.selectors[n].target(numels[n]) for n in merged),
                         backward=sum(a.end - a.start for a in pending if a.lane == "backward"),
                         select=sum(a.end - a.start for a in pending if a.lane == "select"),
                         communicate=sent.end - sent.start,
@@ -271,18 +270,22 @@ class LAGS(Layerwise):
 
     def _keep(self, ratios: Mapping[str, float]) -> None:
         for name, ratio in ratios.items():
-            compressor = self.compressors[name]
-            assert isinstance(compressor, TopK)
-            compressor.ratio = ratio
+            self.selectors[name].ratio = ratio
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ratios, and what :class:`Layerwise` keeps."""
-        return {**super().state_dict(), "ratios": dict(self.ratios), "choices": self._choices}
+        return {
+            **super().state_dict(),
+            "ratio": self._ratio,
+            "ratios": dict(self.ratios),
+            "choices": self._choices,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         super().load_state_dict(state)
         self._measured.clear()
+        self._ratio = state["ratio"]
         self.ratios = dict(state["ratios"])
-        self._choices = int(state.get("choices", _CHOICES if self.ratios else 0))
-        self._keep({name: self.ratios.get(name, self._ratio) for name in self.compressors})
+        self._choices = int(state["choices"])
+        self._keep({name: self.ratios.get(name, self._ratio) for name in self.selectors})

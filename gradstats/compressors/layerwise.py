@@ -6,39 +6,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.packed import GatheredSelections, Selection, SparseAllGather
+from gradstats.collectives.packed import GatheredSelections, SparseAllGather
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Compressor, Reduced, Selector
+from gradstats.compressors.base import Activity, Compressor, Lane, NamedSlice, Reduced, Selector
+from gradstats.primitives import Selection
 
-__all__ = ["Activity", "Lane", "Layerwise", "NamedSlice"]
-
-NamedSlice: TypeAlias = tuple[str, slice]
-"""A parameter's name and its place in the flat gradient."""
-
-Lane: TypeAlias = Literal["backward", "select", "communicate"]
+__all__ = ["MERGE", "Layerwise"]
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What a rank did from `start` to `end`, seconds since the step's first gradient was ready.
-
-    Attributes
-    ----------
-    lane : what it was.
-    layer : the last parameter concerned, by name; of a message that merges several, the one that completed it.
-    numel : elements of the gradient concerned.
-    """
-
-    lane: Lane
-    layer: str
-    start: float
-    end: float
-    numel: int
+MERGE = 1 << 16
+"""Elements of gradient that are gathered before a message is sent, unless told otherwise."""
 
 
 @dataclass(slots=True)
@@ -79,22 +61,23 @@ class Layerwise(Compressor):
     As long as messages are in flight nothing else may use the process group.
     """
 
-    layerwise = True
+    streams = True
 
     def __init__(
         self,
         choose: Callable[[str, int], Selector],
         *,
-        merge: int = 1 << 16,
+        merge: int = MERGE,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
         self.choose = choose
         self.merge = merge
         self.overlap = overlap
-        self.timeline: list[Activity] = []
+        self.timeline = []
         self._dtype = dtype
-        self._compressors: dict[str, Selector] = {}
+        self._selectors: dict[str, Selector] = {}
+        self._numels: dict[str, int] = {}
         self._restored: Mapping[str, Any] = {}
         self._gathers: list[SparseAllGather] = []
         self._thread: ThreadPoolExecutor | None = None
@@ -112,9 +95,9 @@ class Layerwise(Compressor):
         self._epoch = self._resumed = 0.0
 
     @property
-    def compressors(self) -> Mapping[str, Selector]:
+    def selectors(self) -> Mapping[str, Selector]:
         """What selects in each layer, by name; those met so far."""
-        return self._compressors
+        return self._selectors
 
     def push(
         self,
@@ -139,17 +122,17 @@ class Layerwise(Compressor):
         message.pushed = True
         message.flag |= flag
         for name, slot in layers:
-            compressor = self._compressor(name, slot.stop - slot.start)
-            target = compressor.target(slot.stop - slot.start)
+            selector = self._selector(name, slot.stop - slot.start)
+            target = selector.target(slot.stop - slot.start)
             message.target[0] += target
-            message.target[1] += 1 if compressor.single_value else target
+            message.target[1] += 1 if selector.single_value else target
             message.numel += slot.stop - slot.start
             message.layer = name
             if flag:
                 continue
-            chosen = compressor.compress(corrected[slot])
+            chosen = selector.select(corrected[slot])
             gather = self._gather(len(self._futures))
-            selection = chosen.indices + slot.start, gather.rounded(chosen.values)
+            selection = Selection(chosen.indices + slot.start, gather.rounded(chosen.values))
             message.selections.append(selection)
             self._sent.append(selection)
             self._thresholds.append(chosen.threshold)
@@ -174,12 +157,12 @@ class Layerwise(Compressor):
             flags = [max(f) for f in zip(*(g.flags for g in gathered), strict=True)]
             if any(flags):
                 for name, state in (self._before or {}).items():
-                    self._compressors[name].load_state_dict(state)
+                    self._selectors[name].load_state_dict(state)
                 return Reduced(flags)
             union = self._update.divide(len(flags))
-            sent = torch.cat([corrected[:0].long(), *(indices for indices, _ in self._sent)])
-            for indices, values in self._sent:
-                corrected[indices] -= values.float()
+            sent = torch.cat([corrected[:0].long(), *(each.indices for each in self._sent)])
+            for each in self._sent:
+                corrected[each.indices] -= each.values.float()
             done = self._now()
             lanes = {
                 lane: sum(a.end - a.start for a in self.timeline if a.lane == lane)
@@ -211,7 +194,7 @@ class Layerwise(Compressor):
     def _begin(self, corrected: torch.Tensor) -> None:
         if self._before is not None:
             return
-        self._before = {name: c.state_dict() for name, c in self._compressors.items()}
+        self._before = {name: c.state_dict() for name, c in self._selectors.items()}
         self._update.begin(corrected)
         self._numel = corrected.numel()
         self.timeline = []
@@ -226,14 +209,21 @@ class Layerwise(Compressor):
             numel = sum(slot.stop - slot.start for _, slot in layers)
             self.timeline.append(Activity(lane, layers[-1][0], start, end, numel))
 
-    def _compressor(self, name: str, numel: int) -> Selector:
-        if name not in self._compressors:
-            compressor = self._compressors[name] = self.choose(name, numel)
+    def target(self, numel: int, layer: str | None = None) -> int:
+        """Return k of a layer, or of all layers met so far together."""
+        if layer is None:
+            return sum(s.target(self._numels[name]) for name, s in self._selectors.items())
+        return self._selectors[layer].target(numel) if layer in self._selectors else 0
+
+    def _selector(self, name: str, numel: int) -> Selector:
+        if name not in self._selectors:
+            selector = self._selectors[name] = self.choose(name, numel)
+            self._numels[name] = numel
             if name in self._restored:
-                compressor.load_state_dict(self._restored[name])
+                selector.load_state_dict(self._restored[name])
             if self._before is not None:
-                self._before[name] = compressor.state_dict()
-        return self._compressors[name]
+                self._before[name] = selector.state_dict()
+        return self._selectors[name]
 
     def _gather(self, message: int) -> SparseAllGather:
         """Return the exchange of a step's n-th message."""
@@ -270,7 +260,7 @@ class Layerwise(Compressor):
     def state_dict(self) -> dict[str, Any]:
         """Return every layer's state by name, and the room the messages have."""
         return {
-            "layers": {name: c.state_dict() for name, c in self._compressors.items()}
+            "layers": {name: c.state_dict() for name, c in self._selectors.items()}
             or dict(self._restored),
             "capacities": [gather.words.capacity for gather in self._gathers],
         }
@@ -278,9 +268,9 @@ class Layerwise(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them; layers not met yet when they are."""
         self._restored = state["layers"]
-        for name, compressor in self._compressors.items():
+        for name, selector in self._selectors.items():
             if name in self._restored:
-                compressor.load_state_dict(self._restored[name])
+                selector.load_state_dict(self._restored[name])
         self._gathers.clear()
         for message, capacity in enumerate(state["capacities"]):
             self._gather(message).words.capacity = capacity

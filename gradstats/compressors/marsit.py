@@ -11,13 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
-from gradstats.collectives.ring import (
-    Merge,
-    check_torus,
-    one_bit_ring,
-    one_bit_torus,
-    pack_bits,
-)
+from gradstats.collectives.ring import Merge, one_bit_ring, pack_bits
+from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.signs import (
     RandomStream,
@@ -91,6 +86,8 @@ class Marsit(Compressor):
     `bytes_sent` is what this rank puts on the wire: 2·d·(M − 1)/M bits, or the 32 times as many that a ring all-reduce
     of float32 takes in full-precision rounds. `bits_per_element(bytes, d, ring=M)` gives bits per hop.
     """
+
+    has_ratio = False
 
     def __init__(
         self,

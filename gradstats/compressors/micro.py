@@ -15,7 +15,7 @@ from gradstats.collectives.indices import GatheredIndices, IndexAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.primitives import select, top_candidates
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_ratio, target_count
 from gradstats.thresholds.micro import Rule
 
 __all__ = ["MiCRO", "partition"]
@@ -58,11 +58,12 @@ class MiCRO(Compressor):
     bytes include the exchange of magnitudes that yields η.
     """
 
+    one_union = True
+
     def __init__(
         self, ratio: float, rule: Rule = "corrected", threshold: float | None = None
     ) -> None:
-        target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
-        self.ratio = ratio
+        self.ratio: float = check_ratio(ratio)  # now, not in the first backward pass
         self.rule = rule
         self._controller = thresholds.MiCRO(rule, threshold)
         self._gather = IndexAllGather()

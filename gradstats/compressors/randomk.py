@@ -13,7 +13,7 @@ from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_ratio, target_count
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,11 +41,12 @@ class RandomK(Compressor):
     what was sent + residual = corrected, bit for bit.
     """
 
+    one_union = True
+
     def __init__(self, ratio: float, unbiased: bool = False, seed: int = 0) -> None:
-        target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
         if seed < 0:
             raise InputError(f"a seed must be at least 0, not {seed}")
-        self.ratio = ratio
+        self.ratio: float = check_ratio(ratio)  # now, not in the first backward pass
         self.unbiased = unbiased
         self.feedback = not unbiased
         self.seed = seed

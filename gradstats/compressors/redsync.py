@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
-from gradstats.compressors.base import Compressor, Reduced, Selection, Selector
+from gradstats.compressors.base import Compressor, Reduced, Selector
 from gradstats.compressors.dense import DenseCompressor
+from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
-from gradstats.compressors.sparsify import ThresholdSelector
 from gradstats.errors import InputError
+from gradstats.primitives import Selection
+from gradstats.primitives.ratio import check_ratio
 from gradstats.thresholds.redsync import Rule
 
 __all__ = ["DENSE_BELOW", "SEARCH_ABOVE", "MeanOfSign", "RedSync", "redsync_selector"]
@@ -32,7 +34,7 @@ class MeanOfSign(Selector):
 
     Parameters
     ----------
-    compressor : selects; its state belongs to this one from now on.
+    selector : selects; its state belongs to this one from now on.
 
     Notes
     -----
@@ -42,15 +44,24 @@ class MeanOfSign(Selector):
 
     single_value = True
 
-    def __init__(self, compressor: Selector) -> None:
-        self.compressor = compressor
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
         self._step = 0
 
-    def compress(self, gradient: torch.Tensor) -> Selection:
+    @property
+    def ratio(self) -> float | None:
+        """The inner rule's kept fraction k/d."""
+        return self.selector.ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float | None) -> None:
+        self.selector.ratio = ratio
+
+    def select(self, gradient: torch.Tensor) -> Selection:
         """Select among one sign."""
         # The other sign is zero, which is never selected.
         signed = gradient.clamp(min=0) if self._step % 2 == 0 else gradient.clamp(max=0)
-        message = self.compressor.compress(signed)
+        message = self.selector.select(signed)
         self._step += 1
         if not message.indices.numel():
             return message
@@ -60,16 +71,16 @@ class MeanOfSign(Selector):
 
     def target(self, numel: int) -> int:
         """Return the number of elements it aims to send, k."""
-        return self.compressor.target(numel)
+        return self.selector.target(numel)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, whose parity is the sign, and the selection's state."""
-        return {"step": self._step, "compressor": self.compressor.state_dict()}
+        return {"step": self._step, "selector": self.selector.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         self._step = int(state["step"])
-        self.compressor.load_state_dict(state["compressor"])
+        self.selector.load_state_dict(state["selector"])
 
 
 def redsync_selector(
@@ -88,8 +99,8 @@ def redsync_selector(
     estimator: thresholds.Estimator = thresholds.RedSyncTrimmed(rule)
     if numel >= search_above:
         estimator = thresholds.RedSync(rule, interval=1 if quantise else 5)
-    compressor = ThresholdSelector(estimator, ratio)
-    return MeanOfSign(compressor) if quantise else compressor
+    selector = ThresholdSelector(estimator, ratio)
+    return MeanOfSign(selector) if quantise else selector
 
 
 class RedSync(Compressor):
@@ -117,15 +128,26 @@ class RedSync(Compressor):
     ) -> None:
         if dense_below > search_above:
             raise InputError(f"dense_below {dense_below} exceeds search_above {search_above}")
-        thresholds.target_count(ratio, 1)
         thresholds.RedSync(rule)  # raises on a bad rule
-        self.ratio = ratio
+        self._ratio = check_ratio(ratio)
         self.quantise = quantise
         self.dense_below = dense_below
         self.search_above = search_above
         self.rule: Rule = rule
         self._chosen: Compressor | None = None
         self._restored: Mapping[str, Any] | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Kept fraction k/d of the message."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float | None) -> None:
+        assert ratio is not None
+        self._ratio = ratio
+        if self._chosen is not None and self._chosen.ratio is not None:
+            self._chosen.ratio = ratio
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0

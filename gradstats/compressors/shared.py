@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from gradstats.collectives.ragged import GatheredWords, RaggedAllGather
 from gradstats.compressors.base import Reduced
+from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
-from gradstats.compressors.sparsify import ThresholdSelector
 from gradstats.primitives import Histogram, histogram
 from gradstats.thresholds import Hard
 
@@ -54,7 +54,7 @@ class GlobalHistogram(SparseCompressor):
     ) -> Reduced:
         """Agree on a threshold; then as :class:`SparseCompressor`."""
         started = time.perf_counter()
-        k = self.compressor.target(corrected.numel()) * dist.get_world_size(group)
+        k = self.selector.target(corrected.numel()) * dist.get_world_size(group)
         words = self._upper_bins(corrected, k) if not flag else corrected[:0].int()
         counted = time.perf_counter()
         gathered = self._histograms(words, group, flag)

@@ -1,4 +1,4 @@
-"""One-bit baselines: signSGD with majority vote, EF-signSGD, SSDM, and cascading compression.
+"""What one-bit compressors share: signs as bits, their messages and coins, and the all-gather of signs.
 
 A sign has two values, zero has none: sgn(0) is a fair coin throughout, thrown by each rank for itself, and so is a
 tied majority, thrown once for all ranks. All coins come from generators of the compressor's own.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -18,28 +18,29 @@ import torch.distributed as dist
 
 from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
-from gradstats.collectives.ring import Ring, pack_bits, split, unpack_bits
+from gradstats.collectives.ring import pack_bits, unpack_bits
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.errors import InputError
 
 __all__ = [
-    "SSDM",
-    "Cascading",
-    "EFSignSGD",
+    "SCALE_BYTES",
     "RandomStream",
     "SignGathering",
-    "SignSGD",
     "bits_per_element",
     "check_scale",
+    "coins",
     "matching_rate",
+    "mean_magnitude",
     "mean_over_ranks",
+    "norm_of",
+    "read_message",
     "sign_bits",
     "sign_message",
     "signed",
     "stochastic_sign_bits",
 ]
 
-_SCALE_BYTES = 4
+SCALE_BYTES = 4
 
 
 def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
@@ -126,7 +127,7 @@ def sign_bits(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     bits = values > 0
     zeros = (values == 0).nonzero().view(-1)
     if zeros.numel():
-        bits[zeros] = _coins(zeros.numel(), generator)
+        bits[zeros] = coins(zeros.numel(), generator)
     return bits
 
 
@@ -167,19 +168,20 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
     return sum(values) / len(values)
 
 
-def _coins(count: int, generator: torch.Generator) -> torch.Tensor:
+def coins(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Return fair coins, bool (count,)."""
     return torch.randint(
         2, (count,), generator=generator, device=generator.device, dtype=torch.uint8
     ).bool()
 
 
-def _mean_magnitude(values: torch.Tensor) -> float:
+def mean_magnitude(values: torch.Tensor) -> float:
     """‖v‖₁/d as a float32, 0 for d = 0."""
     total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
     return float(np.float32(total / max(1, values.numel())))
 
 
-def _norm(values: torch.Tensor) -> float:
+def norm_of(values: torch.Tensor) -> float:
     """‖v‖₂ as a float32; added up in float64, where squares neither overflow nor vanish."""
     return float(np.float32(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
 
@@ -190,14 +192,17 @@ def sign_message(bits: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.cat([scales.view(torch.uint8), pack_bits(bits)])
 
 
-def _read(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
+def read_message(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
+    """Return the bits and the scale that :func:`sign_message` packed."""
     # clone: a row of gathered messages need not start where a float32 may
-    scale = message[:_SCALE_BYTES].clone().view(torch.float32)
-    return unpack_bits(message[_SCALE_BYTES:], numel), float(scale)
+    scale = message[:SCALE_BYTES].clone().view(torch.float32)
+    return unpack_bits(message[SCALE_BYTES:], numel), float(scale)
 
 
 class SignGathering(Compressor):
     """Signs and one float32 of every rank, all-gathered in one message."""
+
+    has_ratio = False
 
     def __init__(self, seed: int = 0) -> None:
         self._own = RandomStream(seed, 0)
@@ -248,220 +253,7 @@ class SignGathering(Compressor):
 
     def decode(self, messages: torch.Tensor, corrected: torch.Tensor) -> torch.Tensor:
         """Return the update (d,) from all ranks' messages, uint8 (ranks, bytes), with the dtype of a gradient (d,)."""
-        return self._average([_read(row, corrected.numel()) for row in messages], corrected)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the random generator."""
-        return {"generator": self._own.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
-        self._own.load(state["generator"])
-
-
-class SignSGD(SignGathering):
-    """Signs by majority vote (Bernstein et al. 2018): the update is η_s·sgn(Σ_r sgn(g_r)).
-
-    A tie is a fair coin that all ranks throw alike. A majority of votes is not the sum of what was sent, so nothing
-    is left over for memory; :class:`EFSignSGD` is the system with error feedback.
-
-    Parameters
-    ----------
-    scale : η_s. "mean" is the mean over ranks of each rank's mean |g|, which gives the update the size of a gradient:
-        the same learning rate then suits dense training and this. 1.0 is signSGD as published.
-    seed : of the coins, equal on all ranks, not negative.
-
-    Raises
-    ------
-    InputError
-        For a scale that is not positive, or a negative seed.
-    """
-
-    feedback = False
-
-    def __init__(self, scale: float | Literal["mean"] = "mean", seed: int = 0) -> None:
-        super().__init__(seed)
-        self.scale = check_scale(scale)
-        self._ties = RandomStream(seed, 1)
-
-    def _compress(
-        self, corrected: torch.Tensor, generator: torch.Generator
-    ) -> tuple[torch.Tensor, float]:
-        scale = _mean_magnitude(corrected) if self.scale == "mean" else self.scale
-        return sign_bits(corrected, generator), float(scale)
-
-    def _average(
-        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
-    ) -> torch.Tensor:
-        votes = torch.zeros(corrected.numel(), dtype=torch.int32, device=corrected.device)
-        for bits, _ in messages:
-            votes += bits
-        twice = votes.mul_(2)
-        majority = twice > len(messages)
-        ties = (twice == len(messages)).nonzero().view(-1)
-        if ties.numel():
-            # On the CPU: the ranks may have different devices, whose generators differ.
-            coins = _coins(ties.numel(), self._ties.generator(rank=0))
-            majority[ties] = coins.to(majority.device)
-        scale = sum(s for _, s in messages) / len(messages) if self.scale == "mean" else self.scale
-        return signed(majority, float(scale), corrected.dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of both random generators."""
-        return {**super().state_dict(), "ties": self._ties.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
-        super().load_state_dict(state)
-        self._ties.load(state["ties"])
-
-
-class _Averaging(SignGathering):
-    """The update is the average of scale·sign over the ranks."""
-
-    def _average(
-        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
-    ) -> torch.Tensor:
-        total = torch.zeros_like(corrected)
-        for bits, scale in messages:
-            total += signed(bits, scale, corrected.dtype)
-        return total.div_(len(messages))
-
-
-class EFSignSGD(_Averaging):
-    """Signs times the mean magnitude, with error feedback (Karimireddy et al. 2019).
-
-    Each rank sends (‖p‖₁/d)·sgn(p) of its corrected gradient p, the update is the average over ranks, and the residual
-    is p minus what the rank itself sent.
-
-    Parameters
-    ----------
-    seed : of the coins for zeros, equal on all ranks, not negative.
-
-    Raises
-    ------
-    InputError
-        For a negative seed.
-    """
-
-    def _compress(
-        self, corrected: torch.Tensor, generator: torch.Generator
-    ) -> tuple[torch.Tensor, float]:
-        return sign_bits(corrected, generator), _mean_magnitude(corrected)
-
-    def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
-        return corrected.sub_(signed(bits, scale, corrected.dtype))
-
-
-class SSDM(_Averaging):
-    """Stochastic signs (Safaryan & Richtárik 2021), as the appendix of Marsit states them.
-
-    Each rank sends ‖g‖₂·b with b = ±1, P(b_i = 1) = ½ + g_i/(2‖g‖₂), so that the average over ranks is unbiased. Its
-    variance is about d times the squared norm of the gradient. Unbiased messages leave nothing for memory.
-
-    Parameters
-    ----------
-    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
-
-    Raises
-    ------
-    InputError
-        For a negative seed.
-    """
-
-    feedback = False
-
-    def _compress(
-        self, corrected: torch.Tensor, generator: torch.Generator
-    ) -> tuple[torch.Tensor, float]:
-        norm = _norm(corrected)
-        return stochastic_sign_bits(corrected, norm, generator), norm
-
-
-class Cascading(Compressor):
-    """Cascading compression: the partial sum is compressed to scale·sign anew at every hop of a ring.
-
-    This is the baseline Marsit's Section 3.2 and appendix A warn of: s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M, whose squared
-    error is bounded by (2D)^M·G²/M only. Every part of the vector has its own scale. There is no memory.
-
-    Parameters
-    ----------
-    stochastic : Q is SSDM's (‖v‖₂ times stochastic signs, unbiased), as in the paper; otherwise
-        (‖v‖₁/d)·sgn(v), which is biased and has a bounded error.
-    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
-
-    Raises
-    ------
-    InputError
-        For a negative seed.
-    """
-
-    feedback = False
-
-    def __init__(self, stochastic: bool = True, seed: int = 0) -> None:
-        self.stochastic = stochastic
-        self._own = RandomStream(seed, 0)
-
-    def reduce(
-        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
-    ) -> Reduced:
-        """Send partial sums around the ring, compressing at every hop."""
-        flags = all_gather_flags(flag, group, corrected.device)
-        if any(flags):
-            return Reduced(flags)
-        started = time.perf_counter()
-        ring = Ring(group)
-        generator = self._own.generator(dist.get_rank(group), corrected.device)
-        local = split(corrected, ring.size)
-        compressing = 0.0
-
-        def compress(values: torch.Tensor) -> torch.Tensor:
-            nonlocal compressing
-            begun = time.perf_counter()
-            if self.stochastic:
-                scale = _norm(values)
-                bits = stochastic_sign_bits(values, scale, generator)
-            else:
-                scale = _mean_magnitude(values)
-                bits = sign_bits(values, generator)
-            message = sign_message(bits, scale)
-            compressing += time.perf_counter() - begun
-            return message
-
-        def prepare(index: int, _: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            own = local[index]
-            return lambda received: compress(
-                signed(*_read(received, own.numel()), own.dtype).add_(own)
-            )
-
-        # An empty part sends nothing, not even a scale.
-        parts = [
-            torch.empty(
-                _SCALE_BYTES + (part.numel() + 7) // 8 if part.numel() else 0,
-                dtype=torch.uint8,
-                device=corrected.device,
-            )
-            for part in local
-        ]
-        if local[ring.position].numel():
-            parts[ring.position] = compress(local[ring.position])
-        ring.all_gather(parts, ring.reduce_scatter(parts, prepare))
-        total = [
-            signed(*_read(part, own.numel()), own.dtype) if part.numel() else own
-            for part, own in zip(parts, local, strict=True)
-        ]
-        mean = torch.cat(total).div_(ring.size)
-        numel = corrected.numel()
-        return Reduced(
-            flags=flags,
-            mean=mean,
-            residual=corrected.zero_(),
-            selected=numel,
-            union=numel,
-            bytes_sent=ring.bytes_sent,
-            select_seconds=compressing,
-            communicate_seconds=time.perf_counter() - started - compressing,
-        )
+        return self._average([read_message(row, corrected.numel()) for row in messages], corrected)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the random generator."""

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives import SparseAllGather
-from gradstats.collectives.packed import Selection
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced, Selector
+from gradstats.primitives import Selection
 
-__all__ = ["SparseCompressor"]
+__all__ = ["SparseCompressor", "as_compressor"]
 
 
 class SparseCompressor(Compressor):
@@ -24,16 +24,16 @@ class SparseCompressor(Compressor):
 
     Parameters
     ----------
-    compressor : its state belongs to this compressor from now on.
+    selector : its state belongs to this compressor from now on.
     dtype : values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
     dense_above : where the ranks' selections of the last step came to more than this share of the gradient's elements
         together, they are all-reduced as one dense vector instead. At 1 that moves fewer bytes. Infinity for never.
     """
 
     def __init__(
-        self, compressor: Selector, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
+        self, selector: Selector, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
     ) -> None:
-        self.compressor = compressor
+        self.selector = selector
         self.dense_above = dense_above
         self._gather = SparseAllGather(dtype)
         self._counts = RaggedAllGather()
@@ -41,30 +41,45 @@ class SparseCompressor(Compressor):
         self._last = 0
         """Elements all ranks sent together in the last step."""
 
+    @property
+    def ratio(self) -> float | None:
+        """The selector's kept fraction k/d."""
+        return self.selector.ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float | None) -> None:
+        self.selector.ratio = ratio
+
+    def target(self, numel: int, layer: str | None = None) -> int:
+        """Return the selector's target count k."""
+        return self.selector.target(numel)
+
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
         """Select, exchange, add up; the flag travels in the message."""
         numel = corrected.numel()
-        target = self.compressor.target(numel)
-        expected = target, 1 if self.compressor.single_value else target
-        before = self.compressor.state_dict()
+        target = self.selector.target(numel)
+        expected = target, 1 if self.selector.single_value else target
+        before = self.selector.state_dict()
         started = time.perf_counter()
-        message = self.compressor.compress(corrected) if not flag else None
+        message = self.selector.select(corrected) if not flag else None
         selected = time.perf_counter()
-        own = [] if message is None else [(message.indices, self._gather.rounded(message.values))]
+        own = []
+        if message is not None:
+            own = [Selection(message.indices, self._gather.rounded(message.values))]
         dense = self._last > self.dense_above * numel
         if dense:
             reduced = self._all_reduce(own, corrected, group, flag)
         else:
             reduced = self._all_gather(own, corrected, group, flag, expected)
         if message is None or any(reduced.flags):
-            self.compressor.load_state_dict(before)  # a refused step leaves no trace on any rank
+            self.selector.load_state_dict(before)  # a refused step leaves no trace on any rank
             return Reduced(reduced.flags)
         reduced.communicate_seconds = time.perf_counter() - selected
         reduced.select_seconds = selected - started
         reduced.threshold, reduced.selected = message.threshold, message.indices.numel()
-        corrected[message.indices] -= own[0][1].float()
+        corrected[message.indices] -= own[0].values.float()
         reduced.residual, reduced.sent = corrected, message.indices
         return reduced
 
@@ -80,7 +95,7 @@ class SparseCompressor(Compressor):
         gathered = self._gather(own, numel, group, flag, expected, corrected.device)
         if any(gathered.flags):
             return Reduced(gathered.flags)
-        self._last = sum(i.numel() for rank in gathered.selections for i, _ in rank)
+        self._last = sum(len(each) for rank in gathered.selections for each in rank)
         self._update.begin(corrected)
         for rank in gathered.selections:  # in the same order everywhere: the same bits
             self._update.add(rank)
@@ -101,9 +116,9 @@ class SparseCompressor(Compressor):
         flag: int,
     ) -> Reduced:
         mean = torch.zeros_like(corrected)
-        for indices, values in own:
-            mean[indices] = values.float()
-        count = torch.tensor([sum(i.numel() for i, _ in own)], dtype=torch.int32)
+        for each in own:
+            mean[each.indices] = each.values.float()
+        count = torch.tensor([sum(len(each) for each in own)], dtype=torch.int32)
         counts = self._counts(count.to(corrected.device), group, flag)
         if any(counts.flags):
             return Reduced(counts.flags)
@@ -119,13 +134,29 @@ class SparseCompressor(Compressor):
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state, the room its messages have, and how much all ranks sent."""
         return {
-            "compressor": self.compressor.state_dict(),
+            "selector": self.selector.state_dict(),
             "capacity": self._gather.words.capacity,
             "last": self._last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
-        self.compressor.load_state_dict(state["compressor"])
+        self.selector.load_state_dict(state["selector"])
         self._gather.words.capacity = state["capacity"]
         self._last = state["last"]
+
+
+def as_compressor(rule: Selector | Compressor) -> Compressor:
+    """Return a compressor as it is, or a selector with the exchange that sparse compressors share.
+
+    Parameters
+    ----------
+    rule : Selector or Compressor
+        What a user gives to :class:`gradstats.hooks.CompressionState`.
+
+    Returns
+    -------
+    Compressor
+        The same object, or a :class:`SparseCompressor` around the selector.
+    """
+    return SparseCompressor(rule) if isinstance(rule, Selector) else rule

@@ -1,8 +1,10 @@
 """What a training loop registers with DDP: the hook, its state, and what a rank remembers."""
 
 from gradstats.hooks.diagnostics import Diagnosis
-from gradstats.hooks.hook import CompressionState, NonFinite, compression_hook, dgc_warm_up
+from gradstats.hooks.hook import compression_hook
 from gradstats.hooks.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from gradstats.hooks.ratio import dgc_warm_up
+from gradstats.hooks.state import CompressionState, NonFinite, Scaler
 from gradstats.trace.record import StepRecord
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "MomentumCorrection",
     "NoMemory",
     "NonFinite",
+    "Scaler",
     "StepRecord",
     "compression_hook",
     "dgc_warm_up",

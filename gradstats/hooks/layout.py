@@ -7,25 +7,38 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from gradstats.compressors.base import NamedSlice
 from gradstats.errors import InputError
 
 __all__ = ["ParameterLayout"]
 
 
 class ParameterLayout:
-    """Places of parameters, by identity, in two flat vectors: the compressed and the dense part.
+    """Places of parameters, by identity, in two flat vectors: the compressed and the densely averaged part.
+
+    A complex parameter takes two places an element, its real and its imaginary part.
 
     Parameters
     ----------
-    dense_below, exclude : see :class:`gradstats.hooks.CompressionState`.
+    dense_below : int
+        Parameters with fewer elements are averaged densely.
+    exclude : sequence of str
+        Name patterns (``fnmatch``) of parameters to average densely.
 
     Attributes
     ----------
-    names : of the compressed parameters, in order.
-    slots : their places; contiguous from 0.
-    dense_slots : likewise of the densely averaged ones.
-    numel, dense_numel : elements of either part.
-    known : whether parameters were added.
+    names : list of str
+        Names of the compressed parameters, in order.
+    slots : dict of int to slice
+        Places of the compressed parameters, contiguous from 0.
+    dense_slots : dict of int to slice
+        Places of the densely averaged parameters.
+    numel, dense_numel : int
+        Elements of either part.
+    dtype : torch.dtype
+        What either part is kept in: float64 if any parameter is, else float32.
+    known : bool
+        Whether parameters were added.
     """
 
     def __init__(self, dense_below: int = 0, exclude: Sequence[str] = ()) -> None:
@@ -33,16 +46,25 @@ class ParameterLayout:
         self.slots: dict[int, slice] = {}
         self.dense_slots: dict[int, slice] = {}
         self.numel = self.dense_numel = 0
+        self.dtype = torch.float32
         self.known = False
         self._names: dict[int, str] = {}
         self._dense_below = dense_below
         self._exclude = tuple(exclude)
 
     def add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give every parameter its place."""
+        """Give every parameter its place.
+
+        Parameters
+        ----------
+        named_parameters : iterable of (str, torch.Tensor)
+            Names and parameters, in the order of the flat gradient.
+        """
         self.known = True
         for name, parameter in named_parameters:
-            n = parameter.numel()
+            n = parameter.numel() * (1 + parameter.is_complex())
+            if parameter.dtype in (torch.float64, torch.complex128):
+                self.dtype = torch.float64
             if n < self._dense_below or any(fnmatch.fnmatchcase(name, e) for e in self._exclude):
                 self.dense_slots[id(parameter)] = slice(self.dense_numel, self.dense_numel + n)
                 self.dense_numel += n
@@ -52,17 +74,85 @@ class ParameterLayout:
                 self.slots[id(parameter)] = slice(self.numel, self.numel + n)
                 self.numel += n
 
-    def parts(self) -> Iterable[tuple[str, slice]]:
+    def skip(self, parameter: torch.Tensor) -> None:
+        """Forget the place of a parameter that is averaged elsewhere; places behind it move up.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            The parameter; nothing happens if it has no place.
+        """
+        key = id(parameter)
+        if (gone := self.slots.pop(key, None)) is not None:
+            self.names.remove(self._names.pop(key))
+            n = gone.stop - gone.start
+            self.numel -= n
+            for other, slot in self.slots.items():
+                if slot.start > gone.start:
+                    self.slots[other] = slice(slot.start - n, slot.stop - n)
+        elif (gone := self.dense_slots.pop(key, None)) is not None:
+            n = gone.stop - gone.start
+            self.dense_numel -= n
+            for other, slot in self.dense_slots.items():
+                if slot.start > gone.start:
+                    self.dense_slots[other] = slice(slot.start - n, slot.stop - n)
+
+    def parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the compressed parameters, in order."""
         return zip(self.names, self.slots.values(), strict=True)
 
     def name(self, parameter: torch.Tensor) -> str:
-        """Return a compressed parameter's name."""
+        """Return the name of a compressed parameter.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the compressed parameters.
+
+        Returns
+        -------
+        str
+            Its name.
+        """
         return self._names[id(parameter)]
 
-    def check(self, parameter: torch.Tensor) -> None:
-        """Raise :class:`InputError` for a parameter that was never added."""
-        if id(parameter) not in self.slots and id(parameter) not in self.dense_slots:
+    def require(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Check that parameters have a place.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters of a bucket.
+
+        Raises
+        ------
+        InputError
+            If one was never added.
+        """
+        if any(id(p) not in self.slots and id(p) not in self.dense_slots for p in parameters):
             raise InputError(
                 "the hook met a parameter that named_parameters did not list; pass the model DDP wraps"
+            )
+
+    def check(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Check that the gradients of a step are those of the layout, each once.
+
+        Parameters
+        ----------
+        parameters : sequence of torch.Tensor
+            The parameters whose gradients came.
+
+        Raises
+        ------
+        InputError
+            If a parameter was never added, or one that was did not come.
+        """
+        self.require(parameters)
+        came, expected = {id(p) for p in parameters}, len(self.slots) + len(self.dense_slots)
+        if len(came) != expected or len(parameters) != expected:
+            absent = [name for key, name in self._names.items() if key not in came]
+            first = f", {absent[0]} not" if absent else ""
+            raise InputError(
+                f"{len(came)} of {expected} parameters came in DDP's buckets{first}: give every DDP model a state of "
+                "its own, made of the parameters that require gradients when DDP wraps it"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 
@@ -23,9 +24,13 @@ class Memory(ABC):
     """
 
     corrected: torch.Tensor
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """Names of what :meth:`tensors` returns."""
 
     @abstractmethod
-    def allocate(self, numel: int, device: torch.device) -> None:
+    def allocate(
+        self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Make room for a gradient of `numel` elements, and start from zero."""
 
     @abstractmethod
@@ -65,9 +70,11 @@ class Memory(ABC):
 class NoMemory(Memory):
     """What is not sent is lost."""
 
-    def allocate(self, numel: int, device: torch.device) -> None:
+    def allocate(
+        self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Make room for a copy of the gradient."""
-        self.corrected = torch.zeros(numel, device=device)
+        self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
         """Copy the gradient."""
@@ -84,10 +91,14 @@ class NoMemory(Memory):
 class ErrorFeedback(Memory):
     """Add what was not sent to the next gradient (Seide et al. 2014)."""
 
-    def allocate(self, numel: int, device: torch.device) -> None:
+    kinds = ("residual",)
+
+    def allocate(
+        self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Start from a residual of zero."""
-        self._residual = torch.zeros(numel, device=device)
-        self.corrected = torch.zeros(numel, device=device)
+        self._residual = torch.zeros(numel, dtype=dtype, device=device)
+        self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
         """Write gradient + residual."""
@@ -127,6 +138,8 @@ class MomentumCorrection(Memory):
     masking : momentum factor masking.
     """
 
+    kinds = ("velocity", "accumulated")
+
     def __init__(
         self, momentum: float = 0.9, *, nesterov: bool = False, masking: bool = True
     ) -> None:
@@ -136,10 +149,12 @@ class MomentumCorrection(Memory):
         self.nesterov = nesterov
         self.masking = masking
 
-    def allocate(self, numel: int, device: torch.device) -> None:
+    def allocate(
+        self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Start from velocities of zero."""
         self._velocity, self._next, self._accumulated, self.corrected = (
-            torch.zeros(numel, device=device) for _ in range(4)
+            torch.zeros(numel, dtype=dtype, device=device) for _ in range(4)
         )
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:

@@ -1,7 +1,13 @@
-"""What an exchange of gradients costs, predicted: bytes, seconds, pipelining and the growth of unions."""
+"""Predicted cost of an exchange of gradients: bytes, seconds, pipelining, the growth of unions, and a plan.
 
+:func:`gradstats.network.measure.measure` measures a cluster, and ``python -m gradstats.network`` does so from the
+command line.
+"""
+
+from gradstats.network.advice import advice
 from gradstats.network.exchange import Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Interval, Line, Network, Work, fit_line, interval
+from gradstats.network.plan import plan
 from gradstats.network.timeline import (
     LayerTime,
     Message,
@@ -24,6 +30,7 @@ __all__ = [
     "Timeline",
     "UnionGrowth",
     "Work",
+    "advice",
     "break_even",
     "deliveries",
     "exchange",
@@ -31,6 +38,7 @@ __all__ = [
     "interval",
     "layer_ratios",
     "layer_times",
+    "plan",
     "simulate",
     "union_growth",
 ]

@@ -1,10 +1,10 @@
-"""Measure a cluster from the command line, on every rank at once.
+"""Program that measures a cluster from the command line, on every rank at once.
 
 ::
 
     torchrun --nproc-per-node 4 -m gradstats.network -o network.json
 
-Rank 0 writes a :class:`gradstats.network.Network` and prints what was fitted.
+Rank 0 writes a :class:`gradstats.network.Network` and prints the fitted lines.
 """
 
 from __future__ import annotations
@@ -12,18 +12,207 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from gradstats.compressors import COMPRESSORS
-from gradstats.errors import InputError
+from gradstats.compressors import COMPRESSORS, compressor_class
+from gradstats.errors import InputError, first_line
 from gradstats.network.measure import compare, measure
 from gradstats.network.model import Network
 from gradstats.tables import render
 
 __all__ = ["main"]
+
+_COMMAND = "torchrun --nproc-per-node N -m gradstats.network"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=_COMMAND,
+        usage="%(prog)s [OPTION …]",
+        description="Measure the latency and bandwidth of collectives, and the speed of selecting, packing and "
+        "unpacking gradients. `gradstats plan` predicts training steps from the result.",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="network.json",
+        metavar="FILE",
+        help="JSON to write; default %(default)s",
+    )
+    parser.add_argument(
+        "--backend", default="gloo", metavar="NAME", help="gloo, nccl, …; default %(default)s"
+    )
+    parser.add_argument(
+        "--worlds",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of workers to measure; default all ranks that run",
+    )
+    parser.add_argument(
+        "--largest",
+        type=int,
+        default=1 << 25,
+        metavar="BYTES",
+        help="largest message; default %(default)s",
+    )
+    parser.add_argument(
+        "--largest-numel",
+        type=int,
+        default=1 << 21,
+        metavar="N",
+        help="elements of the largest gradient of local work; default %(default)s",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        metavar="N",
+        help="how often each size is timed; default %(default)s",
+    )
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        default=0.001,
+        metavar="K/D",
+        help="fraction of the elements that is selected; default %(default)s",
+    )
+    parser.add_argument(
+        "--select",
+        nargs="*",
+        default=tuple(COMPRESSORS),
+        metavar="NAME",
+        help="compressors whose selection is measured; default all",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also run each of these compressors, and compare its time with the prediction",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program on this rank.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Command line without the program's name. By default that of the process.
+
+    Raises
+    ------
+    SystemExit
+        With 2 on every rank, after one line on stderr, for anything that the user can mend.
+    """
+    joined = False
+    try:
+        options = _parser().parse_args(arguments)
+        device = _device(options)
+        _join(options.backend)
+        joined = True
+        _run(options, device)
+    except InputError as error:
+        # A rank that cannot join is alone with its error. Later every rank has the same one, and the first tells it.
+        if os.environ.get("RANK", "0") == "0" or not joined:
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def _device(options: argparse.Namespace) -> str:
+    """Check what can be checked before the ranks meet, and return the device of the tensors."""
+    if "RANK" not in os.environ:
+        raise InputError(f"start it on every rank: {_COMMAND} -o network.json")
+    for name in options.select:
+        compressor_class(name)
+    if not dist.is_backend_available(options.backend):
+        raise InputError(f"this PyTorch has no backend {options.backend!r}; gloo is always there")
+    if options.backend != "nccl":
+        return "cpu"
+    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= there:
+        raise InputError(f"nccl needs a GPU for each rank, and this host has {there}; use gloo")
+    torch.cuda.set_device(local)
+    return f"cuda:{local}"
+
+
+def _join(backend: str) -> None:
+    try:
+        dist.init_process_group(backend)
+    except (ValueError, RuntimeError) as error:  # a variable is missing; nobody answers
+        rank = os.environ["RANK"]
+        raise InputError(f"rank {rank} cannot join the others: {first_line(error)}") from None
+
+
+def _run(options: argparse.Namespace, device: str) -> None:
+    first = dist.get_rank() == 0
+    _on_first(lambda: _check_writable(Path(options.output)))
+    network = measure(
+        options.worlds,
+        largest=options.largest,
+        largest_numel=options.largest_numel,
+        repeats=options.repeats,
+        ratio=options.ratio,
+        select=options.select,
+        device=device,
+        on_progress=_report if first else lambda _: None,
+    )
+    _on_first(lambda: network.save(options.output))
+    if first:
+        print(_table(network))
+        print(f"wrote {options.output}", file=sys.stderr)
+    if options.check:
+        records = compare(
+            network,
+            options.largest_numel,
+            repeats=options.repeats,
+            ratio=options.ratio,
+            select=options.select,
+            device=device,
+        )
+        if first:
+            print(f"\n{render(records, title='A step, predicted and measured, in seconds')}")
+    dist.barrier()
+
+
+def _on_first(action: Callable[[], object]) -> None:
+    """Do something on rank 0; if it raises :class:`InputError`, raise that on every rank."""
+    said: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except InputError as error:
+            said[0] = str(error)
+    dist.broadcast_object_list(said)
+    if said[0] is not None:
+        raise InputError(said[0])
+
+
+def _check_writable(path: Path) -> None:
+    """Raise now what writing the result would raise after minutes of measuring."""
+    there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _table(network: Network) -> str:
@@ -43,79 +232,6 @@ def _table(network: Network) -> str:
             }
         )
     return render(records, title="seconds = fixed + slope · size (bytes; elements of local work)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m gradstats.network",
-        description="Measure latency and bandwidth of collectives and the speed of selection, packing and unpacking.",
-    )
-    parser.add_argument("-o", "--output", default="network.json", help="JSON to write")
-    parser.add_argument("--backend", default="gloo", help="gloo (default), nccl, …")
-    parser.add_argument("--worlds", type=int, nargs="+", help="numbers of workers; all that run")
-    parser.add_argument("--largest", type=int, default=1 << 25, help="bytes of a message")
-    parser.add_argument("--largest-numel", type=int, default=1 << 21, help="of local work")
-    parser.add_argument("--repeats", type=int, default=9, help="of every size")
-    parser.add_argument("--ratio", type=float, default=0.001, help="k/d of the selections")
-    parser.add_argument(
-        "--select", nargs="*", default=COMPRESSORS, metavar="NAME", help="systems; all"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="run every system, too, and compare with the prediction",
-    )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; errors a user can mend are one line on stderr."""
-    options = _parser().parse_args(arguments)
-    try:
-        _run(options)
-    except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def _run(options: argparse.Namespace) -> None:
-    if "RANK" not in os.environ:
-        raise InputError(f"start it on every rank: {_parser().prog} -o network.json")
-    device = "cpu"
-    if options.backend == "nccl":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    dist.init_process_group(options.backend)
-    try:
-        network = measure(
-            options.worlds,
-            largest=options.largest,
-            largest_numel=options.largest_numel,
-            repeats=options.repeats,
-            ratio=options.ratio,
-            select=options.select,
-            device=device,
-            on_progress=_report if dist.get_rank() == 0 else lambda _: None,
-        )
-        if dist.get_rank() == 0:
-            network.save(options.output)
-            print(_table(network))
-            print(f"wrote {options.output}", file=sys.stderr)
-        if options.check:
-            records = compare(
-                network,
-                options.largest_numel,
-                repeats=options.repeats,
-                ratio=options.ratio,
-                select=options.select,
-                device=device,
-            )
-            if dist.get_rank() == 0:
-                print(f"\n{render(records, title='A step, predicted and measured, in seconds')}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def _report(what: str) -> None:

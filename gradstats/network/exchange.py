@@ -1,4 +1,4 @@
-"""What one step's exchange moves and takes, for every system of :data:`gradstats.compressors.COMPRESSORS`."""
+"""Bytes and seconds of one step's exchange, for every name of :data:`gradstats.compressors.COMPRESSORS`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from gradstats.collectives.packed import index_dtype
 from gradstats.collectives.ragged import RaggedAllGather
-from gradstats.collectives.ring import check_torus
-from gradstats.compressors import COMPRESSORS, SELECTORS
+from gradstats.collectives.torus import check_torus
+from gradstats.compressors import SparseCompressor, compressor_class
 from gradstats.compressors.marsit import most_square
 from gradstats.compressors.micro import partition
 from gradstats.compressors.redsync import DENSE_BELOW
@@ -21,6 +21,7 @@ from gradstats.network.model import Network, Work
 from gradstats.primitives.ratio import target_count
 
 __all__ = [
+    "SLOWEST",
     "Exchange",
     "break_even",
     "exchange",
@@ -29,23 +30,31 @@ __all__ = [
 ]
 
 _WORD = 4
+"""Bytes of the 32-bit words of which messages consist."""
 _HEADER = 2
+"""Words before a packed selection, and before a ragged message."""
 _FLAG = Work("all_gather", 4)
+"""The exchange in which every rank says whether its gradient can be used."""
 _SCALE_BYTES = 4
 _FULL = 4
 """Bytes of a float32."""
-_SLOWEST = 1e6
+SLOWEST = 1e6
+"""A break-even is looked for in networks from this many times slower to this many times faster than the given one."""
 
 
 def selection_words(count: int, values: int, numel: int, value_bytes: int = 4) -> int:
-    """Return the 32-bit words of a packed selection, see :func:`gradstats.collectives.packed.pack`.
+    """Return the number of 32-bit words of a packed selection, see :func:`gradstats.collectives.packed.pack`.
 
     Parameters
     ----------
-    count : positions, k̂.
-    values : as many, or 1 where one stands for all.
-    numel : elements of the dense gradient; decides the width of an index.
-    value_bytes : 4, or 2 for 16-bit values.
+    count : int
+        Number of positions, k̂.
+    values : int
+        Number of values: as many as positions, or 1 if one value stands for all.
+    numel : int
+        Elements of the dense gradient. It decides the width of an index.
+    value_bytes : int
+        Bytes of a value: 4, or 2 for 16-bit values.
     """
     return (
         _HEADER + count * index_dtype(numel).itemsize // _WORD + -(-values * value_bytes // _WORD)
@@ -53,12 +62,19 @@ def selection_words(count: int, values: int, numel: int, value_bytes: int = 4) -
 
 
 def ragged_bytes(words: Sequence[Sequence[int]], expected: int) -> list[list[int]]:
-    """Return the bytes a rank sends in each collective of a :class:`RaggedAllGather`, by step.
+    """Return the bytes a rank sends in each collective of a :class:`RaggedAllGather`, for each step.
 
     Parameters
     ----------
-    words : (steps, ranks), what the ranks have to send.
-    expected : words to make room for in the first step.
+    words : sequence of sequence of int, shape (steps, ranks)
+        Words that each rank has to send in each step.
+    expected : int
+        Words for which the first step makes room.
+
+    Returns
+    -------
+    list of list of int
+        For each step, the bytes of its collectives: one, or two where a message is larger than the room.
     """
     gather, sent = RaggedAllGather(), []
     for counts in words:
@@ -71,16 +87,29 @@ def ragged_bytes(words: Sequence[Sequence[int]], expected: int) -> list[list[int
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One step's exchange in a steady state.
+    """The exchange of one step in a steady state.
 
     Attributes
     ----------
-    name : of the system.
-    numel, world : elements and workers.
-    selected : elements a rank sends, the mean over ranks.
-    bytes_sent : what :attr:`gradstats.compressors.Reduced.bytes_sent` says, the mean over ranks (and over the rounds of
-        Marsit): uneven parts of a ring, and what CLT-k's leader broadcasts, differ from rank to rank.
-    select, pack, communicate, unpack : what is done, one after the other.
+    name : str
+        Name of the compressor.
+    numel : int
+        Elements of the gradient, d.
+    world : int
+        Number of workers, n.
+    selected : float
+        Elements that a rank sends, averaged over the ranks.
+    bytes_sent : float
+        Value of :attr:`gradstats.compressors.Reduced.bytes_sent`, averaged over the ranks and over Marsit's rounds.
+        Ranks differ in the uneven parts of a ring, and in what CLT-k's leader broadcasts.
+    select : tuple of Work
+        Selection, done first.
+    pack : tuple of Work
+        Packing of this rank's message.
+    communicate : tuple of Work
+        Collectives.
+    unpack : tuple of Work
+        Unpacking of all ranks' messages, done last.
     """
 
     name: str
@@ -94,12 +123,24 @@ class Exchange:
     unpack: tuple[Work, ...] = ()
 
     def split(self, network: Network) -> dict[str, float]:
-        """Return the seconds of selection, packing, communication and unpacking, by name."""
+        """Return the seconds of ``select``, ``pack``, ``communicate`` and ``unpack``, by these names.
+
+        Parameters
+        ----------
+        network : Network
+            Cost model.
+        """
         lanes = ("select", "pack", "communicate", "unpack")
         return {lane: network.seconds(getattr(self, lane), self.world) for lane in lanes}
 
     def seconds(self, network: Network) -> float:
-        """Return the seconds of all of it, nothing hidden behind anything."""
+        """Return the seconds of the whole exchange, all parts done one after the other.
+
+        Parameters
+        ----------
+        network : Network
+            Cost model.
+        """
         return network.seconds(
             chain(self.select, self.pack, self.communicate, self.unpack), self.world
         )
@@ -118,29 +159,49 @@ def exchange(
     topology: Literal["ring", "torus"] = "ring",
     shape: tuple[int, int] | None = None,
 ) -> Exchange:
-    """Return what one step of a system comes to.
+    """Return the exchange of one step of a compressor.
 
     Parameters
     ----------
-    name : one of :data:`gradstats.compressors.COMPRESSORS`. ``lags`` is one message here; layer by layer it is
-        :func:`gradstats.network.deliveries`.
-    numel : elements of the gradient, d.
-    ratio : k/d.
-    world : workers, n.
-    selected : elements each rank selects, k̂, where a rule misses k; by rank, or the same on all. MiCRO's are of its
-        partitions. k if None.
-    value_bytes, dense_above : of the sparse all-gather, see :class:`gradstats.compressors.SparseCompressor`.
-    full_every, topology, shape : of Marsit, see :class:`gradstats.compressors.Marsit`.
+    name : str
+        One of :data:`gradstats.compressors.COMPRESSORS`. ``lags`` is priced as one message here;
+        :func:`gradstats.network.deliveries` prices it layer by layer.
+    numel : int
+        Elements of the gradient, d.
+    ratio : float
+        Kept fraction k/d, in (0, 1]. Compressors without a ratio ignore it.
+    world : int
+        Number of workers, n.
+    selected : int or sequence of int, optional
+        Elements that each rank selects, k̂: one number for all ranks, or one for each. For ``micro`` they are those of
+        a rank's partition. By default every rank selects k.
+    value_bytes : {4, 2}
+        Bytes of a value in the sparse all-gather, see :class:`gradstats.compressors.SparseCompressor`.
+    dense_above : float
+        If all ranks together select more than this share of d, they all-reduce the dense vector instead, see
+        :class:`gradstats.compressors.SparseCompressor`.
+    full_every : int, optional
+        Rounds of ``marsit`` from one full-precision average to the next; None if there is none.
+    topology : {"ring", "torus"}
+        Topology of ``marsit``.
+    shape : tuple of int, optional
+        Rows and columns of the torus. By default it is as square as possible.
+
+    Returns
+    -------
+    Exchange
+        Bytes sent, and the work in its order.
 
     Raises
     ------
     InputError
-        For an unknown name, or options out of range.
+        If the name is unknown or an option is out of range.
     """
-    if name not in COMPRESSORS:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
+    sparse_rule = compressor_class(name) is SparseCompressor  # raises for an unknown name
     if world < 1 or numel < 1:
-        raise InputError(f"an exchange needs ranks and elements, not {world} and {numel}")
+        raise InputError(
+            f"an exchange needs ranks and elements, at least 1 each, not {world} and {numel}"
+        )
     k = target_count(ratio, numel)
     if selected is None:
         parts = (partition(k, world, i) for i in range(world))
@@ -149,20 +210,32 @@ def exchange(
         counts = [selected] * world if isinstance(selected, int) else list(selected)
     if len(counts) != world:
         raise InputError(f"selected has {len(counts)} ranks, not {world}")
-    single = name == "redsync-quantised"
-    if name == "none" or (single and numel < DENSE_BELOW):
+
+    def dense() -> Exchange:
         return _dense(name, numel, world)
-    if single or name == "lags" or (name in SELECTORS and name != "micro"):
+
+    def sparse(single: bool = False) -> Exchange:
         return _sparse(name, numel, k, counts, single, value_bytes, dense_above)
-    if name == "marsit":
-        return _marsit(numel, world, full_every, topology, shape)
-    others: dict[str, Callable[[], Exchange]] = {
+
+    def signs() -> Exchange:
+        return _signs(name, numel, world)
+
+    formulas: dict[str, Callable[[], Exchange]] = {
+        "none": dense,
+        "lags": sparse,
+        "redsync-quantised": dense if numel < DENSE_BELOW else lambda: sparse(single=True),
         "micro": lambda: _micro(numel, k, counts),
         "cltk": lambda: _cltk(numel, world, counts[0]),
         "randomk": lambda: _randomk(numel, world, counts[0]),
+        "signsgd": signs,
+        "ef-signsgd": signs,
+        "ssdm": signs,
         "cascading": lambda: _cascading(numel, world),
+        "marsit": lambda: _marsit(numel, world, full_every, topology, shape),
     }
-    return others.get(name, lambda: _signs(name, numel, world))()
+    if name not in formulas and not sparse_rule:
+        raise InputError(f"no cost formula for {name!r}; add one to gradstats/network/exchange.py")
+    return formulas.get(name, sparse)()
 
 
 def _dense(name: str, numel: int, world: int) -> Exchange:
@@ -327,24 +400,27 @@ def _marsit(
 def break_even(network: Network, gain: Callable[[Network], float]) -> float:
     """Return the bandwidth below which compression gains time.
 
-    All collectives' seconds per byte are scaled alike, latencies and local work stay as they are.
+    The seconds per byte of all collectives are scaled alike. Latencies and local work stay as they are.
 
     Parameters
     ----------
-    network : as it is.
-    gain : network to seconds won, which increases as the network slows down.
+    network : Network
+        Cost model.
+    gain : callable
+        Function from a network to the seconds that compression gains in it. It must increase as the network slows down.
 
     Returns
     -------
-    bit/s of a link, as :attr:`Network.rate` has them; 0 where nothing is won on the slowest network, infinity where it
-    is won on the fastest.
+    float
+        Bandwidth of a link in bit/s, comparable with :attr:`Network.rate`; 0 if nothing is gained on the slowest
+        network, infinity if something is gained on the fastest.
     """
     from scipy.optimize import brentq
 
     def at(log_factor: float) -> float:
         return gain(network.slowed(float(np.exp(log_factor))))
 
-    end = float(np.log(_SLOWEST))
+    end = float(np.log(SLOWEST))
     if at(-end) > 0:
         return float("inf")
     if at(end) <= 0:

@@ -1,4 +1,4 @@
-"""Measure what collectives and local work cost on this cluster, and fit lines to it."""
+"""Measurement of collectives and local work on a cluster, and the lines fitted to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats.compressors import COMPRESSORS
+from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.compressors.signs import SignGathering
 from gradstats.errors import InputError
 from gradstats.network.exchange import exchange
@@ -31,22 +31,23 @@ from gradstats.network.operations import (
     random_gradient,
 )
 from gradstats.primitives import warm_up
+from gradstats.primitives.ratio import check_ratio
 
 __all__ = ["compare", "measure"]
 
 _SMALLEST = 1 << 7
 _FEWEST_SIZES = 4
 _STEP = 4
-"""Between sizes."""
+"""Factor from one size to the next."""
 _SHORTEST_S = 2e-3
-"""What is timed at once takes at least this long: shorter calls are repeated."""
+"""Shortest time that is measured. Shorter calls are repeated up to it, but at most :data:`_MOST` times."""
 _MOST = 200
 _MATRIX = 512
-"""Rows of the matrices that are multiplied while collectives go on: long enough to leave the interpreter alone."""
+"""Rows of the matrices multiplied during collectives: large, so that the thread seldom needs the interpreter."""
 
 
 def _geometric(largest: int) -> list[int]:
-    """Return sizes up to the largest itself, of which none is close to another."""
+    """Return sizes up to the largest one, no two of them close to each other."""
     count = math.ceil(math.log(largest / _SMALLEST, _STEP) - 0.5)
     return [*(_SMALLEST * _STEP**i for i in range(count)), largest]
 
@@ -65,7 +66,7 @@ def _timed(call: Call, calls: int, device: torch.device) -> float:
 
 
 def _slowest(seconds: list[float], group: Group, device: torch.device) -> list[float]:
-    """Return the largest of all ranks', element by element."""
+    """Return the seconds of the slowest rank, element by element."""
     over = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(over, dist.ReduceOp.MAX, group=group)
     return [float(s) for s in over.tolist()]
@@ -74,9 +75,9 @@ def _slowest(seconds: list[float], group: Group, device: torch.device) -> list[f
 def _swept(
     calls: Sequence[Call], repeats: int, group: Group, device: torch.device
 ) -> list[list[float]]:
-    """Time a call of each size on all ranks at once; the slowest rank's seconds, by size and repeat.
+    """Time a call of each size on all ranks at once; return the slowest rank's seconds by size and repeat.
 
-    Every round has all sizes, so that a noisy moment does not fall on one of them alone.
+    Every round goes through all sizes, so that a noisy moment does not hit one of them alone.
     """
     times = []
     for call in calls:
@@ -94,7 +95,7 @@ def _swept(
 
 @contextmanager
 def _computing(device: torch.device) -> Iterator[None]:
-    """Multiply matrices in a thread beside this one, as backpropagation does."""
+    """Multiply matrices in another thread, as the backward pass does."""
     done = threading.Event()
 
     def multiply() -> None:
@@ -118,13 +119,13 @@ def _selecting(
     repeats: int,
     alone: dist.ProcessGroup,
 ) -> list[list[float]]:
-    """Return the seconds a system selects for, by its own account, with nobody to send to; by size and repeat."""
+    """Return the seconds that a compressor reports for selecting, by size and repeat; each rank exchanges alone."""
     compressors = [compressing(name, ratio) for _ in gradients]
     seconds: list[list[float]] = [[] for _ in gradients]
     for _ in range(repeats + 1):
         for of_size, compressor, gradient in zip(seconds, compressors, gradients, strict=True):
             of_size.append(compressor.reduce(gradient.clone(), alone).select_seconds)
-    # the first one finds its threshold
+    # the first step finds the threshold, and is left out
     return [_slowest(of_size[1:], None, gradients[0].device) for of_size in seconds]
 
 
@@ -135,58 +136,55 @@ def measure(
     largest_numel: int = 1 << 21,
     repeats: int = 9,
     ratio: float = 0.001,
-    select: Sequence[str] = COMPRESSORS,
+    select: Collection[str] = COMPRESSORS,
     device: torch.device | str = "cpu",
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Network:
-    """Sweep sizes of every collective and of local work, and fit lines; called on every rank of the default group.
+    """Time every collective and local work at many sizes, and fit lines; called on every rank of the default group.
 
-    Each repeat begins at a barrier and times calls one after the other, for two milliseconds at least; what counts is
-    the slowest rank. Local work goes on on all ranks at once, as in training, so that they share the
-    memory bandwidth as they will.
+    Each repeat begins at a barrier and times calls one after the other for at least two milliseconds; the slowest rank
+    counts. Local work is timed on all ranks at once, so that they share the memory bandwidth as in training.
 
     Parameters
     ----------
-    worlds : numbers of workers to measure collectives among, the first ranks of all; the whole group if None. With
-        several, what :class:`gradstats.network.Network` makes of one number can be checked on the others.
-    largest : bytes of the largest vector, at least 8192 a rank.
-    largest_numel : elements of the largest gradient of local work, at least 8192.
-    repeats : of every size; medians are fitted.
-    ratio : k/d of the selections.
-    select : systems, names of :data:`gradstats.compressors.COMPRESSORS`, whose selection to time.
-    device : of the tensors.
-    on_progress : called with what is measured next.
+    worlds : sequence of int, optional
+        Numbers of workers among which collectives are measured; each uses the first ranks. By default the whole group.
+        With several, the scaling of :class:`gradstats.network.Network` can be checked.
+    largest : int
+        Bytes of the largest vector, at least 8192 for each worker.
+    largest_numel : int
+        Elements of the largest gradient of local work, at least 8192.
+    repeats : int
+        How often each size is timed, at least twice. Lines are fitted to the medians.
+    ratio : float
+        Kept fraction k/d of the selections, in (0, 1].
+    select : collection of str
+        Names of :data:`gradstats.compressors.COMPRESSORS` whose selection is timed.
+    device : torch.device or str
+        Device of the tensors.
+    on_progress : callable
+        Function that is called with the name of what is measured next.
 
     Returns
     -------
-    Network, the same on every rank that took part in everything; :meth:`gradstats.network.Network.save` it on rank 0.
+    Network
+        Cost model, the same on every rank that took part in everything. Rank 0 can
+        :meth:`save <gradstats.network.Network.save>` it.
 
     Raises
     ------
     InputError
-        For options out of range.
+        If an option is out of range.
     """
     device = torch.device(device)
     everybody = dist.get_world_size()
     worlds = sorted(set(worlds or [everybody]))
-    _check(worlds, everybody, min(largest // max(worlds), largest_numel), repeats, select)
+    _check(worlds, everybody, largest, largest_numel, repeats, ratio, select)
     warm_up()
     alone = [dist.new_group([rank]) for rank in range(everybody)][dist.get_rank()]
     lines: list[Line] = []
     for world in worlds:
-        group = dist.new_group(range(world))
-        for operation, prepare in COLLECTIVES.items():
-            if dist.get_rank() >= world:
-                continue
-            on_progress(f"{operation} among {world}")
-            # the gathered messages are to be no larger than the other vectors
-            sizes = _geometric(largest // world if "all_gather" in operation else largest)
-            calls = [prepare(size, device, group) for size in sizes]
-            with _computing(device) if operation.startswith("busy") else nullcontext():
-                seconds = _swept(calls, repeats, group, device)
-            if operation == "hop":
-                seconds = [[s / (world - 1) for s in of_size] for of_size in seconds]
-            lines.append(fit_line(operation, world, sizes, seconds))
+        lines += _collectives(world, largest, repeats, device, on_progress)
     dist.barrier()
     on_progress("local work")
     sizes = _geometric(largest_numel)
@@ -195,9 +193,9 @@ def measure(
         operation: _swept([work[operation] for work in works], repeats, None, device)
         for operation in works[0]
     }
-    for name in (n for n in select if isinstance(compressing(n, ratio), SignGathering)):
+    for name in (n for n in select if issubclass(compressor_class(n), SignGathering)):
         for world in sorted({2, everybody}):
-            on_progress(f"decoding of {name} from {world}")
+            on_progress(f"decoding by {name} of {world} messages")
             calls = [decoding(name, size, world, device) for size in sizes]
             seconds = _swept(calls, repeats, None, device)
             lines.append(fit_line(f"decode:{name}", world, sizes, seconds))
@@ -206,14 +204,10 @@ def measure(
         if name != "none":
             on_progress(f"selection by {name}")
             local[f"select:{name}"] = _selecting(name, ratio, gradients, repeats, alone)
-    # nobody sends all of a gradient sparsely
-    sent = {"pack", "unpack"}
-    lines += [
-        fit_line(operation, 1, sizes[:-1], seconds[:-1])
-        if operation in sent
-        else fit_line(operation, 1, sizes, seconds)
-        for operation, seconds in local.items()
-    ]
+    for operation, seconds in local.items():
+        # nobody sends a whole gradient as positions and values
+        end = -1 if operation in ("pack", "unpack") else None
+        lines.append(fit_line(operation, 1, sizes[:end], seconds[:end]))
     about = {
         "world_size": everybody,
         "worlds": worlds,
@@ -231,29 +225,61 @@ def measure(
     return Network(tuple(lines), algorithms, about)
 
 
+def _collectives(
+    world: int,
+    largest: int,
+    repeats: int,
+    device: torch.device,
+    on_progress: Callable[[str], None],
+) -> Iterator[Line]:
+    """Yield a line for every collective among the first `world` ranks; the others get none."""
+    group = dist.new_group(range(world))  # on every rank
+    if dist.get_rank() >= world:
+        return
+    for operation, prepare in COLLECTIVES.items():
+        on_progress(f"{operation} among {world}")
+        # all messages of an all-gather together are as large as the other vectors
+        sizes = _geometric(largest // world if "all_gather" in operation else largest)
+        calls = [prepare(size, device, group) for size in sizes]
+        with _computing(device) if operation.startswith("busy") else nullcontext():
+            seconds = _swept(calls, repeats, group, device)
+        if operation == "hop":
+            seconds = [[s / (world - 1) for s in of_size] for of_size in seconds]
+        yield fit_line(operation, world, sizes, seconds)
+
+
 def compare(
     network: Network,
     numel: int,
     *,
     repeats: int = 9,
     ratio: float = 0.001,
-    select: Sequence[str] = COMPRESSORS,
+    select: Collection[str] = COMPRESSORS,
     device: torch.device | str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Run systems, and put what they take beside what a network predicts; called on every rank of the default group.
+    """Run compressors, and compare their times with the prediction; called on every rank of the default group.
 
     Parameters
     ----------
-    network : measured.
-    numel : elements of the gradient; a different one on every rank.
-    repeats : steps, after a first one that does not count.
-    ratio, select, device : see :func:`measure`.
+    network : Network
+        Measured cost model.
+    numel : int
+        Elements of the gradient, which differs from rank to rank.
+    repeats : int
+        How many steps are timed, after a first one that is not.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    select : collection of str
+        Names of :data:`gradstats.compressors.COMPRESSORS` to run.
+    device : torch.device or str
+        Device of the tensors.
 
     Returns
     -------
     list of dict
-        compressor, seconds (by the systems' own account, of the rank that waits least; median over the steps),
-        predicted, low and high (its 95 % interval), and predicted over measured.
+        One record for each compressor: ``compressor``; ``seconds``, which it reports on the rank that waits least, the
+        median of the steps; ``predicted`` with its 95 % interval ``low`` and ``high``; and ``÷ measured``, predicted
+        over measured.
     """
     device, world = torch.device(device), dist.get_world_size()
     gradient = random_gradient(numel, device).roll(dist.get_rank() * numel // world)
@@ -266,9 +292,9 @@ def compare(
             reduced = compressor.reduce(gradient.clone(), None)
             seconds.append(reduced.select_seconds + reduced.communicate_seconds)
             selected.append(reduced.selected)
-        # of the rank that comes last, which waits for nobody
+        # the rank that comes last waits for nobody, so its time is the shortest
         measured = -statistics.median(_slowest([-s for s in seconds[1:]], None, device))
-        # as many as it does select: how well a rule hits k is another question
+        # The prediction gets the number really selected: how well a rule hits k is another question.
         sent = round(statistics.median(selected[1:]))
         one = exchange(name, numel, ratio, world, selected=sent, full_every=None)
         value, low, high = interval(network, one.seconds)
@@ -286,20 +312,28 @@ def compare(
 
 
 def _check(
-    worlds: Sequence[int], everybody: int, smallest: int, repeats: int, select: Sequence[str]
+    worlds: Sequence[int],
+    everybody: int,
+    largest: int,
+    largest_numel: int,
+    repeats: int,
+    ratio: float,
+    select: Collection[str],
 ) -> None:
+    """Raise :class:`InputError` for options that would fail only after minutes."""
     if worlds[0] < 2 or worlds[-1] > everybody:
         raise InputError(
             f"collectives need 2 to {everybody} of the {everybody} ranks that run, not "
             + ", ".join(map(str, worlds))
         )
     least = _SMALLEST * _STEP ** (_FEWEST_SIZES - 1)
-    if smallest < least:
+    if min(largest // worlds[-1], largest_numel) < least:
         raise InputError(
-            f"a line needs more sizes: bytes a rank and elements up to {least} at least"
+            f"the largest size is too small to fit a line: give at least {least * worlds[-1]} bytes "
+            f"and {least} elements"
         )
     if repeats < 2:
         raise InputError(f"repeats must be at least 2, not {repeats}")
-    unknown = set(select) - set(COMPRESSORS)
-    if unknown:
-        raise InputError(f"no compressor {min(unknown)!r}; there are {', '.join(COMPRESSORS)}")
+    check_ratio(ratio)
+    for name in select:
+        compressor_class(name)

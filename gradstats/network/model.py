@@ -1,4 +1,4 @@
-"""What communication and local work cost: lines fitted to measurements, for any number of workers."""
+"""The cost of communication and local work: lines fitted to measurements, scaled to any number of workers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,31 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gradstats.errors import InputError
 
-__all__ = ["ALGORITHMS", "Interval", "Line", "Network", "Work", "fit_line", "interval"]
+__all__ = [
+    "ALGORITHMS",
+    "Interval",
+    "Line",
+    "Network",
+    "Work",
+    "fit_line",
+    "interval",
+    "middle_95",
+]
 
 _FORMAT = "gradstats-network"
 SCHEMA = 1
 _ROUNDS = 20
 _SIGNIFICANT = 1e-6
+"""Relative change of a fitted line below which reweighting it stops; :data:`_ROUNDS` is the most it is reweighted."""
+_LOW, _HIGH = 0.025, 0.975
+"""Quantiles between which 95 % lie."""
 
 
 def _log2(n: int) -> int:
@@ -45,12 +58,14 @@ ALGORITHMS: dict[str, dict[str, _Terms]] = {
     "hop": {"ring": lambda n: (1, 1)},
 }
 ALGORITHMS["busy_all_gather"] = ALGORITHMS["all_gather"]
-"""By collective and algorithm: number of workers to (messages one after the other, bytes under way one after the other
-per byte of the argument), of which the first multiply α and the second β. The first algorithm of each is the default.
-``busy_all_gather`` is one beside which every rank computes, with as many threads as in training.
+"""Cost of a collective by its algorithm, as a function of the number of workers.
 
-The argument is the vector in an all-reduce, reduce-scatter or broadcast, one rank's message in an all-gather and in a
-hop, where every rank sends to the next one and receives from the one before."""
+The function returns two numbers: the messages sent one after the other, which multiply α, and the bytes that travel one
+after the other per byte of the argument, which multiply β. The argument is the whole vector in an all-reduce,
+reduce-scatter or broadcast, and one rank's message in an all-gather or a hop. In a hop every rank sends to the next one
+and receives from the one before. ``busy_all_gather`` is an all-gather during which every rank computes with as many
+threads as in training. The first algorithm of each collective is the default.
+"""
 
 
 class Work(NamedTuple):
@@ -58,9 +73,12 @@ class Work(NamedTuple):
 
     Attributes
     ----------
-    operation : a collective of :data:`ALGORITHMS`, or local work.
-    size : of one call: bytes of a collective's argument, elements of local work.
-    times : calls, one after the other.
+    operation : str
+        A collective of :data:`ALGORITHMS`, or local work.
+    size : float
+        Size of one call: bytes of a collective's argument, elements of local work.
+    times : float
+        Number of calls, made one after the other.
     """
 
     operation: str
@@ -70,24 +88,37 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of an operation: fixed + slope · size, fitted to a sweep of sizes, times how it bends there.
+    """Seconds of an operation: fixed + slope · size, times the factor by which measurements bend away from the line.
 
-    Caches, page faults and protocols bend what is not quite a line. Within the sweep the measured medians are kept as
-    multiples of the line, and interpolated; beyond its ends the last one stays.
+    Caches, page faults and protocols bend what is nearly a line. The measured medians are kept as multiples of the
+    line. Between the sizes of the sweep these factors are interpolated; beyond its ends the last one holds.
 
     Attributes
     ----------
-    operation : a collective, its size in bytes; or local work, its size in elements.
-    world : workers it was measured with; of local work the workers whose messages it was done on, 1 for one's own.
-    fixed : seconds however small, α times the messages.
-    slope : seconds per byte or element, β or γ.
-    covariance : of (fixed, slope), 2 × 2.
-    degrees : of freedom of the fit; 0 for a line that is assumed.
-    spread : standard deviation of the measurements about the line, relative.
-    noise : median standard error of a measurement, relative. A spread far above it is the line's fault, not the
-        noise's: it bends.
-    sizes, seconds : the sweep, medians.
-    bends : measured over the line, by size; empty for a line that is assumed.
+    operation : str
+        A collective, whose size is in bytes, or local work, whose size is in elements.
+    world : int
+        Number of workers it was measured with. For local work, the number of workers whose messages it was done on; 1
+        if a rank works on its own data.
+    fixed : float
+        Seconds of the smallest call: α times the messages.
+    slope : float
+        Seconds per byte or element: β or γ.
+    covariance : tuple of tuple of float, shape (2, 2)
+        Covariance of fixed and slope.
+    degrees : int
+        Degrees of freedom of the fit; 0 for a line that is assumed.
+    spread : float
+        Relative standard deviation of the measurements about the line.
+    noise : float
+        Median relative standard error of a measurement. If the spread is far above it, the cause is not noise: the
+        measurements bend.
+    sizes : tuple of float
+        Sizes of the sweep.
+    seconds : tuple of float
+        Median seconds of each size.
+    bends : tuple of float
+        Measurement divided by line for each size; empty for a line that is assumed.
     """
 
     operation: str
@@ -103,11 +134,25 @@ class Line:
     bends: tuple[float, ...] = ()
 
     def at(self, size: float) -> float:
-        """Return the seconds of one call."""
+        """Return the seconds of one call.
+
+        Parameters
+        ----------
+        size : float
+            Bytes of a collective, elements of local work.
+        """
         return (self.fixed + self.slope * size) * self.bend(size)
 
     def bend(self, size: float) -> float:
-        """Return by how much a call takes longer than the line says: log-linear between the sizes measured."""
+        """Return how many times as long as the line says a call takes.
+
+        The factor is interpolated between the measured sizes, both on logarithmic scales.
+
+        Parameters
+        ----------
+        size : float
+            Bytes of a collective, elements of local work.
+        """
         if not self.bends:
             return 1.0
         logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
@@ -115,19 +160,20 @@ class Line:
 
     @property
     def error(self) -> float:
-        """Relative standard error of :meth:`at`: noise, and how well neighbours foretell a size between them."""
+        """Relative standard error of :meth:`at`: noise, and the error of interpolating between measured sizes."""
         if len(self.bends) < 3:
             return self.spread
         x, y = np.log(self.sizes), np.log(self.bends)
         foretold = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
-        # half as far from a measured size as the neighbours of one are, and off by a quarter of what a curve is there
+        # Predicting each size from its neighbours interpolates over two steps. Between neighbours it is one step, and
+        # the error of an interpolated curve grows with the square of the step: a quarter of it.
         return math.hypot(self.noise, float(np.sqrt(np.mean((y[1:-1] - foretold) ** 2))) / 4)
 
     def confidence(self) -> tuple[Interval, Interval]:
         """Return 95 % intervals of `fixed` and `slope`, cut at zero."""
         from scipy.stats import t
 
-        width = t.ppf(0.975, self.degrees) if self.degrees else 0.0
+        width = t.ppf(_HIGH, self.degrees) if self.degrees else 0.0
         error = np.sqrt(np.diag(self.covariance)) * width
         fixed, slope = (
             Interval(value, max(0.0, value - float(e)), value + float(e))
@@ -136,7 +182,13 @@ class Line:
         return fixed, slope
 
     def drawn(self, generator: np.random.Generator) -> Line:
-        """Return a line as it may be: off by its error altogether."""
+        """Return a line as it may really be: all its seconds multiplied by one random error.
+
+        Parameters
+        ----------
+        generator : numpy.random.Generator
+            Source of randomness. A line that is assumed does not use it.
+        """
         if not self.degrees:
             return self
         # t-distributed: the error is itself an estimate
@@ -150,19 +202,30 @@ def fit_line(
 ) -> Line:
     """Fit seconds = fixed + slope · size by weighted least squares.
 
-    Sizes run over decades, so relative errors count: the medians of the repeats are weighted by one over the square of
-    what the line says, in turns until both agree. A coefficient that comes out negative is set to 0.
+    Sizes run over decades, so relative errors count. The medians of the repeats are weighted by one over the square of
+    what the line says; weights and line are computed in turns until they agree. A coefficient that comes out negative
+    is set to 0.
 
     Parameters
     ----------
-    operation, world : of the line.
-    sizes : (m,), m ≥ 3, of which two differ.
-    seconds : (m, repeats), positive.
+    operation : str
+        Name of the operation.
+    world : int
+        Number of workers it was measured with.
+    sizes : sequence of float, length m
+        Sizes of the calls, at least three different ones.
+    seconds : sequence of sequence of float, shape (m, repeats)
+        Measured seconds, all positive.
+
+    Returns
+    -------
+    Line
+        The fitted line with its errors and bends.
 
     Raises
     ------
     InputError
-        For fewer than three sizes, or times that are not positive.
+        If there are fewer than three sizes, or a median is not positive.
     """
     import statsmodels.api as sm
 
@@ -204,22 +267,25 @@ def fit_line(
 
 @dataclass(frozen=True)
 class Network:
-    """Workers, their links, and what their processors take for selection, packing and unpacking.
+    """Cost model of a cluster: its links, and the local work of selection, packing and unpacking.
 
     Attributes
     ----------
-    lines : what was measured, or assumed.
-    algorithms : collective to the algorithm of :data:`ALGORITHMS` by which it scales to other numbers of workers;
-        the default one where none is named.
-    about : where the numbers come from: world size, backend, device, versions, ratio of the selections, rate in bit/s
-        if links were shaped; JSON values.
+    lines : tuple of Line
+        Operations that were measured or assumed.
+    algorithms : mapping of str to str
+        Algorithm of :data:`ALGORITHMS` by which each collective scales to other numbers of workers. A collective that
+        is not named uses its default.
+    about : mapping of str to object
+        Origin of the numbers, as JSON values: world size, backend, device, versions, ratio of the selections, and the
+        rate in bit/s if the links were shaped.
 
     Notes
     -----
-    A number of workers that was measured is taken as measured. For others the line of the nearest measured number is
-    scaled: `fixed` with the messages, `slope` with the bytes under way of the algorithm. This presumes that all links
-    are alike and that more workers do not share them: it fails where the measured workers sat in one host and the
-    others do not, and where switches are oversubscribed. Local work on many workers' messages grows in proportion.
+    A number of workers that was measured is used as measured. For any other the line of the nearest measured number is
+    scaled by the algorithm: `fixed` with its messages, `slope` with its bytes. This presumes that all links are alike
+    and that more workers do not share them. It fails where the measured workers sat in one host and the others do not,
+    and where switches are oversubscribed. Local work on many workers' messages grows in proportion to their number.
     """
 
     lines: tuple[Line, ...]
@@ -234,14 +300,28 @@ class Network:
         local: Mapping[str, float] | None = None,
         algorithms: Mapping[str, str] | None = None,
     ) -> Network:
-        """Return a network that is assumed: every message takes α + β · bytes.
+        """Return an assumed network, in which every message takes α + β · bytes.
 
         Parameters
         ----------
-        latency : α, seconds.
-        seconds_per_byte : β; 0.8e-9 for 10 Gbit/s.
-        local : local work to γ, seconds per element. What is not named costs nothing.
-        algorithms : see :class:`Network`.
+        latency : float
+            Seconds of a message, α.
+        seconds_per_byte : float
+            Seconds per byte, β; 0.8e-9 for 10 Gbit/s.
+        local : mapping of str to float, optional
+            Seconds per element, γ, by name of the local work. Work that is not named costs nothing.
+        algorithms : mapping of str to str, optional
+            Algorithm by collective, see :class:`Network`.
+
+        Returns
+        -------
+        Network
+            Network whose lines have no error.
+
+        Raises
+        ------
+        InputError
+            If there is no such algorithm.
         """
         network = cls((), algorithms or {}, {"assumed": True})
         lines = [Line("hop", 2, latency, seconds_per_byte)]
@@ -255,11 +335,23 @@ class Network:
         known = ALGORITHMS[operation]
         name = self.algorithms.get(operation, next(iter(known)))
         if name not in known:
-            raise InputError(f"no {operation} by {name!r}; there are {', '.join(known)}")
+            raise InputError(f"no {operation} by {name!r}; choose {' or '.join(known)}")
         return known[name](world)
 
     def line(self, operation: str, world: int) -> Line:
         """Return the line of an operation among `world` workers, scaled if it was not measured.
+
+        Parameters
+        ----------
+        operation : str
+            A collective of :data:`ALGORITHMS`, or local work.
+        world : int
+            Number of workers.
+
+        Returns
+        -------
+        Line
+            The measured line, or one scaled from the nearest number of workers.
 
         Raises
         ------
@@ -272,11 +364,11 @@ class Network:
         if not measured:
             if self.about.get("assumed"):
                 return Line(operation, 1, 0.0, 0.0)
-            raise InputError(f"the network was measured without {operation!r}; measure it anew")
+            raise InputError(f"the network was measured without {operation!r}; measure it again")
         nearest = min(measured, key=lambda line: abs(math.log(line.world / world)))
         if nearest.world == world or (operation not in ALGORITHMS and nearest.world == 1):
             return nearest
-        a = b = world / nearest.world  # local work on what that many workers sent
+        a = b = world / nearest.world  # local work grows with the number of messages
         if operation in ALGORITHMS:
             there, here = self._terms(operation, nearest.world), self._terms(operation, world)
             a, b = here[0] / there[0], here[1] / there[1]
@@ -291,13 +383,28 @@ class Network:
         )
 
     def link(self, operation: str = "all_reduce") -> tuple[Interval, Interval]:
-        """Return α, seconds per message, and β, seconds per byte on the wire, that a collective's fit comes to.
+        """Return α, seconds per message, and β, seconds per byte on the wire, from the fit of a collective.
 
-        β is that of large messages: where a line bends, at the end of the sweep.
+        β is that of large messages: where the line bends, it is taken at the end of the sweep.
+
+        Parameters
+        ----------
+        operation : str
+            A collective of :data:`ALGORITHMS`.
+
+        Returns
+        -------
+        tuple of Interval
+            α and β, each with its 95 % interval.
+
+        Raises
+        ------
+        InputError
+            If the operation was not measured.
         """
         measured = [line for line in self.lines if line.operation == operation]
         if not measured:
-            raise InputError(f"the network was measured without {operation!r}; measure it anew")
+            raise InputError(f"the network was measured without {operation!r}; measure it again")
         line = max(measured, key=lambda line: line.world)
         messages, volume = self._terms(operation, line.world)
         fixed, slope = line.confidence()
@@ -309,21 +416,35 @@ class Network:
 
     @property
     def crowded(self) -> bool:
-        """Whether no core is left for a thread that exchanges while the others compute; False where that is unknown."""
+        """Whether a host has no core left for the thread that exchanges while the others compute; False if unknown."""
         needed = self.about.get("ranks_per_host", 0) * (self.about.get("threads", 1) + 1)
         return self.about.get("device") == "cpu" and needed > self.about.get("cores", math.inf)
 
     @property
     def rate(self) -> float:
-        """Bandwidth of a link in bit/s: what it was shaped to where that is known, else what large all-reduces get."""
+        """Bandwidth of a link in bit/s: the rate it was shaped to if known, else what large all-reduces reach."""
         return float(self.about.get("rate") or 8 / self.link()[1].value)
 
     def seconds(self, works: Iterable[Work], world: int) -> float:
-        """Return what works take one after the other."""
+        """Return the seconds of some work, done one after the other.
+
+        Parameters
+        ----------
+        works : iterable of Work
+            Calls to add up.
+        world : int
+            Number of workers.
+        """
         return sum(w.times * self.line(w.operation, world).at(w.size) for w in works if w.times)
 
     def slowed(self, factor: float) -> Network:
-        """Return the network with `factor` times the seconds per byte in every collective, a bandwidth 1/factor."""
+        """Return the network with slower links: more seconds per byte in every collective, latencies unchanged.
+
+        Parameters
+        ----------
+        factor : float
+            Factor on the seconds per byte; the bandwidth is divided by it.
+        """
         lines = (
             replace(line, slope=line.slope * factor) if line.operation in ALGORITHMS else line
             for line in self.lines
@@ -331,11 +452,22 @@ class Network:
         return replace(self, lines=tuple(lines))
 
     def drawn(self, generator: np.random.Generator) -> Network:
-        """Return the network as it may be, see :meth:`Line.drawn`."""
+        """Return the network as it may really be, see :meth:`Line.drawn`.
+
+        Parameters
+        ----------
+        generator : numpy.random.Generator
+            Source of randomness.
+        """
         return replace(self, lines=tuple(line.drawn(generator) for line in self.lines))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON.
+        """Write the network to a JSON file.
+
+        Parameters
+        ----------
+        path : str or Path
+            File to write.
 
         Raises
         ------
@@ -356,12 +488,17 @@ class Network:
 
     @classmethod
     def load(cls, path: str | Path) -> Network:
-        """Read what :meth:`save` wrote.
+        """Read a network that :meth:`save` wrote.
+
+        Parameters
+        ----------
+        path : str or Path
+            JSON file.
 
         Raises
         ------
         InputError
-            If the file is missing, not a network, or of a newer version.
+            If the file is missing, is not a network, or has another schema.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -383,7 +520,7 @@ class Network:
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-    if plain.get("seconds") and "bends" not in plain:  # schema 1 as first written
+    if plain.get("seconds") and "bends" not in plain:  # the first files of schema 1
         plain["bends"] = tuple(
             s / (plain["fixed"] + plain["slope"] * size)
             for size, s in zip(plain["sizes"], plain["seconds"], strict=True)
@@ -392,11 +529,37 @@ def _tuples(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class Interval(NamedTuple):
-    """A prediction, and where it lies with a probability of 95 %."""
+    """A prediction and its 95 % interval.
+
+    Attributes
+    ----------
+    value : float
+        The prediction.
+    low : float
+        Lower end of the interval.
+    high : float
+        Upper end of the interval.
+    """
 
     value: float
     low: float
     high: float
+
+
+def middle_95(
+    values: ArrayLike, *, method: Literal["linear", "nearest"] = "linear"
+) -> tuple[float, float]:
+    """Return the limits of the middle 95 % of some values.
+
+    Parameters
+    ----------
+    values : array_like of float
+        Predictions for networks drawn at random.
+    method : {"linear", "nearest"}
+        Whether to interpolate between neighbouring values or to take the nearest one.
+    """
+    low, high = np.quantile(np.asarray(values), (_LOW, _HIGH), method=method)
+    return float(low), float(high)
 
 
 def interval(
@@ -404,18 +567,27 @@ def interval(
 ) -> Interval:
     """Return a prediction and its 95 % interval.
 
-    Whatever is predicted, a time, a speed-up, the end of a simulated timeline, is computed anew for networks drawn from
-    the distribution of what was fitted. What two predictions have in common varies in common.
+    The prediction may be a time, a speed-up, the end of a simulated timeline, or any other number. It is computed again
+    for networks drawn from the distribution of the fit, so that what two quantities share varies in common.
 
     Parameters
     ----------
-    network : as fitted.
-    predict : network to number.
-    draws : of networks.
-    seed : of the draws; the same networks are drawn for the same seed.
+    network : Network
+        Fitted network.
+    predict : callable
+        Function from a network to the predicted number.
+    draws : int
+        How many networks are drawn.
+    seed : int
+        Seed of the draws. The same seed draws the same networks.
+
+    Returns
+    -------
+    Interval
+        The prediction for the network as fitted, and the limits of the middle 95 % of the draws.
     """
     generator = np.random.default_rng(seed)
     values = [predict(network.drawn(generator)) for _ in range(draws)]
-    # as observed, since infinite ones (a break-even that does not exist) cannot be interpolated
-    low, high = np.quantile(values, (0.025, 0.975), method="nearest")
-    return Interval(predict(network), float(low), float(high))
+    # A break-even bandwidth may be infinite, and infinite values cannot be interpolated.
+    low, high = middle_95(values, method="nearest")
+    return Interval(predict(network), low, high)

@@ -1,4 +1,4 @@
-"""What is timed on a cluster: one call of a collective, or of local work, at a given size."""
+"""Operations that are timed on a cluster: calls of a collective or of local work, at a given size."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gradstats.compressors import Compressor, DenseCompressor, make_compressor
 from gradstats.compressors.marsit import transient_merge
 from gradstats.compressors.signs import SignGathering, sign_message, signed
 from gradstats.hooks.memory import ErrorFeedback
+from gradstats.primitives import Selection
 from gradstats.thresholds.bench import sample_gradient
 
 __all__ = [
@@ -69,18 +70,43 @@ COLLECTIVES: dict[str, Callable[[int, torch.device, Group], Call]] = {
     "hop": _hop,
     "busy_all_gather": _all_gather,
 }
+"""For each collective, a function from a size in bytes, a device and a group to the call that is timed."""
 
 
 def random_gradient(numel: int, device: torch.device) -> torch.Tensor:
-    """Return a synthetic gradient on a device, float32 (numel,)."""
+    """Return a synthetic gradient.
+
+    Parameters
+    ----------
+    numel : int
+        Number of elements.
+    device : torch.device
+        Device of the tensor.
+
+    Returns
+    -------
+    float32 tensor, shape (numel,)
+        The same on every call and rank.
+    """
     return torch.from_numpy(sample_gradient(numel)).to(device)
 
 
 def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
-    """Return local work on `size` elements of a gradient, or sent of one of `numel`."""
+    """Return calls of local work by name.
+
+    Parameters
+    ----------
+    size : int
+        Elements that the work is done on: those of a gradient, or those sent.
+    numel : int
+        Elements of the dense gradient from which they are sent.
+    device : torch.device
+        Device of the tensors.
+    """
     gradient = random_gradient(size, device)
     indices = torch.arange(size, device=device) * (numel // size)
-    words = pack(indices, gradient, numel)
+    selection = Selection(indices, gradient)
+    words = pack(selection, numel)
     update, dense = SparseUpdate(), torch.zeros(numel, device=device)
     packed = pack_bits(gradient > 0)
     total = torch.zeros_like(gradient)
@@ -100,7 +126,7 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
         memory.settle(memory.corrected, indices)
 
     return {
-        "pack": lambda: pack(indices, gradient, numel),
+        "pack": lambda: pack(selection, numel),
         "unpack": unpacking,
         "memory": remembering,
         "average": lambda: torch.zeros_like(gradient).div_(2),
@@ -110,7 +136,19 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
 
 
 def decoding(name: str, size: int, world: int, device: torch.device) -> Call:
-    """Return what a sign system does with the messages of some ranks, whose signs differ."""
+    """Return the call in which a sign compressor decodes the messages of all ranks, whose signs differ.
+
+    Parameters
+    ----------
+    name : str
+        A compressor that gathers signs.
+    size : int
+        Elements of the gradient.
+    world : int
+        Number of ranks.
+    device : torch.device
+        Device of the tensors.
+    """
     compressor = compressing(name, 1.0)
     assert isinstance(compressor, SignGathering)
     gradient = random_gradient(size, device)
@@ -120,7 +158,15 @@ def decoding(name: str, size: int, world: int, device: torch.device) -> Call:
 
 
 def compressing(name: str, ratio: float) -> Compressor:
-    """Return a system that compresses in every step, whatever the size."""
+    """Return a compressor that compresses in every step and at every size.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`gradstats.compressors.COMPRESSORS`.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    """
     options: dict[str, Any] = {"full_every": None} if name == "marsit" else {}
     if name == "redsync-quantised":
         options["dense_below"] = 0

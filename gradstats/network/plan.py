@@ -1,4 +1,4 @@
-"""Which compressor a cluster should use, if any: the step time of each, predicted by :mod:`gradstats.network`."""
+"""The step time of each compressor on a cluster, predicted by the cost model of :mod:`gradstats.network`."""
 
 from __future__ import annotations
 
@@ -12,48 +12,35 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.compression import compression
 from gradstats.analysis.quality import quality
-from gradstats.compressors import COMPRESSORS
+from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.errors import InputError
-from gradstats.network import (
-    ALGORITHMS,
-    Exchange,
+from gradstats.network.exchange import SLOWEST, Exchange, break_even, exchange
+from gradstats.network.model import ALGORITHMS, Network, Work, middle_95
+from gradstats.network.timeline import (
     LayerTime,
     Message,
-    Network,
     Timeline,
-    Work,
-    break_even,
     deliveries,
-    exchange,
     layer_ratios,
     simulate,
-    union_growth,
 )
-from gradstats.network.rates import format_rate
-from gradstats.primitives.ratio import target_count
+from gradstats.network.union import union_growth
+from gradstats.primitives.ratio import check_ratio, target_count
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
 
-__all__ = ["advice", "plan"]
+__all__ = ["plan"]
 
 _BACKWARD = 2 / 3
-"""Of a step's computing: two of three matrix products of a layer are of the backward pass."""
+"""Share of the backward pass in a step's computing: two of a layer's three matrix products belong to it."""
 _BUCKET = 25 * 2**20 // 4
-"""Elements of a bucket of DDP, which it all-reduces while the backward pass goes on."""
-_NO_RATIO = ("none", "signsgd", "ef-signsgd", "ssdm", "cascading", "marsit")
-_ONE_UNION = ("micro", "cltk", "randomk")
-"""Of all ranks together they send k positions."""
-_SLOWEST = 1e6
-
-
-def _short(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.7g}"
+"""Elements of a DDP bucket, which DDP all-reduces while the backward pass goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class _System:
-    """A compressor among some workers, with the layers in the order of backpropagation."""
+    """A compressor among some workers, with the layers in the order of the backward pass."""
 
     name: str
     ratio: float | None
@@ -62,18 +49,23 @@ class _System:
     forward: float
     exchange: Exchange
 
+    @property
+    def streams(self) -> bool:
+        """Whether it sends layer by layer, at ratios that it chooses by the network."""
+        return compressor_class(self.name).streams
+
     def ratios(self, network: Network) -> dict[str, float]:
-        """Return the ratio of every layer, of the system that chooses them by the network."""
-        if self.name != "lags" or self.ratio is None:
+        """Return the ratio of every layer; empty for a compressor of the whole gradient."""
+        if not self.streams or self.ratio is None:
             return {}
-        return layer_ratios(network, self.layers, self.world, self.ratio, selection="lags")
+        return layer_ratios(network, self.layers, self.world, self.ratio, selection=self.name)
 
     def messages(self, network: Network, ratios: Mapping[str, float]) -> list[Message]:
         if self.name == "none":
             return deliveries(network, self.layers, self.world, None, merge=_BUCKET)
         memory = self._memory(network)
-        if self.name == "lags":
-            found = deliveries(network, self.layers, self.world, ratios, selection="lags")
+        if self.streams:
+            found = deliveries(network, self.layers, self.world, ratios, selection=self.name)
             share = memory / self.exchange.numel
             return [replace(m, select=m.select + share * m.numel) for m in found]
         split = self.exchange.split(network)
@@ -90,7 +82,7 @@ class _System:
         ]
 
     def _memory(self, network: Network) -> float:
-        """Return the seconds of the hook's own passes: adding what was not sent, copying the average back."""
+        """Return the seconds of the hook's own passes: adding the residual, and copying the average back."""
         if self.name == "none":
             return 0.0
         return network.seconds([Work("memory", self.exchange.numel)], self.world)
@@ -102,11 +94,15 @@ class _System:
         return self.timeline(network, self.ratios(network)).seconds
 
     def predicted(self, networks: Sequence[Network], dense: NDArray[np.float64]) -> dict[str, Any]:
-        """Return the fields of a record, from a network and others as it may be, and dense seconds on all of them."""
+        """Return the fields of a record.
+
+        The first network is the fitted one, and the others are drawn from it; `dense` has the seconds of a dense step
+        on each.
+        """
         ratios = self.ratios(networks[0])
         seconds = np.array([self.timeline(n, ratios).seconds for n in networks])
-        low, high = _between(seconds)
-        speedup_low, speedup_high = _between(dense / seconds)
+        low, high = _drawn_interval(seconds)
+        speedup_low, speedup_high = _drawn_interval(dense / seconds)
         split, messages = self._split(networks[0], ratios), self.messages(networks[0], ratios)
         return {
             "seconds": float(seconds[0]),
@@ -123,7 +119,7 @@ class _System:
         }
 
     def _split(self, network: Network, ratios: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds of everything a step does, and how much of its exchange is hidden."""
+        """Return the seconds of each part of a step, and how much of its exchange is hidden."""
 
         def exchanging(n: Network) -> float:
             return sum(m.communicate for m in self.messages(n, ratios))
@@ -142,7 +138,7 @@ class _System:
 
 
 def _unlinked(network: Network) -> Network:
-    """Return the network with collectives that take no time, so that local work is left."""
+    """Return the network with collectives that take no time, so that only local work costs something."""
     lines = (
         replace(line, fixed=0.0, slope=0.0) if line.operation in ALGORITHMS else line
         for line in network.lines
@@ -151,7 +147,7 @@ def _unlinked(network: Network) -> Network:
 
 
 def _limit(split: Mapping[str, float]) -> str:
-    """Return what takes most of a step, of the exchange what is not hidden."""
+    """Return the part that takes most of a step; of the exchange only what is not hidden counts."""
     exchanged = split["pack"] + split["latency"] + split["transfer"]
     exposed = 1 - split["hidden"] / exchanged if exchanged else 0.0
     kept = {
@@ -166,7 +162,7 @@ def _limit(split: Mapping[str, float]) -> str:
 
 
 def _break_even(network: Network, dense: _System, system: _System) -> float:
-    """Return the break-even bandwidth in Mbit/s; NaN of dense, and where only fast links gain."""
+    """Return the break-even bandwidth in Mbit/s; NaN for dense, and where compression gains on fast links only."""
     if system is dense:
         return math.nan
 
@@ -174,21 +170,22 @@ def _break_even(network: Network, dense: _System, system: _System) -> float:
         return dense.seconds(n) - system.seconds(n)
 
     found = break_even(network, gain)
-    if math.isinf(found) and gain(network.slowed(_SLOWEST)) < 0:
+    if math.isinf(found) and gain(network.slowed(SLOWEST)) < 0:
         return math.nan
     return found / 1e6
 
 
 def _kind(source: Source) -> Kind:
-    """Return what a compressor sees: with error feedback the corrected gradient."""
+    """Return the kind of vector that a compressor sees: with error feedback the corrected gradient."""
     return "corrected" if any(k == "corrected" for _, k, _ in source.entries()) else "gradient"
 
 
 def _measured_quality(
     source: Source, names: Iterable[str], ratios: Sequence[float]
 ) -> dict[tuple[str, float | None], float]:
-    """Return k̂/k by rule and ratio: what the run recorded of its own, else replayed over the gradients."""
-    rules = [name for name in names if name in ESTIMATORS and name != "micro"]
+    """Return k̂/k by threshold rule and ratio: recorded by the run that made the trace, else replayed."""
+    # Where all ranks share one selection, one rank's gradient does not say how many elements it has.
+    rules = [name for name in names if name in ESTIMATORS and not compressor_class(name).one_union]
     if not rules or not source.entries():
         return {}
     replayed = quality(source, ratios, rules, kinds=[_kind(source)])
@@ -204,7 +201,7 @@ def _measured_quality(
 
 
 def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[int], float]]:
-    """Return ratio to union of top-k selections by workers; empty where the source does not have several ranks."""
+    """Return for each ratio the union of top-k selections by workers; empty if the source has not several ranks."""
     if not isinstance(source, TraceSource) or len(source.trace.ranks) < 2:
         return {}
     trace, kind = source.trace, _kind(source)
@@ -234,43 +231,59 @@ def plan(
 
     Parameters
     ----------
-    source : whose layers to send: a trace or its path, a gradient file, an array, or named arrays. Its gradients
-        say how many elements threshold rules keep, and several captured ranks how selections overlap.
-    network : measured, or assumed.
-    compute : seconds of a step's forward and backward pass.
-    workers : numbers of them.
-    ratios : kept fractions k/d.
-    compressors : names of :data:`gradstats.compressors.COMPRESSORS`; if none, all that the network was measured with.
-    rates : bandwidths of the links in bit/s, latencies left as they are; what was measured if none.
-    draws : of networks, for intervals.
+    source : Source, Trace, str, Path, array_like or mapping of str to array_like
+        Source whose layers are sent: a trace or its path, a gradient file, an array, or named arrays. Its gradients say
+        how many elements threshold rules keep, and several captured ranks how much their selections overlap.
+    network : Network
+        Cost model, measured or assumed.
+    compute : float
+        Seconds of a step's forward and backward pass.
+    workers : sequence of int
+        Numbers of workers.
+    ratios : sequence of float
+        Kept fractions k/d, each in (0, 1].
+    compressors : sequence of str
+        Names of :data:`gradstats.compressors.COMPRESSORS`. If empty, all that the network was measured with.
+    rates : sequence of float
+        Bandwidths of the links in bit/s; latencies stay as they are. If empty, the bandwidth that was measured.
+    draws : int
+        How many networks are drawn for the intervals.
 
     Returns
     -------
     list of dict
-        By workers and rate, fastest first: compressor; workers; rate, Mbit/s; ratio, None where there is none; seconds,
-        of a step, with low and high, its 95 % interval; speedup over dense, with speedup_low and speedup_high;
-        break_even, the bandwidth in Mbit/s below which it is faster than dense (infinity: whatever the bandwidth, 0:
-        never, NaN: only on faster links, or dense itself); limit, the part that takes most of the step; the parts in
-        seconds: compute, memory (error feedback, and copying the average back), select, pack (and unpack), latency and
-        transfer of the collectives, and hidden, what of the last three goes on during the backward pass; bytes a rank
-        sends; selected, elements; quality, k̂/k, and basis, where that comes from (``"trace"``, ``"assumed"``, or
-        ``"exact"`` of a system that sends k whatever
-        comes); union, positions all workers send together, NaN where unknown; layers, the ratio of each where a
-        system chooses them, whose quality is NaN; recommended.
+        One record for each number of workers, rate, compressor and ratio; the fastest of each number and rate first.
 
-    Notes
-    -----
-    Two thirds of `compute` are taken for the backward pass, spread over the layers by their elements. It matters where
-    something goes on meanwhile: DDP's dense all-reduce of buckets of 25 MB, and LAGS.
+        - compressor, workers, and ratio, which is None for a compressor without one.
+        - rate, the bandwidth in Mbit/s.
+        - seconds of a step, and its 95 % interval low and high.
+        - speedup over dense, and its 95 % interval speedup_low and speedup_high.
+        - break_even, the bandwidth in Mbit/s below which it is faster than dense. Infinity means at any bandwidth, 0
+          means never, and NaN means only on faster links, or dense itself.
+        - limit, the part that takes most of the step.
+        - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
+          unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
+          the backward pass.
+        - bytes, sent by a rank, and selected, the number of elements.
+        - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
+          always sends k. Quality is NaN for a compressor that chooses ratios itself.
+        - union, the number of positions that all workers send together; NaN if unknown.
+        - layers, the ratio of each layer if the compressor chooses them, else empty.
+        - recommended, whether it is the fastest.
 
     Raises
     ------
     InputError
-        For options out of range, an unknown compressor, or one the network was not measured with.
+        If an option is out of range, a compressor is unknown, or the network was not measured with it.
+
+    Notes
+    -----
+    Two thirds of `compute` are taken as the backward pass, spread over the layers in proportion to their elements. This
+    matters for what goes on meanwhile: DDP's dense all-reduce of buckets of 25 MB, and LAGS.
     """
     opened = open_source(source)
     for ratio in ratios:
-        target_count(ratio, 1)  # raises on a bad ratio
+        check_ratio(ratio)
     if not workers or min(workers) < 1:
         raise InputError("a plan needs at least 1 worker")
     if not 0 < compute < math.inf:
@@ -286,7 +299,7 @@ def plan(
     chosen = [
         (name, ratio)
         for name in dict.fromkeys(["none", *names])
-        for ratio in ([None] if name in _NO_RATIO else dict.fromkeys(ratios))
+        for ratio in (dict.fromkeys(ratios) if compressor_class(name).has_ratio else [None])
     ]
     qualities = _measured_quality(opened, names, ratios)
     unions = _unions(opened, ratios)
@@ -311,7 +324,7 @@ def plan(
         systems = [system(name, ratio, world) for name, ratio in chosen]
         breaks = [_break_even(network, systems[0], each) for each in systems]
         for rate in dict.fromkeys(rates) or [network.rate]:
-            # drawn as measured, and only then another link
+            # Networks are drawn as measured; only then the links get another rate.
             networks = [n.slowed(network.rate / rate) for n in (network, *drawn)]
             dense = np.array([systems[0].seconds(n) for n in networks])
             found: list[dict[str, Any]] = [
@@ -320,7 +333,7 @@ def plan(
                 | {
                     "break_even": bandwidth,
                     "quality": math.nan
-                    if each.name == "lags"
+                    if each.streams
                     else qualities.get((each.name, each.ratio), 1.0),
                     "basis": _basis(each, qualities),
                     "union": _union(each, unions),
@@ -332,69 +345,22 @@ def plan(
     return records
 
 
-def _between(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95 % interval of a prediction, the first value, that is the others' if there are any."""
-    low, high = np.quantile(values[1:] if values.size > 1 else values, (0.025, 0.975))
-    return float(low), float(high)
+def _drawn_interval(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95 % interval of a prediction: its first value is the prediction, the others are drawn."""
+    return middle_95(values[1:] if values.size > 1 else values)
 
 
 def _basis(system: _System, qualities: Mapping[tuple[str, float | None], float]) -> str:
+    """Return where the number of selected elements comes from."""
     if (system.name, system.ratio) in qualities:
         return "trace"
     return "assumed" if system.name in ESTIMATORS else "exact"
 
 
 def _union(system: _System, unions: Mapping[float, Callable[[int], float]]) -> float:
+    """Return how many positions all workers send together; NaN if unknown."""
     if system.ratio is None:
         return system.exchange.numel
-    if system.name in _ONE_UNION:
+    if compressor_class(system.name).one_union:
         return target_count(system.ratio, system.exchange.numel)
     return unions[system.ratio](system.world) if system.ratio in unions else math.nan
-
-
-def advice(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return one sentence or two: what to use among the workers and at the rate of a plan, and why.
-
-    Parameters
-    ----------
-    records : of :func:`plan`, of one number of workers and one rate.
-    """
-    best, *others = records
-    dense = next(r for r in records if r["compressor"] == "none")
-    where = f"{best['workers']} workers at {format_rate(best['rate'])}: "
-    if best is dense:
-        text = f"{where}don't compress. Dense takes {_duration(dense)}"
-        if not others:
-            return f"{text}."
-        return (
-            f"{text}; {_label(others[0])}, the fastest alternative, {_duration(others[0])}, "
-            f"limited by {others[0]['limit']}. {_worth(others[0])}"
-        )
-    text = (
-        f"{where}{_label(best)}. It takes {_duration(best)} instead of dense {_duration(dense)}, "
-        f"{best['speedup']:.3g} times as fast ({best['speedup_low']:.3g} to "
-        f"{best['speedup_high']:.3g}), limited by {best['limit']}. {_worth(best)}"
-    )
-    if best["basis"] == "trace":
-        text += f" It keeps {best['quality']:.3g} of the k asked for."
-    if best["speedup_low"] <= 1:
-        text += " The interval includes 1: dense may be as fast."
-    return text
-
-
-def _label(record: Mapping[str, Any]) -> str:
-    ratio = record["ratio"]
-    return f"{record['compressor']}" + (f" at ratio {ratio:g}" if ratio else "")
-
-
-def _duration(record: Mapping[str, Any]) -> str:
-    return f"{_short(1e3 * record['seconds'])} ms"
-
-
-def _worth(record: Mapping[str, Any]) -> str:
-    bandwidth = record["break_even"]
-    if math.isnan(bandwidth):
-        return "It pays on fast links only."
-    if math.isinf(bandwidth):
-        return "It pays whatever the bandwidth."
-    return f"It pays below {format_rate(bandwidth)}." if bandwidth else "It pays at no bandwidth."

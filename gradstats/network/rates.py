@@ -1,4 +1,4 @@
-"""Bandwidths as people write them."""
+"""Bandwidths, as people write and read them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ def parse_rate(text: str) -> int:
 
     Parameters
     ----------
-    text : a number of Mbit/s, or one with ``kbit``, ``mbit`` or ``gbit`` behind it, as tc writes it.
+    text : str
+        A number of Mbit/s, or a number followed by ``kbit``, ``mbit`` or ``gbit``, as tc writes it.
+
+    Returns
+    -------
+    int
+        Rate in bit/s.
 
     Raises
     ------
     InputError
-        If it is neither, or below 1 kbit/s.
+        If the text is neither, or the rate is below 1 kbit/s.
     """
     match = re.fullmatch(rf"([0-9]*\.?[0-9]+)({'|'.join(_UNITS)})?", text.strip().lower())
     rate = round(float(match[1]) * _UNITS[match[2] or "mbit"]) if match else 0
@@ -31,5 +37,11 @@ def parse_rate(text: str) -> int:
 
 
 def format_rate(rate: float) -> str:
-    """Return a rate in Mbit/s for reading, three digits of it."""
+    """Return a rate as text, with three significant digits.
+
+    Parameters
+    ----------
+    rate : float
+        Rate in Mbit/s, as in the records of :func:`gradstats.network.plan`.
+    """
     return f"{float(f'{rate:.3g}'):,.7g} Mbit/s"

@@ -1,4 +1,4 @@
-"""Layer-wise pipelining: what a step takes if messages leave while backpropagation goes on (LAGS-SGD, figure 1)."""
+"""Layer-wise pipelining: the time of a step whose messages leave during the backward pass (LAGS-SGD, figure 1)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradstats.collectives.packed import index_dtype
+from gradstats.compressors.base import Activity, Lane
 from gradstats.compressors.lags import Delivery, hiding_ratios, pipelining_bound
-from gradstats.compressors.layerwise import Activity, Lane
+from gradstats.compressors.layerwise import MERGE
 from gradstats.network.exchange import ragged_bytes, selection_words
 from gradstats.network.model import Network, Work
 from gradstats.primitives.ratio import target_count
@@ -23,19 +24,21 @@ __all__ = [
     "simulate",
 ]
 
-_MERGE = 1 << 16
 _ROOM = 1.25
-"""Of a message whose length varies: the quarter that a ragged all-gather leaves."""
+"""Length of a message in a ragged all-gather, relative to what it holds: a quarter is left free for longer ones."""
 
 
 class LayerTime(NamedTuple):
-    """A layer as the backward pass delivers it.
+    """A layer, as the backward pass delivers it.
 
     Attributes
     ----------
-    name : of the parameter.
-    numel : its elements.
-    backward : seconds of backward pass before its gradient is ready, since that of the layer before.
+    name : str
+        Name of the parameter.
+    numel : int
+        Elements of the parameter.
+    backward : float
+        Seconds of backward pass between the previous layer's gradient and this one's.
     """
 
     name: str
@@ -49,17 +52,23 @@ class Message(Delivery):
 
     Attributes
     ----------
-    bytes_sent : by a rank, header and padding included.
+    bytes_sent : int
+        Bytes that a rank sends, header and padding included.
     """
 
     bytes_sent: int = 0
 
 
 def layer_times(timeline: Iterable[Activity]) -> list[LayerTime]:
-    """Return the layers of a measured step, :attr:`gradstats.compressors.Layerwise.timeline`, in its order.
+    """Return the layers of a measured step in the order of its backward pass.
 
-    The backward pass before the first delivery is not in it: the timeline begins there. Parameters that DDP delivers in
-    one bucket are one layer.
+    The timeline begins with the first delivery, so the backward pass before it is missing. Parameters that DDP delivers
+    in one bucket are one layer.
+
+    Parameters
+    ----------
+    timeline : iterable of Activity
+        Timeline of a step, :attr:`gradstats.compressors.Layerwise.timeline`.
     """
     backward = (a for a in timeline if a.lane == "backward")
     return [LayerTime(a.layer, a.numel, a.end - a.start) for a in backward]
@@ -75,7 +84,7 @@ def _merged(layers: Sequence[LayerTime], merge: int) -> list[list[LayerTime]]:
 
 
 def _gather(network: Network) -> str:
-    """Return the collective that is to be had beside the backward pass."""
+    """Return the name of the all-gather that is priced during the backward pass."""
     return "busy_all_gather" if network.crowded else "all_gather"
 
 
@@ -86,24 +95,31 @@ def deliveries(
     ratio: float | Mapping[str, float] | None = 0.001,
     *,
     selection: str = "topk",
-    merge: int = _MERGE,
+    merge: int = MERGE,
 ) -> list[Message]:
     """Predict the messages of a layer-wise step, see :class:`gradstats.compressors.Layerwise`.
 
     Parameters
     ----------
-    network : what they cost.
-    layers : in the order of backpropagation.
-    world : workers.
-    ratio : k/d of every layer, or by its name; None all-reduces densely and selects nothing.
-    selection : one of :data:`gradstats.compressors.SELECTORS`.
-    merge : elements of gradient to gather before a message is sent; 0 for one message a layer.
+    network : Network
+        Cost model.
+    layers : sequence of LayerTime
+        Layers in the order of the backward pass.
+    world : int
+        Number of workers.
+    ratio : float or mapping of str to float, optional
+        Kept fraction k/d of every layer, or one for each layer's name. None means a dense all-reduce without selection.
+    selection : str
+        One of :data:`gradstats.compressors.SELECTORS`.
+    merge : int
+        Elements of gradient that are gathered before a message is sent; 0 sends one message for each layer.
 
     Returns
     -------
-    One for each message. Its `communicate` has packing and unpacking, which go on in the exchange's thread; on a
-    :attr:`crowded <gradstats.network.Network.crowded>` host that thread takes a core from the others: they, and what a
-    message of no length takes beside computing, are in `select`, and only the bytes under way are left.
+    list of Message
+        One for each message. `communicate` includes packing and unpacking, which run in the exchange's thread. On a
+        :attr:`crowded <gradstats.network.Network.crowded>` host that thread takes a core from the others. There
+        packing, unpacking and the fixed cost of a message are in `select`, and `communicate` is the time of the bytes.
     """
     numel = sum(layer.numel for layer in layers)
     found = []
@@ -125,7 +141,7 @@ def deliveries(
             )
         exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
         if network.crowded and local:
-            # what its threads do, they do on cores that would compute: only bytes under way cost nobody anything
+            # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
             handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
             select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
         found.append(
@@ -149,14 +165,29 @@ def layer_ratios(
     smallest: float = 0.001,
     *,
     selection: str = "topk",
-    merge: int = _MERGE,
+    merge: int = MERGE,
 ) -> dict[str, float]:
     """Return the largest k/d of every layer that hides behind the backward pass, predicted (LAGS-SGD, eq. 19).
 
     Parameters
     ----------
-    network, layers, world, selection, merge : see :func:`deliveries`.
-    smallest : 1/c_u, what is kept where nothing can be hidden.
+    network : Network
+        Cost model.
+    layers : sequence of LayerTime
+        Layers in the order of the backward pass.
+    world : int
+        Number of workers.
+    smallest : float
+        Fraction kept where nothing can be hidden, 1/c_u in the paper.
+    selection : str
+        One of :data:`gradstats.compressors.SELECTORS`.
+    merge : int
+        Elements of gradient that are gathered before a message is sent; layers of one message share a ratio.
+
+    Returns
+    -------
+    dict of str to float
+        Ratio by name of the layer.
     """
     messages = deliveries(network, layers, world, smallest, selection=selection, merge=merge)
     width = index_dtype(sum(layer.numel for layer in layers)).itemsize + 4
@@ -182,31 +213,39 @@ class Timeline:
 
     Attributes
     ----------
-    forward : seconds before the backward pass.
-    activities : from the beginning of the backward pass on.
+    forward : float
+        Seconds before the backward pass.
+    activities : tuple of Activity
+        Activities from the beginning of the backward pass on.
     """
 
     forward: float
     activities: tuple[Activity, ...]
 
     def lane(self, lane: Lane) -> float:
-        """Return the seconds spent on one thing."""
+        """Return the seconds spent on one kind of activity.
+
+        Parameters
+        ----------
+        lane : {"backward", "select", "communicate"}
+            Kind of activity.
+        """
         return sum(a.end - a.start for a in self.activities if a.lane == lane)
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Length of the whole step in seconds."""
         return self.forward + max((a.end for a in self.activities), default=0.0)
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication behind the backward pass and selection."""
+        """Communication that goes on during the backward pass and selection, in seconds."""
         computing = self.lane("backward") + self.lane("select")
         return self.forward + computing + self.lane("communicate") - self.seconds
 
     @property
     def bound(self) -> float:
-        """What pipelining can speed up at most (LAGS-SGD, eq. 20), selection counted to the backward pass."""
+        """Largest speed-up that pipelining can reach (LAGS-SGD, eq. 20); selection counts as backward pass."""
         computing = self.lane("backward") + self.lane("select")
         return pipelining_bound(self.forward, computing, self.lane("communicate"))
 
@@ -214,17 +253,25 @@ class Timeline:
 def simulate(
     messages: Sequence[Delivery], forward: float = 0.0, *, overlap: bool = True
 ) -> Timeline:
-    """Return when everything happens, in two threads as in :class:`gradstats.compressors.Layerwise`.
+    """Simulate a step in two threads, as :class:`gradstats.compressors.Layerwise` runs it.
 
-    One alternates between a message's backward pass and its selection; the other sends messages in their order, each
-    when it is selected and the one before has arrived. Neither slows the other down: where they share cores or
-    memory bandwidth, a step takes longer.
+    The first thread alternates between the backward pass of a message and its selection. The second sends the messages
+    in order, each as soon as it is selected and the one before has arrived. Neither thread slows the other down: where
+    they share cores or memory bandwidth, a real step takes longer.
 
     Parameters
     ----------
-    messages : predicted by :func:`deliveries`, or measured, :attr:`gradstats.compressors.LAGS.deliveries`.
-    forward : seconds before the backward pass.
-    overlap : False sends when the backward pass is over.
+    messages : sequence of Delivery
+        Messages predicted by :func:`deliveries`, or measured: :attr:`gradstats.compressors.LAGS.deliveries`.
+    forward : float
+        Seconds before the backward pass.
+    overlap : bool
+        Whether messages are sent during the backward pass. If False, they wait until it is over.
+
+    Returns
+    -------
+    Timeline
+        Start and end of everything in the step.
     """
     activities = []
 

@@ -1,4 +1,4 @@
-"""How many positions ranks select together, as their number grows: measured in a trace, and beyond it modelled."""
+"""The number of positions that ranks select together: measured in a trace, and modelled for more ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from gradstats.trace import Kind, Trace
 __all__ = ["UnionGrowth", "union_growth"]
 
 _LEAST = 1e-9
-"""Correlation taken for none."""
+"""Smallest correlation of the model; independent selections get it."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnionGrowth:
-    """The union of ranks' selections by the number of ranks.
+    """The size of the union of ranks' selections, as a function of the number of ranks.
 
-    However selections come about, as long as no rank is special U(n) rises and bends down, which bounds it beyond the
-    ranks measured. The model goes further: every position has a propensity p to be selected, beta distributed over
-    the positions, and given p the ranks select it independently and alike. Then a position is selected by a
-    beta-binomial number of ranks, and U(n) = d·(1 − E[(1 − p)ⁿ]). `correlation` 0 are independent selections,
-    U(n) = d·(1 − (1 − k/d)ⁿ); 1 are equal ones, U(n) = k. Ranks that avoid each other, as MiCRO's, are not in it. Few
-    ranks say little about the positions that each of many would rarely select: predict twice the ranks measured, not
-    ten times as many.
+    As long as no rank is special, U(n) rises and bends down, whatever the selections depend on. This bounds it beyond
+    the ranks that were measured. The model goes further: every position has a propensity p to be selected, which is
+    beta distributed over the positions, and given p the ranks select it independently and with the same probability.
+    Then the number of ranks that select a position is beta-binomial, and U(n) = d·(1 − E[(1 − p)ⁿ]). A `correlation` of
+    0 means independent selections, U(n) = d·(1 − (1 − k/d)ⁿ); 1 means equal ones, U(n) = k. The model does not cover
+    ranks that avoid each other, as MiCRO's do. A few ranks say little about positions that each of many ranks would
+    rarely select: predict twice as many ranks as were measured, not ten times as many.
 
     Attributes
     ----------
-    numel : elements, d.
-    counts : int64 (ranks + 1,), how many positions were selected by 0, 1, … ranks.
-    correlation : of two ranks' selecting the same position, between 0 and 1; the one with which the model's union of
-        all ranks is the measured one.
+    numel : int
+        Elements of the gradient, d.
+    counts : ndarray of int64, shape (ranks + 1,)
+        How many positions were selected by 0, 1, … ranks.
+    correlation : float
+        Correlation of two ranks' selecting the same position, from 0 to 1. With it the model's union of all ranks is
+        the measured one.
     """
 
     numel: int
@@ -45,44 +48,66 @@ class UnionGrowth:
 
     @property
     def ranks(self) -> int:
-        """Ranks measured."""
+        """Number of ranks measured."""
         return self.counts.size - 1
 
     @property
     def selected(self) -> float:
-        """Elements a rank selects, the mean."""
+        """Mean number of elements that a rank selects."""
         return float(self.counts @ np.arange(self.counts.size)) / self.ranks
 
     def measured(self, world: int) -> float:
-        """Return the mean union over all subsets of `world` of the ranks measured.
+        """Return the mean union over all subsets of `world` of the measured ranks.
+
+        Parameters
+        ----------
+        world : int
+            Number of ranks in a subset.
 
         Raises
         ------
         InputError
-            If there are not so many.
+            If fewer ranks were measured.
         """
         from scipy.stats import hypergeom
 
         if not 1 <= world <= self.ranks:
             raise InputError(f"the trace has {self.ranks} ranks, not {world}")
-        # a position that c ranks selected is missed by a subset drawn at random with this probability
+        # probability that a random subset misses a position which c ranks selected, for every c
         missed = hypergeom.pmf(0, self.ranks, np.arange(self.ranks + 1), world)
         return float(self.counts @ (1 - missed))
 
     def predicted(self, world: int) -> float:
-        """Return the union that the model expects of `world` ranks."""
+        """Return the union that the model expects of `world` ranks.
+
+        Parameters
+        ----------
+        world : int
+            Number of ranks.
+        """
         from scipy.stats import betabinom
 
         return self.numel * float(1 - betabinom.pmf(0, world, *self._beta()))
 
     def bounds(self, world: int) -> tuple[float, float]:
-        """Return what the union of `world` ranks, more than were measured, lies between without any model."""
+        """Return the limits of the union of more ranks than were measured, which hold without any model.
+
+        Parameters
+        ----------
+        world : int
+            Number of ranks, at least those measured.
+
+        Returns
+        -------
+        tuple of float
+            The measured union of all ranks, and that union extended at its last slope.
+        """
         last = self.measured(self.ranks)
         slope = last - (self.measured(self.ranks - 1) if self.ranks > 1 else 0.0)
         return last, min(float(self.numel), last + (world - self.ranks) * slope)
 
     def __call__(self, world: int) -> float:
-        """Return the union of `world` ranks: measured where it was, else predicted."""
+        """Return the union of `world` ranks, measured if there are so many, else predicted."""
         return self.measured(world) if world <= self.ranks else self.predicted(world)
 
     def _beta(self) -> tuple[float, float]:
@@ -102,7 +127,7 @@ def _fitted(numel: int, counts: NDArray[np.int64]) -> UnionGrowth:
         return one.predicted(one.ranks) - one.measured(one.ranks)
 
     end = -float(np.log(_LEAST))
-    if excess(-end) <= 0:  # they overlap no more than by chance
+    if excess(-end) <= 0:  # the selections overlap no more than by chance
         return growth(-end)
     return growth(end if excess(end) >= 0 else brentq(excess, -end, end))
 
@@ -118,15 +143,24 @@ def union_growth(
 
     Parameters
     ----------
-    trace : of at least two ranks.
-    ratio : k/d.
-    kind : ``"gradient"``, or ``"corrected"``, which is what a compressor with error feedback sees.
-    steps : to measure; all that every rank has if None.
+    trace : Trace
+        Trace of at least two ranks.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    kind : {"gradient", "corrected"}
+        Which captured vector to look at. A compressor with error feedback sees ``"corrected"``.
+    steps : sequence of int, optional
+        Steps to measure. By default all that every rank has.
+
+    Returns
+    -------
+    list of UnionGrowth
+        One for each step.
 
     Raises
     ------
     InputError
-        For a trace of one rank, or without a step that all of them have.
+        If the trace has one rank, or a step is not there on all ranks.
     """
     if len(trace.ranks) < 2:
         raise InputError(f"{trace.path} has one rank; a union needs several")

@@ -1,4 +1,4 @@
-"""Figures: one function each, drawing on the axes given and returning them.
+"""Figures, one function each, which draw on the axes given and return them.
 
 Colours are distinguishable with any colour vision, and every series also differs in line style, marker or hatch,
 so that the figures read in grey.

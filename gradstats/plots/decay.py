@@ -1,4 +1,4 @@
-"""How fast the sorted magnitudes fall, beside controls that are not compressible."""
+"""Figures of how fast sorted magnitudes fall, with controls that are not compressible."""
 
 from __future__ import annotations
 
@@ -31,11 +31,22 @@ def magnitude_decay(
 
     Parameters
     ----------
-    vectors : label to gradient or sketch.
-    window : ranks to shade, as in :func:`gradstats.compressibility`.
+    vectors : mapping of str to array_like, Sketch or Magnitudes
+        Gradients by label.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    window : (int, int), optional
+        First and last rank to shade, as in :func:`gradstats.compressibility`.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
-    numel = max([2, *(m.count for m in each.values())])  # of the controls
+    numel = max([2, *(m.count for m in each.values())])  # size of the controls
     for i, (label, m) in enumerate(each.items()):
         ranks, magnitudes = ranked(m)
         if ranks.size:
@@ -67,7 +78,17 @@ def best_k_error(
 
     Parameters
     ----------
-    vectors : label to gradient or sketch.
+    vectors : mapping of str to array_like, Sketch or Magnitudes
+        Gradients by label.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
     for i, (label, m) in enumerate(each.items()):
@@ -106,12 +127,23 @@ def local_exponent(
 ) -> Axes:
     """Draw the decay exponent over successive ranges of ranks, with 95 % intervals and controls.
 
-    Compressible is what stays above ½; a light tail starts near 0 and rises.
+    A vector is compressible where its exponent stays above ½. With a light tail it starts near 0 and rises.
 
     Parameters
     ----------
-    vectors : label to gradient or sketch.
-    per_decade : ranges per factor of ten.
+    vectors : mapping of str to array_like, Sketch or Magnitudes
+        Gradients by label.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    per_decade : int, optional
+        Ranges of ranks per factor of ten.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
     for i, (label, m) in enumerate(each.items()):

@@ -1,4 +1,4 @@
-"""Models against the captured elements: density, tail, Q–Q, and what the peaks over a threshold do."""
+"""Figures of models and captured elements: density, tail, Q–Q, and peaks over a threshold."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gradstats.plots.style import LINES, PALETTE, label_of, next_colour, plain_log, ranked, tidy
 from gradstats.primitives import Array
+from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics import pot
 from gradstats.statistics.fitting import Fit, as_magnitudes
@@ -27,15 +28,26 @@ def density(
 
     Parameters
     ----------
-    x : gradient, any shape.
-    fits : of the same gradient.
-    ax : matplotlib axes to draw on.
-    coverage : share of the elements inside the horizontal range.
+    x : array_like
+        Gradient of any shape.
+    fits : sequence of Fit
+        Models fitted to the same gradient.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+    coverage : float, optional
+        Share of the elements inside the horizontal range.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     values = np.asarray(x, np.float32).reshape(-1)
     values = values[np.isfinite(values)]
     nonzero = values[values != 0]
-    # a NumPy float64 makes the bins float64: float32 cannot hold the range of the largest or tell the smallest apart
+    # a float64 limit makes float64 bins: float32 overflows on the range of the largest and merges the smallest
     limit = np.float64(np.quantile(np.abs(nonzero), coverage) if nonzero.size else 1.0)
     counts, edges = np.histogram(nonzero, bins=150, range=(-limit, limit))
     widths = np.diff(edges)
@@ -65,14 +77,24 @@ def tail(
 ) -> Axes:
     """Draw the share of elements above each magnitude, and what fitted models say (SIDCo figure 2 b, d; 8 b, d).
 
-    Log-log: the far right is what a threshold at a small ratio depends on. The band around the captured elements is
-    that of :func:`qq`, and as optimistic.
+    Both axes are logarithmic. A threshold at a small ratio depends on the far right. The band around the captured
+    elements is that of :func:`qq`, and as optimistic.
 
     Parameters
     ----------
-    x : gradient, any shape, or its sketch.
-    fits : of the same gradient.
-    ax : matplotlib axes to draw on.
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, or its sketch.
+    fits : sequence of Fit
+        Models fitted to the same gradient.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     m = as_magnitudes(x)
     n, total = m.count, m.count / (1 - m.zero_fraction) if m.count else 1.0
@@ -93,7 +115,7 @@ def tail(
                 label=label_of(fitted.model),
             )
         ax.set_xlim(m.upper_quantile(0.8 * n), float(magnitudes[0]) * 2)
-    for ratio in (0.1, 0.01, 0.001):
+    for ratio in RATIOS:
         ax.axhline(ratio, color="0.7", lw=0.7, zorder=0)
     ax.set(
         xlabel="magnitude |g| (gradient's unit)",
@@ -122,20 +144,30 @@ def qq(
 ) -> Axes:
     """Draw the captured magnitudes against those that fitted models expect at the same rank, log-log.
 
-    On the diagonal a model is right; above it, the gradient's tail is heavier. The band is where 95 % of the
-    k-th largest of n independent elements of the model fall, rank by rank (order statistics; David and Nagaraja 2003,
+    On the diagonal a model is right; above it, the gradient's tail is heavier than the model's. The band holds, rank by
+    rank, 95 % of the k-th largest of n independent elements of the model (order statistics; David and Nagaraja 2003,
     section 2.2).
 
     Parameters
     ----------
-    x : gradient, any shape, or its sketch; zeros and non-finite elements are left out.
-    fits : of the same gradient.
-    ax : matplotlib axes to draw on.
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, or its sketch. Zeros and non-finite elements are left out.
+    fits : sequence of Fit
+        Models fitted to the same gradient.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
 
     Notes
     -----
-    The band is narrower than the truth: elements of a gradient depend on one another. And it holds at one rank, not at
-    all of them together: neighbours leave it together.
+    The band is too narrow, because elements of a gradient depend on one another. It also holds at each rank by itself,
+    not at all of them at once: neighbours leave it together.
     """
     m = as_magnitudes(x)
     ranks, magnitudes = ranked(m)
@@ -167,12 +199,23 @@ def mean_excess(
 ) -> Axes:
     """Draw the mean excess over each threshold with its 95 % interval.
 
-    A line: level for an exponential tail, rising for a heavy one, falling for one that ends.
+    It is a line: level for an exponential tail, rising for a heavy one, falling for one that ends.
 
     Parameters
     ----------
-    x : gradient or sketch.
-    label : for the legend, so that several can share axes.
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, or its sketch.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    label : str, optional
+        Label in the legend, so that several gradients can share axes.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     rows = pot.mean_excess(x)
     colour = next_colour(ax)
@@ -191,12 +234,23 @@ def parameter_stability(
 ) -> Axes:
     """Draw the generalized Pareto shape of the excesses by the share beyond the threshold, with its 95 % interval.
 
-    From a good threshold on it stays the same; neighbouring points share their largest elements.
+    From a good threshold on the shape stays the same. Neighbouring points share their largest elements.
 
     Parameters
     ----------
-    x : gradient or sketch.
-    label : for the legend, so that several can share axes.
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, or its sketch.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    label : str, optional
+        Label in the legend, so that several gradients can share axes.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     rows = [r for r in pot.parameter_stability(x) if np.isfinite(r.c)]
     colour = next_colour(ax)

@@ -1,4 +1,4 @@
-"""What compression gains on a cluster, predicted and measured."""
+"""Figure of what compression gains on a cluster, predicted and measured."""
 
 from __future__ import annotations
 
@@ -29,12 +29,23 @@ def speedup(
 
     Parameters
     ----------
-    records : of :func:`gradstats.network.plan`. Of workers or rate, whichever is not on the axis, the first is drawn;
-        of more than eight compressors and ratios those whose largest speed-up anywhere is largest.
-    ax : matplotlib axes to draw on.
-    at : what to draw it against, on a logarithmic axis: ``"rate"`` (of the links, Mbit/s) or ``"workers"``.
-    measured : compressor, ratio, workers, rate, seconds of a step; ``none`` is dense. Points are drawn where dense was
-        measured, too.
+    records : sequence of mapping
+        Records of :func:`gradstats.network.plan.plan`. Of workers or rate, whichever is not on the axis, the first is
+        drawn. Of more than eight compressors and ratios, those with the largest speed-up anywhere are drawn.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    at : {'rate', 'workers'}, optional
+        Field on the horizontal, logarithmic axis: bandwidth of the links (Mbit/s), or number of workers.
+    measured : sequence of mapping, optional
+        Records of measured steps: compressor, ratio, workers, rate, seconds; ``none`` is dense. Points are drawn where
+        dense was measured, too.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     other = "workers" if at == "rate" else "rate"
     fixed = records[0][other]

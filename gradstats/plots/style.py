@@ -1,4 +1,4 @@
-"""What the figures share: colours, lines, names, ranks on a log axis, and how they become files."""
+"""Style that the figures share: colours, lines, names, ranks on a log axis, and PNG files."""
 
 from __future__ import annotations
 
@@ -50,17 +50,52 @@ _MOST_POINTS = 2000
 
 
 def label_of(name: str) -> str:
-    """Return a model's or control's name as legends have it."""
+    """Return a model's or control's name as legends show it.
+
+    Parameters
+    ----------
+    name : str
+        Name of a model or control.
+
+    Returns
+    -------
+    str
+        Name in legends; the name itself where there is no other.
+    """
     return _LABELS.get(name, name)
 
 
 def next_colour(ax: Axes) -> tuple[float, float, float]:
-    """Return a colour that no labelled line of the axes has yet."""
+    """Return a colour that no labelled line of the axes has yet.
+
+    Parameters
+    ----------
+    ax : matplotlib.axes.Axes
+        Axes with lines.
+
+    Returns
+    -------
+    tuple of float
+        Red, green and blue, in [0, 1].
+    """
     return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]  # type: ignore[no-any-return]
 
 
 def tidy(ax: Axes, title: str | None) -> Axes:
-    """Give the axes their title, a light grid and no box."""
+    """Give the axes their title, a light grid and no box.
+
+    Parameters
+    ----------
+    ax : matplotlib.axes.Axes
+        Axes to tidy.
+    title : str or None
+        Title, if any.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+    """
     if title:
         ax.set_title(title)
     ax.grid(alpha=0.3)
@@ -69,7 +104,13 @@ def tidy(ax: Axes, title: str | None) -> Axes:
 
 
 def plain_log(axis: Axis) -> None:
-    """Label a logarithmic axis with plain numbers: at 1, 2 and 5, or at powers of ten if it is long."""
+    """Label a logarithmic axis with plain numbers: at 1, 2 and 5, or at powers of ten if it is long.
+
+    Parameters
+    ----------
+    axis : matplotlib.axis.Axis
+        Axis to label.
+    """
     low, high = axis.get_view_interval()
     if low <= 0:  # nothing drawn
         return
@@ -79,20 +120,59 @@ def plain_log(axis: Axis) -> None:
 
 
 def ranked(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return ranks evenly spread on a log axis, and the magnitudes there."""
+    """Return ranks evenly spread on a log axis, and the magnitudes there.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Magnitudes of a gradient.
+
+    Returns
+    -------
+    ranks : ndarray of int64, shape (n,)
+        Ranks from 1, ascending.
+    magnitudes : ndarray of float64, shape (n,)
+        Magnitudes at these ranks, in the gradient's unit.
+    """
     ranks = log_ranks(m.count)
     return ranks, np.array([m.upper_quantile(int(k)) for k in ranks])
 
 
 def log_ranks(n: int) -> NDArray[np.int64]:
-    """Return at most a few thousand ranks from 1 to n, evenly spread on a log axis."""
+    """Return at most a few thousand ranks from 1 to n, evenly spread on a log axis.
+
+    Parameters
+    ----------
+    n : int
+        Largest rank.
+
+    Returns
+    -------
+    ndarray of int64
+        Ranks, ascending; empty for n = 0.
+    """
     if n == 0:
         return np.empty(0, np.int64)
     return np.unique(np.geomspace(1, n, min(n, _MOST_POINTS)).astype(np.int64))
 
 
 def png(figure: Figure, *, dpi: int = 110) -> bytes:
-    """Return a figure as a PNG of 256 colours, a third of matplotlib's size; the same bytes every time."""
+    """Return a figure as a PNG of 256 colours.
+
+    It has a third of the size that matplotlib's has, and the same bytes every time.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        Figure to render.
+    dpi : int, optional
+        Pixels per inch.
+
+    Returns
+    -------
+    bytes
+        Content of the file.
+    """
     from PIL import Image
 
     stream, small = io.BytesIO(), io.BytesIO()

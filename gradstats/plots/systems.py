@@ -1,4 +1,4 @@
-"""Whole systems in training: what ranks send together, what the theory assumes, and where the time goes."""
+"""Figures of compressors in training: what ranks send together, what the theory assumes, where the time goes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,18 @@ def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
 
     Parameters
     ----------
-    records : compressor, nproc, build_up (union of the selections ÷ k); several of a compressor and nproc are averaged.
-    ax : matplotlib axes to draw on.
+    records : sequence of mapping
+        Records with compressor, nproc and build_up (union of the selections ÷ k). Several of a compressor and nproc are
+        averaged.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     _lines(records, "nproc", "build_up", ax, marker=True)
     ranks = sorted(_distinct(records, "nproc"))
@@ -73,8 +83,17 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
 
     Parameters
     ----------
-    records : layer, step, delta.
-    ax : matplotlib axes to draw on.
+    records : sequence of mapping
+        Records with layer, step and delta.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     layers = _distinct(records, "layer")
     few = len(layers) <= _FEW_LAYERS
@@ -106,8 +125,17 @@ def matching_rate(
 
     Parameters
     ----------
-    records : compressor, step, matching_rate in [0, 1].
-    ax : matplotlib axes to draw on.
+    records : sequence of mapping
+        Records with compressor, step and matching_rate, in [0, 1].
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     _lines(records, "step", "matching_rate", ax, marker=False)
     ax.axhline(0.5, color="0.5", lw=1, ls=(0, (1, 3)), label="a coin")
@@ -121,8 +149,18 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
 
     Parameters
     ----------
-    records : compressor, compute, select, communicate, in seconds per step; several of a compressor are averaged.
-    ax : matplotlib axes to draw on.
+    records : sequence of mapping
+        Records with compressor, and compute, select and communicate in seconds per step. Several of a compressor are
+        averaged.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     names = _distinct(records, "compressor")
     left = np.zeros(len(names))
@@ -146,8 +184,17 @@ def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
 
     Parameters
     ----------
-    records : lane (what works, such as ``compute`` or ``communicate``), layer, start, end, in seconds.
-    ax : matplotlib axes to draw on.
+    records : sequence of mapping
+        Records with lane (what works, such as ``compute`` or ``communicate``), layer, and start and end in seconds.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     lanes = _distinct(records, "lane")
     origin = min((r["start"] for r in records), default=0.0)

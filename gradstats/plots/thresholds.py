@@ -1,4 +1,4 @@
-"""What threshold rules keep, and how long they take."""
+"""Figures of how many elements threshold rules keep, and how long they take."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats.plots.style import HATCHES, LINES, MARKERS, PALETTE, plain_log, tidy
+from gradstats.statistics.solution import Z95
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,17 @@ def quality_bars(
 
     Parameters
     ----------
-    records : of :func:`gradstats.quality`, one trace and kind.
+    records : sequence of mapping
+        Records of :func:`gradstats.quality`, of one trace and kind.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     ratios = list(dict.fromkeys(r["ratio"] for r in records))
     names = list(dict.fromkeys(r["estimator"] for r in records))
@@ -64,7 +75,17 @@ def quality_over_steps(
 
     Parameters
     ----------
-    series : of :func:`gradstats.quality_series`, one ratio and kind.
+    series : sequence of mapping
+        Records of :func:`gradstats.quality_series`, of one ratio and kind.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     names = list(dict.fromkeys(r["estimator"] for r in series))
     for i, name in enumerate(names):
@@ -84,7 +105,7 @@ def quality_over_steps(
             label=name,
         )
     if series:
-        floor = 1.96 / np.sqrt(max(series[0]["k"], 1))
+        floor = Z95 / np.sqrt(max(series[0]["k"], 1))
         ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label="noise floor")
     ax.axhline(1, color="0.3", lw=0.8)
     ax.set(xlabel="step", ylabel="k̂/k", yscale="log")
@@ -104,8 +125,19 @@ def latency_bars(
 
     Parameters
     ----------
-    records : of :func:`gradstats.thresholds.bench.bench`, one numel and thread count.
-    value : ``"seconds"``, ``"streams"`` or ``"speedup"``.
+    records : sequence of mapping
+        Records of :func:`gradstats.thresholds.bench.bench`, of one numel and number of threads.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    value : {'seconds', 'streams', 'speedup'}, optional
+        Field to draw.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
     """
     names = list(dict.fromkeys(r["compressor"] for r in records))
     ratios = list(dict.fromkeys(r["ratio"] for r in records))

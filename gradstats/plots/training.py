@@ -1,4 +1,4 @@
-"""Over training and over layers."""
+"""Figures over training and over layers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,32 @@ def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None
 
     Parameters
     ----------
-    dataset : of :func:`gradstats.over_training`, selected down to one layer and kind; a ratio or model that is left
-        is told apart by colour and line.
-    quantity : variable of it.
+    dataset : xarray.Dataset
+        Data set of :func:`gradstats.over_training` with one layer and kind selected. Ratios or models that are left
+        differ by colour and line.
+    quantity : str
+        Variable of the data set.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+
+    Raises
+    ------
+    InputError
+        If more than one dimension beside step and rank is left.
     """
     array = dataset[quantity]
     other = [str(d) for d in array.dims if d not in ("step", "rank")]
     if len(other) > 1:
-        raise InputError(f"select one of each but one of {', '.join(other)}")
+        raise InputError(
+            f"a figure has one series of lines; use dataset.sel to choose all but one of {', '.join(other)}"
+        )
     values = dataset[other[0]].values if other else [None]
     for i, value in enumerate(values):
         series = array if value is None else array.sel({other[0]: value})
@@ -57,11 +75,27 @@ def drift_map(
 
     Parameters
     ----------
-    dataset : of :func:`gradstats.over_training` by layer, selected down to one kind, and one model or ratio.
-    quantity : variable of it; the mean over ranks is drawn.
-    ax : matplotlib axes to draw on; a colour bar is put beside them.
-    relative : divide each layer by its geometric mean over the steps, to show what moves and not which layer is
-        large. For positive quantities; others are drawn as they are.
+    dataset : xarray.Dataset
+        Data set of :func:`gradstats.over_training` by layer, with one kind, and one model or ratio, selected.
+    quantity : str
+        Variable of the data set. The mean over ranks is drawn.
+    ax : matplotlib.axes.Axes
+        Axes to draw on; a colour bar is put beside them.
+    relative : bool, optional
+        Divide each layer by its geometric mean over the steps, to show what moves and not which layer is large. Only
+        positive quantities are divided.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+
+    Raises
+    ------
+    InputError
+        If there are no layers, or another dimension is left.
     """
     array = _by_layer(dataset, quantity, ("step",))
     values = array.transpose("layer", "step").values.astype(float)
@@ -72,7 +106,7 @@ def drift_map(
         from matplotlib.colors import LogNorm
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a layer without any number
+            warnings.simplefilter("ignore", RuntimeWarning)  # a layer may have no number at all
             values = values / np.exp(np.nanmean(np.log(values), axis=1, keepdims=True))
         norm, name = LogNorm(), f"{name} ÷ the layer's geometric mean"
     mesh = ax.pcolormesh(np.ma.masked_invalid(values), cmap="cividis", norm=norm)
@@ -93,9 +127,24 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
 
     Parameters
     ----------
-    dataset : of :func:`gradstats.over_training` by layer, selected down to one kind, and one model or ratio.
-    quantity : variable of it: ``zero_fraction``, ``mean`` for the scale, ``shape`` or ``p`` for the tail, or another.
-    ax : matplotlib axes to draw on.
+    dataset : xarray.Dataset
+        Data set of :func:`gradstats.over_training` by layer, with one kind, and one model or ratio, selected.
+    quantity : str
+        Variable of the data set, such as ``zero_fraction``, ``mean`` for the scale, ``shape`` or ``p`` for the tail.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+
+    Raises
+    ------
+    InputError
+        If there are no layers, or another dimension is left.
     """
     array = _by_layer(dataset, quantity, ("step", "rank"))
     rows = array.transpose("layer", ...).values.reshape(array.sizes["layer"], -1)
@@ -121,13 +170,15 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
 
 
 def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArray:
-    """Return a quantity over layers and the dimensions kept; mean over ranks that are not."""
+    """Return a quantity over layers and the dimensions kept, averaged over ranks if these are not kept."""
     array = dataset[quantity].sel(layer=[name for name in dataset["layer"].values if name != "all"])
     if "rank" in array.dims and "rank" not in kept:
         array = array.mean("rank")
     other = [str(d) for d in array.dims if d not in ("layer", *kept)]
     if other:
-        raise InputError(f"select one of each {', '.join(other)}")
+        raise InputError(
+            f"a map has layers and steps only; use dataset.sel to choose one {', one '.join(other)}"
+        )
     if not array.sizes["layer"]:
         raise InputError("no layers to draw; measure with per_layer=True")
     return array

@@ -1,9 +1,8 @@
 """The only code that reads every element of a gradient.
 
-Three streaming passes over an array of any size, on NumPy arrays and torch tensors of
-any floating dtype, reduce a gradient to scalars (:func:`moments`), to a mergeable histogram
-(:func:`histogram`), or to its large elements (:func:`select`). Everything else in this package works on
-what they return. None of them makes a temporary as large as the gradient.
+Three streaming passes reduce a NumPy array or torch tensor of any size and floating dtype to scalars
+(:func:`moments`), to a mergeable histogram (:func:`histogram`), or to its large elements (:func:`select`). Everything
+else in gradstats works on what they return. None of them makes a temporary as large as the gradient.
 """
 
 from gradstats.primitives.arrays import Array, Selection, numel_of
@@ -33,7 +32,8 @@ __all__ = [
 def warm_up() -> None:
     """Compile the primitives (seconds, once per installation) or load them from the cache.
 
-    Otherwise the first call does; building a live compressor's state does too, so that no hook waits for it.
+    Without this call the first use of a primitive waits for it. Building the state of a live compressor calls it, so
+    that no hook has to wait.
     """
     from gradstats.primitives import kernels
 

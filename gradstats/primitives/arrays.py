@@ -1,11 +1,12 @@
 """One view of every array type: flat chunks of a size that stays in the cache.
 
-CPU tensors are read through their NumPy view, so NumPy and torch inputs go through the same
-instructions and give the same bits. Tensors on another device are brought over chunk by chunk.
+CPU tensors are read through their NumPy view, so NumPy and torch inputs go through the same instructions and give the
+same bits. Tensors on another device are copied to the CPU chunk by chunk.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,51 +33,85 @@ _FLOATS = (np.float16, np.float32, np.float64)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The elements of a gradient that a threshold keeps.
+    """Elements of a gradient, by position: what a threshold keeps, and what a compressor sends.
 
     Attributes
     ----------
-    indices : int64 array (k̂,), positions in the flattened gradient, ascending.
-    values : array (k̂,) of the gradient's dtype (float32 where the gradient is bfloat16 in NumPy's view).
-        NumPy for a NumPy gradient, torch (same device) for a tensor.
+    indices : int64 array, shape (k̂,)
+        Positions in the flattened gradient, ascending.
+    values : array, shape (k̂,) or (1,)
+        The gradient's values there, of its dtype (float32 where the gradient is bfloat16 in NumPy's view); or one
+        value that stands for all of them. NumPy for a NumPy gradient, torch (same device) for a tensor.
+    threshold : float
+        Magnitude η from which on elements were kept; NaN where no threshold decided.
     """
 
-    indices: Array
-    values: Array
+    indices: Any
+    values: Any
+    threshold: float = math.nan
 
     def __len__(self) -> int:
         return int(self.indices.shape[0])
 
 
 def is_tensor(x: object) -> TypeIs[torch.Tensor]:
-    """Tell whether `x` is a torch tensor, without importing torch."""
+    """Tell whether an object is a torch tensor, without importing torch.
+
+    Parameters
+    ----------
+    x : object
+        Object to look at.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def numel_of(x: Array) -> int:
-    """Count the elements of a NumPy array or a torch tensor."""
+    """Count the elements of a NumPy array or a torch tensor.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape.
+    """
     return int(x.numel()) if is_tensor(x) else int(np.size(x))
 
 
 def check(x: Array) -> Array:
-    """Return `x` if it is a floating-point array; raise :class:`InputError` naming what it is otherwise."""
+    """Return an array that is dense and of floating point, without its autograd history.
+
+    Parameters
+    ----------
+    x : array_like
+        Gradient, NumPy or torch.
+
+    Raises
+    ------
+    InputError
+        If it is not floating point or not dense; the message names what it is.
+    """
     if is_tensor(x):
         if not x.is_floating_point():
-            raise InputError(f"a gradient must be floating point, not {x.dtype}")
+            raise InputError(f"a gradient must be floating point, not {x.dtype}; call .float()")
         if x.layout is not sys.modules["torch"].strided:
             raise InputError(f"a gradient must be dense, not {x.layout}; call .coalesce().values()")
         return x.detach()
     array = np.asarray(x)
     if array.dtype.type not in _FLOATS:
         raise InputError(
-            f"a gradient must be float16, float32 or float64 (bfloat16 in torch), not {array.dtype}"
+            f"a gradient must be float16, float32 or float64 (or bfloat16 in torch), not {array.dtype}; convert it"
         )
     return array
 
 
 def as_numpy(x: Array) -> NDArray[Any]:
-    """Bring a small array to NumPy, float32 or float64."""
+    """Bring a small array to NumPy: float64 stays, everything else becomes float32.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any floating dtype and device.
+    """
     if is_tensor(x):
         torch = sys.modules["torch"]
         return x.to("cpu", torch.float64 if x.dtype == torch.float64 else torch.float32).numpy()
@@ -84,7 +119,15 @@ def as_numpy(x: Array) -> NDArray[Any]:
 
 
 def strided(x: Array, stride: int) -> Array:
-    """Return every `stride`-th element of the flattened array, without flattening a strided one."""
+    """Return every `stride`-th element of the flattened array, without flattening a strided one.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape.
+    stride : int
+        Distance of the elements taken, at least 1.
+    """
     if is_tensor(x):
         if x.is_contiguous():
             return x.reshape(-1)[::stride]
@@ -97,7 +140,15 @@ def strided(x: Array, stride: int) -> Array:
 
 
 def torch_index(index: NDArray[np.int64], like: Array) -> Array:
-    """Return `index` in a form that indexes `like` on its device."""
+    """Return positions in a form that indexes another array on its device.
+
+    Parameters
+    ----------
+    index : ndarray of int64
+        Positions.
+    like : array_like
+        Array to be indexed.
+    """
     if not is_tensor(like):
         return index
     moved: Array = sys.modules["torch"].from_numpy(index).to(like.device)
@@ -105,7 +156,13 @@ def torch_index(index: NDArray[np.int64], like: Array) -> Array:
 
 
 def wide_dtype(x: Array) -> np.dtype[Any]:
-    """Return the dtype in which the chunks of `x` arrive: float64 for float64, float32 for the rest."""
+    """Return the dtype in which the chunks of an array arrive: float64 for float64, float32 for the rest.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any floating dtype.
+    """
     double = "float64" in str(x.dtype)
     return np.dtype(np.float64 if double else np.float32)
 
@@ -113,7 +170,17 @@ def wide_dtype(x: Array) -> np.dtype[Any]:
 def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
     """Return a flat view of a contiguous float32 or float64 CPU array and where its blocks start.
 
-    None if there is no such view without a copy.
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape, dtype and device.
+    size : int
+        Elements per block.
+
+    Returns
+    -------
+    (ndarray, range) or None
+        None if there is no such view without a copy.
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
@@ -128,8 +195,18 @@ def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
 def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]]]:
     """Yield (offset, chunk) over the flattened array, in index order.
 
-    Chunks are one-dimensional NumPy arrays of at most `size` elements: views where the memory allows
-    it, otherwise a buffer that the next chunk reuses. float16 and bfloat16 arrive as float32.
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape, floating dtype and device.
+    size : int
+        Largest number of elements in a chunk.
+
+    Yields
+    ------
+    (int, ndarray)
+        Position of the chunk's first element, and the chunk: one-dimensional, float32 or float64 (float16 and bfloat16
+        arrive as float32). A view where the memory allows it, otherwise a buffer that the next chunk reuses.
     """
     widened = wide_dtype(x)
     if is_tensor(x):
@@ -146,7 +223,7 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         for offset in range(0, flat.size, size):
             yield offset, flat[offset : offset + size]
         return
-    # A strided or half-precision array: nditer copies one buffer at a time, never the whole array.
+    # Strided or half precision: nditer copies one buffer at a time, never the whole array.
     offset = 0
     with np.nditer(
         x,

@@ -1,7 +1,7 @@
-"""Blocks of an array, worked on by threads. Results come back in the order of the blocks.
+"""Blocks of an array, worked on by threads; results come back in the order of the blocks.
 
-The blocks are the same whatever the number of threads, and their results are combined in order: so are the sums, to
-the last bit.
+The blocks do not depend on the number of threads and their results are combined in order, so sums are the same to the
+last bit with any number of threads.
 """
 
 from __future__ import annotations
@@ -23,20 +23,31 @@ __all__ = ["get_num_threads", "map_blocks", "map_runs", "set_num_threads"]
 T = TypeVar("T")
 
 BLOCK = 1 << 20
-"""Elements per block. The compiled loops keep to the cache by themselves; a block is long enough for the threads not
-to fight over the interpreter between two of them."""
+"""Elements per block. The compiled loops keep to the cache by themselves; a block has to be so long that the threads do
+not fight over the interpreter between two of them."""
 
 _SMALL = 1 << 19
-"""Elements per thread below which a second one costs more than it brings."""
+"""Elements per thread below which a further thread costs more than it saves."""
 
 _threads: int | None = None
 
 
 def set_num_threads(n: int | None) -> None:
-    """Set how many threads the primitives use; None follows torch's setting, or the cores where torch is absent."""
+    """Set how many threads the primitives use.
+
+    Parameters
+    ----------
+    n : int or None
+        Number of threads. None follows torch's setting, or takes one per core where torch is not loaded.
+
+    Raises
+    ------
+    InputError
+        If `n` is below 1.
+    """
     global _threads
     if n is not None and n < 1:
-        raise InputError(f"at least one thread is needed, not {n}")
+        raise InputError(f"the number of threads must be at least 1, not {n}")
     _threads = n
 
 
@@ -52,10 +63,7 @@ def get_num_threads() -> int:
 
 @cache
 def _executor(pid: int) -> ThreadPoolExecutor:
-    """Return the pool of a process; threads do not survive a fork.
-
-    One for all callers, from whatever thread: how many of its threads start is up to the runs they submit.
-    """
+    """Return the pool of a process (by its id, because threads do not survive a fork), the same for all callers."""
     return ThreadPoolExecutor(os.cpu_count() or 1, "gradstats")
 
 
@@ -64,10 +72,23 @@ def map_runs(
     x: Array,
     block: int = BLOCK,
 ) -> list[T]:
-    """Split the flattened array into runs of blocks; return ``function(run, numel)`` of each, in order.
+    """Split the flattened array into one run of blocks per thread and call a function on each run.
 
-    A run of numel elements yields (offset, block). Blocks are one-dimensional, float32 or float64, at most
-    `block` elements; those of a strided, half-precision or device array are buffers that live until the next.
+    Parameters
+    ----------
+    function : callable
+        Called as ``function(run, numel)``. The run yields (offset, block) and holds `numel` elements. Blocks are
+        one-dimensional, float32 or float64; those of a strided, half-precision or device array are buffers that the
+        next block reuses.
+    x : array_like
+        Array of any shape, floating dtype and device.
+    block : int
+        Largest number of elements in a block.
+
+    Returns
+    -------
+    list
+        What the function returned, in the order of the runs.
     """
     view = flat_blocks(x, block)
     if view is None:
@@ -81,13 +102,21 @@ def map_runs(
 
     if threads <= 1:
         return [run(starts)]
-    # One run per thread: each has buffers of its own, and the work is even.
+    # One run per thread, so that each has buffers of its own and the work is even
     size = -(-len(starts) // threads)
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
     return list(_executor(os.getpid()).map(run, parts))
 
 
 def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
-    """Return ``function(offset, block)`` of every block, in order; see :func:`map_runs`."""
+    """Call a function on every block of the flattened array and return the results in order; see :func:`map_runs`.
+
+    Parameters
+    ----------
+    function : callable
+        Called as ``function(offset, block)``.
+    x : array_like
+        Array of any shape, floating dtype and device.
+    """
     runs = map_runs(lambda run, _: [function(offset, block) for offset, block in run], x)
     return [result for run in runs for result in run]

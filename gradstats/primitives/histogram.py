@@ -1,6 +1,6 @@
-"""A histogram of |g| over the bits of a float.
+"""A histogram of |g| over the leading bits of a float.
 
-The bins are fixed, so that histograms of chunks, ranks and steps add up.
+The bins are fixed, so the histograms of chunks, ranks and steps add up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ _INFINITE = 0xFF
 
 @cache
 def bin_edges(bits: int = 7) -> NDArray[np.float64]:
-    """Return the left edges of the finite bins and the right edge of the last, ascending, (255·2^bits + 1,)."""
+    """Return the left edges of the finite bins and the right edge of the last.
+
+    Parameters
+    ----------
+    bits : int
+        Leading mantissa bits that tell bins apart.
+
+    Returns
+    -------
+    ndarray of float64, shape (255·2^bits + 1,)
+        Edges, ascending. Cached: do not write to it.
+    """
     patterns = np.arange((_INFINITE << bits) + 1, dtype=np.uint32) << np.uint32(_MANTISSA - bits)
     edges = patterns.view(np.float32).astype(np.float64)
     edges[-1] = 2.0**128
@@ -40,13 +51,18 @@ def _edge(i: int, bits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts of |g| per bin; `a + b` is the histogram of both arrays together.
+    """Counts of |g| per bin; ``a + b`` is the histogram of both arrays together.
 
     Attributes
     ----------
-    counts : integer array (255·2^bits,), finite non-zero magnitudes between successive :func:`bin_edges`.
-    zeros, nonfinite : exact zeros; NaN and infinities.
-    bits : leading mantissa bits that tell bins apart.
+    counts : integer array, shape (255·2^bits,)
+        Number of finite non-zero magnitudes between successive :func:`bin_edges`.
+    zeros : int
+        Number of exact zeros.
+    nonfinite : int
+        Number of NaN and infinities.
+    bits : int
+        Leading mantissa bits that tell bins apart.
     """
 
     counts: NDArray[Any]
@@ -56,13 +72,13 @@ class Histogram:
 
     @property
     def numel(self) -> int:
-        """Elements counted, zeros and non-finite ones included."""
+        """Number of elements counted, with zeros and non-finite ones."""
         return int(self.counts.sum()) + self.zeros + self.nonfinite
 
     def __add__(self, other: Histogram) -> Histogram:
         if self.bits != other.bits:
             raise InputError(
-                f"histograms of {self.bits} and {other.bits} bits do not add; coarsen one"
+                f"histograms of {self.bits} and {other.bits} bits do not add; coarsen the finer one"
             )
         return Histogram(
             np.add(self.counts, other.counts, dtype=np.int64),
@@ -72,20 +88,43 @@ class Histogram:
         )
 
     def coarsen(self, bits: int) -> Histogram:
-        """Return the histogram with fewer, wider bins: the same as having counted with `bits`."""
+        """Return the histogram with fewer, wider bins: the same as having counted with `bits`.
+
+        Parameters
+        ----------
+        bits : int
+            Leading mantissa bits to keep, at most the present ones.
+
+        Raises
+        ------
+        InputError
+            If there are not as many bits.
+        """
         if not 0 <= bits <= self.bits:
-            raise InputError(f"a histogram of {self.bits} bits cannot be made one of {bits}")
+            raise InputError(
+                f"a histogram of {self.bits} bits has no coarser one of {bits}; ask for 0 to {self.bits}"
+            )
         merged = self.counts.reshape(-1, 1 << (self.bits - bits)).sum(axis=1, dtype=np.int64)
         return Histogram(merged, self.zeros, self.nonfinite, bits)
 
     def exceedances(self) -> NDArray[np.int64]:
-        """Return, for each bin's left edge, how many magnitudes lie at or above it; shape of `counts`."""
+        """Return how many magnitudes lie at or above the left edge of each bin, in the shape of `counts`."""
         return np.cumsum(self.counts[::-1], dtype=np.int64)[::-1]
 
     def upper_quantile(self, k: float) -> float:
-        """Return the magnitude that about k elements reach, 0 if no more than k are non-zero and finite.
+        """Return the magnitude that about k elements reach.
 
-        Inside its bin the density is taken as linear, its slope from the neighbouring bins.
+        Inside its bin the density is taken as linear, with a slope from the neighbouring bins.
+
+        Parameters
+        ----------
+        k : float
+            Number of elements.
+
+        Returns
+        -------
+        float
+            Magnitude, 0 if no more than k elements are non-zero and finite.
         """
         from gradstats.primitives.kernels import descend
 
@@ -93,7 +132,7 @@ class Histogram:
         if i < 0:
             return 0.0
         n = int(self.counts[i])
-        fraction = (above - k) / n  # of the bin's elements that lie under the answer
+        fraction = (above - k) / n  # share of the bin's elements that lie under the answer
         left, right = _edge(i, self.bits), _edge(i + 1, self.bits)
         slope = 0.0
         if 0 < i < self.counts.size - 1:
@@ -109,18 +148,25 @@ class Histogram:
 
 
 def histogram(x: Array, bits: int = 7) -> Histogram:
-    """Count |x| per bin in one pass, counters that cannot overflow.
+    """Count |x| per bin in one pass, with counters that cannot overflow.
 
     Parameters
     ----------
-    x : array of any shape, float16, float32, float64 (rounded to float32) or bfloat16, any device.
-    bits : mantissa bits that tell bins apart, 0 to 12: bins are 2^(−bits−1) to 2^−bits wide, relatively. 7
-        (0.4–0.8 %, 32,640 bins) is small enough to store and send; 10 resolves quantiles to 0.05–0.1 %.
+    x : array_like
+        Array of any shape and device, float16, float32, float64 (rounded to float32) or bfloat16.
+    bits : int
+        Leading mantissa bits that tell bins apart, 0 to 12. A bin is 2^(−bits−1) to 2^−bits of its magnitude wide: 7
+        bits (0.4 to 0.8 %, 32,640 bins) are small enough to store and send, 10 resolve quantiles to 0.05 to 0.1 %.
+
+    Returns
+    -------
+    Histogram
+        Counts, which are the same for a NumPy array and a tensor.
 
     Raises
     ------
     InputError
-        If `x` is not a dense floating-point array, or for other `bits`.
+        If `x` is not a dense floating-point array, or `bits` is outside 0 to 12.
 
     Examples
     --------
@@ -132,14 +178,14 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     if not 0 <= bits <= 12:
         raise InputError(f"bits must be from 0 to 12, not {bits}")
     x = check(x)
-    # 32-bit counters keep twice as many bins in the cache; no count of theirs can overflow below 2³² elements
+    # 32-bit counters keep twice as many bins in the cache, and cannot overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
     total: NDArray[Any] = runs[0][0] if runs else np.zeros(1 << (8 + bits), np.int64)
     for counts, _ in runs[1:]:
         total = np.add(total, counts, dtype=np.int64)
     zeros = sum(z for _, z in runs)
-    # The lowest bin holds the zeros beside the smallest denormals.
+    # the lowest bin holds the zeros beside the smallest denormals
     total[0] -= total.dtype.type(zeros)
     finite = _INFINITE << bits
     return Histogram(total[:finite], zeros, int(total[finite:].sum()), bits)

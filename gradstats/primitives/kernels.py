@@ -1,12 +1,12 @@
-"""Compiled loops over one contiguous float32 block; they release the GIL.
+"""Compiled loops over one contiguous float32 block, without Python's interpreter lock.
 
-NumPy on cache-sized chunks needs one sweep of the cache per operation and a temporary for each; these loops make
-one sweep in all (`docs/measurements.md` has both). Compilation is cached on disk by Numba;
-:func:`gradstats.warm_up` does it ahead of time.
+NumPy on cache-sized chunks makes one sweep of the cache and one temporary per operation; these loops make one sweep in
+all (`docs/measurements.md` has both). Numba caches the compiled code on disk; :func:`gradstats.warm_up` compiles it
+ahead of time.
 
-Magnitudes are compared through their bits: for non-negative floats the order of the bits is the order of the
-values, zero has no bits set, and everything above the bits of infinity is NaN. No flag of the
-floating-point unit (such as flushing denormals) can change that.
+Magnitudes are compared through their bits: the bits of non-negative floats are in the order of the values, zero has no
+bit set, and everything above the bits of infinity is NaN. No setting of the floating-point unit (such as flushing
+denormals) can change that.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _SUB = 2048
-"""Elements per sub-block: 8 kB, which the first-level cache keeps between the loops over it."""
+"""Elements per sub-block: 8 kB, which stay in the first-level cache between the loops over it."""
 _GROUP, _PROBE, _FEW = 128, 32, 4
-"""Elements tested together, and again where only a few of them hit, before any is looked at alone."""
+"""Elements tested together; elements tested together where few of a group hit; hits that are few."""
 _LN2 = 0.6931471805599453
 
-# Sums may be reordered (that is what makes them vector instructions), but NaN and infinity keep their meaning.
+# Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning.
 _FAST = {"reassoc", "nsz", "contract"}
 
 
@@ -49,7 +49,7 @@ def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
 def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float, int]:
-    """Sum over |x| > below: with the next smaller float, |x| ≥ above; with 0, what is not zero."""
+    """Sum over |x| > below. For |x| ≥ a threshold, `below` is the next smaller float; 0 sums all that is not zero."""
     total = 0.0
     squares = 0.0
     count = np.int32(0)
@@ -94,7 +94,15 @@ def _sum_log(x: NDArray[np.float32]) -> float:
 
 @njit(nogil=True, cache=True)
 def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, float]:
-    """Return (count, Σ|x|, Σx²) over finite |x| > below, and nothing else, in half the time."""
+    """Return (count, Σ|x|, Σx²) over finite |x| > below, in half the time of :func:`block_moments`.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    below : float32
+        Magnitude that is just not summed.
+    """
     count = 0
     total = 0.0
     squares = 0.0
@@ -121,7 +129,17 @@ def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, f
 def block_moments(
     x: NDArray[np.float32], above: np.float32, log: bool
 ) -> tuple[int, int, int, float, float, float, np.float32]:
-    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above."""
+    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    above : float32
+        Least magnitude that is summed.
+    log : bool
+        Sum the logarithms too; otherwise their sum is 0.
+    """
     count = 0
     zeros = 0
     nonfinite = 0
@@ -135,7 +153,7 @@ def block_moments(
         top, none = _extremes(part.view(np.int32))
         zeros += none
         if top >= _INFINITY or (log and (none > 0 or above > 0)):
-            # copy what counts; rare, or wanted for the logarithms
+            # copy what counts: something is not finite (rare), or the logarithms must not meet zeros
             n = 0
             for i in range(part.size):
                 a = abs(part[i])
@@ -178,9 +196,22 @@ def block_select(
     values: NDArray[np.float32],
     found: int,
 ) -> int:
-    """Append the elements with magnitude bits from `low` to infinity's; return the new count.
+    """Append the elements whose magnitude bits are between `low` and those of infinity; return the new count.
 
-    `indices` and `values` must have room for the whole block beyond `found`.
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    low : int32
+        Bits of the least magnitude selected.
+    offset : int
+        Position of the block's first element in the gradient.
+    indices : ndarray of int64
+        Written: positions in the gradient. It needs room for a whole block beyond `found`.
+    values : ndarray of float32
+        Written: values, with the same room.
+    found : int
+        Elements already there.
     """
     bits = x.view(np.int32)
     width = np.uint32(_INFINITY - low)
@@ -199,7 +230,7 @@ def block_select(
                 values[n] = x[j]
                 n += np.uint64(np.uint32((bits[j] & _MASK) - low) <= width)
             continue
-        # Few hits: count and place them part by part; one alone is at the sum of the places of all hits.
+        # Few hits: count them part by part, and add up their places, which is the place of one that is alone.
         for part in range(start, start + _GROUP, _PROBE):
             some = np.int32(0)
             place = np.int32(0)
@@ -229,7 +260,17 @@ def block_select(
 def keep_at_least(
     indices: NDArray[np.int64], values: NDArray[np.float32], threshold: np.float32
 ) -> int:
-    """Move the elements with |value| ≥ threshold to the front, in order; return how many."""
+    """Move the elements with |value| ≥ threshold to the front, in order, and return how many there are.
+
+    Parameters
+    ----------
+    indices : ndarray of int64, shape (n,)
+        Overwritten: positions.
+    values : ndarray of float32, shape (n,)
+        Overwritten: values.
+    threshold : float32
+        Least magnitude kept.
+    """
     n = np.uint64(0)
     for i in range(values.size):
         v = values[i]
@@ -241,7 +282,17 @@ def keep_at_least(
 
 @njit(nogil=True, cache=True)
 def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uint32]) -> None:
-    """Add the block to `counts`, indexed by the leading magnitude bits."""
+    """Count a block's elements by their leading magnitude bits.
+
+    Parameters
+    ----------
+    bits : ndarray of uint32, shape (n,)
+        Block, as bits.
+    shift : int
+        Trailing bits that do not tell bins apart.
+    counts : ndarray of uint32 or uint64
+        Added to: one counter per bin.
+    """
     s = np.uint32(shift)
     for i in range(bits.size):
         # an unsigned index needs no test for Python's negative ones
@@ -250,7 +301,20 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
 
 @njit(nogil=True, cache=True)
 def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
-    """Go down from the last bin until more than k elements are reached; return the bin and that number."""
+    """Go down from the last bin until more than k elements are reached; return the bin and that number.
+
+    Parameters
+    ----------
+    counts : ndarray of uint32, uint64 or int64, shape (bins,)
+        Elements per bin.
+    k : float
+        Number of elements to exceed.
+
+    Returns
+    -------
+    (int, int)
+        Bin, or −1 if there are no more than k elements, and elements in it and above it.
+    """
     above = np.int64(0)
     for i in range(counts.size - 1, -1, -1):
         above += np.int64(counts[i])

@@ -1,4 +1,4 @@
-"""The sufficient statistics of |g|, or of its exceedances over a threshold, in one pass."""
+"""Sufficient statistics of |g|, or of its exceedances over a threshold, in one pass."""
 
 from __future__ import annotations
 
@@ -18,16 +18,28 @@ __all__ = ["Moments", "exceedances", "moments"]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over the finite, non-zero elements with |g| ≥ `above`.
+    """Sums over the finite, non-zero elements with |g| ≥ `above`; ``a + b`` are the sums over both arrays together.
 
     Attributes
     ----------
-    numel : elements of the array, d.
-    count : elements summed.
-    zeros, nonfinite : exact zeros; NaN and infinities. Counted over the whole array, never summed.
-    sum_abs, sum_squares, sum_log : Σ|g|, Σg², Σ ln|g| in float64. `sum_log` is NaN unless asked for.
-    max : largest |g| summed, 0 if none.
-    above : the threshold, in the gradient's unit.
+    numel : int
+        Elements of the array, d.
+    count : int
+        Number of elements summed.
+    zeros : int
+        Number of exact zeros in the whole array.
+    nonfinite : int
+        Number of NaN and infinities in the whole array.
+    sum_abs : float
+        Σ|g|, in the gradient's unit.
+    sum_squares : float
+        Σg².
+    sum_log : float
+        Σ ln|g|; NaN if it was not asked for.
+    max : float
+        Largest |g| summed, 0 if there is none.
+    above : float
+        Threshold, in the gradient's unit.
     """
 
     numel: int
@@ -43,7 +55,9 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Return the sums over both arrays together."""
         if self.above != other.above:
-            raise InputError(f"sums above {self.above} and {other.above} do not add")
+            raise InputError(
+                f"sums above {self.above} and {other.above} do not add; take both above one threshold"
+            )
         return Moments(
             self.numel + other.numel,
             self.count + other.count,
@@ -58,7 +72,7 @@ class Moments:
 
     @property
     def zero_fraction(self) -> float:
-        """Share of exact zeros among the finite elements, π₀ (0 for an array without any)."""
+        """Share of exact zeros among the finite elements, π₀; 0 for an array without finite elements."""
         finite = self.numel - self.nonfinite
         return self.zeros / finite if finite else 0.0
 
@@ -85,19 +99,22 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
 
     Parameters
     ----------
-    x : array of any shape, float16, float32, float64 or (torch) bfloat16, any device.
-    above : only elements with |x| ≥ above are summed (peaks over a threshold).
-    log : also sum ln|x|, which costs more than the rest together.
+    x : array_like
+        Array of any shape and device, float16, float32, float64 or (torch) bfloat16.
+    above : float
+        Threshold, in the unit of `x`: only elements with |x| ≥ above are summed.
+    log : bool
+        Sum ln|x| too, which costs more than the rest together.
 
     Returns
     -------
     Moments
-        Totals are float64 and do not depend on whether `x` is a NumPy array or a tensor.
+        Totals in float64, the same for a NumPy array and a tensor.
 
     Raises
     ------
     InputError
-        If `x` is not a dense floating-point array or `above` is negative or NaN.
+        If `x` is not a dense floating-point array, or `above` is negative or NaN.
 
     Examples
     --------
@@ -127,10 +144,26 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
 
 
 def exceedances(x: Array, above: float) -> Moments:
-    """Sum |x| and x² over non-zero |x| ≥ above, and count them; what a later stage of a threshold needs.
+    """Count the non-zero |x| ≥ above and sum |x| and x² over them, as a later stage of a threshold needs.
 
-    The same sums as :func:`moments`, in about half the time. The other fields are unknown: zeros and nonfinite are -1,
-    max and sum_log NaN.
+    These sums are those of :func:`moments`, in about half the time.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape and device, float16, float32, float64 or (torch) bfloat16.
+    above : float
+        Threshold, in the unit of `x`.
+
+    Returns
+    -------
+    Moments
+        With unknown fields: zeros and nonfinite are −1, max and sum_log NaN.
+
+    Raises
+    ------
+    InputError
+        If `x` is not a dense floating-point array, or `above` is negative or NaN.
     """
     x = check(x)
     if not above >= 0:

@@ -7,11 +7,16 @@ from gradstats.errors import InputError
 __all__ = ["RATIOS", "check_ratio", "target_count"]
 
 RATIOS = (0.1, 0.01, 0.001)
-"""Kept fractions that tables, reports and benchmarks look at unless asked for others."""
+"""Kept fractions that tables, reports and benchmarks show by default."""
 
 
 def check_ratio(ratio: float) -> float:
-    """Return a kept fraction unchanged.
+    """Return a kept fraction unchanged if it is one.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction k/d.
 
     Raises
     ------
@@ -25,6 +30,13 @@ def check_ratio(ratio: float) -> float:
 
 def target_count(ratio: float, numel: int) -> int:
     """Return k = max(1, round(ratio · numel)), at most `numel`; 0 for an empty gradient.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    numel : int
+        Elements of the gradient, d.
 
     Raises
     ------

@@ -27,31 +27,33 @@ from gradstats.primitives.blocks import map_runs
 __all__ = ["kth_largest", "select", "top_candidates"]
 
 _BLOCK = 1 << 18
-"""Elements per block: there is always room for a whole one, so it decides how much memory is reserved."""
+"""Elements per block. There must always be room for a whole one, so it decides how much memory is reserved."""
 
 _SAMPLE = 1 << 16
-"""Elements sampled at least: the bracket of a small k is otherwise wider than the pass it saves."""
+"""Least number of elements sampled: with fewer, the bracket of a small k costs more than the pass it saves."""
 
 
 def select(x: Array, threshold: float) -> Selection:
     """Return the elements with |x| ≥ threshold, in index order.
 
-    Exact zeros and NaN are never selected, not even at threshold 0: they carry nothing. An infinite element is.
+    Exact zeros and NaN are never selected, not even at threshold 0; infinite elements are.
 
     Parameters
     ----------
-    x : array of any shape (flattened in C order), any floating dtype, any device.
-    threshold : magnitude η ≥ 0, in the gradient's unit; compared in float32 for float32 and narrower.
+    x : array_like
+        Gradient of any shape (flattened in C order), floating dtype and device.
+    threshold : float
+        Magnitude η ≥ 0, in the gradient's unit; compared in float32 unless the gradient is float64.
 
     Returns
     -------
     Selection
-        Indices (int64) and values; NumPy for NumPy, torch on the same device for torch.
+        Positions and values; NumPy for NumPy, torch on the same device for torch.
 
     Raises
     ------
     InputError
-        If the threshold is negative or NaN.
+        If the threshold is negative or NaN, or `x` is not a dense floating-point array.
 
     Examples
     --------
@@ -68,7 +70,7 @@ def select(x: Array, threshold: float) -> Selection:
         magnitude = flat.abs().float()
         positions = ((magnitude >= threshold) & (magnitude > 0)).nonzero().reshape(-1)
         return Selection(positions, flat[positions])
-    with np.errstate(over="ignore"):  # beyond float32's range: nothing but infinity reaches it
+    with np.errstate(over="ignore"):  # only infinity reaches a threshold beyond float32's range
         low = max(int(np.float32(threshold).view(np.int32)), 1)
     parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
     dtype = wide_dtype(x)
@@ -76,7 +78,7 @@ def select(x: Array, threshold: float) -> Selection:
     values = _concatenate([v for _, v in parts], dtype)
     if is_tensor(x):
         torch = sys.modules["torch"]
-        # narrower types were widened, so going back to them is exact
+        # narrower types were widened, so the way back is exact
         return Selection(torch.from_numpy(indices), torch.from_numpy(values).to(x.dtype))
     return Selection(indices, values.astype(x.dtype, copy=False))
 
@@ -104,7 +106,7 @@ def _select_run(
         from gradstats.primitives.kernels import block_select
 
         if indices.size - found < block.size:
-            # At the rate so far, with room for the worst block; unwritten pages cost nothing.
+            # Room at the rate so far, and for the worst block; pages that are never written cost nothing.
             rate = found / (offset - first) if offset > first else 0.0
             size = max(int(1.05 * rate * numel), found) + block.size
             indices, values = _grown(indices, found, size), _grown(values, found, size)
@@ -125,21 +127,32 @@ def top_candidates(
 ) -> tuple[float, Selection]:
     """Return the k-th largest finite magnitude and the selection of everything that reaches it.
 
-    Exact at the price of little more than one pass (after Floyd and Rivest 1975): a threshold surely a bit below
-    the answer comes from a sample (or the caller), one streaming pass collects what reaches it, and the exact
-    order statistic is taken among those. A bad guess costs another pass, never a wrong answer.
+    Exact for little more than one pass (after Floyd and Rivest 1975): a sample, or the caller, gives a threshold almost
+    surely a little below the answer, one streaming pass collects what reaches it, and the order statistic is taken
+    among those. A bad guess costs another pass, never a wrong answer.
 
     Parameters
     ----------
-    x : checked array of d elements.
-    k : 1 ≤ k.
-    low : a guess below the answer; from a sample if None.
-    trim : leave out the candidates below the threshold.
+    x : array_like
+        Gradient of any shape, dense and of floating point.
+    k : int
+        Rank of the magnitude, at least 1.
+    low : float, optional
+        A guess below the answer; by default from a sample.
+    trim : bool
+        Leave out the candidates below the threshold.
 
     Returns
     -------
-    threshold : 0 if fewer than k elements are finite and non-zero.
-    selection : the elements with |x| ≥ threshold, as :func:`select` returns them (with the infinite ones).
+    threshold : float
+        The k-th largest magnitude; 0 if fewer than k elements are finite and non-zero.
+    selection : Selection
+        Elements with |x| ≥ threshold (without `trim` also those that reach `low`), with the infinite ones.
+
+    Raises
+    ------
+    InputError
+        If k is below 1.
     """
     numel = numel_of(x)
     if k < 1:
@@ -161,7 +174,7 @@ def top_candidates(
 
 
 def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
-    """Return the k-th largest; only what lies under `high` is partitioned if that holds the answer."""
+    """Return the k-th largest; if it lies under `high`, partition only what lies there."""
     if math.isfinite(high):
         under = magnitude[magnitude < high]
         if magnitude.size - under.size < k:
@@ -171,9 +184,16 @@ def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
 
 
 def keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Selection:
-    """Return the part of a selection, which it may overwrite, at or above a threshold.
+    """Return the part of a selection at or above a threshold.
 
-    `magnitude` holds the absolute values of the selection's.
+    Parameters
+    ----------
+    selection : Selection
+        Elements to choose from; it may be overwritten.
+    magnitude : ndarray, shape (k̂,)
+        Absolute values of the selection's values.
+    threshold : float
+        Least magnitude kept.
     """
     if isinstance(selection.values, np.ndarray) and selection.values.dtype == np.float32:
         from gradstats.primitives.kernels import keep_at_least
@@ -186,7 +206,7 @@ def keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Sel
 
 
 def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float, float]:
-    """Return magnitudes that more and fewer than k elements reach, `slack` deviations sure; (0, inf) if unsure."""
+    """Return magnitudes that more and fewer than k elements reach, by `slack` deviations; (0, inf) if not known."""
     size = min(numel, max(_SAMPLE, numel // 100))
     stride = max(1, numel // size)
     sample = np.abs(as_numpy(strided(x, stride)))
@@ -204,5 +224,23 @@ def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float,
 
 
 def kth_largest(x: Array, k: int) -> float:
-    """Return the k-th largest finite magnitude, 1 ≤ k; 0 if fewer than k elements are finite and non-zero."""
+    """Return the k-th largest finite magnitude, exactly.
+
+    Parameters
+    ----------
+    x : array_like
+        Gradient of any shape, floating dtype and device.
+    k : int
+        Rank, at least 1.
+
+    Returns
+    -------
+    float
+        Magnitude; 0 if fewer than k elements are finite and non-zero.
+
+    Raises
+    ------
+    InputError
+        If k is below 1, or `x` is not a dense floating-point array.
+    """
     return top_candidates(check(x), k)[0]

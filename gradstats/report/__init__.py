@@ -1,4 +1,4 @@
-"""One self-contained page: verdicts in words, figures, sortable tables, and how it was made."""
+"""One self-contained page about gradients: verdicts in words, figures, sortable tables, and how it was made."""
 
 from __future__ import annotations
 
@@ -17,36 +17,42 @@ from gradstats.report.measured import (
     MOST_STEPS,
     REPLICATES,
     SEED,
+    STAGES,
     SUBSAMPLE,
     Measured,
     measure,
 )
 from gradstats.report.sections import section
 from gradstats.report.verdicts import QUESTIONS
-from gradstats.trace.sources import Source, TraceSource
+from gradstats.trace.sources import TraceSource, open_source
 
 __all__ = ["write_report"]
 
 
-def write_report(sources: Sequence[Source], path: Path) -> None:
+def write_report(sources: object, path: str | Path) -> None:
     """Write the page for one or more sources: what the gradient is like first, then figures and tables.
 
-    It loads nothing: style, script and images are in the file.
+    The page loads nothing: style, script and images are in the file.
 
     Parameters
     ----------
-    sources : traces or single gradients.
-    path : file to write, replaced if it exists.
+    sources : str, Path, Trace, array_like, mapping of str to array_like, Source, or list or tuple of them
+        Each a trace or its path, a gradient file, an array, or arrays by layer name.
+    path : str or Path
+        File to write, replaced if it exists.
 
     Raises
     ------
-    InputError
-        If the page cannot be written, or a source holds nothing.
+    GradstatsError
+        If a source cannot be read or holds nothing, or the page cannot be written.
     """
+    path = Path(path)
+    several = sources if isinstance(sources, list | tuple) else [sources]
+    opened = [open_source(source) for source in several]
     with progress_bar() as bar:
-        task = bar.add_task("report", total=7 * len(sources))
+        task = bar.add_task("report", total=(STAGES + 1) * len(opened))
         measured, sections = [], []
-        for source in sources:
+        for source in opened:
             measured.append(measure(source, lambda: bar.advance(task)))
             sections.append(section(measured[-1]))
             bar.advance(task)

@@ -1,4 +1,4 @@
-"""Pieces of the page: figures as embedded images, sortable tables, everything escaped."""
+"""Pieces of the page: figures as embedded images and sortable tables, with all text escaped."""
 
 from __future__ import annotations
 
@@ -19,18 +19,55 @@ __all__ = ["details", "figure", "note", "page", "table"]
 
 
 def page(title: str, body: str) -> str:
-    """Return the whole document."""
+    """Return the whole document.
+
+    Parameters
+    ----------
+    title : str
+        Title, as plain text.
+    body : str
+        Content of the body, as HTML.
+
+    Returns
+    -------
+    str
+        HTML.
+    """
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return Template(template).substitute(title=escape(title), body=body)
 
 
 def note(text: str) -> str:
-    """Return a paragraph in small print."""
+    """Return a paragraph in small print.
+
+    Parameters
+    ----------
+    text : str
+        Plain text.
+
+    Returns
+    -------
+    str
+        HTML.
+    """
     return f"<p class=note>{escape(text)}</p>"
 
 
 def details(summary: str, body: str) -> str:
-    """Return HTML that is folded away until asked for; printing unfolds it."""
+    """Return HTML that is folded until it is clicked or printed.
+
+    Parameters
+    ----------
+    summary : str
+        Plain text that stays visible.
+    body : str
+        Content that is folded, as HTML.
+
+    Returns
+    -------
+    str
+        HTML.
+    """
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
@@ -46,10 +83,19 @@ def figure(
 
     Parameters
     ----------
-    panels : axes beside each other.
-    draw : called with them.
-    caption : says what is drawn and how to read it.
-    width, height : of a panel, inches.
+    panels : int
+        Number of axes beside each other.
+    draw : callable
+        Called with the axes to draw on.
+    caption : str
+        Plain text that says what is drawn and how to read it.
+    width, height : float, optional
+        Size of a panel in inches.
+
+    Returns
+    -------
+    str
+        HTML.
     """
     from matplotlib.figure import Figure
 
@@ -70,9 +116,17 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
 
     Parameters
     ----------
-    records : flat mappings.
-    columns : field to heading.
-    caption : above the table.
+    records : sequence of mapping
+        Flat records that have the fields shown.
+    columns : mapping of str to str
+        Headings by field, in the order shown.
+    caption : str
+        Plain text above the table.
+
+    Returns
+    -------
+    str
+        HTML.
     """
     text = {name for name in columns if any(isinstance(r[name], str) for r in records)}
 

@@ -1,4 +1,4 @@
-"""Everything that is measured on one source for its part of the page."""
+"""Measurements of one source for its part of the page."""
 
 from __future__ import annotations
 
@@ -9,28 +9,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats.analysis.decay import compressibility_records
-from gradstats.analysis.drift import drift_records, over_training
-from gradstats.analysis.fits import fit_records
+from gradstats.analysis.drift import dataset_of, drift_records
+from gradstats.analysis.fits import UNTESTED, fit_records
 from gradstats.analysis.info import info_records
 from gradstats.analysis.peaks import mixture_records, pot_records
-from gradstats.analysis.quality import quality_series, summarise
+from gradstats.analysis.quality import series_of, summarise
 from gradstats.primitives.arrays import as_numpy
 from gradstats.statistics.fitting import MODELS
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
-from gradstats.trace.sources import Source
+from gradstats.trace.sources import Source, Subset
 
 if TYPE_CHECKING:
     from xarray import Dataset
 
-__all__ = ["MOST_STEPS", "RATIOS", "REPLICATES", "SEED", "SUBSAMPLE", "Measured", "measure"]
+__all__ = [
+    "MOST_STEPS",
+    "REPLICATES",
+    "SEED",
+    "STAGES",
+    "SUBSAMPLE",
+    "TREND_RATIO",
+    "Measured",
+    "measure",
+]
 
-RATIOS = (0.1, 0.01, 0.001)
 MOST_STEPS = 20
-"""Steps looked at; of a longer trace, this many evenly."""
+"""Most steps looked at. A longer trace has this many looked at, evenly spread."""
 
 REPLICATES, SUBSAMPLE, SEED = 99, 2000, 0
-"""Of the goodness-of-fit tests."""
+"""Replicates, elements of the subsample, and seed of the goodness-of-fit tests."""
+
+TREND_RATIO = 0.01
+"""Kept fraction whose exact threshold is followed over training."""
+
+STAGES = 6
+"""Number of times :func:`measure` reports progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +53,31 @@ class Measured:
 
     Attributes
     ----------
-    source : where they come from.
-    steps : looked at, ascending.
-    shown : the first, middle and last of them, which have figures and fits.
-    rank : whose gradients the figures show; thresholds and the ledger have all ranks.
-    ledger : what is in the data by rank and kind (:func:`_ledger`).
-    decay : of :func:`gradstats.analysis.compressibility_records`, controls last.
-    fits, tails, peaks : of fit_records, mixture_records and pot_records, at the steps shown.
-    series, quality : of :func:`gradstats.quality_series`, and summarised.
-    training : of :func:`gradstats.over_training`, by layer.
-    drift : of :func:`gradstats.analysis.drift.drift_records`.
+    source : Source
+        Source of the gradients.
+    steps : list of int
+        Steps looked at, ascending.
+    shown : list of int
+        First, middle and last of the steps, which have figures and fits.
+    rank : int
+        Rank whose gradients the figures show; thresholds and the ledger have all ranks.
+    ledger : list of dict
+        Oddities of the data by rank and kind (:func:`_ledger`).
+    decay : list of dict
+        Records of :func:`gradstats.analysis.decay.compressibility_records`, controls last.
+    fits : list of dict
+        Records of :func:`gradstats.analysis.fits.fit_records`, at the steps shown.
+    tails, peaks : list of dict
+        Records of :func:`gradstats.analysis.peaks.mixture_records` and
+        :func:`gradstats.analysis.peaks.pot_records`, at the steps shown.
+    series : list of dict
+        Records of :func:`gradstats.quality_series`.
+    quality : list of dict
+        Records of :func:`gradstats.quality`: the series, summarised.
+    training : xarray.Dataset
+        Data set of :func:`gradstats.over_training`, by layer.
+    drift : list of dict
+        Records of :func:`gradstats.analysis.drift.drift_records`.
     """
 
     source: Source
@@ -67,12 +96,25 @@ class Measured:
 
     @property
     def kinds(self) -> list[Kind]:
-        """Kinds of gradient, in the order of the trace."""
+        """Return the kinds of gradient, in the order of the trace."""
         return list(dict.fromkeys(r["kind"] for r in self.series))
 
 
 def measure(source: Source, advance: Callable[[], None]) -> Measured:
-    """Measure a source; `advance` is called six times."""
+    """Measure a source.
+
+    Parameters
+    ----------
+    source : Source
+        Source to measure.
+    advance : callable
+        Called after each of :data:`STAGES` stages.
+
+    Returns
+    -------
+    Measured
+        Records of all tables.
+    """
     keys = source.select()
     rank = keys[0][0]
     steps = _evenly(sorted({step for r, _, step in keys if r == rank}), MOST_STEPS)
@@ -85,18 +127,16 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     peaks = pot_records(source, **here)
     advance()
     fits = fit_records(source, MODELS[:3], replicates=REPLICATES, size=SUBSAMPLE, seed=SEED, **here)
-    fits += [r | _UNTESTED for r in fit_records(source, MODELS[3:], **here)]
+    fits += [r | UNTESTED for r in fit_records(source, MODELS[3:], **here)]
     fits.sort(key=lambda r: (r["kind"], r["step"]))
     advance()
-    series = quality_series(source, RATIOS, tuple(ESTIMATORS), steps=steps)
+    series = series_of(source, Subset(steps), estimators=tuple(ESTIMATORS))
     advance()
-    training = over_training(
+    training = dataset_of(
         source,
+        Subset(steps, [rank], per_layer=len(source.layers) > 1),
         models=["double_genpareto"],
-        ratios=[0.01],
-        per_layer=len(source.layers) > 1,
-        steps=steps,
-        ranks=[rank],
+        ratios=[TREND_RATIO],
     )
     advance()
     drift = drift_records(training.sel(layer=["all"]), ["mean", "threshold"])
@@ -118,21 +158,18 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     )
 
 
-_UNTESTED = {"p_value": float("nan"), "p_naive": float("nan"), "subsample": 0}
-
-
 def _evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of the steps, the first and the last among them."""
+    """Return at most `most` of the steps, evenly spread, with the first and the last."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), most))
     return [steps[i] for i in np.unique(places.astype(int))]
 
 
 def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what is odd about the data, one record per rank and kind, the worst step of those looked at.
+    """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
     zeros, nonfinite: most elements in one step; tied: largest share of the non-zero elements whose magnitude another
-    has too; largest_tie: most elements of one magnitude; both None where only sketches are kept; constant: names of
-    layers whose elements are all equal at any step, of sketches: all zero.
+    element has, too; largest_tie: most elements of one magnitude (both are None where only sketches are kept);
+    constant: names of layers whose elements are all equal at any step, or all zero where only sketches are kept.
     """
     groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
     for recorded in info_records(source):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import Sketch, sketch
 from gradstats.report.html import details, figure, note, table
-from gradstats.report.measured import RATIOS, REPLICATES, SUBSAMPLE, Measured
+from gradstats.report.measured import REPLICATES, SUBSAMPLE, TREND_RATIO, Measured
 from gradstats.report.verdicts import COUNTING, missing_ranks
 from gradstats.statistics.compressibility import default_window
 from gradstats.statistics.distributions import SIDS
@@ -25,7 +26,18 @@ __all__ = ["section"]
 
 
 def section(m: Measured) -> str:
-    """Return the figures and tables of one source."""
+    """Return the figures and tables of one source.
+
+    Parameters
+    ----------
+    m : Measured
+        Measurements of the source.
+
+    Returns
+    -------
+    str
+        HTML.
+    """
     keys = [(m.rank, kind, step) for kind in m.kinds for step in m.shown]
     captured = [m.source.read(*key) for key in keys]
     reduced = {f"{c.kind}, step {c.step}": sketch(c.values) for c in captured}
@@ -248,7 +260,7 @@ def _layers(m: Measured) -> str:
 
     parts = ["<h3>Layer by layer</h3>"]
     for kind in m.kinds:
-        data = m.training.sel(kind=kind, model="double_genpareto", ratio=0.01)
+        data = m.training.sel(kind=kind, model="double_genpareto", ratio=TREND_RATIO)
 
         def draw(axes: Sequence[Axes], data: Any = data) -> None:
             for ax, quantity in zip(axes, ("zero_fraction", "mean", "shape"), strict=False):

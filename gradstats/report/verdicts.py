@@ -1,4 +1,4 @@
-"""What was measured, in words: a headline, the numbers behind it, and whether to beware."""
+"""Verdicts on what was measured: a headline, the numbers behind it, and whether something is wrong."""
 
 from __future__ import annotations
 
@@ -16,18 +16,29 @@ from gradstats.report.measured import Measured
 from gradstats.statistics.compressibility import CONTROLS, control
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.pot import FEWEST
+from gradstats.statistics.solution import Z95
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource
 
 __all__ = ["COUNTING", "QUESTIONS", "Verdict", "missing_ranks"]
 
 COUNTING = ("exact", "warm-exact", "histogram", "redsync-trimmed")
-"""Rules that count elements until they have k, where the others estimate."""
+"""Estimators that count elements until they have k; the others estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One answer: a few words, the numbers, and whether something is wrong."""
+    """One answer on the first screen.
+
+    Attributes
+    ----------
+    headline : str
+        Answer in a few words.
+    numbers : str
+        Numbers behind it, in sentences.
+    warn : bool
+        Whether something is wrong.
+    """
 
     headline: str
     numbers: str
@@ -35,7 +46,18 @@ class Verdict:
 
 
 def missing_ranks(measured: Measured) -> list[int]:
-    """Return the ranks of the run that were not captured."""
+    """Return the ranks of the run that were not captured.
+
+    Parameters
+    ----------
+    measured : Measured
+        Measurements of a source.
+
+    Returns
+    -------
+    list of int
+        Ranks in ascending order; empty for a single gradient.
+    """
     if not isinstance(measured.source, TraceSource):
         return []
     trace = measured.source.trace
@@ -46,8 +68,8 @@ def _of(records: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
     return [r for r in records if r["kind"] == kind]
 
 
-def data(measured: Measured, kind: Kind) -> Verdict:
-    """Say whether the numbers themselves are sound."""
+def _data(measured: Measured, kind: Kind) -> Verdict:
+    """Say whether the elements themselves are sound."""
     rows, d = _of(measured.ledger, kind), measured.source.numel
     found = []
     for name, text in (("nonfinite", "NaN or infinite"), ("zeros", "zero")):
@@ -72,7 +94,7 @@ def data(measured: Measured, kind: Kind) -> Verdict:
     return Verdict("Yes", f"No zeros, NaN, infinities, large ties or constant layers. {numbers}.")
 
 
-def spread(measured: Measured, kind: Kind) -> Verdict:
+def _spread(measured: Measured, kind: Kind) -> Verdict:
     """Say how much of the energy the largest hundredth holds."""
     source, rank = measured.source, measured.rank
     shares = []
@@ -92,7 +114,7 @@ def spread(measured: Measured, kind: Kind) -> Verdict:
     )
 
 
-def tail(measured: Measured, kind: Kind) -> Verdict:
+def _tail(measured: Measured, kind: Kind) -> Verdict:
     """Say how heavy the tail is, and whether the layers' scales make it so."""
     rows = _of(measured.tails, kind)
     pooled = [r for r in rows if r["layer"] == "pooled" and math.isfinite(r["c"])]
@@ -131,12 +153,12 @@ def _signed(value: float) -> str:
     return f"{value:.2f}".replace("-", "−")
 
 
-def compressible(measured: Measured, kind: Kind) -> Verdict:
-    """Say at which steps the sorted magnitudes fall fast enough, beside the controls."""
+def _compressible(measured: Measured, kind: Kind) -> Verdict:
+    """Say at which steps the sorted magnitudes fall fast enough, and whether a control does."""
     rows = [r for r in _of(measured.decay, kind) if math.isfinite(r["p"])]
     controls = [r for r in measured.decay if r["step"] is None]
     first, last = rows[0]["window"].split("-") if rows else (1, 1)
-    half = 1.96 * math.sqrt(2 / (int(last) - int(first) + 1))
+    half = Z95 * math.sqrt(2 / (int(last) - int(first) + 1))
     if not rows or half >= 1:
         return Verdict("No power", "Fewer ranks than an exponent takes.")
     yes = sum(r["compressible"] for r in rows)
@@ -157,7 +179,7 @@ def compressible(measured: Measured, kind: Kind) -> Verdict:
 _CONTROL = {name: name for name in CONTROLS} | {"halfnorm": "half-normal", "laplace": "Laplace"}
 
 
-def model(measured: Measured, kind: Kind) -> Verdict:
+def _model(measured: Measured, kind: Kind) -> Verdict:
     """Say which model is closest in the tail, what its threshold keeps, and what a test can see."""
     step = measured.shown[-1]
     rows = [r for r in _of(measured.fits, kind) if r["step"] == step]
@@ -176,7 +198,7 @@ def model(measured: Measured, kind: Kind) -> Verdict:
 
 
 def _power(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the tests of some models on a subsample are worth."""
+    """Say what the tests of some models on a subsample can tell."""
     tested = [r for r in rows if math.isfinite(r["p_value"])]
     if not tested:
         return "No model was tested."
@@ -193,8 +215,8 @@ def _power(rows: Sequence[dict[str, Any]]) -> str:
     return f"A test on {size:,} elements, too few to see small misfits, leaves {kept}."
 
 
-def threshold(measured: Measured, kind: Kind) -> Verdict:
-    """Say which estimating rule comes closest at the smallest ratio."""
+def _threshold(measured: Measured, kind: Kind) -> Verdict:
+    """Say which estimating rule comes closest to k at the smallest ratio."""
     ratio = min(r["ratio"] for r in measured.quality)
     rows = [r for r in _of(measured.quality, kind) if r["ratio"] == ratio]
     k = rows[0]["k"]
@@ -225,7 +247,7 @@ def _short(value: float) -> str:
     return f"{value:.2g}" if value < 100 else f"{value:.0f}"
 
 
-def training(measured: Measured, kind: Kind) -> Verdict:
+def _training(measured: Measured, kind: Kind) -> Verdict:
     """Say how the scale moves over the steps."""
     rows = {r["quantity"]: r for r in _of(measured.drift, kind)}
     if len(measured.steps) < 2:
@@ -246,12 +268,12 @@ def training(measured: Measured, kind: Kind) -> Verdict:
 
 
 QUESTIONS: dict[str, Callable[[Measured, Kind], Verdict]] = {
-    "Is the data sound?": data,
-    "How uneven is it?": spread,
-    "How heavy is its tail?": tail,
-    "Is it compressible?": compressible,
-    "Which model is closest?": model,
-    "Which estimate hits k?": threshold,
-    "Does it move?": training,
+    "Is the data sound?": _data,
+    "How uneven is it?": _spread,
+    "How heavy is its tail?": _tail,
+    "Is it compressible?": _compressible,
+    "Which model is closest?": _model,
+    "Which estimate hits k?": _threshold,
+    "Does it move?": _training,
 }
-"""What the first screen answers for every gradient."""
+"""Questions that the first screen answers for every gradient."""

@@ -1,1 +1,4 @@
-"""Models of a gradient's magnitudes: fits, tests, tails, compressibility. Import from the modules: SciPy loads late."""
+"""Models of a gradient's magnitudes: fits, tests, tails, compressibility.
+
+Import from the modules. Nothing is imported here, so that SciPy loads only where it is used.
+"""

@@ -1,9 +1,9 @@
 """Is a gradient compressible? Power-law decay of its sorted magnitudes (SIDCo, definition 1 and property 1).
 
-A vector is compressible if its j-th largest magnitude is at most c₁ j^(−p) with p > ½; the error of keeping the k
-largest, σ_k, is then at most c₂ k^(½−p). Any finite vector meets that for some c₁, and a line through the whole
-log-log plot gives p = 0.65 even for uniform noise, so the exponent is estimated over a stated window of the
-largest ranks, the decay of σ_k is measured beside it, and controls stand next to both.
+A vector is compressible if its j-th largest magnitude is at most c₁ j^(−p) with p > ½; the error σ_k of keeping the k
+largest is then at most c₂ k^(½−p). Any finite vector meets that for some c₁, and a line through the whole log-log plot
+gives p = 0.65 even for uniform noise. So the exponent is estimated over a stated window of the largest ranks, the decay
+of σ_k is measured too, and both are compared with controls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gradstats.primitives import Array, kth_largest, moments, select
 from gradstats.primitives.arrays import check, flat_chunks, numel_of
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import as_magnitudes
+from gradstats.statistics.solution import Z95
 
 __all__ = [
     "CONTROLS",
@@ -34,8 +35,8 @@ __all__ = [
     "local_exponents",
 ]
 
-_Z95 = 1.959963984540054
 _FEWEST = 10
+"""Ranks below which no exponent is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,23 @@ class Compressibility:
 
     Attributes
     ----------
-    p, p_low, p_high : exponent by the rank-½ regression (Gabaix and Ibragimov 2011) and its 95 % interval
-        p(1 ± 1.96 √(2/n)), which allows for the dependence of order statistics; NaN with fewer than ten ranks.
-    hill, hill_low, hill_high : Hill's estimate from the same largest ranks, interval p(1 ± 1.96/√n).
-    c1 : smallest constant for which magnitude_j ≤ c₁ j^(−p) holds over the whole window.
-    sigma_p : measured: σ_k falls like k^(−this) from the first to the last rank of the window. A pure power law
-        with p > ½ has p − ½ or more; NaN where nothing is left to measure.
-    sigma_bound : largest σ_k/(c₂ k^(½−p)) on the window, c₂ = c₁/√(2p − 1): at most 1 where property 1 holds; it may
-        fail, for the bound on magnitudes is only known on the window. NaN for p ≤ ½, which promises nothing.
-    window : first and last rank, counted from 1.
-    compressible : whether p > ½ with 97.5 % confidence on the window.
+    p, p_low, p_high : float
+        Exponent by the rank-½ regression (Gabaix and Ibragimov 2011) and its 95 % interval p(1 ± 1.96 √(2/n)), which
+        allows for the dependence of order statistics; NaN with fewer than ten ranks.
+    hill, hill_low, hill_high : float
+        Hill's estimate from the same largest ranks, with the interval p(1 ± 1.96/√n).
+    c1 : float
+        Smallest constant for which magnitude_j ≤ c₁ j^(−p) holds over the whole window.
+    sigma_p : float
+        Measured exponent: σ_k falls like k^(−sigma_p) from the first to the last rank of the window. A pure power law
+        with p > ½ has p − ½ or more. NaN where nothing is left to measure.
+    sigma_bound : float
+        Largest σ_k/(c₂ k^(½−p)) on the window, with c₂ = c₁/√(2p − 1). At most 1 where property 1 holds, which may fail
+        because the bound on magnitudes is only known on the window. NaN for p ≤ ½, which promises nothing.
+    window : (int, int)
+        First and last rank, counted from 1.
+    compressible : bool
+        Whether p > ½ with 97.5 % confidence on the window.
     """
 
     p: float
@@ -70,7 +78,13 @@ class Compressibility:
 
 
 def default_window(numel: int) -> tuple[int, int]:
-    """Return the ranks of the largest hundredth, (1, max(100, numel/100)), within the vector."""
+    """Return the ranks of the largest hundredth, (1, max(100, numel/100)), within the vector.
+
+    Parameters
+    ----------
+    numel : int
+        Size of the vector.
+    """
     return 1, min(max(100, numel // 100), numel)
 
 
@@ -81,20 +95,27 @@ def compressibility(
 
     Parameters
     ----------
-    x : array of any shape, NumPy or torch, or a sketch (magnitudes are then good to the width of its cells). Zeros
-        have no rank; NaN and infinities are left out.
-    window : first and last rank; :func:`default_window` if None. Cut to the non-zero elements.
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, NumPy or torch, its sketch, or magnitudes; from the latter two, ranks are good to the
+        width of the cells. Zeros have no rank; NaN and infinities are left out.
+    window : (int, int), optional
+        First and last rank, cut to the non-zero elements; by default :func:`default_window`.
+
+    Returns
+    -------
+    Compressibility
+        Exponents, intervals and bounds on the window.
 
     Raises
     ------
     InputError
-        For a window that is not 1 ≤ first < last.
+        If the window is not 1 ≤ first < last.
 
     Notes
     -----
-    The bound of a light-tailed vector (uniform, normal, Laplace) is met with a tiny exponent: p is the tail
-    index inverted, and falls with the window. An estimate is about its window, not about the vector;
-    :func:`local_exponents` has them all.
+    A light-tailed vector (uniform, normal, Laplace) meets the bound with a tiny exponent: p is the inverse of the tail
+    index, and falls with the window. An estimate is about its window, not about the vector; :func:`local_exponents`
+    has one for each range of ranks.
     """
     if isinstance(x, Sketch | Magnitudes):
         m = as_magnitudes(x)
@@ -107,15 +128,28 @@ def compressibility(
 
 
 def checked_window(window: tuple[int, int] | None, numel: int) -> tuple[int, int]:
-    """Return first and last rank within the vector; raise :class:`InputError` for what is no window."""
+    """Return a window's first and last rank, cut to the vector.
+
+    Parameters
+    ----------
+    window : (int, int) or None
+        First and last rank; None for :func:`default_window`.
+    numel : int
+        Size of the vector.
+
+    Raises
+    ------
+    InputError
+        If the window is not 1 ≤ first < last.
+    """
     first, last = default_window(numel) if window is None else window
     if window is not None and not 1 <= first < last:
-        raise InputError(f"a window is two ranks, 1 ≤ first < last, not {first} and {last}")
+        raise InputError(f"a window must be two ranks, 1 ≤ first < last, not {first} and {last}")
     return first, min(last, numel)
 
 
 def _largest(x: Array, count: int) -> NDArray[np.float64]:
-    """Return the `count` largest finite magnitudes, descending; fewer if there are fewer non-zero ones."""
+    """Return the `count` largest finite magnitudes, descending; fewer if fewer are non-zero."""
     if count < 1:
         return np.empty(0)
     values = select(x, kth_largest(x, count)).values
@@ -130,9 +164,12 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, energy: float) -> Comp
 
     Parameters
     ----------
-    magnitudes : float64 (last,), descending from rank 1 to the window's last.
-    first : the window's first rank.
-    energy : Σg² of the whole vector, for σ_k.
+    magnitudes : ndarray of float64, shape (last,)
+        Magnitudes from rank 1 to the last rank of the window, descending.
+    first : int
+        First rank of the window.
+    energy : float
+        Σg² of the whole vector, for σ_k.
     """
     nan = float("nan")
     last = magnitudes.size
@@ -148,10 +185,10 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, energy: float) -> Comp
     covariance = -float(sizes @ (log_ranks - log_ranks.mean()))
     # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
     p = float(sizes @ sizes) / covariance if covariance > 0 else 0.0
-    half = _Z95 * math.sqrt(2 / n)
-    # Hill over all ranks above the last one of the window
+    half = Z95 * math.sqrt(2 / n)
+    # Hill's estimate takes all ranks above the last one of the window
     hill = float(logs[:-1].mean() - logs[-1])
-    hill_half = _Z95 / math.sqrt(last - 1)
+    hill_half = Z95 / math.sqrt(last - 1)
     c1 = float((magnitudes[first - 1 :] * ranks**p).max())
     exponent, bound = _best_k_error(magnitudes, first, energy, p, c1)
     return Compressibility(
@@ -177,7 +214,7 @@ def _best_k_error(
         return math.nan, math.nan
     left = energy - np.cumsum(magnitudes**2)[first - 1 :]
     ranks = np.arange(first, magnitudes.size + 1, dtype=np.float64)
-    known = left > 1e-12 * energy  # beyond, the difference is rounding
+    known = left > 1e-12 * energy  # below that, the difference is rounding
     if np.count_nonzero(known) < _FEWEST:
         return math.nan, math.nan
     left, ranks = np.sqrt(left[known]), ranks[known]
@@ -190,7 +227,15 @@ def _best_k_error(
 
 @dataclass(frozen=True, slots=True)
 class LocalExponent:
-    """Decay exponent between two ranks, by regression of ln magnitude on ln rank over that range alone."""
+    """Decay exponent between two ranks, by regression of ln magnitude on ln rank over that range alone.
+
+    Attributes
+    ----------
+    first, last : int
+        First and last rank of the range, counted from 1.
+    p, p_low, p_high : float
+        Exponent and its 95 % interval.
+    """
 
     first: int
     last: int
@@ -202,12 +247,15 @@ class LocalExponent:
 def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list[LocalExponent]:
     """Estimate the exponent over successive ranges of ranks, from the largest element to the smallest.
 
-    A power law has the same everywhere; light tails start low and rise. Ranges with fewer than ten ranks are left out.
+    A power law has the same exponent everywhere; that of a light tail starts low and rises. Ranges with fewer than ten
+    ranks are left out.
 
     Parameters
     ----------
-    x : array or sketch.
-    per_decade : ranges per factor of ten.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    per_decade : int
+        Number of ranges per factor of ten.
     """
     m = as_magnitudes(x)
     decades = math.log10(m.count) if m.count else 0.0
@@ -224,7 +272,7 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
         spread = np.log(ranks - 0.5)
         spread = spread - spread.mean()
         p = -float(spread @ logs) / float(spread @ spread)
-        half = _Z95 * math.sqrt(2 / (last - first + 1))
+        half = Z95 * math.sqrt(2 / (last - first + 1))
         found.append(LocalExponent(int(first), int(last), p, p * (1 - half), p * (1 + half)))
     return found
 
@@ -248,7 +296,7 @@ CONTROLS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "halfnorm": _halfnorm,
     "laplace": _laplace,
 }
-"""Upper quantile functions of magnitudes that are not compressible, by SciPy's names."""
+"""Upper quantile functions of magnitudes that are not compressible, by SciPy's names of the distributions."""
 
 _MEAN_SQUARES = {"uniform": 1 / 3, "halfnorm": 1.0, "laplace": 2.0}
 
@@ -256,17 +304,27 @@ _MEAN_SQUARES = {"uniform": 1 / 3, "halfnorm": 1.0, "laplace": 2.0}
 def control(
     name: str, numel: int, window: tuple[int, int] | None = None
 ) -> tuple[Compressibility, NDArray[Any]]:
-    """Return the decay of an ideal sample of a known law, and its largest magnitudes, descending.
+    """Return the decay of an ideal sample of a known distribution, and its largest magnitudes.
 
-    Its j-th largest magnitude is the law's quantile at (j − ½)/numel: no randomness.
+    Nothing is random: the j-th largest magnitude is the upper quantile at (j − ½)/numel.
 
     Parameters
     ----------
-    name : a key of :data:`CONTROLS`.
-    numel : size of the vector.
-    window : as for :func:`compressibility`.
+    name : str
+        Name of the distribution, a key of :data:`CONTROLS`.
+    numel : int
+        Size of the sample.
+    window : (int, int), optional
+        First and last rank; by default :func:`default_window`.
+
+    Returns
+    -------
+    decay : Compressibility
+        Exponents, intervals and bounds on the window.
+    magnitudes : ndarray of float64, shape (last,)
+        Magnitudes from rank 1 to the last rank of the window, descending.
     """
     first, last = checked_window(window, numel)
     magnitudes = CONTROLS[name]((np.arange(1, last + 1) - 0.5) / numel)
-    # the energy of ranks not listed is the law's
+    # the energy of the whole sample is the distribution's
     return decay_of(magnitudes, first, numel * _MEAN_SQUARES[name]), magnitudes

@@ -1,9 +1,9 @@
 """Symmetric distributions of gradients, and of their magnitudes, as ``scipy.stats`` objects.
 
-Three sparsity-inducing distributions (SIDCo, Abdelmoniem et al., MLSys 2021), and controls that a model has to
-beat. What SciPy lacks is made here of what it has: a magnitude law with a random sign (`double_genpareto`,
-`double_lognorm`), or a symmetric law folded at zero (`halft`). Shapes are named and signed as in SciPy: gamma
-`a`, genpareto `c` = ξ, heavy tail > 0.
+Three sparsity-inducing distributions (SIDCo, Abdelmoniem et al., MLSys 2021), and controls that they have to beat. What
+SciPy lacks is made of what it has: a magnitude with a random sign (`double_genpareto`, `double_lognorm`), or a
+symmetric distribution folded at zero (`halft`). Shapes have SciPy's names and signs: gamma `a`; genpareto `c` = ξ,
+above 0 for a heavy tail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _Reflected(rv_continuous):
-    """The symmetric law whose magnitude follows `_magnitude`, a one-shape distribution on the positive axis."""
+    """Symmetric distribution whose magnitude follows `_magnitude`, a one-shape distribution on the positive axis."""
 
     _magnitude: Any  # rv_continuous, whose private methods the type stubs take for scalar ones
 
@@ -78,7 +78,7 @@ class _Reflected(rv_continuous):
 
     def _stats(self, c: NDArray[Any], *_: Any, **__: Any) -> tuple[Any, Any, Any, Any]:  # type: ignore[override]
         mean, variance = self._magnitude.stats(c, moments="mv")
-        # SciPy says NaN; but a mean square always exists, if need be as infinity
+        # SciPy says NaN where the mean square is infinite
         square = np.nan_to_num(variance + np.square(mean), nan=np.inf)
         return np.where(np.isfinite(mean), 0.0, np.nan), square, None, None
 
@@ -89,21 +89,21 @@ class _Reflected(rv_continuous):
 class double_genpareto_gen(_Reflected):
     """Double (reflected) generalized Pareto: f(x) = ½ (1 + c|x|)^(−1−1/c), on |x| < −1/c if c < 0.
 
-    The symmetric law whose magnitude is :data:`scipy.stats.genpareto` with the same `c`. c = 0 is the Laplace
-    distribution, c = −1 the uniform one on (−1, 1).
+    Symmetric; its magnitude is :data:`scipy.stats.genpareto` with the same `c`. c = 0 is the Laplace distribution,
+    c = −1 the uniform one on (−1, 1).
     """
 
     _magnitude = genpareto
 
 
 class double_lognorm_gen(_Reflected):
-    """The symmetric law whose magnitude is log-normal, :data:`scipy.stats.lognorm` with the same `s`."""
+    """Symmetric distribution whose magnitude is log-normal, :data:`scipy.stats.lognorm` with the same `s`."""
 
     _magnitude = lognorm
 
 
 class halft_gen(rv_continuous):
-    """The magnitude of Student's t with `df` degrees of freedom: f(x) = 2 f_t(x), x ≥ 0."""
+    """Magnitude of Student's t with `df` degrees of freedom: f(x) = 2 f_t(x), x ≥ 0."""
 
     def _argcheck(self, df: NDArray[Any]) -> NDArray[np.bool_]:  # type: ignore[override]
         return np.asarray(df) > 0
@@ -174,4 +174,4 @@ SIDS = ("laplace", "dgamma", "double_genpareto")
 """The sparsity-inducing distributions."""
 
 CONTROLS = ("norm", "t", "gennorm", "dweibull", "lognorm")
-"""Models to compare them with."""
+"""Models that the sparsity-inducing ones are compared with."""

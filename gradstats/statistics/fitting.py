@@ -36,14 +36,21 @@ class Fit:
 
     Attributes
     ----------
-    model : name, one of :data:`MODELS`.
-    params : parameters of `dist` by SciPy's names (shapes, ``loc`` = 0, ``scale`` in the gradient's unit).
-    zero_fraction : π₀, weight of the point mass at zero.
-    count : finite non-zero elements it was made from.
-    method : how.
-    stderr : standard errors of the parameters under independent elements; NaN where theory has none. Elements of a
-        gradient are not independent: dispersion over ranks and steps is the honest interval.
-    flags : what to mind, :class:`Flag`.
+    model : str
+        Name, one of :data:`MODELS`.
+    params : mapping of str to float
+        Parameters of `dist` by SciPy's names: shapes, ``loc`` = 0, and ``scale`` in the gradient's unit.
+    zero_fraction : float
+        Weight π₀ of the point mass at zero.
+    count : int
+        Number of finite non-zero elements fitted.
+    method : str
+        Method of the fit, one of :data:`METHODS`.
+    stderr : mapping of str to float
+        Standard errors of the parameters if elements are independent; NaN where theory has none. Elements of a gradient
+        are not independent: the dispersion over ranks and steps is the honest interval.
+    flags : tuple of Flag
+        Warnings.
     """
 
     model: str
@@ -70,7 +77,7 @@ class Fit:
 
     @property
     def shape(self) -> float:
-        """The shape parameter, NaN for a model without one."""
+        """Shape parameter; NaN for a model without one."""
         from gradstats.statistics.distributions import SHAPES
 
         name = SHAPES[self.model]
@@ -78,11 +85,19 @@ class Fit:
 
     @property
     def n_params(self) -> int:
-        """Number of estimated parameters, π₀ included where there are zeros."""
+        """Number of estimated parameters; π₀ is one where there are zeros."""
         return len(self.params) - 1 + (self.zero_fraction > 0)
 
     def interval(self, parameter: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the normal interval of a parameter; NaN where there is no standard error."""
+        """Return the normal interval of a parameter; NaN where there is no standard error.
+
+        Parameters
+        ----------
+        parameter : str
+            Name of the parameter, a key of `params`.
+        level : float
+            Probability that the interval holds the parameter.
+        """
         from scipy.special import ndtri
 
         half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
@@ -91,21 +106,45 @@ class Fit:
     def threshold(self, ratio: float) -> float:
         """Return the magnitude that the model exceeds with probability `ratio`.
 
-        The zeros take none of it: the quantile of the non-zero part at δ/(1−π₀), 0 if that is 1 or more.
+        Zeros exceed nothing, so it is the quantile of the non-zero part at δ/(1−π₀); 0 if that is 1 or more.
+
+        Parameters
+        ----------
+        ratio : float
+            Probability δ, the kept fraction of all elements.
         """
         conditional = ratio / (1 - self.zero_fraction)
         return float(self.magnitude.isf(conditional)) if conditional < 1 else 0.0
 
 
 def as_magnitudes(x: Array | Sketch | Magnitudes) -> Magnitudes:
-    """Return the magnitudes of an array or a sketch."""
+    """Return the magnitudes of an array or a sketch.
+
+    Parameters
+    ----------
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, its sketch, or magnitudes, which are returned as they are.
+    """
     if isinstance(x, Magnitudes):
         return x
     return (x if isinstance(x, Sketch) else sketch(x)).magnitudes
 
 
 def check_method(model: str, method: str) -> None:
-    """Raise :class:`InputError` for an unknown model, or a method that it does not have."""
+    """Check that there is a model of this name and that it has the method.
+
+    Parameters
+    ----------
+    model : str
+        Name of a model.
+    method : str
+        Name of a method.
+
+    Raises
+    ------
+    InputError
+        If not. The message names what there is.
+    """
     from gradstats.statistics.solvers import SOLVERS
 
     if model not in MODELS:
@@ -118,7 +157,13 @@ def check_method(model: str, method: str) -> None:
 
 
 def default_method(model: str) -> Method:
-    """Return the closed form where a model has one, as thresholds use it; else maximum likelihood."""
+    """Return the closed form where a model has one, as thresholds use it; else maximum likelihood.
+
+    Parameters
+    ----------
+    model : str
+        Name, one of :data:`MODELS`.
+    """
     return (
         "closed" if model in ("laplace", "dgamma", "double_genpareto", "norm", "lognorm") else "mle"
     )
@@ -129,30 +174,35 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
 
     Parameters
     ----------
-    x : array of any shape, NumPy or torch, any floating dtype (NaN and infinities are left out), or its
-        :func:`gradstats.sketch`, which is all that is used of it.
-    model : one of :data:`MODELS`.
-    method :
-        - ``"closed"``: SIDCo's closed forms (laplace, dgamma, double_genpareto; eq. 5, 16, 8–9), and the exact ones of
-          norm and lognorm. The gamma shape approximates maximum likelihood within 1.5 %, which moves k̂/k by 5 % at
-          0.001; the generalized Pareto's is by moments.
-        - ``"moments"``: mean and mean square of the magnitudes. A generalized Pareto shape found so is always below
-          ½, and unreliable above ¼.
-        - ``"mle"``: maximum likelihood; the generalized Pareto's local maximum, which needs ξ > −1 (standard errors
-          need ξ > −½).
-        - ``"pwm"``: probability-weighted moments (Hosking and Wallis 1987), for laplace and double_genpareto; reliable
-          below ½.
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, NumPy or torch, any floating dtype (NaN and infinities are left out), or its
+        :func:`gradstats.sketch`, which a gradient is reduced to anyway.
+    model : str
+        Name, one of :data:`MODELS`.
+    method : {"closed", "moments", "mle", "pwm"}
+        Way to estimate the parameters:
+
+        - ``"closed"``: SIDCo's closed forms of laplace, dgamma and double_genpareto (eq. 5, 16, 8 and 9), exact ones of
+          norm and lognorm. The gamma shape approximates maximum likelihood within 1.5 %, which moves k̂/k by 5 % at a
+          ratio of 0.001; the generalized Pareto is fitted by moments.
+        - ``"moments"``: match the mean and the mean square of the magnitudes. A generalized Pareto shape found so is
+          always below ½, and unreliable above ¼.
+        - ``"mle"``: maximum likelihood. For the generalized Pareto this is the local maximum, which needs ξ > −1
+          (standard errors need ξ > −½).
+        - ``"pwm"``: probability-weighted moments (Hosking and Wallis 1987) of laplace and double_genpareto; reliable
+          for shapes below ½.
 
     Returns
     -------
     Fit
+        Parameters, standard errors, and the point mass at zero.
 
     Raises
     ------
     InputError
-        For an unknown model, a method that the model does not have, or an array that is not floating point.
+        If the model is unknown, has no such method, or the array is not floating point.
     FitError
-        With a :class:`Reason`, if the data has no fit.
+        If the data has no fit; its `reason` says why.
 
     Examples
     --------

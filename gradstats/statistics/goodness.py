@@ -1,4 +1,4 @@
-"""How far a fitted model is from the data. Effect sizes first; a p-value only on a declared subsample."""
+"""Distances of a fitted model from the data: effect sizes first, p-values only on a stated subsample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
 from gradstats.statistics.solution import FitError
@@ -28,10 +28,11 @@ __all__ = [
     "goodness",
 ]
 
-TAIL_RATIOS = (0.1, 0.01, 0.001, 0.0001)
-"""Kept fractions at which the tail is looked at, where at least ten elements lie beyond."""
+TAIL_RATIOS = (*RATIOS, 0.0001)
+"""Kept fractions at which the tail is compared, if at least ten elements lie beyond."""
 
 _FEWEST = 10
+"""Elements beyond a quantile below which the tail is not compared there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,23 @@ class Goodness:
 
     Attributes
     ----------
-    nll : mean negative log-likelihood per finite element (nats), the point mass at zero included.
-    aic, bic : 2·parameters + 2·n·nll; ln(n)·parameters + 2·n·nll.
-    ks : Kolmogorov distance between the magnitudes' distribution functions. It says nothing about the tail.
-    wasserstein : Wasserstein-1 distance between them, relative to the mean magnitude.
-    ad_upper : upper-tail Anderson-Darling statistic of the non-zero magnitudes divided by their number,
+    nll : float
+        Mean negative log-likelihood per finite element, in nats, with the point mass at zero.
+    aic : float
+        2·parameters + 2·n·nll.
+    bic : float
+        ln(n)·parameters + 2·n·nll.
+    ks : float
+        Kolmogorov distance between the distribution functions of the magnitudes. It says nothing about the tail.
+    wasserstein : float
+        Wasserstein-1 distance between them, relative to the mean magnitude.
+    ad_upper : float
+        Upper-tail Anderson-Darling statistic of the non-zero magnitudes divided by their number,
         ∫ (Fₙ − F)²/(1 − F) dF; infinite if data lies beyond the model's support.
-    log_quantile : ratio δ to ln(η_model/η_exact); 0.69 is a factor of two.
-    quality : ratio δ to k̂/k, what the model's threshold keeps over what it should.
-    tail_error : largest |ln(η_model/η_exact)|; NaN where no ratio leaves ten elements.
+    log_quantile : mapping of float to float
+        Ratio δ → ln(η_model/η_exact); 0.69 is a factor of two.
+    quality : mapping of float to float
+        Ratio δ → k̂/k, what the model's threshold keeps over what it should.
     """
 
     nll: float
@@ -62,7 +71,7 @@ class Goodness:
 
     @property
     def tail_error(self) -> float:
-        """Largest |ln(η_model/η_exact)| over the ratios."""
+        """Largest |ln(η_model/η_exact)| over the ratios; NaN if no ratio leaves ten elements."""
         return max((abs(e) for e in self.log_quantile.values()), default=math.nan)
 
 
@@ -73,14 +82,22 @@ def goodness(
 
     Parameters
     ----------
-    fit : of the same gradient.
-    x : the gradient, or its sketch.
-    ratios : for the tail, fractions of all elements.
+    fit : Fit
+        Model of the same gradient.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    ratios : sequence of float
+        Kept fractions of all elements at which the tail is compared.
+
+    Returns
+    -------
+    Goodness
+        All distances.
 
     Notes
     -----
-    From a sketch of more than :data:`~gradstats.primitives.sketch.EXACT` elements, distances are exact at the edges
-    of cells 0.05 to 0.1 % wide, and the likelihood is taken at their middles (relative error about 1e-7).
+    Of more than :data:`~gradstats.primitives.sketch.EXACT` elements, distances are exact at the edges of cells 0.05 to
+    0.1 % wide, and the likelihood is taken at their middles (relative error about 1e-7).
     """
     m = as_magnitudes(x)
     distances = Distances(fit, m)
@@ -109,14 +126,22 @@ def goodness(
 
 
 class Distances:
-    """Distances between the survival functions of non-zero magnitudes and of a model."""
+    """Distances between the survival functions of non-zero magnitudes and of a model.
+
+    Parameters
+    ----------
+    fit : Fit
+        Model.
+    m : Magnitudes
+        Non-zero magnitudes.
+    """
 
     def __init__(self, fit: Fit, m: Magnitudes) -> None:
         self.m = m
         self.law = fit.magnitude
         self.model_left, self.model_right = self.law.sf(m.left), self.law.sf(m.right)
         after = (m.count - m.cumulative) / m.count
-        self.left, self.right = after + m.weight / m.count, after  # shares above the cell's ends
+        self.left, self.right = after + m.weight / m.count, after  # shares above the ends of cells
 
     def kolmogorov(self) -> float:
         """Return the largest difference."""
@@ -126,7 +151,7 @@ class Distances:
         )
 
     def wasserstein(self) -> float:
-        """Return Wasserstein-1, the integral of |difference|: linear in cells and gaps, and beyond the last."""
+        """Return Wasserstein-1, the integral of |difference|: linear in cells and gaps, then the model's tail."""
         m = self.m
         before, after = self.left - self.model_left, self.right - self.model_right
         total = _absolute_area(before, after, m.right - m.left)
@@ -139,7 +164,7 @@ class Distances:
         return total + self._beyond()
 
     def _beyond(self) -> float:
-        """Return the integral of the model's survival beyond the last cell, over the quantile q = S(last) e^(−s)."""
+        """Return the integral of the model's survival beyond the last cell, over quantiles q = S(last) e^(−s)."""
         last, share = float(self.m.right[-1]), float(self.model_right[-1])
         if share <= 0:
             return 0.0
@@ -148,7 +173,10 @@ class Distances:
         return share * float(weight[seen] @ (self.law.isf(share * np.exp(-s[seen])) - last))
 
     def upper_anderson_darling(self) -> float:
-        """Return ∫ (w − c)²/w dw over the model's survival w; c is constant in gaps, its middle's value in cells."""
+        """Return ∫ (w − c)²/w dw over the model's survival w.
+
+        The data's survival c is constant in gaps; in a cell it is taken as that of the middle.
+        """
         edges = np.column_stack([self.model_left, self.model_right]).reshape(-1)
         edges = np.concatenate([[1.0], edges, [0.0]])
         level = np.column_stack([self.left, (self.left + self.right) / 2]).reshape(-1)
@@ -175,14 +203,18 @@ def _absolute_area(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Which of two models is closer to the data, per element.
+    """How much closer to the data one of two models is.
 
     Attributes
     ----------
-    difference : mean log-likelihood of the first minus the second, nats per non-zero element: the effect size.
-    z, p_value : Vuong's statistic √n·difference/sd and its two-sided p; for nested models the likelihood-ratio
-        statistic 2n·|difference| and its χ²(1) p.
-    nested : whether one model is a special case of the other (Laplace of all but the log-normal and Student's).
+    difference : float
+        Mean log-likelihood of the first minus that of the second, in nats per non-zero element: the effect size.
+    z : float
+        Vuong's statistic √n·difference/sd; for nested models the likelihood-ratio statistic 2n·|difference|.
+    p_value : float
+        Two-sided p-value of Vuong's statistic; for nested models that of χ²(1).
+    nested : bool
+        Whether one model is a special case of the other (Laplace of all but the log-normal and Student's).
     """
 
     difference: float
@@ -200,7 +232,21 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
     """Compare two maximum-likelihood fits of the same data (Vuong 1989).
 
     With millions of elements any difference is significant, and elements are not independent: read `difference`
-    first. Positive favours the first model.
+    first.
+
+    Parameters
+    ----------
+    first : Fit
+        Model that a positive difference favours.
+    second : Fit
+        Model that a negative difference favours.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+
+    Returns
+    -------
+    Comparison
+        Effect size and test.
     """
     from scipy.stats import chi2, norm
 
@@ -227,11 +273,21 @@ class Bootstrap:
 
     Attributes
     ----------
-    statistic : observed on the subsample, Kolmogorov's D or the upper-tail Anderson-Darling statistic/n.
-    p_value : (b + 1)/(B + 1), b replicates at least as far; each refitted.
-    p_naive : of the Kolmogorov test that takes the fitted parameters as known. It hardly ever rejects: shown
-        to be distrusted; NaN for other statistics.
-    size, replicates, failed, seed : elements drawn, replicates B, those without a fit (counted as farther), seed.
+    statistic : float
+        Kolmogorov's D, or the upper-tail Anderson-Darling statistic divided by n, of the subsample.
+    p_value : float
+        (b + 1)/(B + 1), where b of the B refitted replicates are at least as far.
+    p_naive : float
+        p-value of the Kolmogorov test that takes the fitted parameters as known, NaN for the other statistic. Do not
+        trust it: it hardly ever rejects.
+    size : int
+        Elements drawn.
+    replicates : int
+        Replicates B.
+    failed : int
+        Replicates without a fit, which count as farther.
+    seed : int
+        Seed of the subsample and the replicates.
     """
 
     statistic: float
@@ -256,29 +312,47 @@ def bootstrap(
 ) -> Bootstrap:
     """Test a model by parametric bootstrap (Stute, Manteiga and Quindimil 1993).
 
-    A subsample of stated size is fitted; as many elements are drawn from the fit, refitted and measured, `replicates`
-    times. At full size a test only says that n is large; on a subsample it says whether the misfit is
-    visible among that many elements.
+    A subsample of stated size is fitted. Then, `replicates` times, as many elements are drawn from the fit, refitted
+    and measured. At full size a test only says that n is large; on a subsample it says whether the misfit is visible
+    among that many elements.
 
     Parameters
     ----------
-    x : gradient or sketch; the non-zero magnitudes are tested.
-    model, method : as for :func:`gradstats.fit`.
-    statistic : ``"ks"``, or ``"ad"`` for the upper tail.
-    size : elements of the subsample, at most those there are.
-    replicates : B.
-    seed : of the subsample and the replicates; the global random state is not touched.
-    on_progress : called after every replicate.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes. The non-zero magnitudes are tested.
+    model : str
+        Model to test, one of :data:`gradstats.statistics.fitting.MODELS`.
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of every fit, see :func:`gradstats.fit`.
+    statistic : {"ks", "ad"}
+        Kolmogorov's D, or Anderson-Darling of the upper tail.
+    size : int
+        Elements of the subsample; all of them if there are fewer.
+    replicates : int
+        Replicates B.
+    seed : int
+        Seed of the subsample and the replicates; the global random state is not touched.
+    on_progress : callable
+        Called without arguments after every replicate.
+
+    Returns
+    -------
+    Bootstrap
+        Statistic and p-value.
 
     Raises
     ------
     FitError
         If the subsample has no fit.
+    InputError
+        If the model, method or statistic is unknown, or there are too few elements or replicates.
     """
     if statistic not in ("ks", "ad"):
         raise InputError(f"no statistic {statistic!r}; there are ks, ad")
     if size < 2 or replicates < 1:
-        raise InputError("a bootstrap needs at least two elements and one replicate")
+        raise InputError(
+            f"a bootstrap needs a size of 2 and one replicate at least, not {size} and {replicates}"
+        )
     rng = np.random.default_rng(seed)
     sample = as_magnitudes(x).sample(size, rng)
     n = sample.count

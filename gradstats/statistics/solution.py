@@ -1,4 +1,4 @@
-"""What every solver returns, and why data may have no fit."""
+"""The result of a solver, what to mind about it, and the reasons why data has no fit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from enum import StrEnum
 
 from gradstats.errors import InputError
 
-__all__ = ["FitError", "Flag", "Reason", "Solution"]
+__all__ = ["Z95", "FitError", "Flag", "Reason", "Solution"]
+
+Z95 = 1.959963984540054
+"""Standard errors to either side of an estimate that make its 95 % normal interval."""
 
 
 class Reason(StrEnum):
-    """Why data has no fit."""
+    """Reason why data has no fit."""
 
     EMPTY = "nothing to fit: no finite non-zero element"
     TOO_FEW = "a shape needs at least two elements"
@@ -25,7 +28,7 @@ class Reason(StrEnum):
 
 
 class Flag(StrEnum):
-    """What to mind about a fit. Members are strings, the sentences they stand for."""
+    """Warning about a fit; a member is the string that is shown."""
 
     MOMENTS = "shape above 1/4: moment estimate unreliable"
     PWM = "shape above 1/2: probability-weighted moments unreliable"
@@ -37,9 +40,10 @@ class Flag(StrEnum):
 class FitError(InputError):
     """The data has no fit of this model.
 
-    Attributes
+    Parameters
     ----------
-    reason : why, a :class:`Reason`; it is also the message.
+    reason : Reason
+        Why. It is also the message.
     """
 
     def __init__(self, reason: Reason) -> None:
@@ -49,7 +53,17 @@ class FitError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver finds: parameters without the location, their standard errors, and flags."""
+    """Parameters that a solver found, with their standard errors.
+
+    Attributes
+    ----------
+    params : mapping of str to float
+        Parameters by SciPy's names, without the location.
+    stderr : mapping of str to float
+        Standard errors of the parameters; NaN where theory has none.
+    flags : tuple of Flag
+        Warnings.
+    """
 
     params: Mapping[str, float]
     stderr: Mapping[str, float]

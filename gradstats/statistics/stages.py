@@ -1,26 +1,28 @@
-"""The pieces of a multi-stage threshold: ratios, one stage's quantile, moments from a histogram."""
+"""The pieces of SIDCo's multi-stage threshold: ratios of the stages, quantile of one stage, loop over the stages.
+
+Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems",
+MLSys 2021. The solvers behind :func:`gradstats.fit` use the same closed forms of the shapes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from gradstats.errors import InputError
-from gradstats.primitives import Histogram, Moments
-from gradstats.primitives.histogram import bin_edges
+from gradstats.primitives import Moments
 
 __all__ = [
-    "HistogramMoments",
     "Quantile",
     "exponential",
     "gamma_closed",
     "gamma_exact",
     "gamma_shape",
     "genpareto",
+    "genpareto_by_moments",
     "most_stages",
+    "run_stages",
     "stage_ratios",
 ]
 
@@ -31,7 +33,24 @@ Quantile: TypeAlias = Callable[[Moments, float, float], tuple[float, dict[str, A
 def stage_ratios(ratio: float, stages: int, first: float = 0.25) -> list[float]:
     """Split a ratio over stages: δ₁ = `first`, then equal shares whose product is `ratio` (SIDCo section 2.4).
 
-    A ratio at or above `first` needs one stage only.
+    Parameters
+    ----------
+    ratio : float
+        Share of the elements to keep in the end.
+    stages : int
+        Number of stages M ≥ 1. A ratio at or above `first` gets one stage only.
+    first : float
+        Share δ₁ that the first of several stages keeps.
+
+    Returns
+    -------
+    list of float
+        One share per stage, each of what the stage before kept.
+
+    Raises
+    ------
+    InputError
+        If `stages` is below 1.
 
     Examples
     --------
@@ -46,18 +65,86 @@ def stage_ratios(ratio: float, stages: int, first: float = 0.25) -> list[float]:
 
 
 def most_stages(ratio: float) -> int:
-    """Return ⌈log δ / log ½⌉, the authors' program's largest stage count; at least 1."""
+    """Return ⌈log δ / log ½⌉, the largest number of stages that the authors' program uses; at least 1.
+
+    Parameters
+    ----------
+    ratio : float
+        Share δ of the elements to keep.
+    """
     return max(1, math.ceil(math.log(ratio) / math.log(0.5))) if 0 < ratio < 1 else 1
 
 
+def run_stages(
+    models: tuple[Quantile, Quantile],
+    ratios: Sequence[float],
+    whole: Moments,
+    above: Callable[[float], Moments],
+) -> Iterator[dict[str, Any]]:
+    """Yield the stages of a multi-stage threshold (SIDCo algorithm 1) one after another.
+
+    Ends early when no element exceeds a stage's threshold.
+
+    Parameters
+    ----------
+    models : pair of Quantile
+        Quantile of the first stage and of every later one.
+    ratios : sequence of float
+        One share per stage, see :func:`stage_ratios`.
+    whole : Moments
+        Moments of all non-zero magnitudes, which the first stage models.
+    above : callable
+        Threshold to the moments of the magnitudes that reach it. Called between two stages only.
+
+    Yields
+    ------
+    dict
+        ``count`` magnitudes modelled, ``ratio`` of them wanted, ``threshold`` after the stage, parameters and flags.
+    """
+    threshold, m = 0.0, whole
+    for stage, ratio in enumerate(ratios):
+        if stage:
+            m = above(threshold)
+        if m.count == 0:  # the last threshold exceeds every element: nothing left to model
+            return
+        excess, parameters = models[min(stage, 1)](m, threshold, ratio)
+        threshold += excess
+        yield {"count": m.count, "ratio": ratio, "threshold": threshold, **parameters}
+
+
 def exponential(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[str, Any]]:
-    """Exponential excesses, maximum likelihood: β ln(1/δ)."""
+    """Return the quantile β ln(1/δ) of exponential excesses, by maximum likelihood (SIDCo eq. 10 and 11).
+
+    The scale β is the mean of |g| − η, which eq. 11 intends.
+
+    Parameters
+    ----------
+    m : Moments
+        Moments of the magnitudes that reach the threshold.
+    threshold : float
+        Threshold η of the stage before; 0 in the first.
+    ratio : float
+        Share δ of them to keep.
+    """
     scale = max(m.mean - threshold, 0.0)
     return scale * math.log(1 / ratio), {"scale": scale}
 
 
 def gamma_shape(mean: float, mean_log: float) -> float:
-    """Return the closed-form gamma shape (SIDCo eq. 16), within 1.5 % of maximum likelihood; inf for constants."""
+    """Return the closed-form gamma shape (SIDCo eq. 16), within 1.5 % of maximum likelihood.
+
+    Parameters
+    ----------
+    mean : float
+        Mean magnitude.
+    mean_log : float
+        Mean logarithm of the magnitudes.
+
+    Returns
+    -------
+    float
+        Shape α; infinite if all magnitudes are equal.
+    """
     s = math.log(mean) - mean_log if mean > 0 else 0.0
     if s <= 1e-12:
         return math.inf
@@ -65,7 +152,17 @@ def gamma_shape(mean: float, mean_log: float) -> float:
 
 
 def gamma_exact(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[str, Any]]:
-    """Gamma magnitudes, exact inverse of the upper incomplete gamma function."""
+    """Return the quantile of gamma magnitudes by the exact inverse of the incomplete gamma function (SIDCo eq. 14).
+
+    Parameters
+    ----------
+    m : Moments
+        Moments of all non-zero magnitudes.
+    threshold : float
+        Not used: the gamma distribution is a model of the first stage only.
+    ratio : float
+        Share δ of the magnitudes to keep.
+    """
     from scipy.special import gammainccinv
 
     shape = _shape(m)
@@ -76,7 +173,20 @@ def gamma_exact(m: Moments, threshold: float, ratio: float) -> tuple[float, dict
 
 
 def gamma_closed(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[str, Any]]:
-    """Gamma magnitudes, SIDCo's closed form −β(ln δ + ln Γ(α)), never negative."""
+    """Return SIDCo's closed form −β(ln δ + ln Γ(α)) of the quantile of gamma magnitudes (eq. 15).
+
+    It bounds the quantile for shapes up to 1 and thresholds beyond the scale only; elsewhere it is flagged
+    ``outside_bound``. A negative value becomes 0.
+
+    Parameters
+    ----------
+    m : Moments
+        Moments of all non-zero magnitudes.
+    threshold : float
+        Not used: the gamma distribution is a model of the first stage only.
+    ratio : float
+        Share δ of the magnitudes to keep.
+    """
     shape = _shape(m)
     if math.isinf(shape):
         return m.mean, {"a": shape, "scale": 0.0}
@@ -87,65 +197,46 @@ def gamma_closed(m: Moments, threshold: float, ratio: float) -> tuple[float, dic
 
 
 def _shape(m: Moments) -> float:
-    """Return the closed form; a histogram's moments have no logarithms, so there by the second moment."""
+    """Return the closed form; moments from a histogram have no logarithms: there by the second moment."""
     if not math.isnan(m.sum_log):
         return gamma_shape(m.mean, m.mean_log)
     return m.mean**2 / m.variance if m.variance > 1e-12 * m.mean**2 else math.inf
 
 
+def genpareto_by_moments(mean: float, variance: float) -> tuple[float, float]:
+    """Return shape ξ and scale of a generalized Pareto by its moments (SIDCo eq. 8 and 9); ξ is always below ½.
+
+    Parameters
+    ----------
+    mean : float
+        Mean excess.
+    variance : float
+        Variance of the excesses, above 0.
+    """
+    squared = mean**2 / variance
+    return 0.5 * (1 - squared), 0.5 * mean * (squared + 1)
+
+
 def genpareto(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[str, Any]]:
-    """Generalized Pareto excesses by moments: (σ/ξ)(δ^−ξ − 1), with its limit at ξ = 0."""
+    """Return the quantile (σ/ξ)(δ^−ξ − 1) of generalized Pareto excesses, with its limit at ξ = 0 (SIDCo eq. 7).
+
+    Flagged ``unreliable`` unless −½ < ξ ≤ ¼.
+
+    Parameters
+    ----------
+    m : Moments
+        Moments of the magnitudes that reach the threshold.
+    threshold : float
+        Threshold η of the stage before; 0 in the first.
+    ratio : float
+        Share δ of them to keep.
+    """
     mean = max(m.mean - threshold, 0.0)
     if m.variance <= 1e-12 * mean**2 or mean == 0:
         return mean, {"c": -math.inf, "scale": 0.0, "unreliable": True}
-    squared = mean**2 / m.variance
-    shape, scale = 0.5 * (1 - squared), 0.5 * mean * (squared + 1)
+    shape, scale = genpareto_by_moments(mean, m.variance)
     logarithm = math.log(1 / ratio)
     excess = scale * logarithm
     if abs(shape * logarithm) > 1e-12:
         excess = scale * math.expm1(shape * logarithm) / shape
     return excess, {"c": shape, "scale": scale, "unreliable": not -0.5 < shape <= 0.25}
-
-
-class HistogramMoments:
-    """Moments of the exceedances over any threshold, from a histogram alone.
-
-    Each bin's elements are taken at its middle: with 10 bits the error is below 0.05 %.
-    """
-
-    def __init__(self, h: Histogram) -> None:
-        occupied = np.flatnonzero(h.counts)
-        self._first = int(occupied[0]) if occupied.size else 0
-        last = int(occupied[-1]) + 1 if occupied.size else 0
-        edges = bin_edges(h.bits)
-        self._edges = edges[self._first : last + 1]
-        counts = h.counts[self._first : last].astype(np.float64)
-        self._middles = (self._edges[:-1] + self._edges[1:]) / 2
-        self._counts = counts
-        self._tails = [
-            np.append(np.cumsum((counts * self._middles**p)[::-1])[::-1], 0.0) for p in (0, 1, 2)
-        ]
-        self._whole = h
-
-    def above(self, threshold: float) -> Moments:
-        """Return the moments of |g| ≥ threshold; Σ ln|g| is NaN."""
-        i = int(np.searchsorted(self._edges, threshold, side="right")) - 1
-        sums = [float(tail[min(max(i, 0), tail.size - 1)]) for tail in self._tails]
-        if 0 <= i < self._counts.size:
-            # leave out the part of the bin below the threshold
-            left, right = self._edges[i], self._edges[i + 1]
-            part = self._counts[i] * (threshold - left) / (right - left)
-            middle = (left + threshold) / 2
-            sums = [s - part * middle**p for p, s in enumerate(sums)]
-        h = self._whole
-        return Moments(
-            numel=h.numel,
-            count=round(sums[0]),
-            zeros=h.zeros,
-            nonfinite=h.nonfinite,
-            sum_abs=sums[1],
-            sum_squares=sums[2],
-            sum_log=math.nan,
-            max=float(self._edges[-1]) if self._edges.size else 0.0,
-            above=threshold,
-        )

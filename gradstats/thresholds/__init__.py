@@ -1,4 +1,7 @@
-"""Threshold estimators, one per file, and the registry of their names."""
+"""Threshold estimators, one per file, and the registry of their names.
+
+Neither SciPy nor torch is imported here or by an estimator's file: SciPy loads with the first threshold that needs it.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +59,28 @@ ESTIMATORS: dict[str, Callable[..., Estimator]] = {
         MiCRO,
     )
 }
-"""Estimator by name, as the command line and the tables call them."""
+"""Estimator by the name that the command line and the tables use."""
 
 
 def make_estimator(name: str, **options: Any) -> Estimator:
-    """Build the estimator called `name`.
+    """Build an estimator by its name.
+
+    Parameters
+    ----------
+    name : str
+        Name of the estimator, a key of :data:`ESTIMATORS`.
+    **options : object
+        Parameters of its class, such as ``stages=3``.
+
+    Returns
+    -------
+    Estimator
+        A new one, with a state of its own.
 
     Raises
     ------
     InputError
-        For an unknown name or an option the estimator does not take; the message lists what there is.
+        If the name is unknown (the message lists the names) or the estimator does not take an option.
     """
     try:
         factory = ESTIMATORS[name]
@@ -84,15 +99,24 @@ def threshold(
 
     Parameters
     ----------
-    x : array of any shape, NumPy or torch, any floating dtype.
-    ratio : kept fraction k/d, in (0, 1].
-    estimator : a name of :data:`ESTIMATORS`, or an estimator object.
-    options : for the estimator named, such as ``stages=3``.
+    x : array_like
+        Gradient of any shape, NumPy or torch, any floating dtype. NaN and infinities are left out.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    estimator : str or Estimator
+        Name of an estimator, a key of :data:`ESTIMATORS`, or an estimator.
+    **options : object
+        Parameters of the estimator named, such as ``stages=3``.
 
     Returns
     -------
     float
-        η ≥ 0 in the gradient's unit. For more than the number, call :meth:`Estimator.estimate`.
+        Threshold η ≥ 0, in the gradient's unit. :meth:`Estimator.estimate` returns more than the number.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1], `x` is not dense floating point, or the estimator or an option is unknown.
 
     Examples
     --------
@@ -102,6 +126,8 @@ def threshold(
     """
     if isinstance(estimator, Estimator):
         if options:
-            raise InputError("options go with an estimator's name; this estimator is already built")
+            raise InputError(
+                "options go with an estimator's name; this one is already built: give them to its class"
+            )
         return estimator.estimate(x, ratio).threshold
     return make_estimator(estimator, **options).estimate(x, ratio).threshold

@@ -1,4 +1,4 @@
-"""What every threshold estimator is: an object that turns a gradient and a ratio into a threshold."""
+"""The base of all threshold estimators, which turn a gradient and a ratio into a threshold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -16,20 +16,44 @@ from gradstats.primitives import select as select_elements
 from gradstats.primitives.arrays import check, wide_dtype
 from gradstats.primitives.ratio import target_count
 
-__all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "target_count"]
+__all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "Rule", "check_rule"]
+
+Rule: TypeAlias = Literal["corrected", "paper"]
+"""A rule as it works, or as published where that does not."""
+
+
+def check_rule(rule: str) -> None:
+    """Check that there is a rule of this name.
+
+    Parameters
+    ----------
+    rule : str
+        Name to check.
+
+    Raises
+    ------
+    InputError
+        If it is neither ``"corrected"`` nor ``"paper"``.
+    """
+    if rule not in ("corrected", "paper"):
+        raise InputError(f"rule must be corrected or paper, not {rule!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A threshold and how it came about.
+    """A threshold and how it was found.
 
     Attributes
     ----------
-    threshold : η ≥ 0 in the gradient's unit, representable in the precision it is compared in
-        (float32; float64 for float64 gradients). Elements with |g| ≥ η and g ≠ 0 are kept.
-    k : the target count.
-    numel : elements of the gradient.
-    details : what the estimator saw on the way (moments, stages, flags); keys are the estimator's own.
+    threshold : float
+        Threshold η ≥ 0, in the gradient's unit; elements with |g| ≥ η and g ≠ 0 are kept. It is a number of the
+        precision in which it is compared: float32, or float64 for float64 gradients.
+    k : int
+        Target count.
+    numel : int
+        Elements of the gradient.
+    details : mapping of str to object
+        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own.
     """
 
     threshold: float
@@ -40,7 +64,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rule found: η, what it saw, and the selection if that came with it."""
+    """The result of :meth:`Estimator._find`.
+
+    Attributes
+    ----------
+    threshold : float
+        Threshold η ≥ 0 before rounding.
+    details : mapping of str to object
+        What the estimator saw on the way.
+    selection : Selection or None
+        Elements at or above the threshold, if finding it gave them.
+    """
 
     threshold: float
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -48,43 +82,66 @@ class Found:
 
 
 class Estimator(ABC):
-    """A threshold rule. The object in a table is the object a compressor runs.
+    """Base of the threshold estimators; tables and compressors run the same objects.
 
-    Stateful rules (sampling, reuse, feedback, warm start) keep their state in the instance: use one instance per
-    gradient stream, and :meth:`state_dict` to checkpoint it.
+    A rule with state (sampling, reuse, feedback, warm start) keeps it in the instance: use one instance per gradient
+    stream, and :meth:`state_dict` to checkpoint it.
     """
 
     name: ClassVar[str]
     feedback: ClassVar[bool] = False
-    """Whether the rule learns from how many elements its last threshold kept."""
+    """Whether the rule learns from the number of elements that its last threshold kept."""
 
     @abstractmethod
     def _find(self, x: Array, k: int) -> Found:
         """Find the threshold of a checked, non-empty gradient."""
 
     def _observe(self, kept: int, k: int, numel: int) -> None:  # noqa: B027 — most rules learn nothing
-        """Learn that the last threshold kept `kept` elements of `numel`, `k` wanted."""
+        """Learn that the last threshold kept `kept` of `numel` elements where `k` were wanted."""
 
     def estimate(self, x: Array, ratio: float) -> Estimate:
         """Estimate the threshold that keeps `ratio` of the elements of `x`.
 
         Parameters
         ----------
-        x : array of any shape, NumPy or torch, float16, bfloat16, float32 or float64.
-        ratio : kept fraction k/d, in (0, 1].
+        x : array_like
+            Gradient of any shape, NumPy or torch, any floating dtype. NaN and infinities are left out.
+        ratio : float
+            Kept fraction k/d, in (0, 1].
+
+        Returns
+        -------
+        Estimate
+            Threshold and how it was found.
 
         Raises
         ------
         InputError
-            For a ratio outside (0, 1] or an array that is not dense floating point.
+            If the ratio is outside (0, 1] or the array is not dense floating point.
         """
         return self._run(x, ratio, select=self.feedback)[0]
 
     def select(self, x: Array, ratio: float) -> tuple[Estimate, Selection]:
-        """Estimate the threshold and return the elements it keeps, often in one pass together.
+        """Estimate the threshold and return the elements it keeps, often in a single pass.
 
-        Parameters and errors are those of :meth:`estimate`; the selection is that of
-        :func:`gradstats.select` at the threshold.
+        Parameters
+        ----------
+        x : array_like
+            Gradient of any shape, NumPy or torch, any floating dtype.
+        ratio : float
+            Kept fraction k/d, in (0, 1].
+
+        Returns
+        -------
+        estimate : Estimate
+            Threshold and how it was found.
+        selection : Selection
+            Elements at or above the threshold, as :func:`gradstats.select` returns them.
+
+        Raises
+        ------
+        InputError
+            If the ratio is outside (0, 1] or the array is not dense floating point.
         """
         estimate, selection = self._run(x, ratio, select=True)
         assert selection is not None
@@ -99,7 +156,7 @@ class Estimator(ABC):
         found = self._find(x, k)
         if math.isnan(found.threshold) or found.threshold < 0:
             raise AssertionError(f"{self.name} produced the threshold {found.threshold}")
-        # Rounded once, here, so that every later comparison (NumPy, torch, another device) is the same.
+        # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
         largest = float(np.finfo(wide_dtype(x)).max)
         threshold = float(wide_dtype(x).type(min(found.threshold, largest)))
         estimate = Estimate(threshold, k, numel, found.details)
@@ -112,17 +169,25 @@ class Estimator(ABC):
         return estimate, selection
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs to continue bit-identically (empty for a stateless rule)."""
+        """Return what a restart needs to continue bit-identically; empty for a rule without state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         if state:
-            raise InputError(f"{self.name} keeps no state, got {sorted(state)}")
+            raise InputError(
+                f"{self.name} keeps no state, got {sorted(state)}: was it saved by another estimator?"
+            )
 
 
 class RandomEstimator(Estimator):
-    """A rule that draws samples, from a generator of its own: nobody's global state is touched."""
+    """Base of the estimators that draw samples, from a generator of their own: no global state is touched.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the generator.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Latency of threshold estimation with selection, against sorting and against one read of the data."""
+"""The benchmark of threshold estimation with selection, against sorting and against one read of the data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ import torch
 from numpy.typing import NDArray
 
 from gradstats.primitives import set_num_threads, warm_up
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.thresholds import ESTIMATORS, Estimator, make_estimator
 
 __all__ = ["REFERENCES", "bench", "sample_gradient"]
 
 _SETTLE_S = 0.02
+"""Pause before a round: torch's threads keep spinning after an operation, on the cores that ours need."""
 
 
 def sample_gradient(numel: int, seed: int = 0) -> NDArray[np.float32]:
-    """Return a synthetic gradient: fifty Laplace layers of log-normal scales, a heavy-tailed whole."""
+    """Return a synthetic gradient with a heavy tail: fifty Laplace layers of log-normal scales.
+
+    Parameters
+    ----------
+    numel : int
+        Size of the gradient.
+    seed : int
+        Seed of the draws.
+
+    Returns
+    -------
+    ndarray of float32, shape (numel,)
+        Gradient.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_exponential(numel, np.float32)
     x *= rng.choice(np.array([-1, 1], np.float32), numel)
@@ -54,12 +68,12 @@ REFERENCES: dict[str, Callable[[torch.Tensor, int], int]] = {
     "torch.kthvalue": _kthvalue,
     "numpy.argpartition": _partition,
 }
-"""Exact selection with the usual tools: gradient and k to the number selected."""
+"""Exact selection with the usual tools: (gradient, k) → number of elements selected."""
 
 
 def bench(
     numels: Sequence[int] = (260_000, 2_600_000, 26_000_000),
-    ratios: Sequence[float] = (0.1, 0.01, 0.001),
+    ratios: Sequence[float] = RATIOS,
     *,
     estimators: Sequence[str] = tuple(ESTIMATORS),
     threads: Sequence[int] = (1,),
@@ -71,18 +85,34 @@ def bench(
 
     Parameters
     ----------
-    numels, ratios, estimators, threads : what to combine.
-    repeats : rounds; each round runs everything once on the next of three gradients, and medians are reported.
-    references : also time :data:`REFERENCES`, which take seconds at 26 M elements.
-    on_progress : called after every round of every size, ratio and thread count.
+    numels : sequence of int
+        Sizes of the gradients.
+    ratios : sequence of float
+        Kept fractions k/d, each in (0, 1].
+    estimators : sequence of str
+        Names of the estimators, by default all.
+    threads : sequence of int
+        Numbers of threads.
+    repeats : int
+        Rounds. Each runs everything once on the next of three gradients.
+    references : bool
+        Time :data:`REFERENCES` too, which take seconds at 26 M elements.
+    on_progress : callable
+        Called without arguments after every round of every size, ratio and number of threads.
 
     Returns
     -------
     list of dict
-        compressor, numel, ratio, threads, seconds (median), streams (seconds over those of ``torch.sum`` of the
-        same buffer, median), streams_mean (says more about rules that search every few steps), quality (k̂/k,
-        mean), memory (largest extra NumPy memory in one call, as a fraction of the gradient's; NaN where torch
-        allocates it), speedup (over torch.topk).
+        One per combination, with ``compressor`` (the estimator or reference), ``numel``, ``ratio``, ``threads``,
+        ``seconds`` (median), ``streams`` (median seconds over those of ``torch.sum`` of the same buffer),
+        ``streams_mean`` (the same with the mean, for rules that search every few steps), ``quality`` (mean k̂/k),
+        ``memory`` (largest extra NumPy memory in one call, as a fraction of the gradient's; NaN for references, whose
+        memory torch allocates) and ``speedup`` (over torch.topk; NaN without references).
+
+    Raises
+    ------
+    InputError
+        If a ratio is outside (0, 1] or an estimator is unknown.
 
     Notes
     -----
@@ -131,7 +161,6 @@ def _bench_one(
     kept: dict[str, list[int]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         x = gradients[round_ % len(gradients)]
-        # torch's threads go on spinning for a while after an operation, on the cores that ours need
         time.sleep(_SETTLE_S)
         for name, run in runs.items():
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The exact threshold, the k-th largest magnitude: from scratch, and warm-started from the last step's."""
+"""The exact threshold, the k-th largest magnitude: from scratch, and warm-started from the last step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ __all__ = ["Exact", "WarmExact"]
 
 
 class Exact(Estimator):
-    """The k-th largest finite magnitude, exactly, at the price of a sample and one pass.
+    """The k-th largest finite magnitude, exactly, for a sample and one pass.
 
-    Elements tied with it are all kept, so k̂ ≥ k, with equality when the magnitudes are distinct; k̂ < k only when the
-    gradient has fewer than k non-zero elements (the threshold is then 0 and every non-zero element is kept).
+    Elements tied with it are all kept, so k̂ ≥ k, with equality when the magnitudes are distinct. k̂ < k only if fewer
+    than k elements are non-zero; the threshold is then 0 and all of them are kept.
+
+    Notes
+    -----
+    Source: Floyd and Rivest (1975), see :func:`gradstats.primitives.top_candidates`.
     """
 
     name = "exact"
@@ -31,12 +35,15 @@ class Exact(Estimator):
 
 
 class WarmExact(Estimator):
-    """The exact threshold, bracketed by the last step's instead of a sample.
+    """The exact threshold, with a bracket from the last step instead of a sample.
 
-    The pass collects what reaches η_{t-1} e^(−m). The margin m follows the drift of the threshold (1.5 times the
-    largest recent step of ln η) but stops where the last step had two k elements: with error feedback the
-    magnitudes pile up just under the threshold. Too narrow a margin costs one more pass, never a wrong k. The same
-    thresholds as :class:`Exact`, always.
+    The pass collects what reaches η_{t−1} e^(−m). The margin m follows the drift of the threshold (1.5 times the
+    largest recent step of ln η) but ends where the last step had 2k elements, because with error feedback the
+    magnitudes pile up just under the threshold. Too narrow a margin costs one more pass, never a wrong k.
+
+    Notes
+    -----
+    Not from a paper. The thresholds are always those of :class:`Exact`.
     """
 
     name = "warm-exact"
@@ -47,7 +54,7 @@ class WarmExact(Estimator):
         self._margin = 0.0
         self._k = 0
         self.misses = 0
-        """Steps that took a second pass."""
+        """Number of steps that took a second pass."""
 
     def _find(self, x: Array, k: int) -> Found:
         last = self._threshold
@@ -66,14 +73,14 @@ class WarmExact(Estimator):
 
     @staticmethod
     def _crowded(magnitude: Any, k: int, threshold: float) -> float:
-        """Return the margin within which this step had two k elements; no limit if it cannot tell."""
+        """Return the margin within which this step had 2k elements; infinite if it is not known."""
         if magnitude.size < 2 * k or threshold <= 0:
             return math.inf
         second = float(np.partition(magnitude, magnitude.size - 2 * k)[magnitude.size - 2 * k])
         return max(math.log(threshold / second), 1e-4) if second > 0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last threshold and what the margin follows."""
+        """Return the last threshold and what its margin depends on."""
         return {
             "threshold": self._threshold,
             "drift": self._drift,

@@ -1,4 +1,4 @@
-"""Gaussian-K-SGD's threshold: a normal quantile, then a few corrections (Shi et al., arXiv 1911.08772)."""
+"""GaussianK-SGD's threshold: a normal quantile, then a few corrections."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ __all__ = ["GaussianK"]
 
 
 class GaussianK(Estimator):
-    """The two-sided normal quantile of the signed elements, halved or raised by half up to `loops` times.
-
-    The threshold is halved while it keeps fewer than ⅔ k and raised by half while it keeps more than 4/3 k; the last
-    correction is not looked at again, as in the authors' program (3 loops with error feedback, 5 without).
+    """The two-sided normal quantile of the signed elements, corrected by the number of elements it keeps.
 
     Parameters
     ----------
-    loops : corrections at most. One pass each.
+    loops : int
+        Largest number of corrections, each of which costs one pass. The authors' program has 3 with error feedback, 5
+        without.
+
+    Notes
+    -----
+    Source: Shi et al., arXiv 1911.08772, and the authors' program: the threshold is halved while it keeps fewer than
+    ⅔ k and raised by half while it keeps more than 4/3 k; what the last correction keeps is not counted.
+
+    Differs from the program: mean and deviation are those of the finite elements, and the threshold is never negative.
     """
 
     name = "gaussiank"
 
     def __init__(self, loops: int = 3) -> None:
         if loops < 0:
-            raise InputError(f"loops must not be negative, got {loops}")
+            raise InputError(f"loops must not be negative, not {loops}")
         self.loops = loops
 
     def _find(self, x: Array, k: int) -> Found:
@@ -57,6 +63,7 @@ class GaussianK(Estimator):
 
 
 def _signed_sum(_: int, block: NDArray[Any]) -> float:
+    """Return the sum of the finite elements of a block."""
     total = float(np.sum(block, dtype=np.float64))
     if math.isfinite(total):
         return total

@@ -1,4 +1,4 @@
-"""A hard threshold: one number for the whole of training."""
+"""The hard threshold: one number for the whole training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Hard(Estimator):
 
     Parameters
     ----------
-    threshold : η ≥ 0; None takes the exact threshold of the first gradient and keeps it.
+    threshold : float, optional
+        Threshold η ≥ 0, in the gradient's unit; by default the exact threshold of the first gradient.
     """
 
     name = "hard"

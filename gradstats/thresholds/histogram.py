@@ -1,4 +1,4 @@
-"""The quantile of a histogram over the float bits: one pass, and mergeable over chunks, ranks and steps."""
+"""The quantile of a histogram over the bits of floats: one pass, and histograms of chunks and ranks add up."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ class HistogramQuantile(Estimator):
 
     Parameters
     ----------
-    bits : mantissa bits that tell bins apart, see :func:`gradstats.histogram`; None for 11 (bins 0.02 to 0.05 % wide)
-        below k = 20,000 and 10 from there on, where a bin's share of k is what matters less.
+    bits : int, optional
+        Mantissa bits that tell bins apart, 0 to 12, see :func:`gradstats.histogram`. By default 11 (bins 0.02 to 0.05 %
+        wide) below k = 20,000 and 10 from there on, where a bin holds a smaller share of k.
+
+    Notes
+    -----
+    Not from a paper.
     """
 
     name = "histogram"

@@ -1,46 +1,50 @@
-"""MiCRO's threshold: feedback from the number of elements the last one kept."""
+"""MiCRO's threshold: feedback from the number of elements that the last one kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, top_candidates
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
 
-__all__ = ["MiCRO"]
-
-Rule: TypeAlias = Literal["corrected", "paper"]
+__all__ = ["MiCRO", "Rule"]
 
 
 class MiCRO(Estimator):
-    """A threshold steered towards k, with no look at the gradient but the count of what it kept.
+    """A threshold steered towards k by nothing but the number of elements that it keeps.
 
     Parameters
     ----------
-    rule : ``"corrected"`` searches ln η by the counts: growing strides until too many and too few have been seen,
-        then interpolation in between; a bracket that turns out stale is dropped. Within 10 % of k in 20 steps from any
-        start on a gradient that stands still. ``"paper"`` multiplies by 1.005, 1.00125 or 0.995, as the authors'
-        program does.
-    threshold : where to start; None for the exact threshold of the first gradient (``"corrected"``), or 1/(2√k)
+    rule : {"corrected", "paper"}
+        Rule of the steps. ``"corrected"`` searches ln η: growing strides until too many and too few have been seen,
+        then interpolation in between; a bracket that turns out stale is dropped. On a gradient that stands still it is
+        within 10 % of k after 20 steps from any start. ``"paper"`` multiplies η by 1.005, 1.00125 or 0.995.
+    threshold : float, optional
+        Threshold to start with, above 0. By default the exact one of the first gradient (``"corrected"``), or 1/(2√k)
         (``"paper"``).
+
+    Notes
+    -----
+    Source: MiCRO, whose paper leaves out the steps and the start; ``"paper"`` has those of the authors' program.
+
+    Differs from the program: its steps hardly move a threshold that starts far off, and its start does not depend on
+    the scale of the gradient, so ``"corrected"`` is the default.
     """
 
     name = "micro"
     feedback = True
 
     def __init__(self, rule: Rule = "corrected", threshold: float | None = None) -> None:
-        if rule not in ("corrected", "paper"):
-            raise InputError(f"rule must be corrected or paper, not {rule!r}")
+        check_rule(rule)
         if threshold is not None and not 0 < threshold < math.inf:
-            raise InputError(f"a start must be a positive magnitude, not {threshold}")
+            raise InputError(f"threshold must be a positive magnitude, not {threshold}")
         self.rule = rule
         self._threshold = threshold
-        self._slope = (
-            2.0  # of ln k̂ against -ln η; 1 for the heaviest tails, tens with error feedback
-        )
+        # slope of ln k̂ against −ln η: 1 for the heaviest tails, tens with error feedback
+        self._slope = 2.0
         self._stride = 0.0
         # (ln η, ln(k̂/k)) where too many and where too few were kept
         self._many: tuple[float, float] | None = None
@@ -54,7 +58,7 @@ class MiCRO(Estimator):
         return Found(self._threshold, {"slope": self._slope})
 
     def _observe(self, kept: int, k: int, numel: int) -> None:
-        if not self._threshold:  # an all-zero gradient tells nothing
+        if not self._threshold:  # a gradient of zeros says nothing
             return
         if self.rule == "paper":
             exam = kept / k
@@ -71,7 +75,7 @@ class MiCRO(Estimator):
         self._threshold = math.exp(min(max(goal, -100.0), 88.0))
 
     def _search(self, here: float, excess: float, *, saturated: bool) -> float:
-        """Return the next ln η: inside the bracket if there is one, else onward by growing strides."""
+        """Return the next ln η: inside the bracket if there is one, else further by growing strides."""
         if excess > 0:
             self._many = (here, excess)
         else:
@@ -82,12 +86,12 @@ class MiCRO(Estimator):
                 self._stride = 0.0
                 drop = self._many[1] - self._few[1]
                 share = self._many[1] / drop
-                if saturated or width > 1:  # ends that say little: halve
+                if saturated or width > 1:  # the ends say little: halve
                     share = 0.5
                 else:
                     self._slope = min(max(drop / width, 1.0), 50.0)
                 return self._many[0] + min(max(share, 0.2), 0.8) * width
-            # A bracket this narrow without an answer is of a gradient that has moved on.
+            # so narrow a bracket without an answer belongs to a gradient of the past
             if excess > 0:
                 self._few = None
             else:
@@ -97,7 +101,7 @@ class MiCRO(Estimator):
         return here + math.copysign(self._stride, excess)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return threshold and controller."""
+        """Return the threshold and the state of the search."""
         return {
             "threshold": self._threshold,
             "slope": self._slope,

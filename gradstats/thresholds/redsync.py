@@ -1,9 +1,9 @@
-"""RedSync's thresholds between the mean and the maximum (Fang et al. 2018, algorithms 2, 3 and 5)."""
+"""RedSync's thresholds between the mean and the maximum magnitude."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from gradstats.errors import InputError
 from gradstats.primitives import (
@@ -16,21 +16,16 @@ from gradstats.primitives import (
     select,
     top_candidates,
 )
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
 
-__all__ = ["RedSync", "RedSyncTrimmed"]
+__all__ = ["RedSync", "RedSyncTrimmed", "Rule"]
 
-Rule: TypeAlias = Literal["corrected", "paper"]
 _MOST_PROBES = 60
-
-
-def _check(rule: str) -> None:
-    if rule not in ("corrected", "paper"):
-        raise InputError(f"rule must be corrected or paper, not {rule!r}")
+"""Largest number of bisections, for ties that no threshold separates."""
 
 
 class _Counter:
-    """Counts elements at or above thresholds; once few are left above a lower bound, among those alone."""
+    """Counter of the elements at or above a threshold; once few reach a lower bound, it looks at those alone."""
 
     def __init__(self, x: Array) -> None:
         self._x = x
@@ -39,13 +34,28 @@ class _Counter:
         self.passes = 0
 
     def count(self, threshold: float) -> int:
+        """Count the elements at or above a threshold.
+
+        Parameters
+        ----------
+        threshold : float
+            Magnitude, not below the last bound.
+        """
         if self._values is not None:
             return exceedances(self._values, threshold).count
         self.passes += 1
         return exceedances(self._x, threshold).count
 
     def raise_bound(self, threshold: float, count: int) -> None:
-        """Note that thresholds below this one will not be asked for any more."""
+        """Take note that no later threshold is below this one.
+
+        Parameters
+        ----------
+        threshold : float
+            The lower bound.
+        count : int
+            Number of elements that reach it.
+        """
         if self._values is None and count <= self._few:
             self._values = select(self._x, threshold).values
             self.passes += 1
@@ -56,16 +66,25 @@ class RedSync(Estimator):
 
     Parameters
     ----------
-    rule : ``"corrected"`` keeps the invariant (lower η whenever k̂ < k) and bisects to float precision, so
-        k ≤ k̂ ≤ 2k holds at every search unless ties forbid it. ``"paper"`` ends when the interval is 0.2 wide, after
-        three probes, wherever it then is.
-    interval : steps a threshold is used for.
+    rule : {"corrected", "paper"}
+        ``"corrected"`` lowers η whenever k̂ < k and bisects to float precision, so k ≤ k̂ ≤ 2k holds after every search
+        unless ties forbid it. ``"paper"`` ends when the interval is 0.2 wide, after three probes, wherever it then is.
+    interval : int
+        Number of steps for which a threshold is used, at least 1.
+
+    Notes
+    -----
+    Source: RedSync (Fang et al. 2018), algorithm 3, and the reuse of algorithm 5.
+
+    Differs from the text of algorithm 3, which moves a bound of r to the threshold: both rules bisect r. Beside that,
+    ``"corrected"`` lowers η below k, not only below k/2, goes on when the interval is 0.2 wide, and searches again in
+    the next step after it has found no threshold above 0.
     """
 
     name = "redsync"
 
     def __init__(self, rule: Rule = "corrected", interval: int = 5) -> None:
-        _check(rule)
+        check_rule(rule)
         if interval < 1:
             raise InputError(f"interval must be at least 1, not {interval}")
         self.rule = rule
@@ -74,7 +93,7 @@ class RedSync(Estimator):
         self._step = 0
 
     def _find(self, x: Array, k: int) -> Found:
-        # a threshold of zero, from a gradient without enough elements, would send everything of the next ones
+        # A threshold of zero comes from a gradient with too few elements; used again, it would send whole gradients.
         searching = self._step % self.interval == 0 or (
             self._threshold == 0 and self.rule == "corrected"
         )
@@ -90,7 +109,7 @@ class RedSync(Estimator):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the threshold in use and the step counter."""
+        """Return the threshold in use and the number of steps."""
         return {"threshold": self._threshold, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,10 +118,11 @@ class RedSync(Estimator):
 
 
 def _bisect(m: Moments, k: int, counter: _Counter) -> tuple[float, int]:
+    """Return a threshold that k to 2k elements reach, and the number of probes."""
     if m.count <= k:
         return 0.0, 0
     low, high = m.mean, m.max
-    if counter.count(low) < k:  # fewer than k elements above the mean: search under it
+    if counter.count(low) < k:  # fewer than k elements reach the mean: search below it
         low, high = 0.0, low
     for probe in range(1, _MOST_PROBES + 1):
         middle = low + (high - low) / 2
@@ -116,10 +136,11 @@ def _bisect(m: Moments, k: int, counter: _Counter) -> tuple[float, int]:
         else:
             low = middle
             counter.raise_bound(low, count)
-    return low, probe  # ties at the threshold: the least number that is not below k
+    return low, probe  # ties: the highest threshold that k elements reach
 
 
 def _bisect_as_published(m: Moments, k: int, counter: _Counter) -> tuple[float, int]:
+    """Return the threshold of the published search, and the number of probes."""
     if m.count == 0:
         return 0.0, 0
     left, right, threshold, probes = 0.0, 1.0, m.mean, 0
@@ -138,18 +159,26 @@ def _bisect_as_published(m: Moments, k: int, counter: _Counter) -> tuple[float, 
 
 
 class RedSyncTrimmed(Estimator):
-    """Trimmed top-k: lower r from 0.8 by 0.2 until k̂ ≥ k, then exact top-k among the survivors.
+    """Trimmed top-k: r is lowered from 0.8 by 0.2 until k̂ ≥ k, then exact top-k among what is left.
 
     Parameters
     ----------
-    rule : ``"corrected"`` gives exactly k (ties kept). ``"paper"`` leaves out the final top-k, as the published
+    rule : {"corrected", "paper"}
+        ``"corrected"`` keeps exactly k elements and ties. ``"paper"`` leaves out the final top-k, as the published
         programs do.
+
+    Notes
+    -----
+    Source: RedSync (Fang et al. 2018), algorithm 2.
+
+    Differs from the paper, whose text goes on while more than k elements are above the threshold. Where fewer than k
+    reach the mean (r = 0), all non-zero elements are candidates.
     """
 
     name = "redsync-trimmed"
 
     def __init__(self, rule: Rule = "corrected") -> None:
-        _check(rule)
+        check_rule(rule)
         self.rule = rule
 
     def _find(self, x: Array, k: int) -> Found:
@@ -163,9 +192,9 @@ class RedSyncTrimmed(Estimator):
 
     @staticmethod
     def _first_reached(x: Array, k: int, m: Moments) -> tuple[float, Selection]:
-        """Return the first threshold that k elements reach, 0 if none does, and what reaches it."""
-        tried = [m.mean + r * (m.max - m.mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0)] + [0.0]
-        # The first four are looked for among what reaches the fourth: one pass instead of four.
+        """Return the first threshold that k elements reach, 0 if there is none, and what reaches it."""
+        tried = [m.mean + r * (m.max - m.mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0)]
+        # what reaches the fourth has all that reaches the first three: one pass instead of four
         survivors = select(x, tried[3]).values
         for threshold in tried[:4]:
             if exceedances(survivors, threshold).count >= k:

@@ -1,4 +1,4 @@
-"""DGC's threshold: an exact top-k of a small sample (Lin et al., ICLR 2018, section 3)."""
+"""DGC's threshold: an exact top-k of a small sample."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ __all__ = ["DGC"]
 
 
 class DGC(RandomEstimator):
-    """Threshold of a 1 % sample, refined once when it lets far too many elements through.
-
-    The sample holds one element, at random, of each run of 1/`sample_ratio` consecutive ones: every
-    region of the gradient is represented, and no element is drawn twice. If more than `tolerance` · k
-    elements pass its threshold, the exact k-th largest of those replaces it (hierarchical re-selection). Too
-    few are left too few, as in the paper.
+    """The k-th largest magnitude of a 1 % sample, refined once if far too many elements reach it.
 
     Parameters
     ----------
-    sample_ratio : fraction of the elements sampled, in (0, 1].
-    tolerance : re-select when k̂ > tolerance · k.
-    seed : of the sampling generator.
+    sample_ratio : float
+        Fraction of the elements sampled, in (0, 1].
+    tolerance : float
+        Re-select when k̂ > tolerance · k; at least 1.
+    seed : int
+        Seed of the sampling.
 
     Notes
     -----
-    A sample of s elements estimates k with a standard deviation of about √(k·d/s): at k = 270 and 1 %,
-    ±60 % of k. The estimate is noisy for small gradients by construction.
+    Source: Lin et al., ICLR 2018, section 3. If more than `tolerance` · k elements reach the threshold, the exact k-th
+    largest of them replaces it (hierarchical re-selection). Too few elements stay too few, as in the paper.
+
+    Differs from the paper in the sample: one element, at random, of each run of 1/`sample_ratio` consecutive ones, so
+    that every region of the gradient is represented and no element is drawn twice.
+
+    A sample of s elements estimates k with a standard deviation of about √(k·d/s), ±60 % of k at k = 270 and 1 %: the
+    estimate is noisy for small gradients by construction.
     """
 
     name = "dgc"
@@ -46,6 +50,7 @@ class DGC(RandomEstimator):
         self.tolerance = tolerance
 
     def _sample_indices(self, numel: int) -> NDArray[np.int64]:
+        """Return the positions of one random element of each run."""
         run = max(1, round(1 / self.sample_ratio))
         starts = np.arange(0, numel, run)
         picks = starts + self._generator.integers(0, run, size=starts.size)

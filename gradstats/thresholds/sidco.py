@@ -1,35 +1,34 @@
 """SIDCo's thresholds: quantiles of fitted sparsity-inducing distributions, in stages.
 
-Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training
-Systems", MLSys 2021, algorithm 1 and equations (4)–(11), (14)–(16).
+Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems",
+MLSys 2021, algorithm 1 and equations (4) to (11), (14) to (16).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from gradstats.errors import InputError
 from gradstats.primitives import (
     Array,
     Histogram,
-    Selection,
+    Moments,
     exceedances,
     histogram,
     moments,
-    numel_of,
     select,
 )
+from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.stages import (
-    HistogramMoments,
     Quantile,
     exponential,
     gamma_closed,
     gamma_exact,
     genpareto,
     most_stages,
+    run_stages,
     stage_ratios,
 )
 from gradstats.thresholds.base import Estimator, Found
@@ -37,40 +36,45 @@ from gradstats.thresholds.base import Estimator, Found
 __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 
 Adaptation: TypeAlias = Literal["corrected", "paper", "program"]
-
-
-_ADAPTATIONS = ("corrected", "paper", "program")
+_ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
+_FROM_COUNTS = ("paper", "program")
+"""Adaptations that learn from the counts of past steps."""
 
 
 def _worth_copying(share: float, passes: int) -> bool:
-    """Tell whether copying a share of the elements pays for the passes still to come.
+    """Tell whether copying a share of the elements costs less than the passes still to come.
 
-    In passes over the data, measured: a selection costs 1 + 180 times its share, a pass over a copy nothing. A copy of
-    more than 3 % would take more than a tenth of the gradient's memory.
+    A selection was measured to cost as much as 1 + 180·share passes over the data, a pass over a copy nothing. A copy
+    of more than 3 % would take more than a tenth of the gradient's memory.
     """
     return share <= 0.03 and 1 + 180 * share < passes
 
 
 class SIDCo(Estimator):
-    """Multi-stage threshold: each stage takes a quantile of a model of the excesses over the last threshold.
-
-    Exact zeros are a point mass π₀: the model is fitted to the non-zero elements and asked for δ/(1−π₀).
+    """Multi-stage threshold: each stage adds a quantile of a model of the excesses over the last threshold.
 
     Parameters
     ----------
-    stages : a fixed number M ≥ 1, or an adaptation rule: ``"corrected"``, ``"paper"``, ``"program"``.
-    first_ratio : δ₁, the share of the non-zero elements that the first of several stages aims to keep.
-    interval : Q, steps between adaptations.
-    tolerance : ε, the relative error of the mean k̂ over Q steps that ``"paper"`` and ``"program"`` accept; a pair for
-        (ε_L, ε_H), below and above.
+    stages : int or {"corrected", "paper", "program"}
+        A fixed number of stages M ≥ 1, or the rule that adapts it.
+    first_ratio : float
+        Share δ₁ of the non-zero elements that the first of several stages aims to keep, in (0, 1).
+    interval : int
+        Steps Q between adaptations, at least 1.
+    tolerance : float or (float, float)
+        Relative error ε of the mean k̂ over Q steps that ``"paper"`` and ``"program"`` accept; a pair is (ε_L, ε_H),
+        below and above.
 
     Notes
     -----
-    A fixed M is right for some gradients and far off for others: on tails heavier than the model k̂ falls as M
-    grows, on lighter ones (error feedback) it rises. ``"paper"`` assumes the second and sticks at M = 1 on the first
-    (algorithm 1, Adapt_Stages). ``"program"`` turns round when the last move made things worse, as the authors'
-    code does in modes −2 and −3. ``"corrected"`` evaluates k̂(M) for every M from one histogram pass every Q steps
-    and takes the best: it has no direction to get wrong.
+    Source: SIDCo, algorithm 1. No fixed M is right for all gradients: on tails heavier than the model k̂ falls as M
+    grows, on lighter ones (error feedback) it rises. ``"paper"`` (Adapt_Stages) assumes the second and sticks at M = 1
+    on the first. ``"program"`` turns round when the last move made things worse, as the authors' code does in modes −2
+    and −3. ``"corrected"`` computes k̂(M) for every M from one histogram every Q steps and takes the best.
+
+    Differs from the paper: exact zeros are a point mass π₀, so the model is fitted to the non-zero elements and asked
+    for δ/(1−π₀); thresholds and excesses are of |g|, where the text subtracts from the signed vector; mean k̂ is over
+    the Q values added. `docs/concepts/errata.md` has the list.
     """
 
     def __init__(
@@ -83,12 +87,16 @@ class SIDCo(Estimator):
         if not 0 < first_ratio < 1:
             raise InputError(f"first_ratio must be in (0, 1), not {first_ratio}")
         if isinstance(stages, str) and stages not in _ADAPTATIONS:
-            raise InputError(f"stages must be a number or one of {', '.join(_ADAPTATIONS)}")
+            raise InputError(
+                f"stages must be a number or one of {', '.join(_ADAPTATIONS)}, not {stages!r}"
+            )
         if not isinstance(stages, str) and stages < 1:
             raise InputError(f"stages must be at least 1, not {stages}")
         low, high = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
-        if interval < 1 or not (low > 0 and high > 0):
-            raise InputError("interval must be at least 1 and tolerance positive")
+        if interval < 1:
+            raise InputError(f"interval must be at least 1, not {interval}")
+        if not (low > 0 and high > 0):
+            raise InputError(f"tolerance must be positive, not {tolerance}")
         self.adaptation = stages if isinstance(stages, str) else None
         self.stages = 1 if isinstance(stages, str) else stages
         self.first_ratio = first_ratio
@@ -99,12 +107,10 @@ class SIDCo(Estimator):
         self._direction = 1
         self._error = math.inf
 
-    feedback_rules: ClassVar[tuple[str, ...]] = ("paper", "program")
-
     @property
     def feedback(self) -> bool:  # type: ignore[override]
         """Whether the adaptation learns from the counts of past steps."""
-        return self.adaptation in self.feedback_rules
+        return self.adaptation in _FROM_COUNTS
 
     def _models(self) -> tuple[Quantile, Quantile]:
         """Return the quantile functions of the first stage and of the later ones."""
@@ -116,49 +122,42 @@ class SIDCo(Estimator):
         if self.adaptation == "corrected" and self._step % self.interval == 0:
             self.stages = self._best_stages(histogram(x, 10), k)
         self._step += 1
-        first, later = self._models()
-        m = moments(x) if self._needs_log else exceedances(x, 0.0)
-        if k >= m.count:  # every non-zero element is asked for
+        whole = moments(x) if self._needs_log else exceedances(x, 0.0)
+        if k >= whole.count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
-        ratios = stage_ratios(k / m.count, self.stages, self.first_ratio)
-        threshold, seen = 0.0, []
-        survivors: Selection | None = None
-        for stage, ratio in enumerate(ratios):
-            if stage > 0:
-                expected = m.count * ratios[stage - 1] / m.numel
-                if survivors is None and _worth_copying(expected, len(ratios) - stage):
-                    survivors = select(x, threshold)
-                m = exceedances(x if survivors is None else survivors.values, threshold)
-                m = replace(m, numel=numel_of(x))
-            if m.count == 0:  # the last threshold exceeds every element: nothing left to model
-                break
-            excess, parameters = (first if stage == 0 else later)(m, threshold, ratio)
-            threshold += excess
-            seen.append({"count": m.count, "ratio": ratio, "threshold": threshold, **parameters})
-        return Found(threshold, {"stages": seen})
+        ratios = stage_ratios(k / whole.count, self.stages, self.first_ratio)
+        seen: list[dict[str, Any]] = []
+        survivors: Array | None = None
+
+        def above(threshold: float) -> Moments:
+            nonlocal survivors
+            expected = seen[-1]["count"] * seen[-1]["ratio"] / whole.numel
+            if survivors is None and _worth_copying(expected, len(ratios) - len(seen)):
+                survivors = select(x, threshold).values
+            return exceedances(x if survivors is None else survivors, threshold)
+
+        for stage in run_stages(self._models(), ratios, whole, above):
+            seen.append(stage)  # `above` reads what has been seen so far
+        return Found(seen[-1]["threshold"], {"stages": seen})
 
     def _best_stages(self, h: Histogram, k: int) -> int:
-        """Return the number of stages whose threshold keeps nearest to k, by the histogram alone."""
-        tables = HistogramMoments(h)
-        whole = tables.above(0.0)
+        """Return the number of stages whose threshold keeps the nearest to k, from the histogram alone."""
+        cells = Magnitudes.from_histogram(h)
+        whole = cells.above(0.0)
         if k >= whole.count:
             return 1
-        first, later = self._models()
         best, least = 1, math.inf
         for stages in range(1, most_stages(k / whole.count) + 1):
-            threshold, m = 0.0, whole
-            for stage, ratio in enumerate(stage_ratios(k / whole.count, stages, self.first_ratio)):
-                if m.count == 0:
-                    break
-                threshold += (first if stage == 0 else later)(m, threshold, ratio)[0]
-                m = tables.above(threshold)
-            error = abs(math.log(max(m.count, 0.5) / k))
+            ratios = stage_ratios(k / whole.count, stages, self.first_ratio)
+            *_, last = run_stages(self._models(), ratios, whole, cells.above)
+            kept = cells.above(last["threshold"]).count
+            error = abs(math.log(max(kept, 0.5) / k))
             if error < least:
                 best, least = stages, error
         return best
 
     def _observe(self, kept: int, k: int, numel: int) -> None:
-        if self.adaptation not in self.feedback_rules:
+        if self.adaptation not in _FROM_COUNTS:
             return
         self._kept += kept / k
         if self._step % self.interval:
@@ -175,7 +174,7 @@ class SIDCo(Estimator):
         self._error = error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stage count and what its adaptation follows."""
+        """Return the number of stages and what its adaptation depends on."""
         return {
             "stages": self.stages,
             "step": self._step,
@@ -191,7 +190,13 @@ class SIDCo(Estimator):
 
 
 class SIDCoE(SIDCo):
-    """SIDCo-E: exponential at each stage (eq. 10 and 11, with the mean of |g| − η that eq. 11 intends)."""
+    """SIDCo-E: an exponential at each stage.
+
+    Notes
+    -----
+    Source: SIDCo, eq. 10 and 11. Differs in eq. 11, which sums |g| − η: its mean is meant. Stages and their adaptation
+    are those of :class:`SIDCo`.
+    """
 
     name = "sidco-e"
 
@@ -200,14 +205,23 @@ class SIDCoE(SIDCo):
 
 
 class SIDCoGP(SIDCo):
-    """SIDCo-GP: gamma first, then generalized Pareto (eq. 7–9, 14–16).
+    """SIDCo-GP: a gamma distribution at the first stage, then generalized Pareto.
 
     Parameters
     ----------
-    gamma : the first stage's quantile: ``"exact"``, the inverse of the incomplete gamma function (eq. 14), or
-        ``"closed"``, the paper's closed form (eq. 15), an upper bound for shapes up to 1 and thresholds beyond the
-        scale, far off elsewhere; negative values become 0.
-    options : of :class:`SIDCo`: stages, first_ratio, interval, tolerance.
+    *args : object
+        Parameters of :class:`SIDCo`: stages, first_ratio, interval, tolerance.
+    gamma : {"exact", "closed"}
+        Quantile of the first stage: the inverse of the incomplete gamma function (eq. 14), or the paper's closed form
+        (eq. 15), in which negative values become 0.
+    **options : object
+        Parameters of :class:`SIDCo` by name.
+
+    Notes
+    -----
+    Source: SIDCo, eq. 7 to 9 and 14 to 16. Differs by default from the closed form, an upper bound for shapes up to 1
+    and thresholds beyond the scale, and far off elsewhere; and from algorithm 1, which divides by σ̂ where eq. 9 has the
+    variance. From a histogram, which has no logarithms, the gamma shape is by moments.
     """
 
     name = "sidco-gp"
@@ -226,7 +240,13 @@ class SIDCoGP(SIDCo):
 
 
 class SIDCoP(SIDCo):
-    """SIDCo-P: generalized Pareto at each stage, by moments (eq. 7–9)."""
+    """SIDCo-P: a generalized Pareto distribution at each stage, by moments.
+
+    Notes
+    -----
+    Source: SIDCo, eq. 7 to 9. Differs from algorithm 1, which divides by σ̂ where eq. 9 has the variance. Stages and
+    their adaptation are those of :class:`SIDCo`.
+    """
 
     name = "sidco-p"
 

@@ -1,6 +1,6 @@
-"""What the tables read: a trace, a folder of traces, or any one gradient file.
+"""Sources of gradients for the tables: a trace, a folder of traces, a gradient file or arrays in memory.
 
-Formats of single files: ``.npy``, ``.npz``, ``.safetensors``, ``.pt``/``.pth`` (``weights_only``). Nothing is
+Gradient files are ``.npy``, ``.npz``, ``.safetensors`` and ``.pt``/``.pth`` (read with ``weights_only``). Nothing is
 unpickled. Several arrays in a file are the layers of one gradient.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "ArraySource",
     "Captured",
     "Source",
+    "Subset",
     "TraceSource",
     "layer_parts",
     "matching",
@@ -39,7 +41,7 @@ __all__ = [
 SKETCHED = (
     "sizes are good to half a percent; signs and positions, where a rule asks for them, are made up"
 )
-"""What to mind about a source of sketches."""
+"""What tables and reports say about a source that keeps only sketches."""
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
 
@@ -50,7 +52,15 @@ class Captured:
 
     Attributes
     ----------
-    values : its elements; made up from a sketch where the source keeps no more (:attr:`Source.sketched`).
+    trace : str
+        Name of the source.
+    step, rank : int
+        Training step and rank of the gradient.
+    kind : Kind
+        ``"gradient"`` or ``"corrected"``.
+    values : ndarray or torch.Tensor, shape (d,)
+        Elements of the gradient. Made up from a sketch where the source keeps only sketches
+        (:meth:`Source.sketched`).
     """
 
     trace: str
@@ -61,12 +71,14 @@ class Captured:
 
 
 class Source(ABC):
-    """Something that yields gradients.
+    """Something that holds gradients by rank, kind and step.
 
     Attributes
     ----------
-    name : for tables.
-    layers : parameters in the order of the flat gradient.
+    name : str
+        Name of the source in tables.
+    layers : list of Layer
+        Parameters in the order of the flat gradient.
     """
 
     name: str
@@ -74,31 +86,111 @@ class Source(ABC):
 
     @abstractmethod
     def entries(self) -> list[tuple[int, Kind, int]]:
-        """Return (rank, kind, step) of everything there is; steps in order within a rank and kind."""
+        """Return (rank, kind, step) of every gradient; steps ascend within a rank and kind."""
 
     @abstractmethod
     def read(self, rank: int, kind: Kind, step: int) -> Captured:
-        """Return one gradient."""
+        """Return one gradient.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradient.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+        step : int
+            Training step.
+
+        Returns
+        -------
+        Captured
+            The gradient with its labels.
+        """
 
     @abstractmethod
     def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
-        """Return elements [start, stop) of one flat gradient, reading no more than that takes."""
+        """Return elements [start, stop) of one flat gradient, and read no more than these.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradient.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+        step : int
+            Training step.
+        start, stop : int
+            First element, and the one after the last.
+
+        Returns
+        -------
+        ndarray or torch.Tensor, shape (stop − start,)
+            The elements.
+        """
 
     def sketched(self, rank: int, kind: Kind) -> bool:
-        """Tell whether only sketches are kept: sizes to half a percent, neither signs nor positions."""
+        """Return whether only sketches are kept: magnitudes to half a percent, neither signs nor positions.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradient.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+
+        Returns
+        -------
+        bool
+            True for sketches, False for whole gradients.
+        """
         return False
 
     def stored_sketches(self, rank: int, kind: Kind, step: int) -> list[Sketch]:
-        """Return the sketch of every parameter, of a source that keeps sketches only."""
+        """Return the sketches of one gradient, from a source that keeps only sketches.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradient.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+        step : int
+            Training step.
+
+        Returns
+        -------
+        list of Sketch
+            One sketch per parameter, in the order of :attr:`layers`.
+
+        Raises
+        ------
+        InputError
+            If the source keeps gradients.
+        """
         raise InputError(f"{self.name} keeps no sketches")
 
     @property
     def numel(self) -> int:
-        """Elements of a gradient, d."""
+        """Return the number of elements of a gradient, d."""
         return sum(layer.numel for layer in self.layers)
 
     def labels(self, rank: int, kind: Kind, step: int) -> dict[str, Any]:
-        """Return the columns that identify one gradient in a table."""
+        """Return the columns that identify one gradient in a table.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradient.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+        step : int
+            Training step.
+
+        Returns
+        -------
+        dict
+            trace, step, rank and kind.
+        """
         return {"trace": self.name, "step": step, "rank": rank, "kind": kind}
 
     def select(
@@ -108,10 +200,27 @@ class Source(ABC):
         ranks: Sequence[int] | None = None,
         kinds: Sequence[str] | None = None,
     ) -> list[tuple[int, Kind, int]]:
-        """Return the keys that match; raise :class:`InputError` if none does.
+        """Return the keys of the gradients that match.
 
         A value that matches nothing beside others that do is no error here: another source may hold it
         (:func:`matching`).
+
+        Parameters
+        ----------
+        steps, ranks : sequence of int, optional
+            Steps and ranks to keep; all by default.
+        kinds : sequence of str, optional
+            Kinds to keep; all by default.
+
+        Returns
+        -------
+        list of (rank, kind, step)
+            Keys in the order of :meth:`entries`.
+
+        Raises
+        ------
+        InputError
+            If nothing matches. The message lists what the source holds.
         """
         keys = self.entries()
         found = [
@@ -128,6 +237,76 @@ class Source(ABC):
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The part of a source that a table looks at. A field that is None or empty stands for everything.
+
+    Attributes
+    ----------
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at.
+    kinds : sequence of Kind, optional
+        Kinds to look at.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`. Giving any implies `per_layer`.
+    per_layer : bool
+        Whether each parameter is looked at by itself, too.
+    """
+
+    steps: Sequence[int] | None = None
+    ranks: Sequence[int] | None = None
+    kinds: Sequence[Kind] | None = None
+    layers: Sequence[str] | None = None
+    per_layer: bool = False
+
+    def keys(self, source: Source) -> list[tuple[int, Kind, int]]:
+        """Return the keys of a source's gradients that are in the subset.
+
+        Parameters
+        ----------
+        source : Source
+            Source to look into.
+
+        Returns
+        -------
+        list of (rank, kind, step)
+            Keys in the order of :meth:`Source.entries`.
+
+        Raises
+        ------
+        InputError
+            If there are none.
+        """
+        return source.select(steps=self.steps, ranks=self.ranks, kinds=self.kinds)
+
+    def parameters(self, source: Source) -> list[str]:
+        """Return the names of a source's parameters that are looked at by themselves.
+
+        Parameters
+        ----------
+        source : Source
+            Source to look into.
+
+        Returns
+        -------
+        list of str
+            Names in the order of the flat gradient; empty if only whole gradients are looked at.
+
+        Raises
+        ------
+        InputError
+            If patterns are given and none matches.
+        """
+        names = [layer.name for layer in source.layers]
+        if not self.layers:
+            return names if self.per_layer else []
+        found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in self.layers)]
+        if not found:
+            patterns = ", ".join(self.layers)
+            raise InputError(f"no layer of {source.name} matches {patterns}; it has {_some(names)}")
+        return found
+
+
 def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
     ranks, kinds, steps = (_some(column) for column in zip(*keys, strict=True))
     return f"steps {steps}; ranks {ranks}; kinds {kinds}"
@@ -138,16 +317,41 @@ def _some(values: Iterable[Any]) -> str:
     return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
 
 
-def layer_parts(source: Source, captured: Captured, per_layer: bool) -> Iterator[tuple[str, Array]]:
-    """Yield ("all", the gradient), then, if wanted, (name, elements) of each parameter."""
+def layer_parts(
+    source: Source, captured: Captured, parameters: Collection[str]
+) -> Iterator[tuple[str, Array]]:
+    """Yield a gradient whole, then some of its parameters.
+
+    Parameters
+    ----------
+    source : Source
+        Source of the gradient.
+    captured : Captured
+        The gradient.
+    parameters : collection of str
+        Names of the parameters to yield.
+
+    Yields
+    ------
+    name : str
+        ``all``, then the parameters' names in the order of the flat gradient.
+    values : ndarray or torch.Tensor
+        Their elements, flat.
+    """
     yield "all", captured.values
-    if per_layer:
-        for layer in source.layers:
+    for layer in source.layers:
+        if layer.name in parameters:
             yield layer.name, captured.values[layer.slice]
 
 
 class TraceSource(Source):
-    """The gradients of a trace. Pickled as its path: workers open it again, once each."""
+    """The gradients of a trace. It is pickled as a path: each worker opens the trace again, once.
+
+    Parameters
+    ----------
+    trace : Trace
+        Trace to read.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -163,23 +367,27 @@ class TraceSource(Source):
         t = self.trace
         return [(r, k, s) for r in t.ranks for k in t.kinds(r) for s in t.steps(r)]
 
-    def read(self, rank: int, kind: Kind, step: int) -> Captured:
-        """Read one gradient from the disk."""
+    def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
+        """Read one gradient from disk."""
         if self.sketched(rank, kind):
             values: Array = _made_up(self.stored_sketches(rank, kind, step))
         else:
             values = self.trace.read(step, rank, kind)
         return Captured(self.name, step, rank, kind, values)
 
-    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
-        """Read some elements from the disk."""
+    def elements(
+        self, rank: int, kind: Kind, step: int, start: int, stop: int
+    ) -> Array:  # numpydoc ignore=PR01
+        """Read some elements from disk."""
         return self.trace.read_slice(step, rank, kind, start, stop)
 
-    def sketched(self, rank: int, kind: Kind) -> bool:
-        """Tell whether the trace was captured as sketches."""
+    def sketched(self, rank: int, kind: Kind) -> bool:  # numpydoc ignore=PR01
+        """Return whether the trace was captured as sketches."""
         return not self.trace.has_gradients(rank, kind)
 
-    def stored_sketches(self, rank: int, kind: Kind, step: int) -> list[Sketch]:
+    def stored_sketches(
+        self, rank: int, kind: Kind, step: int
+    ) -> list[Sketch]:  # numpydoc ignore=PR01
         """Read the sketches of one step, by parameter."""
         return self.trace.sketches(step, rank, kind)
 
@@ -191,7 +399,7 @@ def _reopen(path: str, token: str) -> TraceSource:
 
 
 def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
-    """Return a gradient with these sketches: magnitudes evenly inside their cells, signs and positions at random."""
+    """Return a gradient that has these sketches: magnitudes spread evenly over cells, random signs and positions."""
     rng = np.random.default_rng(0)
     parts = []
     for s in sketches:
@@ -205,7 +413,15 @@ def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
 
 
 class ArraySource(Source):
-    """A single gradient in memory, given as one array or as named layers; step 0 of rank 0."""
+    """A single gradient in memory: step 0 of rank 0.
+
+    Parameters
+    ----------
+    layers : mapping of str to array_like
+        Arrays by layer name, in the order of the flat gradient.
+    name : str, optional
+        Name of the source in tables.
+    """
 
     def __init__(self, layers: Mapping[str, Array], name: str = "array") -> None:
         self.name = name
@@ -220,11 +436,13 @@ class ArraySource(Source):
         """Return the only key."""
         return [(0, "gradient", 0)]
 
-    def read(self, rank: int, kind: Kind, step: int) -> Captured:
+    def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
         """Return the array."""
         return Captured(self.name, step, rank, kind, self._values)
 
-    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
+    def elements(
+        self, rank: int, kind: Kind, step: int, start: int, stop: int
+    ) -> Array:  # numpydoc ignore=PR01
         """Return a view of some elements."""
         return self._values[start:stop]
 
@@ -247,13 +465,19 @@ def open_source(source: object) -> Source:
 
     Parameters
     ----------
-    source : a path (trace or gradient file), a :class:`Trace`, an array, a mapping of layer names to arrays, or
-        a :class:`Source`.
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Path of a trace or a gradient file, an open trace, an array, arrays by layer name, or a source, which is
+        returned as it is.
+
+    Returns
+    -------
+    Source
+        The source. Gradient files are read here, traces when their gradients are asked for.
 
     Raises
     ------
     GradstatsError
-        One line, if it cannot be read.
+        If it cannot be read. The message has one line.
     """
     if isinstance(source, Source):
         return source
@@ -264,7 +488,9 @@ def open_source(source: object) -> Source:
     if isinstance(source, np.ndarray) or is_tensor(source):
         return ArraySource({"gradient": source})
     if not isinstance(source, str | Path):
-        raise InputError(f"not a source of gradients: {type(source).__name__}")
+        raise InputError(
+            f"not a source of gradients: {type(source).__name__}; give a path, a trace or arrays"
+        )
     path = Path(source)
     if path.is_dir() or path.suffix not in SUFFIXES:
         if path.is_file():
@@ -274,12 +500,22 @@ def open_source(source: object) -> Source:
 
 
 def open_sources(path: str | Path) -> list[Source]:
-    """Open a source, or every trace in a folder that is not one itself.
+    """Open the source at a path, or every trace in a folder that is not a trace itself.
+
+    Parameters
+    ----------
+    path : str or Path
+        Trace, gradient file, or folder of traces.
+
+    Returns
+    -------
+    list of Source
+        Traces of a folder in the order of their names.
 
     Raises
     ------
     GradstatsError
-        One line, if it cannot be read; where there is something near that can be, the line names it.
+        If nothing can be read there. The message has one line, and names what is near and can be read.
     """
     path = Path(path)
     if path.is_dir() and not is_trace(path):
@@ -304,26 +540,54 @@ def _readable(folder: Path) -> list[str]:
     ]
 
 
-def matching(sources: Sequence[Source], **selection: Any) -> list[Source]:
+def matching(
+    sources: Sequence[Source],
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+) -> list[Source]:
     """Return the sources that hold something of a selection.
+
+    Parameters
+    ----------
+    sources : sequence of Source
+        Sources to look into.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look for; any by default.
+    kinds : sequence of Kind, optional
+        Kinds to look for; any by default.
+    layers : sequence of str, optional
+        Patterns of parameter names to look for, as in :mod:`fnmatch`; any by default.
+
+    Returns
+    -------
+    list of Source
+        Sources in the order given.
 
     Raises
     ------
     InputError
-        If none does, or a value of the selection matches nothing in any.
+        If no source holds anything of the selection, or a value of it matches nothing in any source.
     """
-    found, problems = [], []
+    subset = Subset(steps, ranks, kinds, layers)
+    found, selected, problems = [], [], []
     for source in sources:
         try:
-            source.select(**selection)
-            found.append(source)
+            keys = subset.keys(source)
+            subset.parameters(source)
         except InputError as error:
             problems.append(error)
+            continue
+        found.append(source)
+        selected += keys
     if not found:
         raise problems[0]
-    selected = [key for source in found for key in source.select(**selection)]
-    for what, there in zip(("ranks", "kinds", "steps"), zip(*selected, strict=True), strict=True):
-        if absent := set(selection.get(what) or ()).difference(there):
+    wanted: tuple[Sequence[Any] | None, ...] = (ranks, kinds, steps)
+    columns = zip(*selected, strict=True)
+    for what, asked, there in zip(("ranks", "kinds", "steps"), wanted, columns, strict=True):
+        if absent := set(asked or ()).difference(there):
             names = ", ".join(source.name for source in sources)
             held = _held([key for source in sources for key in source.entries()])
             raise InputError(f"nothing in {names} matches {what} {_some(absent)}; there are {held}")
@@ -337,10 +601,10 @@ def _load(path: Path) -> dict[str, Any]:
     arrays: dict[str, Any]
     try:
         if path.suffix == ".npy":
-            # not np.load, which takes any other file for a pickle and advises to open it
+            # np.load would take any other file for a pickle, and advise to open it
             arrays = {"gradient": np.lib.format.open_memmap(path, mode="r")}
         elif path.suffix == ".npz":
-            # np.load leaves a file it cannot read open; this closes it
+            # np.load leaves a file that it cannot read open; `with` closes it
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 arrays = dict(archive)
         elif path.suffix == ".safetensors":
@@ -373,4 +637,6 @@ def _load_torch(path: Path) -> dict[str, Any]:
         }
         if tensors:
             return tensors
-    raise InputError(f"{path} holds neither a tensor nor a dictionary of tensors")
+    raise InputError(
+        f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
+    )

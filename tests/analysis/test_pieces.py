@@ -16,6 +16,7 @@ from gradstats.analysis import pieces
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import over_training
 from gradstats.analysis.fits import fit_records
+from gradstats.analysis.peaks import mixture_records
 from gradstats.cli import main
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
@@ -60,6 +61,29 @@ def test_pieces_do_not_change_the_numbers(trace, monkeypatch, piece):
         whole,
     )
     close(compressibility_records([source], (1, 50), **selection), decay)
+
+
+@pytest.mark.parametrize("store", ["gradients", "sketches"])
+def test_layers_chosen_by_pattern_have_the_numbers_of_all_layers(tmp_path, store):
+    source = open_source(heavy_trace(tmp_path / "run.zarr", store, steps=1))
+    here = {"ranks": [0], "kinds": ["gradient"]}
+    whole = fit_records(source, ["dgamma"], per_layer=True, **here)
+    some = fit_records(source, ["dgamma"], layers=["b*", "w"], **here)
+    assert [r["layer"] for r in some] == ["all", "bias", "w"]
+    close(some, [r for r in whole if r["layer"] != "embedding"])
+    tails = mixture_records(source, **here)
+    close(
+        mixture_records(source, layers=["w"], **here),
+        [r for r in tails if r["layer"] in ("pooled", "normalised", "w")],
+    )
+    dataset = over_training(source, models=["laplace"], layers=["w"], **here)
+    assert list(dataset["layer"].values) == ["all", "w"]
+    xarray.testing.assert_equal(
+        dataset,
+        over_training(source, models=["laplace"], per_layer=True, **here).sel(layer=["all", "w"]),
+    )
+    with pytest.raises(InputError, match=r"no layer of run matches x\*; it has bias, embedding, w"):
+        fit_records(source, layers=["x*"])
 
 
 def test_the_numbers_are_those_of_the_array_in_memory(trace):
@@ -228,7 +252,8 @@ def test_memory_stays_constant(tmp_path):
     code = f"""
 import resource
 import numpy as np
-from gradstats.analysis import fit_records, compressibility_records
+from gradstats.analysis.decay import compressibility_records
+from gradstats.analysis.fits import fit_records
 from gradstats.trace.sources import open_source
 fit_records(open_source({{"w": np.ones(100_000, np.float32) * np.arange(100_000, dtype=np.float32)}}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

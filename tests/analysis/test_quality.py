@@ -93,3 +93,10 @@ def test_layers_are_measured_by_themselves(trace_path):
     assert len(records) == 2 * 60
     assert {r["layer"] for r in records} >= {"all", "conv1.weight", "fc.bias"}
     assert all(r["mean"] == 1 for r in records if r["estimator"] == "exact")
+
+
+def test_layers_are_chosen_by_pattern(trace_path):
+    records = quality(trace_path, (0.01,), ("exact",), layers=["fc.*"], kinds=["gradient"])
+    assert [r["layer"] for r in records] == ["all", "fc.weight", "fc.bias"]
+    with pytest.raises(InputError, match=r"no layer of resnet20(-ef)? matches nonsense; it has"):
+        quality(trace_path, (0.01,), ("exact",), layers=["nonsense"])

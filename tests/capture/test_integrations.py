@@ -325,7 +325,7 @@ def test_a_live_compressor_in_tensorboard(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     from capture.integrations.tensorboard import add_step
-    from gradstats.hooks.diagnostics import StepRecord
+    from gradstats.hooks import StepRecord
 
     with SummaryWriter(str(tmp_path)) as writer:
         add_step(writer, StepRecord(3, 0.5, 12, 1000, 96, target=10, union=20))

@@ -129,13 +129,15 @@ def test_bad_settings_never_start_a_process(tmp_path):
         RunConfig(workload="lstm-ptb"),
         RunConfig(workload="lstm-pydoc", hidden=1),
         RunConfig(workload="resnet20-digits", ratio=2),
+        RunConfig(workload="resnet20-digits", ratio=2, compressor="torch-topk"),
+        RunConfig(workload="resnet20-digits", out=tmp_path / "a.zarr", every=0),
+        RunConfig(workload="resnet20-digits", out=tmp_path / "a.zarr", at=(3, -1)),
     ):
         with pytest.raises(InputError):
             run(config)
     assert workload_info("lstm-ptb") is WORKLOADS["lstm-ptb"]
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_baselines_train_beside_the_compressors():

@@ -91,6 +91,11 @@ def test_layers_steps_kinds_and_windows_can_be_chosen():
     assert len(found) == 60
     assert {r["kind"] for r in found} == {"corrected"}
     assert {r["window"] for r in records("compressibility", EF, "--window", "5:500")} == {"5-500"}
+    chosen = ("--layer", "fc.*", "--step", 10, "--kind", "gradient")
+    found = records("fit", EF, *chosen, "--model", "laplace")
+    assert [r["layer"] for r in found] == ["all", "fc.weight", "fc.bias"]
+    found = records("pot", EF, *chosen)
+    assert [r["layer"] for r in found] == ["pooled", "normalised", "fc.weight", "fc.bias"]
     kinds = [r["kind"] for r in records("compressibility", EF)]
     assert kinds[-3:] == ["uniform", "halfnorm", "laplace"]
     one = records("quality", EF, "--estimator", "sidco-e", "--ratio", 0.001, "--stages", 1)
@@ -143,6 +148,7 @@ ERRORS = [
     (("quality", EF, "--stages", 0), "Invalid value for '--stages'"),
     (("quality", EF, "--step", 5), "it holds steps 10, 100, 1000, 2999"),
     (("fit", EF, "--step", 10, "--step", 7), "matches steps 7; there are steps 10, 100"),
+    (("fit", EF, "--layer", "x*"), "no layer of resnet20-ef matches x*; it has blocks.0.bn1.bias"),
     (("fit", DATA, "--rank", 0, "--rank", 1), "matches ranks 1; there are steps 10"),
     (("info", "."), "holds no trace, but the files x.npy"),
     (("info", DATA / "resnet20-fe.zarr"), "did you mean"),
@@ -328,14 +334,14 @@ def test_version():
     assert run("--version").stdout == "gradstats 0.1.0\n"
 
 
-def test_every_command_has_help_and_is_in_the_readme():
-    readme = (ROOT / "README.md").read_text()
+def test_every_command_has_help_and_is_in_the_overview():
+    overview = (ROOT / "docs" / "index.md").read_text()
     for command in COMMANDS:
         done = run(command, "--help")
         assert done.returncode == 0
         assert len(done.stdout) > 200
         assert max(map(cell_len, done.stdout.splitlines())) <= 80
-        assert f"gradstats {command}" in readme
+        assert f"gradstats {command}" in overview
     listed = run("--help").stdout
     assert all(command in listed for command in COMMANDS)
 

@@ -14,17 +14,15 @@ from ranks import run_ranks
 from workers import signs as cases
 
 from gradstats.collectives.ring import _pack, _unpack, pack_bits, split, unpack_bits
+from gradstats.compressors.cascading import Cascading
 from gradstats.compressors.marsit import Marsit, most_square, transient_merge
 from gradstats.compressors.signs import (
-    SSDM,
-    Cascading,
-    EFSignSGD,
-    SignSGD,
     bits_per_element,
     matching_rate,
     sign_bits,
     stochastic_sign_bits,
 )
+from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD
 from gradstats.errors import InputError
 
 WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]

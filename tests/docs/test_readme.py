@@ -6,20 +6,28 @@ import re
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def block(language):
+    return re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)[1]
+
+
+def test_it_is_short():
+    assert len(README.encode()) <= 6 * 1024
+
+
 def test_the_training_diff_adds_at_most_ten_lines():
-    diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)
-    assert 1 <= sum(line.startswith("+") for line in diff.splitlines()) <= 10
+    assert 1 <= sum(line.startswith("+") for line in block("diff").splitlines()) <= 10
 
 
 def test_the_diff_trains_and_captures(tmp_path):
     """The script of the README, after the diff, with what its omissions stand for."""
-    diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)
-    after = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+    after = "\n".join(line[1:] for line in block("diff").splitlines() if not line.startswith("-"))
     script = f"""
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -39,19 +47,38 @@ dist.destroy_process_group()
     assert open_trace(tmp_path / "run.zarr").steps() == [0, 100]
 
 
-def test_the_python_examples_run():
-    code = re.search(r"In Python:\n\n```python\n(.*?)```", README, re.DOTALL).group(1)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+def test_the_python_example_prints_what_is_shown():
+    assert len(block("python").strip().splitlines()) <= 10
+    done = subprocess.run(
+        [sys.executable, "-c", block("python")],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == block("text")
 
 
-def test_the_quality_table_is_what_the_script_prints():
-    shown = re.search(r"<!-- quality -->\n(.*?)\n<!-- /quality -->", README, re.DOTALL).group(1)
+def test_the_quality_tables_are_what_the_script_prints():
+    shown = [
+        re.search(r"<!-- quality -->.*?<!-- /quality -->", text, re.DOTALL)[0]
+        for text in (README, (ROOT / "docs/concepts/thresholds.md").read_text(encoding="utf-8"))
+    ]
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "tables.py"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == shown
+    assert done.stdout.strip() == "\n".join(shown)
 
 
-def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_the_commands_shown_exist():
+    from support.terminal import run
+
+    shown = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
+    for command in re.findall(r"^gradstats (\w+)", shown, re.MULTILINE):
+        assert run(command, "--help").returncode == 0, command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text("utf-8")):
+        assert target.startswith("http") or (ROOT / target).exists(), target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -24,10 +25,29 @@ def test_every_page_is_in_the_navigation_and_exists():
     assert nav - MADE == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
-def example(page):
-    return re.search(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)[
-        1
-    ]
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+each = pytest.mark.parametrize("page", PROSE, ids=lambda p: p.stem)
+
+
+@each
+def test_every_file_named_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\b(?:tests|tools|benchmarks|docs/results)/[\w/]+\.\w+", text):
+        assert (ROOT / name).exists(), name
+
+
+@each
+def test_every_name_of_the_library_exists(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`(gradstats(?:\.\w+)+)`", text):
+        if name != "gradstats.commands":  # the entry point
+            pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("page", ["index.md", "concepts/cost.md"])
+def test_the_example_runs(page):
+    code = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, cwd=ROOT)
 
 
 def test_the_plain_loop_captures(tmp_path):

@@ -114,10 +114,10 @@ def test_compressors_by_name():
         assert compressor.target(1000) == 10
         x = torch.from_numpy(np.random.default_rng(0).laplace(size=5000).astype(np.float32))
         state = compressor.state_dict()
-        first = compressor.compress(x)
+        first = compressor.select(x)
         other = make_selector(name, 0.01)
         other.load_state_dict(state)
-        second = other.compress(x)
+        second = other.select(x)
         assert torch.equal(first.indices, second.indices)
         assert torch.equal(first.values, x[first.indices])
         assert bool((first.values.abs() >= first.threshold).all())

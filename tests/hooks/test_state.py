@@ -88,9 +88,15 @@ def test_bad_elements_are_zeroed(parameter, name):
     "name", ["topk", "warm-exact", "dgc", "sidco-e", "redsync", "micro", *cases.SYSTEMS]
 )
 def test_stop_and_resume_is_as_if_nothing_had_happened(name, tmp_path):
-    for same, message in run_ranks(2, cases.resume, name, str(tmp_path / "checkpoint")):
+    ranks = run_ranks(2, cases.resume, name, str(tmp_path / "checkpoint"))
+    for rank, (same, messages) in enumerate(ranks):
         assert same == [True, True]
-        assert message == "the checkpoint is of 3 ranks, and these are 2"
+        world, other, system, memory, model = messages
+        assert world == "the checkpoint is of 3 ranks, and these are 2"
+        assert other.startswith(f"this is rank {rank}, and the checkpoint holds rank{rank + 1}: ")
+        assert system.startswith("the checkpoint is of Other, and this is ")
+        assert memory.startswith("the checkpoint's memory holds nothing where this one holds velo")
+        assert model.startswith("the checkpoint's residuals are of another model: ")
 
 
 @pytest.mark.parametrize("name", ["topk", "micro", "marsit", "lags"])
@@ -119,7 +125,7 @@ def test_refusals():
         with pytest.raises(InputError, match="leaves no residual to feed back"):
             CompressionState(compressor, error_feedback=True)
     state = CompressionState(TopK(0.1), named_parameters=torch.nn.Linear(2, 2).named_parameters())
-    other = {**state.state_dict(), "memory": {"velocity": {}}}
-    state.load_state_dict(other)
-    with pytest.raises(InputError, match="memory is another: it holds velocity"):
-        state._allocate(torch.device("cpu"))
+    own = state.state_dict()["rank0"]
+    with pytest.raises(InputError, match="memory holds velocity where this one holds residual"):
+        state.load_state_dict({"rank0": {**own, "step": 3, "memory": {"velocity": {}}}})
+    assert state.step == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import socket
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ from workers import network as cases
 
 from gradstats.compressors import COMPRESSORS
 from gradstats.network import ALGORITHMS, Network, exchange
-from gradstats.network import __main__ as module
+from gradstats.network import __main__ as program
 
 pytestmark = pytest.mark.distributed
 
@@ -52,22 +54,22 @@ def test_a_measured_network_prices_every_system(name):
         assert (split["select"] > 0) == (name != "none")
 
 
-def run(*arguments, torchrun=2):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
-    return subprocess.run(
-        [sys.executable, *(launch if torchrun else []), "-m", "gradstats.network", *arguments],
+PROGRAM = [sys.executable, "-m", "gradstats.network"]
+
+
+def test_from_torchrun(tmp_path):
+    output = tmp_path / "network.json"
+    small = ["--largest", "32768", "--largest-numel", "32768", "--repeats", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["-o", str(output), *small, "--select", "none", "topk", "--check"]
+    done = subprocess.run(
+        [sys.executable, *launch, *PROGRAM[1:], *options],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
         timeout=120,
     )
-
-
-def test_from_torchrun(tmp_path):
-    output = tmp_path / "network.json"
-    small = ["--largest", "32768", "--largest-numel", "32768", "--repeats", "2"]
-    done = run("-o", str(output), *small, "--select", "none", "topk", "--check")
     assert done.returncode == 0, done.stderr
     assert "all_reduce" in done.stdout
     assert "÷ measured" in done.stdout
@@ -77,18 +79,75 @@ def test_from_torchrun(tmp_path):
     assert network.line("select:topk", 1).slope >= 0
 
 
-def test_bad_input_is_one_line(capsys, monkeypatch):
-    done = run(torchrun=0)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: start it on every rank: torchrun")
-    assert done.stderr.count("\n") == 1
+def test_help_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    out = capsys.readouterr().out
+    assert "--largest-numel N" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The environment of one rank without others."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", "0")
-    for arguments, message in (
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["--worlds", "2"], "collectives need 2 to 1 of the 1 ranks"),
+        (["--worlds", "0"], "collectives need 2"),
         ([], "collectives need 2"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            module.main(arguments)
-        assert message in capsys.readouterr().err
+        (["-o", "no/folder.json"], "cannot write no/folder.json: No such file"),
+        (["--select", "zip"], "no compressor 'zip'"),
+        (["--backend", "pigeon"], "no backend 'pigeon'"),
+        (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
+        (["--slow"], "unrecognized arguments: --slow"),
+    ],
+)
+def test_bad_input_is_one_line(alone, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        program.main(arguments)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert message in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_not_started_as_one_says_how(alone, monkeypatch, capsys):
+    monkeypatch.delenv("RANK")
+    with pytest.raises(SystemExit, match="2"):
+        program.main([])
+    assert capsys.readouterr().err.startswith("error: start it on every rank: torchrun")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(SystemExit, match="2"):
+        program.main([])
+    assert capsys.readouterr().err.startswith("error: rank 3 cannot join the others: ")
+
+
+def test_every_rank_ends_with_2_where_the_first_cannot_write(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    output = tmp_path / "no" / "folder.json"
+    ranks = [
+        subprocess.Popen(
+            [*PROGRAM, "-o", str(output)],
+            env=os.environ | group | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said == [f"error: cannot write {output}: No such file or directory\n", ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import itertools
 import json
 import math
@@ -14,16 +15,25 @@ from rich.cells import cell_len
 from support.networks import gradients, measured_network, top, written
 
 import gradstats
-from gradstats import network as cost
 from gradstats import plots
 from gradstats.cli import main
 from gradstats.compressors import COMPRESSORS
 from gradstats.errors import InputError
-from gradstats.network import Network
-from gradstats.network.plan import advice, plan
+from gradstats.network import (
+    ALGORITHMS,
+    LayerTime,
+    Line,
+    Network,
+    advice,
+    deliveries,
+    exchange,
+    layer_ratios,
+    plan,
+    simulate,
+)
 from gradstats.network.rates import format_rate, parse_rate
 from gradstats.primitives.ratio import target_count
-from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace import Layer, TraceWriter, create_trace, open_trace
 
 D, COMPUTE = 100_000, 0.02
 ALPHA, BETA, SELECT, UNPACK = 5e-5, 8e-9, 1e-9, 3e-9
@@ -108,12 +118,12 @@ def test_lags_hides_its_messages_and_names_its_ratios():
     source = {"a": ZEROS, "b": ZEROS, "c": ZEROS}
     network = link()
     lags = by_name(plan(source, network, 0.06, [4], [0.001], ["lags"]))["lags"]
-    layers = [cost.LayerTime(name, D, 0.04 / 3) for name in "cba"]
-    ratios = cost.layer_ratios(network, layers, 4, 0.001, selection="lags")
+    layers = [LayerTime(name, D, 0.04 / 3) for name in "cba"]
+    ratios = layer_ratios(network, layers, 4, 0.001, selection="lags")
     assert lags["layers"] == pytest.approx(ratios)
     assert lags["layers"]["a"] == 0.001 < lags["layers"]["c"]
-    messages = cost.deliveries(network, layers, 4, ratios, selection="lags")
-    assert lags["seconds"] == pytest.approx(cost.simulate(messages, 0.02).seconds)
+    messages = deliveries(network, layers, 4, ratios, selection="lags")
+    assert lags["seconds"] == pytest.approx(simulate(messages, 0.02).seconds)
     assert lags["hidden"] > 0
     assert lags["selected"] == sum(target_count(ratio, D) for ratio in ratios.values())
 
@@ -166,7 +176,7 @@ def test_sent_counts_and_unions_come_from_the_trace(tmp_path):
     assert (rule["quality"], rule["basis"]) == (expected["mean"], "trace")
     selected = round(200 * expected["mean"])
     assert rule["selected"] == selected
-    assert rule["bytes"] == cost.exchange("sidco-e", 20_000, 0.01, 2, selected=selected).bytes_sent
+    assert rule["bytes"] == exchange("sidco-e", 20_000, 0.01, 2, selected=selected).bytes_sent
     assert (found["micro"]["quality"], found["micro"]["basis"]) == (1, "assumed")
     assert found["topk"]["basis"] == "exact"
     sets = [top(values, 200) for values in ranks]
@@ -175,6 +185,26 @@ def test_sent_counts_and_unions_come_from_the_trace(tmp_path):
     assert (found["randomk"]["union"], found["none"]["union"]) == (200, 20_000)
     alone = by_name(plan(ranks[0], link(), COMPUTE, [2], [0.01], ["topk"]))
     assert math.isnan(alone["topk"]["union"])
+
+
+def test_a_source_is_opened_once(tmp_path, monkeypatch):
+    path, opened = tmp_path / "run.zarr", []
+    written(path, gradients(2, 1000, 0.5))
+
+    def opening(given):
+        opened.append(given)
+        return open_trace(given)
+
+    monkeypatch.setattr("gradstats.trace.sources.open_trace", opening)
+    plan(path, link(), COMPUTE, [2, 4], [0.1, 0.01], ["sidco-e", "topk"])
+    assert opened == [path]
+
+
+def test_names_shared_with_modules_are_functions():
+    network = importlib.import_module("gradstats.network")
+    for name in ("advice", "exchange", "plan"):
+        module = importlib.import_module(f"gradstats.network.{name}")
+        assert getattr(network, name) is getattr(module, name)
 
 
 def test_what_a_run_recorded_goes_before_a_replay(tmp_path):
@@ -328,8 +358,8 @@ def test_what_is_missing_is_named(inputs, capsys):
         code, _, err = run(capsys, *PLAN[:at], *PLAN[at + 2 :])
         assert code == 2
         assert f"Missing option '{option}'" in err
-    collectives = [line for line in link(0, 1).lines if line.operation in cost.ALGORITHMS]
-    lines = (*collectives, cost.Line("memory", 1, 0.0, 0.0))
+    collectives = [line for line in link(0, 1).lines if line.operation in ALGORITHMS]
+    lines = (*collectives, Line("memory", 1, 0.0, 0.0))
     with pytest.raises(InputError, match="without 'select:dgc'"):
         plan(ZEROS, Network(lines), 1.0, [2], compressors=["dgc"])
     with pytest.raises(InputError, match="nothing per byte"):

@@ -93,7 +93,7 @@ def test_drift(ax, tmp_path):
     )
     assert ax.get_yscale() == "log"
     plots.drift(d, "mean", Figure().subplots())
-    with pytest.raises(InputError, match="select one of each but one of kind, layer"):
+    with pytest.raises(InputError, match="choose all but one of kind, layer"):
         plots.drift(gradstats.over_training(path), "mean", ax)
 
 
@@ -171,7 +171,7 @@ def test_maps_of_layers(ax, by_layer):
 
 def test_maps_take_one_model(by_layer, ax):
     stacked = by_layer.expand_dims(kind=["gradient"])
-    with pytest.raises(InputError, match="select one of each kind"):
+    with pytest.raises(InputError, match="choose one kind"):
         plots.drift_map(stacked, "mean", ax)
 
 

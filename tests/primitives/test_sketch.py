@@ -47,6 +47,17 @@ def test_parts_add_up(n, cut):
         assert np.array_equal(both.values, whole.values)
 
 
+@pytest.mark.parametrize("n", [1, 3, 500])
+def test_moments_above_a_threshold_are_exact_for_known_magnitudes(n):
+    values = np.round(np.random.default_rng(n).exponential(size=n), 2) + 0.01  # with ties
+    m = Magnitudes.from_values(values)
+    for threshold in (0.0, *np.unique(values)[::7], 0.123456, values.max() + 1):
+        found, kept = m.above(float(threshold)), values[values >= threshold]
+        assert (found.numel, found.count, found.above) == (n, kept.size, threshold)
+        assert found.sum_abs == pytest.approx(kept.sum(), abs=1e-9)
+        assert found.sum_squares == pytest.approx(np.square(kept).sum(), abs=1e-9)
+
+
 def test_many_parts_and_other_bits():
     x = gradient(100_000)
     pieces = [sketch(p) for p in np.array_split(x, 37)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -140,6 +141,28 @@ def test_gradients_without_statistics_have_a_page(x, tmp_path):
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert "Too few" in page.answer("How uneven is it?")
     assert "Too few" in page.answer("How heavy is its tail?")
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_source_is_opened_once(several, tmp_path, monkeypatch):
+    """At the top; whatever measures it has a source handed down."""
+    opened = []
+
+    def counted(source):
+        opened.append(source)
+        return open_source(source)
+
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("gradstats.") and hasattr(module, "open_source"):
+            monkeypatch.setattr(module, "open_source", counted)
+    x = np.random.default_rng(0).laplace(size=3000).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    sources = [tmp_path / "x.npy", {"a": x[:2000], "b": x[2000:]}] if several else x
+    write_report(sources, str(tmp_path / "r.html"))
+    assert len(opened) == (2 if several else 1)
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert len(page.all("nav")) == 1
+    assert [row[0] for row in page.rows].count("Is the data sound?") == 1
 
 
 def test_a_page_that_cannot_be_written():

@@ -100,7 +100,7 @@ class TestBestKError:
 
 
 def test_local_exponents_of_laplace_rise_and_a_line_through_them_would_mislead():
-    """STATISTICS.md: 0.12, 0.18, 0.31 over ranks 10-1000, 10³-10⁴, 10⁴-10⁵ of a million; 0.645 for uniform noise."""
+    """Of a million: 0.12, 0.18, 0.31 over ranks 10 to 10³, 10³ to 10⁴, 10⁴ to 10⁵; 0.645 for uniform noise."""
     rng = np.random.default_rng(6)
     x = rng.laplace(size=1_000_000)
     by = {(e.first, e.last): e for e in local_exponents(x, per_decade=1)}

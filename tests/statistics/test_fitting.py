@@ -11,6 +11,7 @@ from scipy import stats
 
 from gradstats import fit
 from gradstats.errors import InputError
+from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import sketch
 from gradstats.statistics.distributions import (
     CONTROLS,
@@ -190,7 +191,7 @@ class TestAgainstScipy:
 
 
 class TestGeneralizedParetoRanges:
-    """What each estimator can and cannot see (STATISTICS.md, moments range and maximum likelihood)."""
+    """Each method has a range where it works (docs/statistics.md, models and methods)."""
 
     @pytest.mark.parametrize(
         ("c", "moments", "pwm", "mle"),
@@ -327,14 +328,14 @@ def test_scale_equivariance(model, method):
 
 @pytest.mark.parametrize(("model", "method"), SOLVERS)
 def test_from_a_histogram_alone(model, method):
-    """What a trace of sketches keeps, 7 bits, gives the parameters within 1 % and thresholds within half a percent."""
+    """The 7 bits that a trace of sketches keeps give parameters within 1 % and thresholds within half a percent."""
     x = np.random.default_rng(15).gamma(0.8, size=300_000).astype(np.float32)
     whole = sketch(x)
     full, coarse = fit(whole, model, method), fit(whole.coarsen(7), model, method)
     assert coarse.params["scale"] == pytest.approx(full.params["scale"], rel=0.01)
     if full.flags == ():
         assert coarse.shape == pytest.approx(full.shape, rel=0.01, abs=1e-3, nan_ok=True)
-    for ratio in (0.1, 0.01, 0.001):
+    for ratio in RATIOS:
         assert coarse.threshold(ratio) == pytest.approx(full.threshold(ratio), rel=0.005)
 
 

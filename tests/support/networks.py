@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+import functools
 
-from gradstats import network as cost
+import numpy as np
+from ranks import run_ranks
+from workers import network as cases
+
 from gradstats.compressors import COMPRESSORS
-from gradstats.network import Network
+from gradstats.network import ALGORITHMS, Network, fit_line
 from gradstats.trace import Layer, TraceWriter, create_trace, open_trace
 
 ALPHA, BETA = 5e-5, 0.8e-9
@@ -22,17 +25,23 @@ SIZES = [128 * 4**i for i in range(10)]
 
 def measured_network(world=4):
     rng = np.random.default_rng(4)
-    terms = {o: next(iter(a.values()))(world) for o, a in cost.ALGORITHMS.items()}
+    terms = {o: next(iter(a.values()))(world) for o, a in ALGORITHMS.items()}
     lines = [
-        cost.fit_line(o, world, SIZES, noisy(rng, m * ALPHA, v * BETA, SIZES, 0.1))
+        fit_line(o, world, SIZES, noisy(rng, m * ALPHA, v * BETA, SIZES, 0.1))
         for o, (m, v) in terms.items()
     ]
     local = ["memory", "pack", "unpack", "average", "unpack_signs", "merge_signs"]
     local += [f"select:{name}" for name in COMPRESSORS if name != "none"]
-    lines += [cost.fit_line(o, 1, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in local]
+    lines += [fit_line(o, 1, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in local]
     decoded = [f"decode:{name}" for name in ("signsgd", "ef-signsgd", "ssdm")]
-    lines += [cost.fit_line(o, 2, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in decoded]
+    lines += [fit_line(o, 2, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in decoded]
     return Network(tuple(lines), {}, {"world_size": world})
+
+
+@functools.cache
+def reports(world):
+    """What every compressor sent among real processes, by rank."""
+    return run_ranks(world, cases.exchanges)
 
 
 def gradients(ranks, numel, shared, seed=0):

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says; how fast anything is, is no test."""
+"""The benchmark measures what it says; nothing here tests how fast anything is."""
 
 from __future__ import annotations
 

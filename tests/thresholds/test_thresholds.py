@@ -12,10 +12,8 @@ from scipy import stats
 from gradstats import open_trace, threshold
 from gradstats.errors import InputError
 from gradstats.primitives import select
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.thresholds import DGC, ESTIMATORS, Exact, SIDCoE, make_estimator
-
-RATIOS = (0.1, 0.01, 0.001)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -362,12 +360,12 @@ class TestAdaptiveStages:
 
     def test_moments_from_a_histogram_are_those_of_the_data(self, family):
         from gradstats.primitives import histogram, moments
-        from gradstats.statistics.stages import HistogramMoments
+        from gradstats.primitives.sketch import Magnitudes
 
-        tables = HistogramMoments(histogram(family, 10))
+        cells = Magnitudes.from_histogram(histogram(family, 10))
         for q in (0.0, 0.5, 0.99):
             eta = float(np.quantile(np.abs(family), q)) if q else 0.0
-            a, b = tables.above(eta), moments(family, above=eta)
+            a, b = cells.above(eta), moments(family, above=eta)
             assert a.count == pytest.approx(b.count, rel=2e-3)
             assert a.sum_abs == pytest.approx(b.sum_abs, rel=2e-3)
             assert a.sum_squares == pytest.approx(b.sum_squares, rel=2e-3)

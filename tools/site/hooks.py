@@ -1,4 +1,4 @@
-"""What mkdocs does beyond its plugins: the page of the command line, and formulas without scripts."""
+"""Extensions of mkdocs: the page of the command line, formulas without scripts, and links in docstrings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
+from typing import Any
 
+from griffe import Extension, Module, NameResolutionError, Object
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-__all__ = ["on_files", "on_page_content"]
+__all__ = ["Docstrings", "on_files", "on_page_content"]
 
+_ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc):`~?([\w.]+)`")
 _TIGHT = re.compile("<mo>(&#x(?:0007C|02016|0002F);)</mo>")
 
 
@@ -46,3 +49,26 @@ def _mathml(match: re.Match[str]) -> str:
     mathml = convert(unescape(match[2]), display=display)
     # bars and slashes are fences and fractions here, neither stretched nor spaced like relations
     return _TIGHT.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', mathml)
+
+
+class Docstrings(Extension):
+    """Markdown for the two things that docstrings have of reStructuredText: roles, and ``::`` before code."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Rewrite a docstring before it is parsed."""
+        if obj.docstring:
+            text = re.sub(r"^::$|:(?=:$)", "", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = _ROLE.sub(lambda role: _link(role[1], obj), text)
+
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        """Do the same for a package, which griffe does not count among its objects."""
+        self.on_object(obj=pkg)
+
+
+def _link(name: str, obj: Object) -> str:
+    """Return a cross-reference that is plain code where no page has the name."""
+    try:
+        target = obj.resolve(name)
+    except NameResolutionError:
+        target = name
+    return f'<autoref identifier="{target}" optional><code>{name}</code></autoref>'

@@ -1,8 +1,8 @@
 """Peaks over threshold of gradient magnitudes: diagnostics, the choice of a threshold, tail quantiles, mixtures.
 
-Everything works from the cells of a :class:`gradstats.Magnitudes`, so a histogram is enough. The excesses over
-a threshold u are modelled as generalized Pareto with SciPy's sign: c = ξ > 0 is a heavy tail. Intervals take the
-elements as independent, which those of a gradient are not: dispersion over ranks and steps is the honest interval.
+Everything works from the cells of a :class:`gradstats.Magnitudes`, so a histogram is enough. The excesses over a
+threshold u are modelled as generalized Pareto with SciPy's sign: c = ξ > 0 is a heavy tail. Intervals take the elements
+as independent, which those of a gradient are not: the dispersion over ranks and steps is the honest interval.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosing a threshold by a sequence of goodness-of-fit tests with error control."""
+"""The choice of a threshold by a sequence of goodness-of-fit tests with error control."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradstats.statistics.solution import FitError
 __all__ = ["Candidate", "ThresholdChoice", "choose_threshold"]
 
 _SMALL = 500
-"""Excesses tested below which a note says that little would be seen."""
+"""Excesses tested below which a note says that the test has little power."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,18 @@ class Candidate:
 
     Attributes
     ----------
-    ratio : share of the non-zero elements asked to exceed it.
-    threshold : u, in the gradient's unit.
-    n : elements beyond it.
-    tested : how many of them the test saw.
-    p_value : of the generalized Pareto; NaN without a fit, which counts as rejected.
-    status : why there is no fit; empty if there is one.
+    ratio : float
+        Share of the non-zero elements asked to exceed the threshold.
+    threshold : float
+        Threshold u, in the gradient's unit.
+    n : int
+        Number of elements beyond it.
+    tested : int
+        How many of them the test saw.
+    p_value : float
+        p-value of the generalized Pareto; NaN without a fit, which counts as rejected.
+    status : str
+        Why there is no fit; empty if there is one.
     """
 
     ratio: float
@@ -51,12 +57,20 @@ class ThresholdChoice:
 
     Attributes
     ----------
-    ratio, threshold : the candidate chosen; None if every one was rejected, or none has enough exceedances.
-    candidates : all that were tested, from the lowest threshold to the highest.
-    rejected : how many of them, the first ones.
-    alpha : expected share of wrongly rejected ones among the rejected that is accepted.
-    size, replicates, seed : of the bootstrap.
-    note : what to mind about the choice; empty if nothing.
+    ratio : float or None
+        Ratio of the candidate chosen; None if every one was rejected, or none has enough exceedances.
+    threshold : float or None
+        Threshold of the candidate chosen, in the gradient's unit.
+    candidates : tuple of Candidate
+        All that were tested, from the lowest threshold to the highest.
+    rejected : int
+        How many of them, from the first on, were rejected.
+    alpha : float
+        Accepted share of wrong rejections among the rejections, in expectation.
+    size, replicates, seed : int
+        Options of the bootstrap.
+    note : str
+        Warning about the choice; empty if there is none.
     """
 
     ratio: float | None
@@ -80,39 +94,53 @@ def choose_threshold(
     method: Method = "mle",
     on_progress: Callable[[], None] = lambda: None,
 ) -> ThresholdChoice:
-    """Choose the lowest threshold whose excesses pass for generalized Pareto.
+    """Choose the lowest threshold whose excesses are not rejected as generalized Pareto.
 
     Each candidate is tested by :func:`gradstats.goodness.bootstrap` with the upper-tail Anderson-Darling statistic on
     a subsample of its excesses. ForwardStop (G'Sell, Wager, Chouldechova and Tibshirani 2016) rejects the first
     k̂ = max{k : −(1/k) Σ_{i≤k} ln(1 − pᵢ) ≤ alpha} of them, and the next is chosen (Bader, Yan and Zhang 2018). Its
-    error control supposes independent p-values; those of nested excesses are not quite. Misfits that do not show among
-    `size` excesses stay: a larger size chooses a higher threshold.
+    error control supposes independent p-values; those of nested excesses are not quite. A misfit that does not show
+    among `size` excesses is not found: a larger size chooses a higher threshold.
 
     Parameters
     ----------
-    x : gradient, its sketch, or magnitudes.
-    ratios : exceedance ratios of the non-zero elements, in (0, 1]; by default 8 from 0.5 to 0.01, evenly in the
-        logarithm. Those that leave fewer than :data:`FEWEST` exceedances are not tested.
-    alpha : level of the error control.
-    size : excesses tested of each candidate. At full size a test only says that n is large.
-    replicates : of the bootstrap.
-    seed : of the subsamples and replicates.
-    method : of :func:`gradstats.fit`.
-    on_progress : called after every replicate.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    ratios : sequence of float, optional
+        Exceedance ratios of the non-zero elements, in (0, 1]; by default 8 from 0.5 to 0.01, evenly in the logarithm.
+        Those that leave fewer than :data:`FEWEST` exceedances are not tested.
+    alpha : float
+        Level of the error control, in (0, 1).
+    size : int
+        Excesses tested of each candidate. At full size a test only says that n is large.
+    replicates : int
+        Replicates of each bootstrap.
+    seed : int
+        Seed of the subsamples and replicates.
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of every fit, see :func:`gradstats.fit`.
+    on_progress : callable
+        Called without arguments after every replicate.
+
+    Returns
+    -------
+    ThresholdChoice
+        The candidate chosen and all that were tested.
 
     Raises
     ------
     FitError
         If there is no finite non-zero element.
     InputError
-        For a ratio outside (0, 1], an alpha outside (0, 1), or too few replicates to reject anything at it.
+        If a ratio is outside (0, 1], alpha outside (0, 1), the seed negative, or the replicates too few to reject
+        anything at alpha.
     """
     if not 0 < alpha < 1:
         raise InputError(f"alpha must be in (0, 1), not {alpha}")
     if replicates < 1 or -math.log1p(-1 / (replicates + 1)) > alpha:
-        raise InputError(f"{replicates} replicates are too few to reject at {alpha}")
+        raise InputError(f"{replicates} replicates are too few to reject at {alpha}: ask for more")
     if seed < 0:
-        raise InputError(f"the seed must not be negative, it is {seed}")
+        raise InputError(f"the seed must not be negative, not {seed}")
     m = magnitudes_of(x)
     asked = np.geomspace(0.5, 0.01, 8).tolist() if ratios is None else list(ratios)
     asked = sorted({float(r) for r in asked}, reverse=True)
@@ -155,7 +183,7 @@ def choose_threshold(
 
 
 def _forward_stop(p_values: Sequence[float], alpha: float) -> int:
-    """Return k̂. A missing p-value adds nothing to the sum, so that its candidate is never the chosen one."""
+    """Return k̂; a missing p-value adds nothing to the sum, so that its candidate is never chosen."""
     total, rejected = 0.0, 0
     for k, p in enumerate(p_values, 1):
         if not math.isnan(p):
@@ -166,6 +194,7 @@ def _forward_stop(p_values: Sequence[float], alpha: float) -> int:
 
 
 def _note(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
+    """Return the warning about a choice."""
     if not candidates:
         return f"no candidate leaves {FEWEST} exceedances: nothing was tested"
     if chosen is None:

@@ -1,4 +1,4 @@
-"""How much of a heavy tail is a mixture of layers."""
+"""The share of a heavy tail that is only a mixture of layers of different scale."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ __all__ = ["Mixture", "mixture"]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How heavy the tail of a gradient is, together and layer by layer.
+    """How heavy the tail of a gradient is, as a whole and layer by layer.
 
     Attributes
     ----------
-    at : share of the non-zero elements that each shape is fitted to.
-    pooled : the largest of all layers' magnitudes.
-    normalised : the same after each layer is divided by its mean magnitude; without unit.
-    layers : name to the layer's own.
-    from_mixing : shape pooled minus normalised: what the layers' different scales add to it.
+    at : float
+        Share of the non-zero elements that each shape is fitted to.
+    pooled : Stability
+        Fit of the largest magnitudes of all layers together.
+    normalised : Stability
+        The same after each layer is divided by its mean magnitude; without unit.
+    layers : mapping of str to Stability
+        Fit of each layer alone, by name.
+    from_mixing : float
+        Shape pooled minus shape normalised: what the different scales of the layers add.
     """
 
     at: float
@@ -42,26 +47,29 @@ def mixture(
 ) -> Mixture:
     """Tell how much of a heavy tail is only a mixture of layers of different scale.
 
-    Fifty Laplace layers whose scales are log-normal with σ = 1.5 have a pooled shape of 0.5 at the top 10 %; each
-    divided by its mean magnitude, together −0.01.
+    Fifty Laplace layers whose scales are log-normal with σ = 1.5 have a pooled shape of 0.5 at the top 10 %; after each
+    is divided by its mean magnitude, the shape of all together is −0.01.
 
     Parameters
     ----------
-    layers : name to a gradient, its sketch, or magnitudes. Layers without a non-zero element add nothing.
-    at : share of the non-zero elements that each shape is fitted to, in (0, 1].
-    method : of :func:`gradstats.fit`.
+    layers : mapping of str to array_like, Sketch or Magnitudes
+        Gradient, sketch or magnitudes of each layer, by name. A layer without a non-zero element adds nothing.
+    at : float
+        Share of the non-zero elements that each shape is fitted to, in (0, 1].
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of every fit, see :func:`gradstats.fit`.
 
     Returns
     -------
     Mixture
-        With NaN and a status where there are fewer than :data:`FEWEST` exceedances, or no fit.
+        Fits, with NaN and a status where there are fewer than :data:`FEWEST` exceedances, or no fit.
 
     Raises
     ------
     FitError
         If no layer has a finite non-zero element.
     InputError
-        For no layer, a ratio outside (0, 1], or an unknown method.
+        If there is no layer, `at` is outside (0, 1], or the method is unknown.
     """
     if not layers:
         raise InputError("a mixture needs at least one layer")
@@ -81,7 +89,7 @@ def mixture(
 
 
 def _pool(parts: Sequence[Magnitudes], units: Sequence[float]) -> Magnitudes:
-    """Put magnitudes in their units together; cells of different layers overlap, so their middles stand for them."""
+    """Pool magnitudes, each in its unit; the cells of different layers overlap, so their middles stand for them."""
     middle = np.concatenate([m.middle / unit for m, unit in zip(parts, units, strict=True)])
     weight = np.concatenate([m.weight for m in parts])
     order = np.argsort(middle, kind="stable")

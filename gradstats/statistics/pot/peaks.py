@@ -1,4 +1,4 @@
-"""Thresholds at exceedance ratios, the excesses over them, and how their mean and their fit change."""
+"""Thresholds at exceedance ratios, and how the mean and the fit of the excesses change with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstats.primitives import Array
 from gradstats.primitives.ratio import target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
-from gradstats.statistics.solution import FitError, Reason
+from gradstats.statistics.solution import Z95, FitError, Reason
 
 __all__ = [
     "FEWEST",
@@ -32,34 +32,62 @@ __all__ = [
 ]
 
 FEWEST = 100
-"""Excesses below which no threshold is proposed: the shape's standard error is then 0.1 and more."""
+"""Excesses below which no threshold is proposed, because the standard error of the shape is 0.1 and more."""
 
 MODEL = "double_genpareto"
 NAN = math.nan
-_Z95 = 1.959963984540054
 _SMALLEST, _LARGEST = 1e-140, 1e140
+"""Largest magnitudes between which squares and their sums are ordinary numbers."""
 
 
 def magnitudes_of(x: Array | Sketch | Magnitudes) -> Magnitudes:
-    """Return magnitudes that have statistics: some, whose squares are numbers."""
+    """Return the magnitudes of an array or a sketch after checking that there are some and that their squares exist.
+
+    Parameters
+    ----------
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+
+    Raises
+    ------
+    FitError
+        If there is no finite non-zero element.
+    InputError
+        If squares leave the range of numbers.
+    """
     m = as_magnitudes(x)
     if m.count == 0:
         raise FitError(Reason.EMPTY)
     if not _SMALLEST < m.max < _LARGEST:
-        raise InputError(f"magnitudes up to {m.max:.3g}: their squares leave the range of numbers")
+        raise InputError(
+            f"magnitudes up to {m.max:.3g}: their squares leave the range of numbers; rescale them"
+        )
     return m
 
 
 def finite_of(m: Magnitudes) -> int:
-    """Return the finite elements, zeros included."""
+    """Return the number of finite elements, with zeros.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Magnitudes of a gradient.
+    """
     return round(m.count / (1 - m.zero_fraction))
 
 
 def threshold_of(m: Magnitudes, k: int) -> float:
-    """Return a threshold that the k largest exceed; 0 if that is all of them.
+    """Return a threshold that the k largest magnitudes exceed; 0 if those are all.
 
-    Between known values it is half way to the next larger one. Any place there leaves the same exceedances; for
-    rounded data (bfloat16, middles of cells) this one is where rounding up began, so that excesses start at zero.
+    Between known values it lies half way to the next larger one. Any place there leaves the same exceedances; for
+    rounded data (bfloat16, middles of cells) this is where rounding up began, so that excesses start at zero.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Magnitudes of a gradient.
+    k : int
+        Number of exceedances wanted.
     """
     if k >= m.count:
         return 0.0
@@ -71,7 +99,7 @@ def threshold_of(m: Magnitudes, k: int) -> float:
 
 
 def _ratios(m: Magnitudes, ratios: Sequence[float] | None) -> list[float]:
-    """Return what was asked for, or twenty from one half to a hundred exceedances."""
+    """Return the ratios asked for, or twenty from one half to a hundred exceedances."""
     if ratios is not None:
         return list(ratios)
     least = FEWEST / m.count
@@ -84,11 +112,16 @@ class MeanExcess:
 
     Attributes
     ----------
-    ratio : share of the non-zero elements asked to exceed the threshold.
-    threshold : u, in the gradient's unit.
-    n : elements beyond it.
-    mean : of |g| − u over them, in the gradient's unit; NaN for none.
-    low, high : its 95 % normal interval; NaN for fewer than two.
+    ratio : float
+        Share of the non-zero elements asked to exceed the threshold.
+    threshold : float
+        Threshold u, in the gradient's unit.
+    n : int
+        Number of elements beyond it.
+    mean : float
+        Mean of |g| − u over them, in the gradient's unit; NaN for none.
+    low, high : float
+        Its 95 % normal interval; NaN for fewer than two elements.
     """
 
     ratio: float
@@ -109,16 +142,23 @@ def mean_excess(
 
     Parameters
     ----------
-    x : gradient, its sketch, or magnitudes.
-    ratios : exceedance ratios of the non-zero elements, in (0, 1]; by default 20 from 0.5 to 100 exceedances, evenly
-        in the logarithm.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    ratios : sequence of float, optional
+        Exceedance ratios of the non-zero elements, in (0, 1]; by default 20 from 0.5 to 100 exceedances, evenly in the
+        logarithm.
+
+    Returns
+    -------
+    list of MeanExcess
+        One per ratio.
 
     Raises
     ------
     FitError
         If there is no finite non-zero element.
     InputError
-        For a ratio outside (0, 1].
+        If a ratio is outside (0, 1].
     """
     m = magnitudes_of(x)
     rows = []
@@ -127,7 +167,7 @@ def mean_excess(
         over = m.excesses(threshold)
         n, half = over.count, NAN
         if n > 1:
-            half = _Z95 * math.sqrt(over.variance / (n - 1))
+            half = Z95 * math.sqrt(over.variance / (n - 1))
         rows.append(MeanExcess(ratio, threshold, n, over.mean, over.mean - half, over.mean + half))
     return rows
 
@@ -138,13 +178,20 @@ class Stability:
 
     Attributes
     ----------
-    ratio : share of the non-zero elements asked to exceed the threshold.
-    threshold : u, in the gradient's unit.
-    n : elements beyond it.
-    c, c_low, c_high : shape ξ and its 95 % interval.
-    scale, scale_low, scale_high : modified scale σ* = σ − ξu in the gradient's unit, and its 95 % interval.
-    flags : what to mind about the fit.
-    status : why there is no fit, and the numbers are NaN; empty if there is one.
+    ratio : float
+        Share of the non-zero elements asked to exceed the threshold.
+    threshold : float
+        Threshold u, in the gradient's unit.
+    n : int
+        Number of elements beyond it.
+    c, c_low, c_high : float
+        Shape ξ and its 95 % interval.
+    scale, scale_low, scale_high : float
+        Modified scale σ* = σ − ξu in the gradient's unit, and its 95 % interval.
+    flags : tuple of str
+        Warnings about the fit.
+    status : str
+        Why there is no fit and the numbers are NaN; empty if there is one.
     """
 
     ratio: float
@@ -170,23 +217,43 @@ def parameter_stability(
 
     Parameters
     ----------
-    x : gradient, its sketch, or magnitudes.
-    ratios : as for :func:`mean_excess`.
-    method : of :func:`gradstats.fit`. Intervals are NaN where the estimate has none.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    ratios : sequence of float, optional
+        Exceedance ratios of the non-zero elements, in (0, 1]; by default those of :func:`mean_excess`.
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of every fit, see :func:`gradstats.fit`. Intervals are NaN where an estimate has none.
+
+    Returns
+    -------
+    list of Stability
+        One per ratio; a threshold without a fit has NaN and a status.
 
     Raises
     ------
     FitError
-        If there is no finite non-zero element. One threshold without a fit is a row with a status.
+        If there is no finite non-zero element.
     InputError
-        For a ratio outside (0, 1] or an unknown method.
+        If a ratio is outside (0, 1] or the method is unknown.
     """
     m = magnitudes_of(x)
     return [stability_at(m, ratio, method) for ratio in _ratios(m, ratios)]
 
 
 def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -> Stability:
-    """Return the fit of the excesses over one threshold; without one, a row with a status."""
+    """Fit the excesses over one threshold; without a fit, return NaN and a status.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Magnitudes of a gradient.
+    ratio : float
+        Share of them asked to exceed the threshold, in (0, 1].
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of the fit, see :func:`gradstats.fit`.
+    fewest : int
+        Number of exceedances below which nothing is fitted.
+    """
     threshold = threshold_of(m, target_count(ratio, m.count))
     over = m.excesses(threshold)
     if 0 < over.count < fewest:
@@ -199,16 +266,26 @@ def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -
     c, scale = fitted.params["c"], fitted.params["scale"]
     modified = scale - c * threshold
     slopes = np.array([-threshold, 1.0])
-    half = _Z95 * math.sqrt(float(slopes @ errors @ slopes))
+    half = Z95 * math.sqrt(float(slopes @ errors @ slopes))
     c_low, c_high = fitted.interval("c")
     ends = c_low, c_high, modified, modified - half, modified + half
     return Stability(ratio, threshold, over.count, c, *ends, flags=tuple(map(str, fitted.flags)))
 
 
 def covariance(fitted: Fit) -> NDArray[np.float64]:
-    """Return the asymptotic covariance of (ξ, σ): the fit's standard errors, and theory's correlation.
+    """Return the asymptotic covariance of (ξ, σ) from the standard errors of a fit and the correlation in theory.
 
-    Hosking and Wallis (1987), section 3 and 4, in k = −ξ; their correlation of k changes its sign with ξ.
+    Source: Hosking and Wallis (1987), sections 3 and 4, in k = −ξ, so that their correlation changes its sign.
+
+    Parameters
+    ----------
+    fitted : Fit
+        Generalized Pareto fit.
+
+    Returns
+    -------
+    ndarray of float64, shape (2, 2)
+        Covariance; NaN where the fit has no standard errors.
     """
     k = -fitted.params["c"]
     a, b = fitted.stderr["c"], fitted.stderr["scale"]

@@ -1,4 +1,4 @@
-"""Quantiles of the tail, with intervals."""
+"""Quantiles of the tail, with intervals, also beyond the data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from gradstats.statistics.pot.peaks import (
 __all__ = ["TailQuantile", "tail_quantile"]
 
 _SEEN = 10
-"""Elements beyond a quantile from which counting them is shown."""
+"""Elements beyond a quantile from which on the quantile by counting is shown."""
 
 _LARGEST = 300.0
-"""Logarithm of (share/ratio)^ξ: beyond it the variance overflows."""
+"""Logarithm of (share/ratio)^ξ beyond which the variance overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,26 @@ class TailQuantile:
 
     Attributes
     ----------
-    ratio : that share of all finite elements, zeros included.
-    value : the magnitude by the generalized Pareto, in the gradient's unit; 0 if fewer elements are non-zero.
-    low, high : its normal interval; NaN where the fit has no standard errors.
-    level : the interval's.
-    at, threshold, n : share of all finite elements asked to exceed the threshold of the fit, that threshold, and the
-        elements beyond it.
-    fit : of the excesses.
-    empirical : the magnitude by counting; NaN if fewer than ten elements lie beyond.
-    flags : what to mind.
+    ratio : float
+        Share of all finite elements, with zeros.
+    value : float
+        Magnitude by the generalized Pareto, in the gradient's unit; 0 if fewer elements are non-zero.
+    low, high : float
+        Its normal interval; NaN where the fit has no standard errors.
+    level : float
+        Probability that the interval holds the magnitude.
+    at : float
+        Share of all finite elements asked to exceed the threshold of the fit.
+    threshold : float
+        That threshold, in the gradient's unit.
+    n : int
+        Number of elements beyond it.
+    fit : Fit
+        Generalized Pareto fit of the excesses.
+    empirical : float
+        Magnitude by counting; NaN if fewer than ten elements lie beyond.
+    flags : tuple of str
+        Warnings.
     """
 
     ratio: float
@@ -71,24 +82,35 @@ def tail_quantile(
 ) -> TailQuantile:
     """Estimate the magnitude that a share of the elements exceeds from a fit of the peaks over a lower threshold.
 
-    q = u + (σ/ξ)((ζ/ratio)^ξ − 1), ζ being the share beyond u. The interval is the delta method's, with the binomial
-    uncertainty of ζ (Coles 2001, section 4.3.3). It holds if the excesses are generalized Pareto from u on: far beyond
-    the data of millions of elements, that they are not quite is the larger error, and no part of it.
+    The quantile is u + (σ/ξ)((ζ/ratio)^ξ − 1), where ζ is the share beyond u. The interval is that of the delta method,
+    with the binomial uncertainty of ζ (Coles 2001, section 4.3.3). It supposes that the excesses are generalized Pareto
+    from u on. They are not quite, which is the larger error far beyond the data of millions of elements, and not in
+    the interval.
 
     Parameters
     ----------
-    x : gradient, its sketch, or magnitudes.
-    ratio : share of all finite elements, zeros included; below `at`. It may lie beyond the data.
-    at : share of all finite elements that the fit is made from; all non-zero ones if there are not as many.
-    method : of :func:`gradstats.fit`.
-    level : of the interval.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    ratio : float
+        Share of all finite elements, with zeros; below `at`. It may lie beyond the data.
+    at : float
+        Share of all finite elements that the fit is made from; all non-zero ones if there are fewer.
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of the fit, see :func:`gradstats.fit`.
+    level : float
+        Probability that the interval holds the quantile, in (0, 1).
+
+    Returns
+    -------
+    TailQuantile
+        Quantile with its interval, the fit, and the quantile by counting.
 
     Raises
     ------
     FitError
         If the excesses have no fit.
     InputError
-        If not 0 < ratio < at ≤ 1, for a level outside (0, 1), or if the quantile is no finite number.
+        If not 0 < ratio < at ≤ 1, the level is outside (0, 1), or the quantile is not finite.
     """
     from scipy.special import ndtri
 
@@ -132,12 +154,14 @@ def tail_quantile(
 
 
 def _extrapolate(c: float, scale: float, reach: float) -> tuple[float, NDArray[np.float64], float]:
-    """Return (σ/ξ)(r^ξ − 1) for reach = ln r, its slopes in (ξ, σ), and that in ln r."""
+    """Return (σ/ξ)(r^ξ − 1) for reach = ln r, its slopes in (ξ, σ), and its slope in ln r."""
     y = c * reach
     if y > _LARGEST:
-        raise InputError(f"shape {c:.3g}: the quantile leaves the range of numbers")
+        raise InputError(
+            f"shape {c:.3g}: the quantile leaves the range of numbers; ask for a larger ratio"
+        )
     power = math.exp(y)
-    if abs(y) < 1e-4:  # the limits for ξ → 0, where the differences below cancel
+    if abs(y) < 1e-4:  # limits for ξ → 0, where the differences below cancel
         by_scale, by_shape = reach * (1 + y / 2), reach**2 * (0.5 + y / 3)
     else:
         by_scale, by_shape = math.expm1(y) / c, reach**2 * (y * power - math.expm1(y)) / y**2

@@ -23,14 +23,22 @@ class Stage:
 
     Attributes
     ----------
-    stage : number, from 1.
-    fit : of the excesses over the last stage's threshold (of the magnitudes, in the first); None without one.
-    n : how many those are.
-    asked : share of them that should exceed this stage's threshold.
-    threshold : η after this stage, in the gradient's unit.
-    achieved : share of them that does.
-    ks : Kolmogorov distance of the fit from them.
-    status : why there is no fit, the numbers are NaN and this stage is the last; empty if there is one.
+    stage : int
+        Number of the stage, from 1.
+    fit : Fit or None
+        Model of the excesses over the threshold of the stage before (in the first stage, of the magnitudes).
+    n : int
+        Number of these excesses.
+    asked : float
+        Share of them that should exceed this stage's threshold.
+    threshold : float
+        Threshold η after this stage, in the gradient's unit.
+    achieved : float
+        Share of the excesses that do exceed it.
+    ks : float
+        Kolmogorov distance of the fit from the excesses.
+    status : str
+        Why there is no fit, the numbers are NaN and this stage is the last; empty if there is a fit.
     """
 
     stage: int
@@ -57,30 +65,36 @@ def stages(
     """Return the fits behind a multi-stage threshold (SIDCo, Abdelmoniem et al. 2021, section 2.4, algorithm 1).
 
     The first stage models all non-zero magnitudes, every later one the excesses over the last threshold: exponential
-    after ``"laplace"`` (the threshold rule sidco-e), generalized Pareto after ``"double_genpareto"`` (sidco-p) and
-    after ``"dgamma"`` (sidco-gp).
+    after ``"laplace"`` (estimator sidco-e), generalized Pareto after ``"double_genpareto"`` (sidco-p) and after
+    ``"dgamma"`` (sidco-gp).
 
     Parameters
     ----------
-    x : gradient, its sketch, or magnitudes.
-    ratio : share of all finite elements, zeros included, to keep.
-    n_stages : M ≥ 1. One is used if the ratio is at or above `first`.
-    model : of the first stage, one of the three above.
-    first : δ₁, the share that the first of several stages keeps.
-    method : of :func:`gradstats.fit`, for every stage.
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    ratio : float
+        Share of all finite elements, with zeros, to keep.
+    n_stages : int
+        Number of stages M ≥ 1. One is used if the ratio is at or above `first`.
+    model : {"laplace", "double_genpareto", "dgamma"}
+        Model of the first stage.
+    first : float
+        Share δ₁ that the first of several stages keeps, in (0, 1).
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of every fit, see :func:`gradstats.fit`.
 
     Returns
     -------
     list of Stage
-        The last one's threshold is the rule's. Fewer than M if no element exceeds a threshold or a stage has no fit;
-        none if every non-zero element is to be kept.
+        Stages; the threshold of the last is the estimator's. Fewer than M if no element exceeds a threshold or a stage
+        has no fit; none if every non-zero element is to be kept.
 
     Raises
     ------
     FitError
         If there is no finite non-zero element.
     InputError
-        For another model, a method that a model does not have, or a ratio or number of stages out of range.
+        If the model is another, it has no such method, or a ratio or the number of stages is out of range.
     """
     if model not in _LATER:
         raise InputError(f"no stages with {model!r}; there are {', '.join(_LATER)}")

@@ -1,4 +1,4 @@
-"""Solvers: from the magnitudes of a gradient to the parameters of a model, with their standard errors."""
+"""Solvers: from the magnitudes of a gradient to the parameters of a model and their standard errors."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ SOLVERS: dict[tuple[str, str], Solver] = {
     ("lognorm", "moments"): moments.lognorm,
     ("lognorm", "mle"): likelihood.lognorm,
 }
-"""(model, method) to its solver."""
+"""Solver by model and method."""

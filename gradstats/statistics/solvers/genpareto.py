@@ -1,6 +1,6 @@
 """Generalized Pareto magnitudes: by moments, by likelihood, by probability-weighted moments.
 
-Signs as in SciPy: ξ = `c` > 0 is a heavy tail; Hosking and Wallis (1987) write k = −ξ.
+Signs are SciPy's: ξ = `c` > 0 is a heavy tail. Hosking and Wallis (1987) write k = −ξ.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from scipy.optimize import brentq, minimize_scalar
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.solution import FitError, Flag, Reason, Solution
 from gradstats.statistics.solvers.moments import delta_method, require_spread
+from gradstats.statistics.stages import genpareto_by_moments
 
 __all__ = ["by_likelihood", "by_moments", "by_weighted_moments"]
 
@@ -20,16 +21,23 @@ _NO_ERRORS = {"c": math.nan, "scale": math.nan}
 
 
 def _support(m: Magnitudes, shape: float, scale: float) -> tuple[Flag, ...]:
+    """Return a flag if the largest magnitude lies beyond the end of the support."""
     return (Flag.SUPPORT,) if shape < 0 and m.max > -scale / shape else ()
 
 
 def by_moments(m: Magnitudes) -> Solution:
-    """Match mean and variance (SIDCo eq. 8, 9): ξ = ½(1 − m²/v), always below ½."""
+    """Match mean m and variance v (SIDCo eq. 8 and 9): ξ = ½(1 − m²/v), always below ½.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
-        squared = mean**2 / (mean_square - mean**2)
-        return {"c": 0.5 * (1 - squared), "scale": 0.5 * mean * (squared + 1)}
+        c, scale = genpareto_by_moments(mean, mean_square - mean**2)
+        return {"c": c, "scale": scale}
 
     params = rule(m.mean, m.mean_square)
     unreliable = params["c"] > 0.25  # from there on the estimate has no variance
@@ -46,7 +54,13 @@ def by_moments(m: Magnitudes) -> Solution:
 
 
 def by_weighted_moments(m: Magnitudes) -> Solution:
-    """Match E[X] and E[X(1−F)] (Hosking and Wallis 1987, eq. 7 and table 2), unbiased sample versions."""
+    """Match the unbiased sample versions of E[X] and E[X(1−F)] (Hosking and Wallis 1987, eq. 7 and table 2).
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
     n = m.count
     # mean over a cell's elements of the number of larger ones, n − i for i = 1…n
@@ -71,35 +85,41 @@ def by_weighted_moments(m: Magnitudes) -> Solution:
 def by_likelihood(m: Magnitudes) -> Solution:
     """Maximize the likelihood along its profile in θ = ξ/σ (Grimshaw 1993).
 
-    For a given θ the best shape is the mean of ln(1 + θx), so that one dimension is left. The likelihood grows
-    without bound towards the largest element (ξ < −1); its local maximum above that is the estimate, and data
-    without one has none. Fewer elements than a few dozen often have none.
+    For a given θ the best shape is the mean of ln(1 + θx), so one dimension is left. As the end of the support nears
+    the largest element (ξ < −1) the likelihood grows without bound; the estimate is the local maximum before that. Data
+    without one has no estimate, which is common below a few dozen elements.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
     """
     require_spread(m)
-    # In units of the geometric mean, which any tail has: the mean of a heavy one grows with the sample.
+    # In units of the geometric mean, which exists for any tail; the mean of a heavy one grows with the sample.
     unit = math.exp(m.mean_log)
     x, weight = m.middle / unit, m.weight / m.weight.sum()
     largest = m.max / unit
     exponential = math.log(m.mean / unit) + 1  # the loss at θ = 0
 
     def shape(theta: float) -> float:
+        # the best shape for a θ
         return float(weight @ np.log1p(theta * x))
 
     def loss(theta: float) -> float:
-        """Return the mean negative log-likelihood at the best shape."""
+        # mean negative log-likelihood at the best shape for a θ
         if abs(theta) < 1e-9:
             return exponential
         c = shape(theta)
         return math.log(c / theta) + c + 1
 
     def slope(theta: float) -> float:
-        """Return the derivative of the loss, which fixes its minimum to more digits than the loss can."""
+        # derivative of the loss, which gives its minimum to more digits than the loss does
         if abs(theta) < 1e-6:
             return float(m.mean / unit - weight @ x**2 / 2 / (m.mean / unit))
         inverse = float(weight @ (x / (1 + theta * x)))
         return inverse / shape(theta) - 1 / theta + inverse
 
-    # From the largest element's bound through zero to very heavy tails; fine near the bound, where it is steep
+    # from the bound set by the largest element (fine there: the loss is steep) through zero to very heavy tails
     bound = -1 / largest
     grid = np.concatenate(
         [bound * (1 - np.geomspace(1e-8, 1, 40)[:-1]), [0.0], np.geomspace(1e-4, 1e4, 80)]
@@ -113,7 +133,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
     low, high = float(grid[best - 1]), float(grid[best + 1])
     if slope(low) < 0 < slope(high):
         theta = float(brentq(slope, low, high, xtol=1e-15, rtol=1e-14))
-    else:  # more than one minimum between neighbours of the grid
+    else:  # there is more than one minimum between neighbours of the grid
         theta = float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
     c = shape(theta)
     scale = c / theta * unit if abs(theta) > 1e-12 else m.mean

@@ -1,4 +1,4 @@
-"""Maximum likelihood of the models with a location of zero, on magnitudes. Each needs one dimension at most."""
+"""Maximum likelihood of the models with location zero, on magnitudes; a search is in one dimension at most."""
 
 from __future__ import annotations
 
@@ -17,22 +17,40 @@ from gradstats.statistics.stages import gamma_shape
 __all__ = ["dgamma", "dgamma_closed", "dweibull", "gennorm", "laplace", "lognorm", "norm", "t"]
 
 _ENDS = (0.05, 200.0)
-"""Shapes searched by `gennorm` and `dweibull`: beyond them a law is a spike or a uniform one."""
+"""Range of shapes searched by `gennorm` and `dweibull`: beyond it a distribution is a spike, or uniform."""
 
 
 def laplace(m: Magnitudes) -> Solution:
-    """Take the mean magnitude (SIDCo eq. 5); exact, and the first moment of every kind."""
+    """Take the mean magnitude (SIDCo eq. 5), which is the exact estimate of every method.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     return Solution({"scale": m.mean}, {"scale": m.mean / math.sqrt(m.count)})
 
 
 def norm(m: Magnitudes) -> Solution:
-    """Take the root mean square."""
+    """Take the root mean square.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     scale = math.sqrt(m.mean_square)
     return Solution({"scale": scale}, {"scale": scale / math.sqrt(2 * m.count)})
 
 
 def lognorm(m: Magnitudes) -> Solution:
-    """Take mean and standard deviation of the logarithms."""
+    """Take mean and standard deviation of the logarithms.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
     s = math.sqrt(m.average((np.log(m.middle) - m.mean_log) ** 2))
     scale = math.exp(m.mean_log)
@@ -43,12 +61,24 @@ def lognorm(m: Magnitudes) -> Solution:
 
 
 def dgamma_closed(m: Magnitudes) -> Solution:
-    """SIDCo eq. (16), (27): an approximation of the maximum-likelihood shape, within 1.5 % of it."""
+    """Approximate the maximum-likelihood shape within 1.5 % (SIDCo eq. 16 and 27).
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     return _dgamma(m, _closed_shape(m))
 
 
 def dgamma(m: Magnitudes) -> Solution:
-    """Newton's method on ln a − ψ(a) = ln mean − mean log (Minka 2002), from the closed form."""
+    """Solve ln a − ψ(a) = ln mean − mean log by Newton's method from the closed form (Minka 2002).
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     a = _closed_shape(m)
     s = math.log(m.mean) - m.mean_log
     for _ in range(20):
@@ -61,6 +91,7 @@ def dgamma(m: Magnitudes) -> Solution:
 
 
 def _closed_shape(m: Magnitudes) -> float:
+    """Return SIDCo's closed form, or raise :class:`FitError` where there is no shape."""
     if m.count < 2:
         raise FitError(Reason.TOO_FEW)
     a = gamma_shape(m.mean, m.mean_log)
@@ -70,6 +101,7 @@ def _closed_shape(m: Magnitudes) -> float:
 
 
 def _dgamma(m: Magnitudes, a: float) -> Solution:
+    """Return the solution with a shape: scale, and standard errors from the Fisher information."""
     scale = m.mean / a
     trigamma = float(polygamma(1, a))
     information = m.count * (a * trigamma - 1)
@@ -81,7 +113,13 @@ def _dgamma(m: Magnitudes, a: float) -> Solution:
 
 
 def dweibull(m: Magnitudes) -> Solution:
-    """Solve the profile equation E[xᶜ ln x]/E[xᶜ] − 1/c = E[ln x], which rises with c."""
+    """Solve the profile equation E[xᶜ ln x]/E[xᶜ] − 1/c = E[ln x], whose left side rises with c.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
     # relative to the largest, so that no power overflows
     logs = np.log(m.middle) - math.log(m.max)
@@ -102,7 +140,7 @@ def dweibull(m: Magnitudes) -> Solution:
     scale = m.max * m.average(np.exp(c * logs)) ** (1 / c)
     if flags:
         return Solution({"c": c, "scale": scale}, {"c": math.nan, "scale": math.nan}, flags)
-    # inverse Fisher information; 1 − γ is E[ln] of a unit Weibull's density-weighted power
+    # inverse Fisher information
     root, euler = math.sqrt(m.count), float(np.euler_gamma)
     stderr = {
         "c": c * math.sqrt(6) / math.pi / root,
@@ -112,7 +150,13 @@ def dweibull(m: Magnitudes) -> Solution:
 
 
 def gennorm(m: Magnitudes) -> Solution:
-    """Maximize the profile in β: for a given one, scaleᵝ = β E[xᵝ]."""
+    """Maximize the profile in β; for a given β, scaleᵝ = β E[xᵝ].
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
     logs = np.log(m.middle) - math.log(m.max)
 
@@ -135,14 +179,19 @@ def gennorm(m: Magnitudes) -> Solution:
 
 
 def t(m: Magnitudes) -> Solution:
-    """Maximize the profile in df; for a given one the scale solves one monotone equation."""
+    """Maximize the profile in df; for a given df the scale solves a monotone equation.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
     squares = m.middle**2
     middle = math.log(m.mean_square)
 
     def log_scale(df: float) -> float:
-        """Return ln σ with E[(df + 1) x² / (df σ² + x²)] = 1."""
-
+        # ln σ with E[(df + 1) x² / (df σ² + x²)] = 1
         def equation(log_square: float) -> float:
             return (df + 1) * m.average(squares / (df * math.exp(log_square) + squares)) - 1
 
@@ -167,7 +216,7 @@ def t(m: Magnitudes) -> Solution:
 def _search(
     loss: Callable[[float], float], low: float, high: float
 ) -> tuple[float, tuple[Flag, ...]]:
-    """Minimize over the logarithm of a shape; return it, flagged if it is at an end."""
+    """Minimize over the logarithm of a shape; return it, with a flag if it is at an end of the range."""
     bounds = math.log(low), math.log(high)
     found = float(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-8}).x)
     at_end = min(found - bounds[0], bounds[1] - found) < 1e-3
@@ -182,7 +231,7 @@ def _with_errors(
     loss: Callable[[float, float], float],
     flags: tuple[Flag, ...],
 ) -> Solution:
-    """Add standard errors from the observed information, by central differences in the logarithms."""
+    """Return the solution with standard errors from the observed information (central differences of logarithms)."""
     shape, scale = math.exp(log_shape), math.exp(log_size)
     stderr = {name: math.nan, "scale": math.nan}
     if not flags:

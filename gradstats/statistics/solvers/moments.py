@@ -1,4 +1,4 @@
-"""Models matched to the mean and the mean square of the magnitudes."""
+"""Solvers that match a model to the mean and the mean square of the magnitudes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,25 @@ __all__ = ["delta_method", "dgamma", "dweibull", "gennorm", "lognorm", "require_
 _STEP = 1e-5
 
 Rule: TypeAlias = Callable[[float, float], dict[str, float]]
-"""(mean, mean square) to the parameters, ``scale`` among them."""
+"""(mean, mean square) → parameters, ``scale`` among them."""
 
 Raw: TypeAlias = Callable[[float, int], float]
-"""(shape, order) to the raw moment of the magnitudes at scale 1."""
+"""(shape, order) → raw moment of the magnitudes at scale 1."""
 
 
 def require_spread(m: Magnitudes) -> None:
-    """Raise :class:`FitError` where no shape can be told: one element, or all equal."""
+    """Check that magnitudes have a shape.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+
+    Raises
+    ------
+    FitError
+        If there are fewer than two, or all are equal.
+    """
     if m.count < 2:
         raise FitError(Reason.TOO_FEW)
     if m.variance <= 1e-14 * m.mean**2:
@@ -33,15 +44,23 @@ def require_spread(m: Magnitudes) -> None:
 
 
 def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict[str, float]:
-    """Return standard errors of a rule, with the fitted law's own moments up to the fourth.
+    """Return standard errors of a moment estimate, from moments up to the fourth of the fitted distribution.
 
-    The sample's would be smaller than the truth nearly always: fourth moments live in the tail.
+    The sample's own moments would nearly always be too small, because the tail decides the fourth.
 
     Parameters
     ----------
-    rule : to differentiate, numerically, at the sample's moments.
-    raw : order to the raw moment of the fitted law at scale 1.
-    m : the sample.
+    rule : callable
+        (mean, mean square) → parameters. It is differentiated numerically at the sample's moments.
+    raw : callable
+        Order → raw moment of the fitted distribution at scale 1.
+    m : Magnitudes
+        Sample.
+
+    Returns
+    -------
+    dict of str to float
+        Standard error by parameter.
     """
     params = rule(m.mean, m.mean_square)
     first, second, third, fourth = (raw(r) * params["scale"] ** r for r in (1, 2, 3, 4))
@@ -62,7 +81,7 @@ def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict
 
 
 def _solve(raw: Raw, target: float, low: float, high: float) -> float:
-    """Return the shape with mean²/mean square = target, which rises with it, or the end of the range."""
+    """Return the shape at which mean²/mean square, which rises with the shape, is `target`; or an end of the range."""
 
     def ratio(shape: float) -> float:
         return raw(shape, 1) ** 2 / raw(shape, 2)
@@ -78,7 +97,7 @@ def _solve(raw: Raw, target: float, low: float, high: float) -> float:
 def _by_ratio(
     m: Magnitudes, name: str, raw: Raw, low: float, high: float, regular: float = 0.0
 ) -> Solution:
-    """Fit a scale family by its moments; there are standard errors for shapes above `regular`."""
+    """Fit a scale family by its moments, with standard errors for shapes above `regular`."""
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
@@ -95,7 +114,13 @@ def _by_ratio(
 
 
 def dgamma(m: Magnitudes) -> Solution:
-    """Gamma magnitudes: a = mean²/variance."""
+    """Match gamma magnitudes: a = mean²/variance.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
@@ -108,7 +133,13 @@ def dgamma(m: Magnitudes) -> Solution:
 
 
 def lognorm(m: Magnitudes) -> Solution:
-    """Log-normal magnitudes: s² = ln(mean square/mean²)."""
+    """Match log-normal magnitudes: s² = ln(mean square/mean²).
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
@@ -121,19 +152,37 @@ def lognorm(m: Magnitudes) -> Solution:
 
 
 def gennorm(m: Magnitudes) -> Solution:
-    """Generalized normal (Mallat 1989); a uniform vector has the largest ratio a shape can have, ¾."""
+    """Match generalized normal magnitudes (Mallat 1989); mean²/mean square is at most ¾, that of a uniform vector.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     return _by_ratio(
         m, "beta", lambda b, r: math.exp(gammaln((r + 1) / b) - gammaln(1 / b)), 0.05, 200.0
     )
 
 
 def dweibull(m: Magnitudes) -> Solution:
-    """Weibull magnitudes."""
+    """Match Weibull magnitudes.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
     return _by_ratio(m, "c", lambda c, r: math.exp(gammaln(1 + r / c)), 0.05, 200.0)
 
 
 def t(m: Magnitudes) -> Solution:
-    """Student's t; moments know df > 2 only, and a standard error needs df > 4."""
+    """Match Student's t, whose mean square needs df > 2; standard errors need df > 4.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    """
 
     def raw(df: float, r: int) -> float:
         logs = gammaln((r + 1) / 2) + gammaln((df - r) / 2) - gammaln(df / 2)

@@ -13,9 +13,9 @@ from gradstats import hooks
 from gradstats.collectives import SparseAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors import TopK, make_compressor
-from gradstats.compressors.base import Selection
 from gradstats.errors import NonFiniteGradientError
 from gradstats.hooks import CompressionState, compression_hook
+from gradstats.primitives import Selection
 
 
 def model(seed=0):
@@ -74,12 +74,12 @@ class Ragged(TopK):
         super().__init__(0.01)
         self.rank, self.calls = rank, 0
 
-    def compress(self, gradient):
+    def select(self, gradient):
         self.calls += 1
         if (self.calls + self.rank) % 5 == 0:
             return Selection(gradient.new_empty(0).long(), gradient[:0], float("inf"))
         self.ratio = 0.002 * (1 + self.rank + self.calls % 3)
-        return super().compress(gradient)
+        return super().select(gradient)
 
 
 def train(rank, world, steps, error_feedback, ragged, named):

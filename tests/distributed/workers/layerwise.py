@@ -112,7 +112,7 @@ def adapt(rank, world, steps=9):
         loss_of(ddp, batch(rank, step)).backward()
         selected.append((state.last.selected, state.last.target))
     again = LAGS(0.001)
-    again.load_state_dict(state.state_dict()["compressor"])
+    again.load_state_dict(state.compressor.state_dict())
     return compressor.ratios, compressor.deliveries, selected, again.ratios
 
 

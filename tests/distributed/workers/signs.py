@@ -8,16 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.ring import one_bit_ring, one_bit_torus
+from gradstats.collectives.ring import one_bit_ring
+from gradstats.collectives.torus import one_bit_torus
+from gradstats.compressors.cascading import Cascading
 from gradstats.compressors.marsit import Marsit
-from gradstats.compressors.signs import (
-    SSDM,
-    Cascading,
-    EFSignSGD,
-    SignSGD,
-    bits_per_element,
-    matching_rate,
-)
+from gradstats.compressors.signs import bits_per_element, matching_rate
+from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD
 from gradstats.errors import InputError
 
 SYSTEMS = {

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_map
 from workers.hook import model
 
 from gradstats.compressors import (
@@ -222,10 +221,6 @@ def nonfinite(rank, world, policy, bad_parameter, name):
     return report, state.step
 
 
-def _blank(value):
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
-
-
 def resume(rank, world, name, folder):
     """Stop at a random step; torch.save and the distributed checkpoint both bring back every bit."""
     import torch.distributed.checkpoint as dcp
@@ -254,23 +249,22 @@ def resume(rank, world, name, folder):
     run(*first, range(stop))
     stream = io.BytesIO()
     torch.save({"model": first[0].state_dict(), "state": first[1].state_dict()}, stream)
-    key = f"rank{rank}"
-    dcp.save({"model": first[0].state_dict(), key: first[1].state_dict()}, checkpoint_id=folder)
+    # one name on all ranks, as everybody writes it
+    both = {"model": first[0].state_dict(), "compression": first[1].state_dict()}
+    dcp.save(both, checkpoint_id=folder)
     same = []
     stream.seek(0)
-    saved = torch.load(stream, weights_only=False)
+    saved = torch.load(stream, weights_only=True)
     for way in ("save", "checkpoint"):
         again = fresh()
         if way == "save":
             again[0].load_state_dict(saved["model"])
             again[1].load_state_dict(saved["state"])
         else:
-            # a template of the same structure that knows none of the values
-            blank = tree_map(_blank, first[1].state_dict())
-            holder = {"model": again[0].state_dict(), key: blank}
+            holder = {"model": again[0].state_dict(), "compression": again[1].state_dict()}
             dcp.load(holder, checkpoint_id=folder)
             again[0].load_state_dict(holder["model"])
-            again[1].load_state_dict(holder[key])
+            again[1].load_state_dict(holder["compression"])
         run(*again, range(stop, 11))
         same.append(
             all(
@@ -278,12 +272,23 @@ def resume(rank, world, name, folder):
                 for a, b in zip(straight[0].parameters(), again[0].parameters(), strict=True)
             )
         )
-    message = ""
-    try:
-        fresh()[1].load_state_dict({**saved["state"], "world_size": world + 1})
-    except InputError as error:
-        message = str(error)
-    return same, message
+    own = saved["state"][f"rank{rank}"]
+    messages = []
+    for wrong in (
+        {f"rank{rank}": {**own, "world_size": world + 1}},
+        {f"rank{rank + 1}": own},
+        {f"rank{rank}": {**own, "system": "Other"}},
+        {f"rank{rank}": {**own, "memory": {}}},
+        {f"rank{rank}": {**own, "memory": {k: {"x": torch.ones(1)} for k in own["memory"]}}},
+    ):
+        try:
+            target = fresh()[1]
+            target.load_state_dict(wrong)
+            target._allocate(torch.device("cpu"))
+        except InputError as error:
+            messages.append(str(error))
+        assert target.step == 0 or "another model" in messages[-1]
+    return same, messages
 
 
 def lost_rank(rank, world, name, folder):

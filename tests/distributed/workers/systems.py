@@ -11,9 +11,9 @@ from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO
 from gradstats.compressors.randomk import RandomK
 from gradstats.compressors.redsync import RedSync
+from gradstats.compressors.selectors import TopK
 from gradstats.compressors.shared import GlobalHistogram
 from gradstats.compressors.sparse import SparseCompressor
-from gradstats.compressors.sparsify import TopK
 
 RATIO = 0.02
 SYSTEMS = {

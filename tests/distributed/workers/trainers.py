@@ -11,20 +11,20 @@ RATE = 0.5
 
 
 def tokens():
-    """Return int64 (samples, 6), enough for STEPS batches on two ranks."""
+    """Return int64 tokens, shape (samples, 6), enough for STEPS batches on two ranks."""
     generator = torch.Generator().manual_seed(7)
     return torch.randint(32, (2 * STEPS * BATCH, 6), generator=generator)
 
 
 def labels(rows):
-    """Leave out the first token: a Trainer divides by the labels, though none predicts that one."""
+    """Mask the first token: a Trainer divides by the number of labels, and no position predicts that one."""
     rows = rows.clone()
     rows[..., 0] = -100
     return rows
 
 
 class Sentences(torch.utils.data.IterableDataset):
-    """In order: a Trainer shuffles anything it can index."""
+    """The samples in order: a Trainer shuffles any dataset that it can index."""
 
     def __iter__(self):
         return ({"input_ids": row, "labels": labels(row)} for row in tokens())
@@ -108,9 +108,9 @@ def flat(gradients):
 
 
 def plain_loop(model, loss_of, batches, clip=float("inf")):
-    """Train by hand; return, of every step, local gradients (ranks, d), their mean, it clipped, and the mean loss.
+    """Train by hand; return for every step local gradients (ranks, d), their mean, the clipped mean and the mean loss.
 
-    `batches` gives, for every step, what each rank sees.
+    `batches` gives, for every step, the batch of each rank.
     """
     parameters = list(model.parameters())
     seen = []

@@ -1,0 +1,99 @@
+"""Terminal options of the commands that train, and the settings of a run made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from capture.workloads.config import WORKLOADS, RunConfig
+from gradstats.cli.options import one_of
+from gradstats.console import messages
+
+__all__ = [
+    "BatchSizeOption",
+    "DataDirOption",
+    "ErrorFeedbackOption",
+    "HiddenOption",
+    "LearningRateOption",
+    "NprocOption",
+    "SeedOption",
+    "SingleRatioOption",
+    "StepsOption",
+    "VocabOption",
+    "WorkloadArgument",
+    "WorkloadOption",
+    "run_config",
+    "signals_end_the_command",
+]
+
+_WORKLOAD: dict[str, Any] = {
+    "help": f"{', '.join(WORKLOADS)}.",
+    **one_of("workload", lambda: tuple(WORKLOADS)),
+}
+
+WorkloadArgument = Annotated[
+    str, typer.Argument(metavar="WORKLOAD", show_default=False, **_WORKLOAD)
+]
+WorkloadOption = Annotated[str, typer.Option(**_WORKLOAD)]
+NprocOption = Annotated[int, typer.Option(help="Number of processes (ranks).")]
+SingleRatioOption = Annotated[float, typer.Option(help="Kept fraction k/d.")]
+ErrorFeedbackOption = Annotated[
+    bool,
+    typer.Option(
+        "--error-feedback/--no-error-feedback",
+        help="Add what was not sent to the next gradient.",
+    ),
+]
+StepsOption = Annotated[int | None, typer.Option(help="Number of steps to train.")]
+BatchSizeOption = Annotated[int | None, typer.Option(help="Samples per process and step.")]
+LearningRateOption = Annotated[float | None, typer.Option(help="Learning rate at the start.")]
+HiddenOption = Annotated[int | None, typer.Option(help="Width of the LSTM.")]
+VocabOption = Annotated[int | None, typer.Option(help="Number of words the LSTM knows.")]
+DataDirOption = Annotated[Path | None, typer.Option(help="Folder of the data set.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")]
+
+
+def run_config(workload: str, *, label: str | None = None, **settings: Any) -> RunConfig:
+    """Return the settings of a run started at the terminal.
+
+    Parameters
+    ----------
+    workload : str
+        One of :data:`capture.workloads.WORKLOADS`.
+    label : str, optional
+        Text before the progress bar, which ``--quiet`` takes away; the workload if None.
+    **settings : object
+        Other fields of :class:`capture.workloads.RunConfig`.
+
+    Returns
+    -------
+    RunConfig
+        The settings; they have not been checked.
+    """
+    shown = workload if label is None else label
+    return RunConfig(workload=workload, label="" if messages().quiet else shown, **settings)
+
+
+@contextmanager
+def signals_end_the_command() -> Iterator[None]:
+    """End the command as the shell expects where a signal stopped the processes of a run.
+
+    Raises
+    ------
+    typer.Exit
+        With exit status 128 + the signal's number.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    try:
+        yield
+    except SignalException as error:  # torchrun's agent has stopped the processes
+        if messages().is_terminal:
+            messages().print()  # below the progress bar
+        raise typer.Exit(128 + error.sigval) from error
+    finally:
+        messages().show_cursor()  # a process that was stopped left it hidden

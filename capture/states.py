@@ -1,0 +1,193 @@
+"""What a capture asks of a communication hook's state, and the answers for states that were not made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from gradstats.trace import COMPRESSION, LAYER_COMPRESSION
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    from gradstats.hooks import Diagnosis, StepRecord
+
+__all__ = ["ObservedState", "observe", "records_steps", "step_columns"]
+
+
+@runtime_checkable
+class ObservedState(Protocol):
+    """State of a DDP communication hook, as :meth:`capture.Capture.wrap` reads it.
+
+    :class:`gradstats.hooks.CompressionState` has these members. Give them to the state of your own hook, and its
+    memory and its records are captured too; the state need not inherit from this class. Where it has only some of
+    them, or only a method ``residual(parameter)``, see :func:`observe`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> class Remembering:
+    ...     error_feedback = True
+    ...     last = diagnosis = None
+    ...
+    ...     def __init__(self, model):
+    ...         self.memory = {p: torch.zeros_like(p) for p in model.parameters()}
+    ...
+    ...     def corrected(self, parameter, gradient):
+    ...         return gradient + self.memory[parameter]
+    >>> isinstance(Remembering(torch.nn.Linear(3, 2)), ObservedState)
+    True
+    """
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether the hook adds a memory to the gradient before it compresses it."""
+
+    @property
+    def last(self) -> StepRecord | None:
+        """Record of the last step; None before the first one, or if the hook keeps no records."""
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Comparison of the last diagnosed step with a dense exchange; None if there was none."""
+
+    def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what the hook is about to compress of one parameter's gradient. Called before the hook.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the parameters in the bucket that the hook gets next.
+        gradient : torch.Tensor
+            This rank's gradient of the parameter, of the same shape. It must not be changed.
+
+        Returns
+        -------
+        torch.Tensor
+            Gradient plus memory, flat or of the parameter's shape.
+        """
+
+
+class _Partial:
+    """A state with some of the members, or none: nothing is recorded, and nothing added, that it does not tell."""
+
+    def __init__(self, state: object) -> None:
+        self._corrected = getattr(state, "corrected", None)
+        self._residual = getattr(state, "residual", None)
+        adds = self._corrected is not None or self._residual is not None
+        self.error_feedback = adds and bool(getattr(state, "error_feedback", True))
+        self.last: StepRecord | None = getattr(state, "last", None)
+        self.diagnosis: Diagnosis | None = getattr(state, "diagnosis", None)
+
+    def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if self._corrected is not None:
+            return self._corrected(parameter, gradient)  # type: ignore[no-any-return]
+        return _sum(gradient, None if self._residual is None else self._residual(parameter))
+
+
+class _PowerSGD:
+    """PyTorch's ``PowerSGDState``, whose residuals are flat and kept by the index of the bucket."""
+
+    last = diagnosis = None
+
+    def __init__(self, state: PowerSGDState, bucket: GradBucket | None) -> None:
+        self.error_feedback = bool(state.use_error_feedback)
+        self._residuals: dict[int, torch.Tensor] = {}
+        flat = None
+        if bucket is not None and self.error_feedback:
+            flat = state.error_dict.get(bucket.index())
+        if bucket is not None and flat is not None:
+            parameters = bucket.parameters()
+            parts = torch.split(flat, [p.numel() for p in parameters])
+            self._residuals = {id(p): part for p, part in zip(parameters, parts, strict=True)}
+
+    def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return _sum(gradient, self._residuals.get(id(parameter)))
+
+
+def _sum(gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return gradient plus residual, flat: the same sum, in the same precision, as the hook is about to make."""
+    flat = gradient.detach().reshape(-1)
+    return flat if residual is None else flat + residual.reshape(-1)
+
+
+def observe(state: object, bucket: GradBucket | None = None) -> ObservedState:
+    """Return what a capture sees of a hook's state now.
+
+    Parameters
+    ----------
+    state : object
+        Any hook's state. An :class:`ObservedState` is returned as it is; PyTorch's ``PowerSGDState`` has an adapter.
+        Other states may have some members of :class:`ObservedState`, or instead of ``corrected`` a method
+        ``residual(parameter)`` that returns what the hook will add, a tensor of the parameter's size, or None.
+        A state that has neither, such as None or a process group, adds nothing.
+    bucket : GradBucket, optional
+        Bucket that the hook gets next. ``PowerSGDState`` keeps its residuals by bucket: without one
+        ``corrected`` returns the gradient.
+
+    Returns
+    -------
+    ObservedState
+        View of the state, to be asked for anew with every bucket.
+    """
+    if isinstance(state, ObservedState):
+        return state
+    if isinstance(state, PowerSGDState):
+        return _PowerSGD(state, bucket)
+    return _Partial(state)
+
+
+def records_steps(state: object) -> bool:
+    """Tell whether a hook's state says what the hook did in a step, so that a trace needs room for it.
+
+    Parameters
+    ----------
+    state : object
+        Any hook's state. Its ``last`` counts, also while it is still None.
+
+    Returns
+    -------
+    bool
+        True if the state has an attribute ``last``.
+    """
+    return hasattr(state, "last")
+
+
+def step_columns(state: ObservedState, layers: Sequence[str]) -> dict[str, Any]:
+    """Return what a state says of its last step, in the columns of a trace.
+
+    Parameters
+    ----------
+    state : ObservedState
+        State after the hook has run.
+    layers : sequence of str
+        Names of the captured parameters, in the trace's order.
+
+    Returns
+    -------
+    dict
+        Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`; empty if the state keeps no records.
+        Layers that the diagnosis does not know, such as those averaged densely, get NaN.
+    """
+    record, diagnosis = state.last, state.diagnosis
+    if record is None:
+        return {}
+    step = {name: getattr(record, name) for name in COMPRESSION if hasattr(record, name)}
+    columns: dict[str, Any] = {
+        "threshold": record.threshold,
+        "selected": record.selected,
+        "compression": step,
+    }
+    if diagnosis is not None and diagnosis.step == record.step:
+        step |= {name: getattr(diagnosis, name) for name in ("residual_norm", "matching_rate")}
+        places = {name: i for i, name in enumerate(diagnosis.layers)}
+        rows = [places.get(name) for name in layers]
+        columns["layer_compression"] = {
+            name: np.array([np.nan if i is None else getattr(diagnosis, name)[i] for i in rows])
+            for name in LAYER_COMPRESSION
+        }
+    return columns

@@ -1,0 +1,57 @@
+"""An all-reduce of one bit per element over a 2-D torus of ranks (Mikami et al. 2018).
+
+It does what a ring does along the rows, then along the columns with a row's part.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.ring import Merge, Ring, pack_bits, reduce_bits, unpack_bits
+from gradstats.errors import InputError
+
+__all__ = ["check_torus", "one_bit_torus"]
+
+
+def one_bit_torus(
+    bits: torch.Tensor,
+    merge: Merge,
+    group: dist.ProcessGroup | None = None,
+    shape: tuple[int, int] = (1, 1),
+) -> tuple[torch.Tensor, int]:
+    """All-reduce one bit per element over a 2-D torus: rows, columns, and back.
+
+    It moves as many bits as a ring, in (columns − 1) + (rows − 1) hops per period instead of M − 1.
+
+    Parameters
+    ----------
+    bits, merge, group : as for :func:`one_bit_ring`. Along the columns both sides hold more than one contribution.
+    shape : (rows, columns); rank r sits in row r div columns.
+
+    Returns
+    -------
+    bits : bool (d,), the same on every rank.
+    bytes_sent : by this rank, as for the ring.
+
+    Raises
+    ------
+    InputError
+        If rows · columns is not the number of ranks.
+    """
+    rows, columns = check_torus(shape, dist.get_world_size(group))
+    row, column = divmod(dist.get_rank(group), columns)
+    rings = [
+        Ring(group, range(row * columns, (row + 1) * columns)),
+        Ring(group, range(column, rows * columns, columns)),
+    ]
+    packed = reduce_bits(rings, pack_bits(bits), merge, contributions=1)
+    return unpack_bits(packed, bits.numel()), sum(ring.bytes_sent for ring in rings)
+
+
+def check_torus(shape: tuple[int, int], world: int) -> tuple[int, int]:
+    """Return `shape`, or raise :class:`InputError` if it does not hold `world` ranks."""
+    rows, columns = shape
+    if rows < 1 or columns < 1 or rows * columns != world:
+        raise InputError(f"a torus of {rows} x {columns} ranks does not fit {world} ranks")
+    return rows, columns

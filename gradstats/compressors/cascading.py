@@ -1,0 +1,122 @@
+"""Cascading compression: the baseline that compresses a partial sum at every hop of a ring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives import all_gather_flags
+from gradstats.collectives.ring import Ring, split
+from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.signs import (
+    SCALE_BYTES,
+    RandomStream,
+    mean_magnitude,
+    norm_of,
+    read_message,
+    sign_bits,
+    sign_message,
+    signed,
+    stochastic_sign_bits,
+)
+
+__all__ = ["Cascading"]
+
+
+class Cascading(Compressor):
+    """Cascading compression: the partial sum is compressed to scale·sign anew at every hop of a ring.
+
+    This is the baseline Marsit's Section 3.2 and appendix A warn of: s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M, whose squared
+    error is bounded by (2D)^M·G²/M only. Every part of the vector has its own scale. There is no memory.
+
+    Parameters
+    ----------
+    stochastic : Q is SSDM's (‖v‖₂ times stochastic signs, unbiased), as in the paper; otherwise
+        (‖v‖₁/d)·sgn(v), which is biased and has a bounded error.
+    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
+
+    Raises
+    ------
+    InputError
+        For a negative seed.
+    """
+
+    feedback = False
+    has_ratio = False
+
+    def __init__(self, stochastic: bool = True, seed: int = 0) -> None:
+        self.stochastic = stochastic
+        self._own = RandomStream(seed, 0)
+
+    def reduce(
+        self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
+    ) -> Reduced:
+        """Send partial sums around the ring, compressing at every hop."""
+        flags = all_gather_flags(flag, group, corrected.device)
+        if any(flags):
+            return Reduced(flags)
+        started = time.perf_counter()
+        ring = Ring(group)
+        generator = self._own.generator(dist.get_rank(group), corrected.device)
+        local = split(corrected, ring.size)
+        compressing = 0.0
+
+        def compress(values: torch.Tensor) -> torch.Tensor:
+            nonlocal compressing
+            begun = time.perf_counter()
+            if self.stochastic:
+                scale = norm_of(values)
+                bits = stochastic_sign_bits(values, scale, generator)
+            else:
+                scale = mean_magnitude(values)
+                bits = sign_bits(values, generator)
+            message = sign_message(bits, scale)
+            compressing += time.perf_counter() - begun
+            return message
+
+        def prepare(index: int, _: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            own = local[index]
+            return lambda received: compress(
+                signed(*read_message(received, own.numel()), own.dtype).add_(own)
+            )
+
+        # An empty part sends nothing, not even a scale.
+        parts = [
+            torch.empty(
+                SCALE_BYTES + (part.numel() + 7) // 8 if part.numel() else 0,
+                dtype=torch.uint8,
+                device=corrected.device,
+            )
+            for part in local
+        ]
+        if local[ring.position].numel():
+            parts[ring.position] = compress(local[ring.position])
+        ring.all_gather(parts, ring.reduce_scatter(parts, prepare))
+        total = [
+            signed(*read_message(part, own.numel()), own.dtype) if part.numel() else own
+            for part, own in zip(parts, local, strict=True)
+        ]
+        mean = torch.cat(total).div_(ring.size)
+        numel = corrected.numel()
+        return Reduced(
+            flags=flags,
+            mean=mean,
+            residual=corrected.zero_(),
+            selected=numel,
+            union=numel,
+            bytes_sent=ring.bytes_sent,
+            select_seconds=compressing,
+            communicate_seconds=time.perf_counter() - started - compressing,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the random generator."""
+        return {"generator": self._own.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self._own.load(state["generator"])

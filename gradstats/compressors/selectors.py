@@ -1,0 +1,70 @@
+"""Selection by a threshold estimator: the object of the tables, at work in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gradstats.compressors.base import Selector
+from gradstats.primitives import Selection
+from gradstats.primitives.ratio import check_ratio
+from gradstats.thresholds import Estimator, Exact
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ThresholdSelector", "TopK"]
+
+
+class ThresholdSelector(Selector):
+    """Keep the elements with |g| ≥ η, where any threshold estimator gives η.
+
+    Parameters
+    ----------
+    estimator : Estimator
+        The threshold rule. Its state belongs to this selector from now on.
+    ratio : float
+        Target fraction k/d, in (0, 1].
+
+    Raises
+    ------
+    InputError
+        If the ratio is out of range.
+    """
+
+    ratio: float
+
+    def __init__(self, estimator: Estimator, ratio: float) -> None:
+        self.estimator = estimator
+        self.ratio = check_ratio(ratio)  # now, not in the first backward pass
+
+    def select(self, gradient: torch.Tensor) -> Selection:
+        """Estimate the threshold of a gradient and select by it."""
+        estimate, kept = self.estimator.select(gradient, self.ratio)
+        return Selection(kept.indices, kept.values, estimate.threshold)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimator's state."""
+        return {"estimator": self.estimator.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the estimator's state."""
+        self.estimator.load_state_dict(state["estimator"])
+
+
+class TopK(ThresholdSelector):
+    """Exact top-k: the k largest magnitudes, and those tied with the k-th.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+
+    Raises
+    ------
+    InputError
+        If the ratio is out of range.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        super().__init__(Exact(), ratio)

@@ -1,0 +1,141 @@
+"""Sign compressors that all-gather their messages: signSGD with majority vote, EF-signSGD and SSDM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from gradstats.compressors.signs import (
+    RandomStream,
+    SignGathering,
+    check_scale,
+    coins,
+    mean_magnitude,
+    norm_of,
+    sign_bits,
+    signed,
+    stochastic_sign_bits,
+)
+
+__all__ = ["SSDM", "EFSignSGD", "SignSGD"]
+
+
+class SignSGD(SignGathering):
+    """Signs by majority vote (Bernstein et al. 2018): the update is η_s·sgn(Σ_r sgn(g_r)).
+
+    A tie is a fair coin that all ranks throw alike. A majority of votes is not the sum of what was sent, so nothing
+    is left over for memory; :class:`EFSignSGD` is the system with error feedback.
+
+    Parameters
+    ----------
+    scale : η_s. "mean" is the mean over ranks of each rank's mean |g|, which gives the update the size of a gradient:
+        the same learning rate then suits dense training and this. 1.0 is signSGD as published.
+    seed : of the coins, equal on all ranks, not negative.
+
+    Raises
+    ------
+    InputError
+        For a scale that is not positive, or a negative seed.
+    """
+
+    feedback = False
+
+    def __init__(self, scale: float | Literal["mean"] = "mean", seed: int = 0) -> None:
+        super().__init__(seed)
+        self.scale = check_scale(scale)
+        self._ties = RandomStream(seed, 1)
+
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        scale = mean_magnitude(corrected) if self.scale == "mean" else self.scale
+        return sign_bits(corrected, generator), float(scale)
+
+    def _average(
+        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
+    ) -> torch.Tensor:
+        votes = torch.zeros(corrected.numel(), dtype=torch.int32, device=corrected.device)
+        for bits, _ in messages:
+            votes += bits
+        twice = votes.mul_(2)
+        majority = twice > len(messages)
+        ties = (twice == len(messages)).nonzero().view(-1)
+        if ties.numel():
+            # On the CPU: the ranks may have different devices, whose generators differ.
+            thrown = coins(ties.numel(), self._ties.generator(rank=0))
+            majority[ties] = thrown.to(majority.device)
+        scale = sum(s for _, s in messages) / len(messages) if self.scale == "mean" else self.scale
+        return signed(majority, float(scale), corrected.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of both random generators."""
+        return {**super().state_dict(), "ties": self._ties.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        super().load_state_dict(state)
+        self._ties.load(state["ties"])
+
+
+class _Averaging(SignGathering):
+    """The update is the average of scale·sign over the ranks."""
+
+    def _average(
+        self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(corrected)
+        for bits, scale in messages:
+            total += signed(bits, scale, corrected.dtype)
+        return total.div_(len(messages))
+
+
+class EFSignSGD(_Averaging):
+    """Signs times the mean magnitude, with error feedback (Karimireddy et al. 2019).
+
+    Each rank sends (‖p‖₁/d)·sgn(p) of its corrected gradient p, the update is the average over ranks, and the residual
+    is p minus what the rank itself sent.
+
+    Parameters
+    ----------
+    seed : of the coins for zeros, equal on all ranks, not negative.
+
+    Raises
+    ------
+    InputError
+        For a negative seed.
+    """
+
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        return sign_bits(corrected, generator), mean_magnitude(corrected)
+
+    def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
+        return corrected.sub_(signed(bits, scale, corrected.dtype))
+
+
+class SSDM(_Averaging):
+    """Stochastic signs (Safaryan & Richtárik 2021), as the appendix of Marsit states them.
+
+    Each rank sends ‖g‖₂·b with b = ±1, P(b_i = 1) = ½ + g_i/(2‖g‖₂), so that the average over ranks is unbiased. Its
+    variance is about d times the squared norm of the gradient. Unbiased messages leave nothing for memory.
+
+    Parameters
+    ----------
+    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
+
+    Raises
+    ------
+    InputError
+        For a negative seed.
+    """
+
+    feedback = False
+
+    def _compress(
+        self, corrected: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, float]:
+        norm = norm_of(corrected)
+        return stochastic_sign_bits(corrected, norm, generator), norm

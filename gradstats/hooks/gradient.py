@@ -1,0 +1,236 @@
+"""The gradient of a step on its way in and out: from DDP's buckets to flat vectors, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from gradstats.hooks.layout import ParameterLayout
+from gradstats.hooks.memory import Memory
+
+__all__ = ["FlatGradient", "Pair", "flatten", "logical", "real_view", "zero_bad"]
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A parameter and its gradient in DDP's bucket."""
+
+_FEW = 16
+"""An update is written position by position where fewer than this share of all are not zero, …"""
+_LARGE = 1 << 20
+"""… in parameters of this many elements; copying smaller ones takes no longer."""
+
+
+def logical(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient from a DDP bucket so that its element [i, j, …] is that of the parameter.
+
+    A bucket holds gradients in the memory order of their parameters, and ``GradBucket.gradients()`` views them as if
+    that were the logical order: for a ``channels_last`` parameter it is not.
+
+    Parameters
+    ----------
+    parameter : torch.Tensor
+        The parameter, in whatever memory format.
+    gradient : torch.Tensor
+        A contiguous view of the bucket, of the parameter's shape.
+
+    Returns
+    -------
+    torch.Tensor
+        A view of the same memory, of the parameter's shape.
+    """
+    if parameter.is_contiguous():
+        return gradient
+    # DDP keeps strides where they are dense, which is when an empty copy keeps them
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+
+
+def flatten(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a real vector in logical order.
+
+    Parameters
+    ----------
+    parameter : torch.Tensor
+        The parameter.
+    gradient : torch.Tensor
+        Its gradient, as DDP's bucket holds it.
+
+    Returns
+    -------
+    tensor, shape (n,)
+        A view where possible. A complex gradient has real and imaginary parts in turn.
+    """
+    return real_view(logical(parameter, gradient.detach())).reshape(-1)
+
+
+def real_view(values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, with real and imaginary parts as a last dimension of 2 if it is complex.
+
+    Parameters
+    ----------
+    values : torch.Tensor
+        Real or complex values.
+
+    Returns
+    -------
+    torch.Tensor
+        A view.
+    """
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def zero_bad(pairs: Sequence[Pair]) -> None:
+    """Set NaN and infinite elements of gradients to zero, in place.
+
+    Parameters
+    ----------
+    pairs : sequence of (parameter, gradient)
+        Gradients in DDP's buckets.
+    """
+    for _, gradient in pairs:
+        real_view(gradient).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class FlatGradient:
+    """Gradients of a step as two vectors: the compressed one, in the memory, and the densely averaged one.
+
+    Parameters
+    ----------
+    layout : ParameterLayout
+        Places of the parameters.
+    memory : Memory
+        Adds to the compressed part what earlier steps did not send.
+    weight_decay : float
+        Multiple of the parameter that is added to its gradient.
+
+    Attributes
+    ----------
+    dense : tensor, shape (dense_numel,)
+        The densely averaged part.
+    allocated : bool
+        Whether the vectors exist.
+    """
+
+    def __init__(self, layout: ParameterLayout, memory: Memory, weight_decay: float = 0.0) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._weight_decay = weight_decay
+        self.dense = torch.empty(0)
+        self.allocated = False
+
+    def allocate(self, device: torch.device) -> None:
+        """Make room, and start the memory from zero.
+
+        Parameters
+        ----------
+        device : torch.device
+            Device of the gradients.
+        """
+        layout = self._layout
+        self._memory.allocate(layout.numel, device, layout.dtype)
+        self.dense = torch.zeros(layout.dense_numel, dtype=layout.dtype, device=device)
+        self.allocated = True
+
+    def clipping(self, pairs: Sequence[Pair], bound: float, scale: float) -> float:
+        """Return the factor that brings this rank's gradient to a norm of at most `bound`.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, gradient)
+            The whole gradient.
+        bound : float
+            Largest norm, in unscaled units.
+        scale : float
+            The loss scale that the gradients carry.
+
+        Returns
+        -------
+        float
+            At most 1.
+        """
+        # squares in float64: those of float16 end at 65,504
+        norms = [torch.linalg.vector_norm(flatten(*pair), dtype=torch.float64) for pair in pairs]
+        norm = math.sqrt(sum(float(each) ** 2 for each in norms)) / scale
+        return min(1.0, bound / norm) if norm > 0 else 1.0
+
+    def take(self, pairs: Sequence[Pair], factor: float = 1.0) -> list[torch.Tensor]:
+        """Write gradients plus memory.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, gradient)
+            Gradients that are ready.
+        factor : float
+            What they are multiplied by: clipping, and one over the loss scale.
+
+        Returns
+        -------
+        list of tensors
+            The parts written, one a parameter.
+        """
+        written = []
+        for parameter, gradient in pairs:
+            flat = flatten(parameter, gradient)
+            if factor != 1.0:
+                flat = flat.to(self._layout.dtype) * factor
+            if self._weight_decay:
+                flat = torch.add(flat, flatten(parameter, parameter), alpha=self._weight_decay)
+            slot = self._layout.slots.get(id(parameter))
+            if slot is not None:
+                self._memory.add(flat, slot)
+                written.append(self._memory.corrected[slot])
+            else:
+                part = self.dense[self._layout.dense_slots[id(parameter)]]
+                written.append(part.copy_(flat))
+        return written
+
+    def write(
+        self,
+        pairs: Sequence[Pair],
+        mean: torch.Tensor,
+        touched: list[torch.Tensor] | None,
+        scale: float,
+    ) -> None:
+        """Put the average into the gradients.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, gradient)
+            All gradients of the step.
+        mean : tensor, shape (d,)
+            The update of the compressed part.
+        touched : list of int64 tensors, or None
+            Ascending positions outside of which the mean is zero; None if it is dense.
+        scale : float
+            The loss scale that the gradients are to carry.
+        """
+        slots = self._layout.slots
+        few = touched is not None and _FEW * sum(p.numel() for p in touched) < mean.numel()
+        for parameter, gradient in pairs:
+            target = real_view(logical(parameter, gradient))
+            slot = slots.get(id(parameter))
+            if slot is None:
+                part = self.dense[self._layout.dense_slots[id(parameter)]]
+            elif few and target.is_contiguous() and target.numel() >= _LARGE:
+                assert touched is not None
+                flat = target.view(-1).zero_()  # half the memory traffic of a copy
+                ends = torch.tensor([slot.start, slot.stop], device=flat.device)
+                for positions in touched:
+                    first, last = torch.searchsorted(positions, ends).tolist()
+                    here = positions[first:last]
+                    flat[here - slot.start] = (mean[here] * scale).to(flat.dtype)
+                continue
+            else:
+                part = mean[slot]
+            target.copy_((part if scale == 1 else part * scale).view(target.shape))
+
+    def first_bad(self) -> str:
+        """Name the first parameter whose gradient is not finite on this rank, in brackets; empty if none is."""
+        for name, slot in self._layout.parts():
+            if not torch.isfinite(self._memory.corrected[slot]).all():
+                return f" (here first in parameter {name})"
+        dense = torch.isfinite(self.dense).all()
+        return "" if dense else " (here in a densely averaged parameter)"

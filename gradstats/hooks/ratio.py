@@ -1,0 +1,108 @@
+"""How much is sent in which step: schedules of the kept fraction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradstats.compressors import Compressor
+from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_ratio
+
+__all__ = ["RatioSchedule", "dgc_warm_up"]
+
+_PROBED = (0, *(1 << n for n in range(31)))
+"""Steps at which a schedule is asked beforehand whether it needs a ratio to set."""
+
+
+def dgc_warm_up(
+    steps_per_epoch: int, ratios: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+) -> Callable[[int], float | None]:
+    """Return DGC's warm-up: the n-th ratio in the n-th epoch, the last one from then on (Lin et al. 2018).
+
+    Parameters
+    ----------
+    steps_per_epoch : int
+        Steps of an epoch.
+    ratios : sequence of float
+        Kept fractions k/d, in (0, 1]. A ratio of 1 is a dense step.
+
+    Returns
+    -------
+    callable
+        Step to ratio, for :class:`gradstats.hooks.CompressionState`.
+    """
+    return lambda step: ratios[min(step // steps_per_epoch, len(ratios) - 1)]
+
+
+class RatioSchedule:
+    """The ratio of every step, applied to a compressor.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        Its ratio is set when a step begins.
+    at : callable, optional
+        Step to ratio: 1 is a dense step, None leaves the compressor's own.
+
+    Raises
+    ------
+    InputError
+        If the schedule has a ratio out of range, or one below 1 for a compressor that has none to set.
+    """
+
+    def __init__(self, compressor: Compressor, at: Callable[[int], float | None] | None) -> None:
+        self._compressor = compressor
+        self._at = at
+        for step in _PROBED if at is not None else ():
+            self.begin(step)  # raises now, not in the middle of training
+        self.begin(0)
+
+    def of(self, step: int) -> float | None:
+        """Return the ratio scheduled for a step, None for the compressor's own.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+
+        Returns
+        -------
+        float or None
+            Kept fraction k/d.
+        """
+        return None if self._at is None else self._at(step)
+
+    def dense(self, step: int) -> bool:
+        """Tell whether a step averages densely.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+
+        Returns
+        -------
+        bool
+            Whether the ratio is 1.
+        """
+        return (self.of(step) or 0) >= 1
+
+    def begin(self, step: int) -> None:
+        """Set the compressor's ratio for a step.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+
+        Raises
+        ------
+        InputError
+            If the ratio is out of range, or the compressor has none to set.
+        """
+        ratio = self.of(step)
+        if ratio is None or check_ratio(ratio) == 1:
+            return
+        if self._compressor.ratio is None:
+            raise InputError(f"{type(self._compressor).__name__} has no ratio to schedule")
+        self._compressor.ratio = ratio

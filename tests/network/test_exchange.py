@@ -1,0 +1,196 @@
+"""Exchanges: bytes against what real compressors send, seconds against formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from support.networks import ALPHA, BETA, measured_network, reports
+from workers import network as cases
+
+from gradstats.compressors import COMPRESSORS, SELECTORS
+from gradstats.errors import InputError
+from gradstats.network import Network, break_even, exchange, interval
+from gradstats.network.exchange import ragged_bytes, selection_words
+from gradstats.primitives.ratio import target_count
+
+EXACT = ("topk", "exact", "warm-exact", "redsync-trimmed", "lags", "redsync-quantised")
+QUANTISED = ("redsync-quantised", cases.LARGE)
+SIGNS = ("signsgd", "ef-signsgd", "ssdm", "cascading")
+distributed = pytest.mark.distributed
+each_world = pytest.mark.parametrize("world", [1, 2, 4, pytest.param(3, marks=pytest.mark.slow)])
+each_numel = pytest.mark.parametrize("numel", cases.NUMELS)
+
+
+def steps(world, name, numel):
+    """Return (selected, bytes, unions), each by step and rank."""
+    ranks = np.array([report[name, numel] for report in reports(world)])
+    return np.moveaxis(ranks, (0, 1, 2), (2, 1, 0))
+
+
+@distributed
+@each_world
+@pytest.mark.parametrize(
+    ("name", "numel"),
+    [*itertools.product(["none", *EXACT, *SIGNS, "cltk", "randomk"], cases.NUMELS), QUANTISED],
+)
+def test_bytes_are_what_the_system_reports(world, numel, name):
+    _, sent, _ = steps(world, name, numel)
+    predicted = exchange(name, numel, cases.RATIO, world)
+    # of all ranks together: a leader's broadcast and uneven parts are on some of them only
+    assert sent.sum(axis=1).tolist() == [round(world * predicted.bytes_sent)] * cases.STEPS
+
+
+@distributed
+@each_world
+@pytest.mark.parametrize(
+    ("name", "numel"), [*itertools.product(SELECTORS, cases.NUMELS), QUANTISED]
+)
+def test_bytes_follow_from_what_was_selected(world, name, numel):
+    selected, sent, unions = steps(world, name, numel)
+    k = target_count(cases.RATIO, numel)
+    # the systems turn dense where the last step's selections together were larger than the gradient
+    sparse = np.append(True, selected.sum(axis=1)[:-1] <= numel) | (name == "micro")
+    if name == "micro":
+        words, room = 1 + selected, 1 + math.ceil(5 * k / (4 * world))
+        assert (unions == selected.sum(axis=1, keepdims=True)).all()
+    else:
+        values = np.ones_like(selected) if name == "redsync-quantised" else selected
+        pairs = zip(selected[sparse].tolist(), values[sparse].tolist(), strict=True)
+        words = np.array([list(map(selection_words, c, v, [numel] * world)) for c, v in pairs])
+        room = selection_words(k, 1 if name == "redsync-quantised" else k, numel)
+    expected = np.full(cases.STEPS, 12 + 4 * numel)
+    expected[sparse] = [sum(lengths) for lengths in ragged_bytes(words.tolist(), room)]
+    if name == "micro":
+        expected += 4 * unions[:, 0]
+    assert sent.tolist() == [[e] * world for e in expected.tolist()]
+    if (selected == selected[0]).all():  # in a steady state
+        last = exchange(name, numel, cases.RATIO, world, selected=selected[-1].tolist())
+        assert last.bytes_sent == expected[-1]
+
+
+@distributed
+@each_world
+@each_numel
+@pytest.mark.parametrize("topology", ["ring", "torus"])
+def test_marsit_moves_as_many_bytes_as_predicted(world, numel, topology):
+    _, sent, _ = steps(world, f"one-bit {topology}", numel)
+    one = exchange("marsit", numel, world=world, topology=topology, full_every=None)
+    assert sent.sum(axis=1).tolist() == [round(world * one.bytes_sent)] * cases.STEPS
+    _, sent, _ = steps(world, topology, numel)
+    mixed = exchange("marsit", numel, world=world, topology=topology, full_every=4)
+    assert sent.sum() == round(4 * world * mixed.bytes_sent)
+    assert mixed.bytes_sent >= one.bytes_sent
+
+
+@distributed
+@each_world
+@each_numel
+def test_bytes_of_half_precision_and_of_selections_too_large_to_be_sparse(world, numel):
+    _, sent, _ = steps(world, "half", numel)
+    half = exchange("topk", numel, cases.RATIO, world, value_bytes=2)
+    assert (sent == half.bytes_sent).all()
+    _, sent, _ = steps(world, "dense above", numel)
+    predicted = exchange("topk", numel, 0.9, world)
+    assert (sent[1:] == predicted.bytes_sent).all()  # the first step cannot know
+    assert (predicted.bytes_sent == 12 + 4 * numel) == (world > 1)
+
+
+@pytest.mark.parametrize("world", [2, 4, 16, 128])
+def test_redsync_equations_1_and_2(world):
+    numel, ratio, gamma = 1 << 20, 0.001, 3e-9
+    k, lg = target_count(ratio, numel), math.log2(world)
+    network = Network.of_link(
+        ALPHA,
+        BETA,
+        {"select:redsync-quantised": 1e-9, "unpack": gamma},
+        {"all_gather": "recursive doubling", "all_reduce": "rabenseifner"},
+    )
+    sparse = exchange("redsync-quantised", numel, ratio, world)
+    assert sparse.bytes_sent == 4 * (k + 5)  # k positions, one mean, two headers of two words
+    assert sparse.seconds(network) == pytest.approx(
+        numel * 1e-9 + lg * ALPHA + (world - 1) * 4 * (k + 5) * BETA + world * k * gamma
+    )
+    plain = exchange("topk", numel, ratio, world)
+    assert plain.bytes_sent == 4 * (2 * k + 4)
+    dense = exchange("none", numel, world=world)
+    assert dense.seconds(network) == pytest.approx(
+        2 * lg * ALPHA + 2 * (world - 1) / world * 4 * numel * BETA
+    )
+
+
+def test_indices_are_wide_only_where_they_must_be():
+    narrow, wide = (exchange("topk", n, 1000 / n, 4) for n in (2**31 - 1, 2**31))
+    assert wide.bytes_sent - narrow.bytes_sent == 4 * 1000
+    assert (
+        exchange("cltk", 2**31, 1e-6, 4).bytes_sent
+        > exchange("cltk", 2**31 - 1, 1e-6, 4).bytes_sent
+    )
+
+
+def test_a_torus_has_fewer_hops_than_a_ring():
+    network = Network.of_link(ALPHA, 0)
+    ring, torus = (
+        exchange("marsit", 10**6, world=16, topology=t, full_every=None) for t in ("ring", "torus")
+    )
+    flags = 2 * 15 * ALPHA  # and the scale
+    assert ring.seconds(network) == pytest.approx(30 * ALPHA + flags)
+    assert torus.seconds(network) == pytest.approx(12 * ALPHA + flags)
+    assert torus.bytes_sent == ring.bytes_sent
+
+
+def test_a_message_larger_than_its_room_takes_two_then_one():
+    assert ragged_bytes([[10, 4], [10, 4], [3, 3], [3, 3]], 8) == [[40, 8], [56], [56], [20]]
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_system_has_a_time_with_an_interval(name):
+    network = measured_network()
+    one = exchange(name, 270_000, 0.001, 8)
+    value, low, high = interval(network, one.seconds)
+    assert 0 < low < value < high < 2 * value
+    split = one.split(network)
+    assert sum(split.values()) == pytest.approx(value)
+    assert all(seconds >= 0 for seconds in split.values())
+
+
+def test_break_even_is_where_both_take_as_long():
+    numel, world, select = 10**7, 8, 5e-9
+    network = Network.of_link(ALPHA, BETA, {"select:topk": select})
+    dense, sparse = exchange("none", numel, world=world), exchange("topk", numel, 0.001, world)
+
+    def gain(n):
+        return dense.seconds(n) - sparse.seconds(n)
+
+    # 2(n-1)(α + 4d/n β) = (n-1)(α + m β) + γ d
+    beta = (numel * select - 7 * ALPHA) / (7 / 4 * 4 * numel - 7 * sparse.bytes_sent)
+    assert break_even(network, gain) == pytest.approx(8 / beta, rel=1e-6)
+    assert gain(Network.of_link(ALPHA, 1.01 * beta, {"select:topk": select})) > 0
+    assert gain(Network.of_link(ALPHA, 0.99 * beta, {"select:topk": select})) < 0
+    assert break_even(network, lambda n: 1.0) == math.inf
+    assert break_even(network, lambda n: -1.0) == 0
+
+
+def test_the_example_of_the_documentation_runs(capsys):
+    page = (ROOT / "docs" / "concepts" / "cost.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    assert "'communicate'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: exchange("zip", 10), "no compressor 'zip'"),
+        (lambda: exchange("topk", 10, world=0), "needs ranks"),
+        (lambda: exchange("topk", 10, 2.0), "ratio must be"),
+        (lambda: exchange("topk", 10, world=3, selected=[1, 2]), "has 2 ranks, not 3"),
+        (lambda: exchange("marsit", 10, world=4, topology="torus", shape=(1, 3)), "torus of 1"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(InputError, match=message):
+        call()

@@ -1,0 +1,49 @@
+"""Unions of selections, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from support.networks import gradients, top, written
+
+from gradstats.errors import InputError
+from gradstats.network import union_growth
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.3, 0.6, 1.0])
+def test_unions_are_measured_exactly_and_predicted_beyond(tmp_path, shared):
+    numel, ratio, k = 20_000, 0.01, 200
+    ranks = gradients(16, numel, shared)
+    (growth,) = union_growth(written(tmp_path / "run.zarr", ranks[:8]), ratio)
+    sets = [top(values, k) for values in ranks]
+    assert growth.selected == k
+    for n in (1, 2, 5, 8):
+        brute = np.mean([len(set.union(*c)) for c in itertools.combinations(sets[:8], n)])
+        assert growth.measured(n) == pytest.approx(brute)
+        assert growth(n) == growth.measured(n)
+    truth = len(set.union(*sets))
+    assert growth(16) == pytest.approx(truth, rel=0.15)
+    low, high = growth.bounds(16)
+    assert low <= truth <= 1.02 * high  # other ranks' gradients are other draws
+    assert low <= growth(16) <= 1.02 * high
+    independent = numel * (1 - (1 - k / numel) ** 16)
+    if shared == 0:
+        assert growth.correlation < 0.02
+        assert growth(16) == pytest.approx(independent, rel=0.03)
+    elif shared == 1:
+        assert growth(16) == pytest.approx(k, rel=0.01)
+    else:
+        assert abs(growth(16) - truth) < abs(independent - truth)
+    with pytest.raises(InputError, match="has 8 ranks"):
+        growth.measured(9)
+
+
+def test_unions_need_several_ranks_with_a_common_step(tmp_path):
+    one = written(tmp_path / "one.zarr", gradients(1, 100, 0))
+    with pytest.raises(InputError, match="one rank"):
+        union_growth(one, 0.1)
+    two = written(tmp_path / "two.zarr", gradients(2, 100, 0))
+    with pytest.raises(InputError, match="no such step"):
+        union_growth(two, 0.1, steps=[4])
