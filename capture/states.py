@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+from gradstats.hooks.gradient import flatten, real_view
 from gradstats.trace import COMPRESSION, LAYER_COMPRESSION
 
 if TYPE_CHECKING:
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
 
     from gradstats.hooks import Diagnosis, StepRecord
 
-__all__ = ["ObservedState", "observe", "records_steps", "step_columns"]
+__all__ = [
+    "ObservedState",
+    "Said",
+    "name_parameters",
+    "observe",
+    "records_steps",
+    "step_columns",
+    "unnamed",
+]
 
 
 @runtime_checkable
@@ -25,7 +34,8 @@ class ObservedState(Protocol):
 
     :class:`gradstats.hooks.CompressionState` has these members. Give them to the state of your own hook, and its
     memory and its records are captured too; the state need not inherit from this class. Where it has only some of
-    them, or only a method ``residual(parameter)``, see :func:`observe`.
+    them, or only a method ``residual(parameter)``, see :func:`observe`. A state with an attribute ``scaler`` that is
+    not None returns from ``corrected`` a gradient without the loss scale.
 
     Examples
     --------
@@ -63,12 +73,13 @@ class ObservedState(Protocol):
         parameter : torch.Tensor
             One of the parameters in the bucket that the hook gets next.
         gradient : torch.Tensor
-            This rank's gradient of the parameter, of the same shape. It must not be changed.
+            This rank's gradient of the parameter, of the same shape, element for element, whatever the parameter's
+            memory format. It must not be changed.
 
         Returns
         -------
         torch.Tensor
-            Gradient plus memory, flat or of the parameter's shape.
+            Gradient plus memory, of the parameter's shape, or flat in its logical order.
         """
 
 
@@ -103,7 +114,11 @@ class _PowerSGD:
         if bucket is not None and flat is not None:
             parameters = bucket.parameters()
             parts = torch.split(flat, [p.numel() for p in parameters])
-            self._residuals = {id(p): part for p, part in zip(parameters, parts, strict=True)}
+            # as in the bucket: every parameter's part in its memory order
+            self._residuals = {
+                id(p): flatten(p, part.view(p.shape))
+                for p, part in zip(parameters, parts, strict=True)
+            }
 
     def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return _sum(gradient, self._residuals.get(id(parameter)))
@@ -111,8 +126,8 @@ class _PowerSGD:
 
 def _sum(gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return gradient plus residual, flat: the same sum, in the same precision, as the hook is about to make."""
-    flat = gradient.detach().reshape(-1)
-    return flat if residual is None else flat + residual.reshape(-1)
+    flat = real_view(gradient.detach()).reshape(-1)
+    return flat if residual is None else flat + real_view(residual).reshape(-1)
 
 
 def observe(state: object, bucket: GradBucket | None = None) -> ObservedState:
@@ -123,7 +138,8 @@ def observe(state: object, bucket: GradBucket | None = None) -> ObservedState:
     state : object
         Any hook's state. An :class:`ObservedState` is returned as it is; PyTorch's ``PowerSGDState`` has an adapter.
         Other states may have some members of :class:`ObservedState`, or instead of ``corrected`` a method
-        ``residual(parameter)`` that returns what the hook will add, a tensor of the parameter's size, or None.
+        ``residual(parameter)`` that returns what the hook will add: a tensor of the parameter's shape, or flat in its
+        logical order, or None.
         A state that has neither, such as None or a process group, adds nothing.
     bucket : GradBucket, optional
         Bucket that the hook gets next. ``PowerSGDState`` keeps its residuals by bucket: without one
@@ -157,6 +173,68 @@ def records_steps(state: object) -> bool:
     return hasattr(state, "last")
 
 
+def name_parameters(state: object, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Tell a state the names of its parameters, if it has a method ``name_parameters`` that wants them.
+
+    Parameters
+    ----------
+    state : object
+        Any hook's state.
+    named_parameters : iterable of (str, torch.Tensor)
+        Parameters of the captured model, by the names under which the trace knows them.
+    """
+    if hasattr(state, "name_parameters"):
+        state.name_parameters(named_parameters)
+
+
+class Said:
+    """What a state had said of its steps at one moment, to tell later whether it has said something new.
+
+    Parameters
+    ----------
+    state : ObservedState
+        The state at that moment.
+    """
+
+    def __init__(self, state: ObservedState) -> None:
+        self._record = state.last
+        self._step = getattr(state.last, "step", None)
+
+    def changed(self, state: ObservedState) -> bool:
+        """Tell whether the state has a record that it did not have then.
+
+        Parameters
+        ----------
+        state : ObservedState
+            The same state, now.
+
+        Returns
+        -------
+        bool
+            True if its last record is another one.
+        """
+        return state.last is not self._record or getattr(state.last, "step", None) != self._step
+
+
+def unnamed(state: ObservedState, layers: Sequence[str]) -> bool:
+    """Tell whether a state's diagnosis numbers the parameters, so that it cannot be assigned to the trace's.
+
+    Parameters
+    ----------
+    state : ObservedState
+        State after the hook has run.
+    layers : sequence of str
+        Names of the captured parameters.
+
+    Returns
+    -------
+    bool
+        True if there is a diagnosis, and all it names are numbers unknown to the trace.
+    """
+    names = () if state.diagnosis is None else state.diagnosis.layers
+    return len(names) > 0 and all(n.isdecimal() and n not in layers for n in names)
+
+
 def step_columns(state: ObservedState, layers: Sequence[str]) -> dict[str, Any]:
     """Return what a state says of its last step, in the columns of a trace.
 
@@ -171,7 +249,8 @@ def step_columns(state: ObservedState, layers: Sequence[str]) -> dict[str, Any]:
     -------
     dict
         Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`; empty if the state keeps no records.
-        Layers that the diagnosis does not know, such as those averaged densely, get NaN.
+        Layers that the diagnosis does not know, such as those averaged densely, get NaN. Names with DDP's prefix
+        ``module.`` are those without.
     """
     record, diagnosis = state.last, state.diagnosis
     if record is None:
@@ -185,7 +264,7 @@ def step_columns(state: ObservedState, layers: Sequence[str]) -> dict[str, Any]:
     if diagnosis is not None and diagnosis.step == record.step:
         step |= {name: getattr(diagnosis, name) for name in ("residual_norm", "matching_rate")}
         places = {name: i for i, name in enumerate(diagnosis.layers)}
-        rows = [places.get(name) for name in layers]
+        rows = [places.get(name, places.get(f"module.{name}")) for name in layers]
         columns["layer_compression"] = {
             name: np.array([np.nan if i is None else getattr(diagnosis, name)[i] for i in rows])
             for name in LAYER_COMPRESSION

@@ -3,12 +3,13 @@
 # No `from __future__ import annotations` here: DDP reads the annotations of the wrapped hook at run time.
 
 import atexit
+import contextlib
 import fnmatch
 import platform
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -17,36 +18,46 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from capture.schedule import Schedule, as_schedule
-from capture.states import observe, records_steps, step_columns
+from capture.states import Said, name_parameters, observe, records_steps, step_columns, unnamed
+from capture.watch import BackwardWatch
 from capture.writer import BackgroundWriter, Snapshot
-from gradstats.errors import GradstatsError, InputError, TraceError
+from gradstats.errors import GradstatsError, InputError, TraceError, first_line
+from gradstats.hooks import Scaler
+from gradstats.hooks.gradient import logical, pairs_of, real_view
 from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
 
 __all__ = ["Capture", "CaptureWarning", "Hook"]
 
 Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
+_PATIENCE_S = 10.0
+"""Longest that the collection of a capture that nobody closed waits for the disk."""
+
 
 class CaptureWarning(UserWarning):
-    """Capturing is slower than training, or has stopped. The training goes on."""
+    """Capturing is slower than training, has stopped, or does not see what it should. The training goes on."""
 
 
 class Capture:
     """Record per-step gradients of a training run, before and after error feedback.
 
     In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the
-    hook that :meth:`wrap` returns; it takes a snapshot of what goes into the inner hook. A background thread writes the
-    snapshots, and sketches them first if asked to. When the disk is slower than the training, the training waits and
-    one warning says so; when a write fails, capturing stops with one warning and the training goes on.
+    hook that :meth:`wrap` returns; it takes a snapshot of what goes into the inner hook, and the step is stored if the
+    inner hook succeeds. A background thread writes the snapshots, and sketches them first if asked to. When the disk is
+    slower than the training, the training waits and one warning says so; when a write fails, capturing stops with one
+    warning and the training goes on. A capture that is not closed is finished when it is collected as garbage, or when
+    the interpreter exits.
 
     Parameters
     ----------
     path : str or Path
         Trace to create, ``NAME.zarr``.
     model : torch.nn.Module
-        Module whose gradients are captured, wrapped in DDP or not.
+        Module whose gradients are captured, wrapped in DDP or not. Give the DDP model where there is one: only then
+        can a hook that was registered without :meth:`wrap`, or a misplaced ``no_sync``, be noticed.
     schedule : Schedule, int or iterable of int
         Steps to capture: a :class:`Schedule`, N for every N-th step, or a list of steps.
     ranks : iterable of int, optional
@@ -75,7 +86,10 @@ class Capture:
     start_step : int
         Number of the first step, for a resumed run.
     process_group : ProcessGroup, optional
-        Group whose ranks are captured; the default group, if there is one, if None.
+        Group whose ranks are captured. If None, that of the DDP model, else the default group, if there is one.
+    scaler : Scaler, optional
+        ``torch.amp.GradScaler`` of the training. Gradients are then stored without the loss scale. If None, that of the
+        wrapped hook's state, if it has one.
 
     Attributes
     ----------
@@ -93,12 +107,21 @@ class Capture:
     TraceError
         On every rank, if the trace cannot be created.
     InputError
-        If no parameter matches `parameters`, or an option has a wrong value.
+        If no parameter matches `parameters`, an option has a wrong value, or a communication hook is registered on the
+        DDP model already.
 
     Notes
     -----
     A parameter without a gradient (unused in the step) is recorded as zeros. With gradient accumulation under
-    ``no_sync`` one step is recorded per synchronised backward pass, holding the accumulated sum.
+    ``no_sync`` one step is recorded per synchronised backward pass, holding the accumulated sum. Under DDP without a
+    wrapped hook the gradient is the average over the ranks, the same on all of them.
+
+    Elements are in the logical order of their parameters, whatever the memory format, as float32 (or bfloat16), also
+    those of float64 models. Of a complex parameter real and imaginary parts are recorded: its shape in the trace has a
+    last dimension of 2. Sparse gradients are recorded as dense ones.
+
+    The layout is that of the parameters that require gradients when the capture is made; one that is unfrozen later is
+    left out, with a warning.
     """
 
     def __init__(
@@ -119,7 +142,9 @@ class Capture:
         overwrite: bool = False,
         start_step: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        scaler: Scaler | None = None,
     ) -> None:
+        self._closed = True  # until there is something to close
         if kinds is not None and (not kinds or set(kinds) - set(KINDS)):
             raise InputError(f"kinds must be some of {', '.join(KINDS)}, not {list(kinds)}")
         if store not in STORES:
@@ -131,7 +156,12 @@ class Capture:
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
         self._model = _unwrap(model)
+        # weakly, for DDP holds the hook, and with it the capture, where no garbage collector sees it
+        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
         self._layers, self._slots = _layout(self._model, parameters)
+        self._parameters = [p for p in self._model.parameters() if id(p) in self._slots]
+        self._expected = {id(p) for p in self._model.parameters() if p.requires_grad}
+        self._scaler = scaler
         self._kinds: tuple[Kind, ...] | None = tuple(kinds) if kinds is not None else None
         self._store = store
         self._dtype = dtype
@@ -142,35 +172,42 @@ class Capture:
         self._current: Snapshot | None = None
         self._background: BackgroundWriter | None = None
         self._state: Any = None
-        self._wrapped = False
+        self._hook: Hook | None = None
         self._in_step = False
-        self._waited = False
-        self._closed = False
+        self._sent = False
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self._said: Said | None = None
+        self._scale = 1.0
+        self._warned: set[str] = set()
+        self._check_hook()
+        if process_group is None and isinstance(model, DistributedDataParallel):
+            process_group = model.process_group
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if distributed else 0
         world_size = dist.get_world_size(process_group) if distributed else 1
         self.active = ranks is None or self.rank in set(ranks)
-        attributes = {
-            "capture": {
-                "schedule": self.schedule.description,
-                "store": store,
-                "dtype": dtype,
-            },
-            "versions": _versions(),
-            **(metadata or {}),
-        }
-        _create_on_rank_zero(
-            lambda: create_trace(
+
+        def create() -> None:
+            attributes = {
+                "capture": {
+                    "schedule": self.schedule.description,
+                    "store": store,
+                    "dtype": dtype,
+                },
+                "versions": _versions(),
+                **(metadata or {}),
+            }
+            create_trace(
                 self.path,
                 self._layers,
                 world_size=world_size,
                 metadata=attributes,
                 overwrite=overwrite,
-            ),
-            self.rank,
-            process_group if distributed else None,
-            distributed,
-        )
+            )
+
+        _create_on_rank_zero(create, self.path, self.rank, process_group, distributed)
+        self._watch = BackwardWatch(self._parameters if self.active else ())
+        self._closed = False
         _at_exit(weakref.WeakMethod(self.close))
 
     def wrap(self, state: Any, hook: Hook) -> tuple["Capture", Hook]:
@@ -183,7 +220,7 @@ class Capture:
         state : object
             State of the inner hook; the process group or None for PyTorch's ``allreduce_hook``. It says what
             ``"corrected"`` is: see :class:`capture.states.ObservedState` for states of your own. For a state that keeps
-            no memory, corrected equals gradient.
+            no memory, corrected equals gradient. A state with a method ``name_parameters`` is told the model's names.
         hook : callable
             Any DDP communication hook.
 
@@ -193,13 +230,22 @@ class Capture:
             State and hook to register.
         """
         self._state = state
-        self._wrapped = True
+        self._hook = hook
+        if self._scaler is None:
+            self._scaler = getattr(state, "scaler", None)
+        name_parameters(state, self._model.named_parameters())
 
         def capture_hook(
             capture: "Capture", bucket: GradBucket
         ) -> torch.futures.Future[torch.Tensor]:
-            capture._before(bucket)
-            return hook(state, bucket)
+            try:
+                capture._before(bucket)
+                future = hook(state, bucket)
+                capture._after(bucket, future)
+            except BaseException:
+                capture._drop()
+                raise
+            return future
 
         return self, capture_hook
 
@@ -213,7 +259,10 @@ class Capture:
         """End a step: call once per iteration, after ``backward()`` and before gradients are zeroed.
 
         Without a wrapped hook it takes a snapshot of the model's gradients now. With one, it only adds the loss and
-        the learning rate to what the hook saw; a step it is not called for is committed without them.
+        the learning rate to what the hook saw; a step it is not called for is committed without them. Called without a
+        backward pass since the last call, it records nothing, and warns.
+
+        With a loss scaler but no wrapped hook, call it before ``scaler.unscale_()`` and ``scaler.step()``.
 
         Parameters
         ----------
@@ -227,29 +276,54 @@ class Capture:
         Raises
         ------
         InputError
-            If `model` lacks a parameter of the trace.
+            If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; or if the
+            scaler has unscaled the gradients already.
         """
-        if self._wrapped:
-            if not self._in_step:  # a backward pass under no_sync: the step goes on
-                return
-        elif self._wanted():
-            self._current = self._borrow()
-            if self._current is not None:
-                self._snapshot_model(self._current, model)
-        self._commit(loss, learning_rate)
-
-    def close(self) -> None:
-        """Write what is queued and finish the trace. Calling it twice does no harm; the interpreter's exit calls it."""
         if self._closed:
             return
-        if self._current is not None:
-            self._commit()
-        self._closed = True
-        self.active = self.active and self._background is not None
-        if self._background is not None:
-            self._background.close()
+        self._check_hook()
+        if not self.active:
+            return
+        if self._hook is None:
+            self._take(model, loss, learning_rate)
+        elif self._in_step:
+            self._commit(loss, learning_rate)
+        elif not self._watch.fired:
+            self._misplaced()
+        # else a backward pass under no_sync: the step goes on; or one that failed
+        self._watch.restart(self._parameters if self._hook is None else ())
+
+    def close(self) -> None:
+        """Write what is queued and finish the trace.
+
+        Calling it twice does no harm. Ctrl-C takes effect when all is written; pressed again, at once.
+        """
+        background = self._background
+        if not self._closed:
+            self._closed = True
+            self._watch.stop()
+            if self._in_step:
+                self._commit()
+            self.active = self.active and background is not None
+        if background is not None:
+            background.close(on_interrupt=self._on_interrupt)
             self._check()
         self.active = False
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True):
+            return
+        # not close(), which waits for a slow disk: garbage is collected in any place
+        self._closed = True
+        self._watch.stop()
+        if self._in_step:
+            self._commit()
+        if self._background is not None:
+            background, path = self._background, self.path
+            if not background.close(_PATIENCE_S):
+                _at_exit(lambda: background.close)
+            elif background.error is not None and self.active:
+                _warn(f"{path} was not closed, and lacks its last steps: {background.error}")
 
     def __enter__(self) -> "Capture":
         return self
@@ -263,35 +337,165 @@ class Capture:
     def _before(self, bucket: GradBucket) -> None:
         """Snapshot a bucket; the first one of an iteration begins a step."""
         if bucket.index() == 0:
-            if self._in_step:  # step() was not called for the last one
-                self._commit()
-            self._in_step = True
-            if self._wanted():
-                self._current = self._borrow()
+            self._begin()
         if self._current is None:
             return
         arrays = self._current.arrays
         observed = observe(self._state, bucket)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # a state that knows the scaler has taken the scale out of what it corrects
+        unscaled = getattr(self._state, "scaler", None) is not None
+        for parameter, gradient in _gradients(bucket):
             slot = self._slots.get(id(parameter))
             if slot is None:
+                self._note_absent(parameter)
                 continue
             if "gradient" in arrays:
-                _copy(gradient, arrays["gradient"][slot])
+                _copy(gradient, arrays["gradient"][slot], self._scale)
             if "corrected" in arrays:
-                _copy(observed.corrected(parameter, gradient), arrays["corrected"][slot])
+                corrected = observed.corrected(parameter, gradient)
+                _copy(corrected, arrays["corrected"][slot], 1.0 if unscaled else self._scale)
 
-    def _snapshot_model(self, snapshot: Snapshot, model: torch.nn.Module | None) -> None:
-        slots = self._slots if model is None else self._slots_of(model)
-        for parameter in (self._model if model is None else model).parameters():
-            slot = slots.get(id(parameter))
-            if slot is None:
-                continue
-            for array in snapshot.arrays.values():
-                if parameter.grad is None:
-                    array[slot] = 0
-                else:
-                    _copy(parameter.grad, array[slot])
+    def _begin(self) -> None:
+        if self._in_step:  # step() was not called for the last one, or it failed
+            self._commit()
+        self._in_step = True
+        self._said = Said(observe(self._state))
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and not ddp.require_backward_grad_sync:
+            self._warn_once(
+                "no_sync",
+                "DDP's no_sync() around backward() alone does nothing: gradients are exchanged, and a step is "
+                "recorded; put the forward pass into it too",
+            )
+        if self._wanted():
+            self._current = self._borrow()
+            self._scale = self._loss_scale()
+
+    def _after(self, bucket: GradBucket, future: object) -> None:
+        """Note that the inner hook took a bucket; the last one completes the step."""
+        if isinstance(future, torch.futures.Future):
+            self._futures.append(future)
+        self._sent = bucket.is_last()
+
+    def _succeeded(self) -> bool:
+        """Tell whether the exchange of the step is over, and well."""
+        if not self._sent:
+            return False
+        try:
+            return all(f.done() and [f.value()] for f in self._futures)
+        except Exception:  # the training has it already
+            return False
+
+    def _drop(self) -> None:
+        """Forget a step that failed; it does not count."""
+        snapshot, self._current = self._current, None
+        self._in_step = self._sent = False
+        self._futures.clear()
+        if snapshot is not None and self._background is not None:
+            self._background.give_back(snapshot)
+
+    def _take(
+        self,
+        model: torch.nn.Module | None,
+        loss: float | torch.Tensor | None,
+        learning_rate: float | None,
+    ) -> None:
+        """Snapshot the gradients of a model without a wrapped hook, and commit the step."""
+        source = self._model if model is None else _unwrap(model)
+        own = source is self._model
+        slots = self._slots if own else self._slots_of(source)
+        parameters = self._parameters
+        if not own:
+            parameters = [p for p in source.parameters() if id(p) in slots]
+        wanted = self._wanted()
+        # values are looked at where they are needed, and not where DDP wrote them after the backward pass
+        shallow = self._watch.fired and (not wanted or self._ddp is not None)
+        if own and not shallow:
+            came = self._watch.has_gradient(parameters)
+        else:
+            came = any(p.grad is not None for p in parameters)
+        if not came:
+            self._misplaced()
+            if self._watch.fired:
+                self._next += 1
+            return
+        if self._scaler is not None:
+            self._check_scaler()
+        self._in_step = self._sent = True
+        try:
+            if wanted:
+                self._current = self._borrow()
+            if self._current is not None:
+                scale = self._loss_scale()
+                for parameter in source.parameters():
+                    slot = slots.get(id(parameter))
+                    if slot is None:
+                        if own and parameter.grad is not None:
+                            self._note_absent(parameter)
+                        continue
+                    for array in self._current.arrays.values():
+                        if parameter.grad is None:
+                            array[slot] = 0
+                        else:
+                            _copy(parameter.grad, array[slot], scale)
+        except BaseException:
+            self._drop()
+            raise
+        self._commit(loss, learning_rate)
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _check_scaler(self) -> None:
+        """Refuse gradients that the scaler has unscaled; it keeps that in a private place only."""
+        states = getattr(self._scaler, "_per_optimizer_states", {})
+        stages = [getattr(state.get("stage"), "name", "READY") for state in states.values()]
+        if any(stage != "READY" for stage in stages):
+            raise InputError(
+                "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
+                "scaler.step(), or give the Capture no scaler"
+            )
+
+    def _check_hook(self) -> None:
+        """Refuse a DDP model whose hook is not the wrapped one: its ``.grad`` are what that hook left."""
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is None:
+            return
+        # DDP's own mixed precision is such a hook too, and averages
+        hooks = [] if ddp.mixed_precision is not None else list(ddp._comm_hooks)
+        bare = [getattr(hook, "__name__", "hook") for hook, state in hooks if state is not self]
+        if self._hook is None and bare:
+            raise InputError(
+                f"the DDP model has a communication hook, {bare[0]}, and its result would be captured instead of the "
+                "gradient: make the Capture first, and register the hook by "
+                f"ddp.register_comm_hook(*capture.wrap(state, {bare[0]}))"
+            )
+        if self._hook is not None and (
+            (not hooks and self._watch.fired) or any(hook is self._hook for hook, _ in hooks)
+        ):
+            name = getattr(self._hook, "__name__", "hook")
+            raise InputError(
+                "the hook that capture.wrap() returned is not registered on the DDP model: write "
+                f"ddp.register_comm_hook(*capture.wrap(state, {name}))"
+            )
+
+    def _note_absent(self, parameter: torch.Tensor) -> None:
+        """Warn of a parameter that the trace has no place for, unless it was left out on purpose."""
+        if id(parameter) not in self._expected:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            name = names.get(id(parameter), "a parameter of another model")
+            self._warn_once(
+                "absent",
+                f"{name} is not captured: it did not require a gradient, or was not there, when the Capture was made",
+            )
+
+    def _misplaced(self) -> None:
+        self._warn_once(
+            "misplaced",
+            "capture.step() found no gradient of a new backward pass, and records nothing: call it once per iteration, "
+            "after backward() and before gradients are zeroed. Losses and learning rates are not recorded from here "
+            "on, for they may be of other steps",
+        )
 
     def _slots_of(self, model: torch.nn.Module) -> dict[int, slice]:
         named = dict(_unwrap(model).named_parameters())
@@ -326,31 +530,64 @@ class Capture:
                 compress=self._compress,
                 compression=records_steps(self._state),
             )
-        except (GradstatsError, OSError) as error:
+            self._background = BackgroundWriter(writer, self._kinds, self._buffers)
+        except Exception as error:
             self._stop(error)
-            return
-        self._background = BackgroundWriter(writer, self._kinds, self._buffers)
 
     def _commit(
         self, loss: float | torch.Tensor | None = None, learning_rate: float | None = None
     ) -> None:
-        snapshot, self._current, self._in_step = self._current, None, False
-        step, self._next = self._next, self._next + 1
-        if snapshot is None or self._background is None:
+        """End a step, and queue its snapshot if there is one; drop a step whose exchange did not succeed."""
+        if not self._succeeded():
+            self._drop()
             return
+        step, self._next = self._next, self._next + 1
+        try:
+            if self._current is not None:
+                self._current.step = step
+                self._current.scalars = self._scalars(loss, learning_rate)
+        except BaseException:
+            self._drop()
+            raise
+        snapshot, self._current = self._current, None
+        self._in_step = self._sent = False
+        self._futures.clear()
+        if snapshot is not None and self._background is not None:
+            self._background.submit(snapshot)
+
+    def _scalars(
+        self, loss: float | torch.Tensor | None, learning_rate: float | None
+    ) -> dict[str, Any]:
         scalars: dict[str, Any] = {}
-        if loss is not None:
-            scalars["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        if learning_rate is not None:
-            scalars["learning_rate"] = float(learning_rate)
-        scalars |= step_columns(observe(self._state), [layer.name for layer in self._layers])
-        snapshot.step, snapshot.scalars = step, scalars
-        self._background.submit(snapshot)
+        if "misplaced" not in self._warned:
+            if loss is not None:
+                scalars["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            if learning_rate is not None:
+                scalars["learning_rate"] = float(learning_rate)
+        observed = observe(self._state)
+        if self._said is not None and self._said.changed(observed):
+            layers = [layer.name for layer in self._layers]
+            scalars |= step_columns(observed, layers)
+            if unnamed(observed, layers):
+                self._warn_once(
+                    "unnamed",
+                    "the hook's state numbers its parameters, so that its diagnosis of layers cannot be recorded: "
+                    "give it named_parameters=model.named_parameters()",
+                )
+        return scalars
 
     def _on_wait(self) -> None:
-        if not self._waited:
-            self._waited = True
-            _warn(f"{self.path}: the disk is slower than the training; training waits for it")
+        self._warn_once(
+            "wait", f"{self.path}: the disk is slower than the training; training waits for it"
+        )
+
+    def _on_interrupt(self) -> None:
+        _warn(f"{self.path}: writing what is queued; press Ctrl-C again to lose it")
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _warn(message)
 
     def _check(self) -> None:
         if self.active and self._background is not None and self._background.error is not None:
@@ -365,8 +602,8 @@ def _warn(message: str) -> None:
     warnings.warn(message, CaptureWarning, stacklevel=2)
 
 
-def _at_exit(close: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    """Call `close` at interpreter exit, if its object still lives.
+def _at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
+    """Call what `close` returns at interpreter exit, such as a method that is weakly held; nothing if that is None.
 
     ``atexit`` is too late: zarr's thread pools are gone by then. They end in this earlier list, last in first
     out, which concurrent.futures uses too.
@@ -377,11 +614,12 @@ def _at_exit(close: "weakref.WeakMethod[Callable[[], None]]") -> None:
         if method is not None:
             method()
 
-    getattr(threading, "_register_atexit", atexit.register)(finish)
+    with contextlib.suppress(RuntimeError):  # the interpreter exits already
+        getattr(threading, "_register_atexit", atexit.register)(finish)
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model
 
@@ -397,7 +635,8 @@ def _layout(
             continue
         if patterns is not None and not any(fnmatch.fnmatchcase(name, p) for p in patterns):
             continue
-        layer = Layer(name, offset, tuple(parameter.shape))
+        shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+        layer = Layer(name, offset, shape)
         layers.append(layer)
         slots[id(parameter)] = layer.slice
         offset += layer.numel
@@ -407,25 +646,48 @@ def _layout(
     return layers, slots
 
 
-def _copy(gradient: torch.Tensor, place: NDArray[np.float32]) -> None:
-    torch.from_numpy(place).copy_(gradient.detach().reshape(-1))
+def _gradients(bucket: GradBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield a bucket's parameters and their gradients, element for element."""
+    if bucket.buffer().is_sparse:  # a bucket of its own
+        yield bucket.parameters()[0], bucket.buffer().to_dense()
+        return
+    for parameter, gradient in pairs_of(bucket):
+        yield parameter, logical(parameter, gradient.detach())
+
+
+def _copy(gradient: torch.Tensor, place: NDArray[np.float32], scale: float = 1.0) -> None:
+    """Store a gradient in logical order, without its loss scale."""
+    values = gradient.detach()
+    if values.layout != torch.strided:
+        values = values.to_dense()
+    values = real_view(values.resolve_conj()).reshape(-1)
+    if scale != 1:
+        values = values.to(torch.promote_types(values.dtype, torch.float32)) * (1 / scale)
+    torch.from_numpy(place).copy_(values)
 
 
 def _create_on_rank_zero(
     create: Callable[[], None],
+    path: Path,
     rank: int,
     process_group: dist.ProcessGroup | None,
     distributed: bool,
 ) -> None:
-    """Create the trace once; raise its error on every rank, so that none waits for another."""
+    """Create the trace once; raise its error on every rank, whatever it is, so that none waits for another."""
     problem: list[str | None] = [None]
+    interrupt: BaseException | None = None
     if rank == 0:
         try:
             create()
         except GradstatsError as error:
             problem = [str(error)]
+        except BaseException as error:
+            problem = [f"cannot create {str(path)!r}: {type(error).__name__}: {first_line(error)}"]
+            interrupt = None if isinstance(error, Exception) else error
     if distributed:
         dist.broadcast_object_list(problem, group=process_group, group_src=0)
+    if interrupt is not None:
+        raise interrupt
     if problem[0] is not None:
         raise TraceError(problem[0])
 

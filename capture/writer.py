@@ -60,6 +60,9 @@ class BackgroundWriter:
             # Zeros, because a step writes nothing for parameters that it does not reach.
             self._free.put(Snapshot({k: np.zeros(writer.numel, np.float32) for k in kinds}))
         self._full: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        # An event, because a join that Ctrl-C interrupts takes the thread for ended (Python 3.11 and 3.12).
+        self._done = threading.Event()
+        self._given_up = False
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="gradstats-capture", daemon=True)
         self._thread.start()
@@ -75,7 +78,7 @@ class BackgroundWriter:
         Returns
         -------
         Snapshot
-            Snapshot to fill, then to :meth:`submit`.
+            Snapshot to fill, then to :meth:`submit` or to :meth:`give_back`.
         """
         try:
             return self._free.get_nowait()
@@ -93,22 +96,65 @@ class BackgroundWriter:
         """
         self._full.put(snapshot)
 
-    def close(self) -> None:
-        """Write everything queued, finish the trace, and end the thread."""
-        if self._thread.is_alive():
-            self._full.put(None)
-            self._thread.join()
+    def give_back(self, snapshot: Snapshot) -> None:
+        """Return a borrowed snapshot that is not to be written.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            One that :meth:`borrow` returned.
+        """
+        self._free.put(snapshot)
+
+    def close(
+        self, timeout: float | None = None, on_interrupt: Callable[[], None] | None = None
+    ) -> bool:
+        """Write everything queued, finish the trace, and end the thread.
+
+        The first Ctrl-C while it waits takes effect when all is written, a second one at once.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Longest time to wait, in seconds. The thread goes on writing after it.
+        on_interrupt : callable, optional
+            Function called at the first Ctrl-C.
+
+        Returns
+        -------
+        bool
+            Whether the thread has ended.
+        """
+        if self._given_up:
+            return False
+        self._full.put(None)
+        if threading.current_thread() is self._thread:  # garbage is collected in any thread
+            return False
+        try:
+            return self._done.wait(timeout)
+        except KeyboardInterrupt:
+            try:
+                if on_interrupt is not None:
+                    on_interrupt()
+                self._done.wait()
+            except BaseException:
+                self._given_up = True
+                raise
+            raise
 
     def _run(self) -> None:
-        while (snapshot := self._full.get()) is not None:
+        try:
+            while (snapshot := self._full.get()) is not None:
+                if self.error is None:
+                    try:
+                        self._writer.append(snapshot.step, snapshot.arrays, **snapshot.scalars)
+                    except Exception as error:
+                        self.error = error
+                self._free.put(snapshot)
             if self.error is None:
                 try:
-                    self._writer.append(snapshot.step, snapshot.arrays, **snapshot.scalars)
+                    self._writer.close()
                 except Exception as error:
                     self.error = error
-            self._free.put(snapshot)
-        if self.error is None:
-            try:
-                self._writer.close()
-            except Exception as error:
-                self.error = error
+        finally:
+            self._done.set()

@@ -66,14 +66,13 @@ def compressibility_records(
     records = []
     sizes: dict[int, None] = {}
     for source in sources:
-        first, last = checked_window(window, source.numel)
+        # a window of the non-zero elements lies within that of all
+        _, last = checked_window(window, source.numel)
 
-        def plan(
-            submit: Submit, key: Key, source: Source = source, first: int = first, last: int = last
-        ) -> Any:
+        def plan(submit: Submit, key: Key, source: Source = source, last: int = last) -> Any:
             sketches = plan_sketches(submit, source, key)
             largest = plan_largest(submit, source, key, sketches, last)
-            return submit(_decay, source.labels(*key), largest, sketches, first)
+            return submit(_decay, source.labels(*key), largest, sketches, window)
 
         for record in evaluate(plan, subset.keys(source), client):
             records.append(record)
@@ -87,9 +86,14 @@ def compressibility_records(
 
 
 def _decay(
-    labels: dict[str, Any], largest: NDArray[np.float64], sketches: dict[str, Sketch], first: int
+    labels: dict[str, Any],
+    largest: NDArray[np.float64],
+    sketches: dict[str, Sketch],
+    window: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    return labels | _fields(decay_of(largest, first, sketches["all"].moments.sum_squares))
+    m = sketches["all"].magnitudes
+    first, last = checked_window(window, m.count)
+    return labels | _fields(decay_of(largest[:last], first, m))
 
 
 def _fields(decay: Compressibility) -> dict[str, Any]:

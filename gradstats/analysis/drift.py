@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
-from gradstats.analysis.quality import inner_90
+from gradstats.analysis.quality import inner_90, spread_of
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import RATIOS, check_ratio, target_count
 from gradstats.primitives.sketch import Sketch
@@ -254,7 +254,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
     -------
     list of dict
         trace, quantity (with its ratio or model), kind, layer; n (steps); spacing, the most common distance between
-        steps; mean, low, high: over ranks and steps, low to high holds 90 %; slope, slope_low, slope_high: change per
+        steps; mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
+        fewer than 20 values); slope, slope_low, slope_high: change per
         100 steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
         acf1, the autocorrelation of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
         stationarity (small: it moves); change_low, change_high: 1 % and 99 % quantiles of the ratio of successive
@@ -302,6 +303,7 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
         "mean": float(finite.mean()),
         "low": low,
         "high": high,
+        "spread": spread_of(finite.size),
     }
     return record | _trend(at, np.log(series) if relative else series, spacing, relative)
 

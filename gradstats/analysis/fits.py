@@ -52,6 +52,7 @@ class _Fitting:
         except FitError as error:
             numbers = dict.fromkeys(_DISTANCES, nan)
             record |= {"params": {}, "stderr": {}, **numbers, "log_quantile": {}, "quality": {}}
+            record |= {"criteria": ""}
             if self.replicates:
                 record |= UNTESTED
             return record | {"status": str(error)}

@@ -1,4 +1,4 @@
-"""A ragged all-gather of positions alone, with one number a rank."""
+"""A ragged all-gather of positions alone, with one number from every rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ __all__ = ["GatheredIndices", "IndexAllGather"]
 
 @dataclass(frozen=True, slots=True)
 class GatheredIndices:
-    """What every rank sent.
+    """The positions that every rank sent.
 
     Attributes
     ----------
-    indices : per rank, int64 tensor (k̂_r,).
-    numbers : per rank, the float32 number it attached.
-    flags : per rank, the integer it attached.
-    bytes_sent : bytes of this rank's own messages, header and padding included.
+    indices : list of int64 tensors, shape (k̂_r,)
+        Positions, by rank.
+    numbers : list of float
+        The float32 number that each rank attached.
+    flags : list of int
+        The integer that each rank attached.
+    bytes_sent : int
+        Size of this rank's own messages in bytes, header and padding included.
     """
 
     indices: list[torch.Tensor]
@@ -32,11 +36,12 @@ class GatheredIndices:
 
 
 class IndexAllGather:
-    """All-gather of `[number | indices]`, of different length on every rank.
+    """All-gather of `[number | indices]`, whose length may differ from rank to rank.
 
     Attributes
     ----------
-    words : the exchange below; its ``capacity`` is all there is to checkpoint.
+    words : RaggedAllGather
+        The exchange underneath. Its ``capacity`` is the only state that a checkpoint needs.
     """
 
     def __init__(self) -> None:
@@ -51,23 +56,34 @@ class IndexAllGather:
         flag: int = 0,
         expected: int = 1,
     ) -> GatheredIndices:
-        """Exchange this rank's positions for everybody's.
+        """Send this rank's positions and receive those of all ranks.
 
         Parameters
         ----------
-        indices : int64 (k̂,); may be empty.
-        numel : elements of the dense gradient; decides the width of an index (32 bits below 2³¹).
-        group : of the ranks; the default one if None.
-        number : a float32 every rank learns from every other.
-        flag : likewise a small integer.
-        expected : indices to make room for in the very first call, equal on all ranks.
+        indices : int64 tensor, shape (k̂,)
+            Positions that this rank sends; there may be none.
+        numel : int
+            Number of elements of the dense gradient. It decides the width of an index (32 bits below 2³¹).
+        group : torch.distributed.ProcessGroup, optional
+            The ranks; the default group if None.
+        number : float
+            A float32 that every rank learns from every other.
+        flag : int
+            A small integer that every rank learns from every other.
+        expected : int
+            Number of indices to make room for in the very first call, equal on all ranks.
+
+        Returns
+        -------
+        GatheredIndices
+            What every rank sent.
         """
         dtype = index_dtype(numel)
         attached = torch.tensor([number], device=indices.device).view(torch.int32)
         words = torch.cat([attached, indices.to(dtype).contiguous().view(torch.int32)])
         gathered = self.words(words, group, flag, 1 + expected * dtype.itemsize // 4)
         return GatheredIndices(
-            # clone: the index words start at an odd offset that a view of 64-bit integers would refuse
+            # Cloned, as the indices start at an odd offset, which a view as 64-bit integers refuses.
             indices=[each[1:].clone().view(dtype).long() for each in gathered.words],
             numbers=[float(each[:1].view(torch.float32)) for each in gathered.words],
             flags=gathered.flags,

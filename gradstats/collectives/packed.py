@@ -1,7 +1,7 @@
 """Sparse selections packed into words, and their all-gather.
 
-A selection is `[count, number of values | indices | values]` in 32-bit words, several of them one after the other.
-Indices take 32 bits where that is enough, values 32 or 16, or one value stands for all.
+A selection is `[count, number of values | indices | values]` in 32-bit words; a message holds several, one after the
+other. Indices take 32 bits where that is enough, values take 32 or 16, or one value stands for all.
 """
 
 from __future__ import annotations
@@ -26,14 +26,25 @@ __all__ = [
 ]
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What values may travel as."""
+"""Types that values may travel as."""
 
 _HEADER = 2
 _INT32_LIMIT = 2**31
 
 
 def index_dtype(numel: int) -> torch.dtype:
-    """Return the integer that holds every position of a gradient of `numel` elements: 32 bits below 2³¹."""
+    """Return the integer type that holds every position of a gradient.
+
+    Parameters
+    ----------
+    numel : int
+        Number of elements of the gradient.
+
+    Returns
+    -------
+    torch.dtype
+        ``torch.int32`` below 2³¹ elements, else ``torch.int64``.
+    """
     return torch.int32 if numel < _INT32_LIMIT else torch.int64
 
 
@@ -43,14 +54,14 @@ def pack(selection: Selection, numel: int) -> torch.Tensor:
     Parameters
     ----------
     selection : Selection
-        Positions below `numel`; values of the dtype they travel as.
+        Positions below `numel`, and values of the type that they travel as.
     numel : int
         Number of elements of the dense gradient. It decides the width of an index.
 
     Returns
     -------
     int32 tensor, shape (words,)
-        Two counts, the positions, the values.
+        Two counts, the positions and the values.
     """
     indices, values = selection.indices, selection.values
     header = torch.tensor(
@@ -72,19 +83,19 @@ def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) 
     numel : int
         Number of elements of the dense gradient.
     dtype : torch.dtype
-        The dtype that values travelled as.
+        The type that values travelled as.
 
     Returns
     -------
     list of Selection
-        Values are float32.
+        The selections, in order; values are float32.
     """
     width, selections, start = index_dtype(numel), [], 0
 
     def take(count: int, dtype: torch.dtype) -> torch.Tensor:
         nonlocal start
         length = -(-count * dtype.itemsize // words.itemsize)
-        # clone: words may start at an odd offset that a view of 64-bit integers would refuse
+        # Cloned, as words may start at an odd offset, which a view as 64-bit integers refuses.
         part = words[start : start + length].clone().view(dtype)[:count]
         start += length
         return part
@@ -98,14 +109,18 @@ def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) 
 
 @dataclass(frozen=True, slots=True)
 class GatheredSelections:
-    """What every rank sent.
+    """The selections that every rank sent.
 
     Attributes
     ----------
-    selections : per rank, its selections; values are float32.
-    flags : per rank, the integer it attached.
-    bytes_sent : bytes of this rank's own messages, header and padding included.
-    messages : collectives it took, 1 or 2.
+    selections : list of list of Selection
+        The selections of each rank; values are float32.
+    flags : list of int
+        The integer that each rank attached.
+    bytes_sent : int
+        Size of this rank's own messages in bytes, header and padding included.
+    messages : int
+        Number of collectives that the exchange took, 1 or 2.
     """
 
     selections: list[list[Selection]]
@@ -115,15 +130,22 @@ class GatheredSelections:
 
 
 class SparseAllGather:
-    """All-gather of selections of different size on every rank, in one packed message.
+    """All-gather of selections, whose size may differ from rank to rank, in one packed message.
 
     Parameters
     ----------
-    dtype : values travel as, one of :data:`VALUE_DTYPES`.
+    dtype : torch.dtype
+        Type that values travel as, one of :data:`VALUE_DTYPES`.
 
     Attributes
     ----------
-    words : the exchange below; its ``capacity`` is all there is to checkpoint.
+    words : RaggedAllGather
+        The exchange underneath. Its ``capacity`` is the only state that a checkpoint needs.
+
+    Raises
+    ------
+    InputError
+        If `dtype` is none of :data:`VALUE_DTYPES`.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -134,8 +156,19 @@ class SparseAllGather:
         self.words = RaggedAllGather()
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values as they will travel; those too large for 16 bits become the largest there is."""
-        if self.dtype == torch.float32:
+        """Return values as they will travel.
+
+        Parameters
+        ----------
+        values : tensor, shape (n,)
+            Values of any floating dtype.
+
+        Returns
+        -------
+        tensor, shape (n,)
+            The values in this exchange's dtype. Those too large for it become its largest number.
+        """
+        if self.dtype == torch.float32 and values.dtype != torch.float64:
             return values.to(torch.float32)
         largest = torch.finfo(self.dtype).max
         return values.clamp(-largest, largest).to(self.dtype)
@@ -149,16 +182,27 @@ class SparseAllGather:
         expected: tuple[int, int] = (1, 1),
         device: torch.device | str = "cpu",
     ) -> GatheredSelections:
-        """Exchange this rank's selections for everybody's.
+        """Send this rank's selections and receive those of all ranks.
 
         Parameters
         ----------
-        selections : positions, below `numel`, and values as :meth:`rounded` returns them. There may be none.
-        numel : elements of the dense gradient; decides the width of an index (32 bits below 2³¹).
-        group : of the ranks; the default one if None.
-        flag : a small integer every rank learns from every other, such as a count of bad elements.
-        expected : positions and values to make room for in the very first call, equal on all ranks.
-        device : of the message.
+        selections : sequence of Selection
+            Positions below `numel`, and values as :meth:`rounded` returns them. There may be none.
+        numel : int
+            Number of elements of the dense gradient. It decides the width of an index (32 bits below 2³¹).
+        group : torch.distributed.ProcessGroup, optional
+            The ranks; the default group if None.
+        flag : int
+            A small integer that every rank learns from every other, such as a count of bad elements.
+        expected : tuple of int
+            Numbers of positions and values to make room for in the very first call, equal on all ranks.
+        device : torch.device or str
+            Device of the message.
+
+        Returns
+        -------
+        GatheredSelections
+            What every rank sent.
         """
         words = [torch.empty(0, dtype=torch.int32, device=device)]
         words += [pack(selection, numel) for selection in selections]

@@ -1,8 +1,8 @@
 """An all-gather of messages whose length differs from rank to rank.
 
-A collective takes messages of one length, so they are padded to a capacity that all ranks derive from the counts they
-have all seen. When a count exceeds it, one more message carries the rest: nothing is ever dropped, and in a steady
-state there is one message a step.
+A collective takes messages of one length, so they are padded to a capacity that all ranks derive from the counts that
+all of them have seen. If a count exceeds it, one more message carries the rest: nothing is ever dropped, and in a
+steady state every step takes one message.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ _HEADER = 2
 
 @dataclass(frozen=True, slots=True)
 class GatheredWords:
-    """What every rank sent.
+    """The words that every rank sent.
 
     Attributes
     ----------
-    words : per rank, int32 (n_r,).
-    flags : per rank, the integer it attached.
-    bytes_sent : bytes of this rank's own messages, header and padding included.
-    messages : collectives it took, 1 or 2.
+    words : list of int32 tensors, shape (n_r,)
+        Words, by rank.
+    flags : list of int
+        The integer that each rank attached.
+    bytes_sent : int
+        Size of this rank's own messages in bytes, header and padding included.
+    messages : int
+        Number of collectives that the exchange took, 1 or 2.
     """
 
     words: list[torch.Tensor]
@@ -38,14 +42,19 @@ class GatheredWords:
 
 
 class RaggedAllGather:
-    """All-gather of `[count, flag | words]`, every rank's decoded by its own count.
+    """All-gather of `[count, flag | words]`, where each rank's message is decoded by its own count.
 
-    The instance remembers the capacity between calls, and must be called equally often on all ranks.
+    An instance remembers the capacity between calls, and must be called equally often on all ranks.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of words that the first message has room for, equal on all ranks; 0 to take it from the first call.
 
     Attributes
     ----------
-    capacity : words the first message has room for, equal on all ranks; 0 before the first call. All there is to
-        checkpoint.
+    capacity : int
+        Number of words that the next first message has room for; the only state that a checkpoint needs.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -58,14 +67,23 @@ class RaggedAllGather:
         flag: int = 0,
         expected: int = 1,
     ) -> GatheredWords:
-        """Exchange this rank's words for everybody's.
+        """Send this rank's words and receive those of all ranks.
 
         Parameters
         ----------
-        words : int32 (n,); may be empty.
-        group : of the ranks; the default one if None.
-        flag : a small integer every rank learns from every other, such as a count of bad elements.
-        expected : words to make room for in the very first call, equal on all ranks.
+        words : int32 tensor, shape (n,)
+            Words that this rank sends; there may be none.
+        group : torch.distributed.ProcessGroup, optional
+            The ranks; the default group if None.
+        flag : int
+            A small integer that every rank learns from every other, such as a count of bad elements.
+        expected : int
+            Number of words to make room for in the very first call, equal on all ranks.
+
+        Returns
+        -------
+        GatheredWords
+            What every rank sent.
         """
         capacity = self.capacity = self.capacity or max(1, expected)
         header = torch.tensor([words.numel(), flag], dtype=torch.int32, device=words.device)
@@ -85,7 +103,7 @@ class RaggedAllGather:
         )
 
     def _adapt(self, largest: int, flags: list[int]) -> None:
-        """Leave a quarter of room above the largest count; shrink only when half the message is padding.
+        """Leave a quarter of room above the largest count; shrink only if half the message is padding.
 
         A refused step, whose messages may be empty, says nothing about the next one's size.
         """
@@ -94,7 +112,7 @@ class RaggedAllGather:
 
 
 def _exchange(words: torch.Tensor, length: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-gather int32 words, padded to `length`; return (world, length)."""
+    """All-gather int32 words, padded to `length`, and return them as (ranks, length)."""
     message = torch.zeros(length, dtype=torch.int32, device=words.device)
     message[: words.numel()] = words
     gathered = message.new_empty(dist.get_world_size(group) * length)

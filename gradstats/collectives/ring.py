@@ -4,8 +4,8 @@ A ring all-reduce cuts the vector into as many parts as there are ranks. In the 
 around the ring, and each rank merges its own contribution into it; in the gather period the finished parts travel
 around.
 
-gloo runs point-to-point messages without the worker thread that :mod:`gradstats.collectives.plain` must wait
-for: once `wait` is back, nothing but the caller holds the tensors.
+gloo runs point-to-point messages without the worker thread that :mod:`gradstats.collectives.plain` must wait for: after
+`wait` has returned, only the caller holds the tensors.
 """
 
 from __future__ import annotations
@@ -23,24 +23,48 @@ from gradstats.collectives.plain import exchange_errors
 __all__ = ["Merge", "Ring", "one_bit_ring", "pack_bits", "reduce_bits", "split", "unpack_bits"]
 
 Merge: TypeAlias = Callable[[torch.Tensor, int, int], Callable[[torch.Tensor], torch.Tensor]]
-"""``merge(local, local_count, received_count)`` returns the function that takes `received` to the merged bits.
+"""``merge(local, local_count, received_count)`` returns a function that turns the received bits into the merged bits.
 
-All three are packed bits, uint8 of equal length; the counts say how many ranks' contributions are in them. `merge` runs
-while the message is on its way, so what can be drawn before it arrives should be drawn there.
+All bits are packed, uint8 of equal length; the counts say how many ranks' contributions are in them. `merge` runs while
+the message is on its way, so random bits that can be drawn before it arrives should be drawn there.
 """
 
 _SHIFTS = range(8)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack bool (n,) into uint8 (⌈n/8⌉,): element i is bit i mod 8, counted from the lowest, of byte i div 8."""
+    """Pack bits, eight a byte.
+
+    Parameters
+    ----------
+    bits : bool tensor, shape (n,)
+        The bits.
+
+    Returns
+    -------
+    uint8 tensor, shape (⌈n/8⌉,)
+        Element i is bit i mod 8, counted from the lowest, of byte i div 8.
+    """
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     return _pack(bits)
 
 
 def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the first `numel` bits of what :func:`pack_bits` made, bool (numel,)."""
+    """Return the first bits of what :func:`pack_bits` made.
+
+    Parameters
+    ----------
+    packed : uint8 tensor, shape (bytes,)
+        Packed bits.
+    numel : int
+        Number of bits wanted.
+
+    Returns
+    -------
+    bool tensor, shape (numel,)
+        The bits.
+    """
     if packed.device.type == "cpu":
         bits = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
@@ -48,7 +72,7 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _pack(bits: torch.Tensor) -> torch.Tensor:
-    """`pack_bits` for accelerators; on a CPU NumPy is fifty times as fast."""
+    """Pack bits on an accelerator; on a CPU NumPy is fifty times as fast."""
     padded = bits.new_zeros((bits.numel() + 7) // 8 * 8)
     padded[: bits.numel()] = bits
     shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=bits.device)
@@ -65,14 +89,19 @@ class Ring:
 
     Parameters
     ----------
-    group : the process group; the default one if None.
-    members : ranks within the group, in the order of the ring; all of them if None. This rank must be one.
+    group : torch.distributed.ProcessGroup, optional
+        The process group; the default group if None.
+    members : sequence of int, optional
+        Ranks within the group, in the order of the ring; all of them by default. This rank must be one of them.
 
     Attributes
     ----------
-    size : ranks in the ring.
-    position : of this rank in it.
-    bytes_sent : what this rank has sent so far.
+    size : int
+        Number of ranks in the ring.
+    position : int
+        Position of this rank in the ring, from 0.
+    bytes_sent : int
+        Number of bytes that this rank has sent so far.
     """
 
     def __init__(
@@ -92,19 +121,22 @@ class Ring:
         parts: list[torch.Tensor],
         prepare: Callable[[int, int], Callable[[torch.Tensor], torch.Tensor]],
     ) -> int:
-        """Merge every part over the ring; each rank ends with one of them.
+        """Merge every part over the ring, so that each rank ends with one complete part.
 
         Parameters
         ----------
-        parts : one message per rank, updated in place. Part i has the same dtype and length on every rank and
-            may be empty, in which case nothing travels. Only the one at this rank's own position is sent
-            as it is; of the others, length and dtype matter.
-        prepare : `prepare(i, m)` is called while part i is on its way from the previous rank with m ranks'
-            contributions in it. It returns the function that turns the message received into the next one.
+        parts : list of tensors
+            One message for each rank, updated in place. Part i has the same dtype and length on every rank and may be
+            empty; nothing then travels. Only the part at this rank's own position is sent as it is; of the others only
+            length and dtype matter.
+        prepare : callable
+            ``prepare(i, m)`` is called while part i is on its way from the previous rank, with the contributions of m
+            ranks in it. It returns the function that turns the received message into the next one.
 
         Returns
         -------
-        index of the part that is complete on this rank.
+        int
+            Index of the part that is complete on this rank.
         """
         for hop in range(self.size - 1):
             outgoing = (self.position - hop) % self.size
@@ -120,7 +152,15 @@ class Ring:
         return (self.position + 1) % self.size
 
     def all_gather(self, parts: list[torch.Tensor], complete: int) -> None:
-        """Replace all `parts` by the completed ones; part `complete` is this rank's."""
+        """Replace all parts by the complete ones.
+
+        Parameters
+        ----------
+        parts : list of tensors
+            One message for each rank, updated in place.
+        complete : int
+            Index of the part that is complete on this rank.
+        """
         for hop in range(self.size - 1):
             outgoing = (complete - hop) % self.size
             index = (outgoing - 1) % self.size
@@ -150,7 +190,20 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def split(words: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Cut (n,) into `count` views whose lengths differ by one at most; some are empty if n < count."""
+    """Cut a tensor into views whose lengths differ by one at most.
+
+    Parameters
+    ----------
+    words : tensor, shape (n,)
+        The tensor.
+    count : int
+        Number of views; some are empty if it exceeds n.
+
+    Returns
+    -------
+    list of tensors
+        Views of the tensor, in order.
+    """
     ends = [i * words.numel() // count for i in range(count + 1)]
     return [words[a:b] for a, b in pairwise(ends)]
 
@@ -162,14 +215,20 @@ def one_bit_ring(
 
     Parameters
     ----------
-    bits : bool (d,), this rank's; d is the same on all ranks and may be less than their number.
-    merge : see :data:`Merge`. It is called with bits past the end, too, whose values nobody reads.
-    group : the process group; the default one if None.
+    bits : bool tensor, shape (d,)
+        This rank's bits. Their number d is the same on all ranks and may be less than the number of ranks.
+    merge : Merge
+        Rule that merges two ranks' packed bits, see :data:`Merge`. It also gets padding past the end, whose values are
+        not read.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks; the default group if None.
 
     Returns
     -------
-    bits : bool (d,), the same on every rank.
-    bytes_sent : by this rank: 2·d·(M − 1)/M bits for M ranks, and at most a byte of padding per hop.
+    bits : bool tensor, shape (d,)
+        The merged bits, the same on every rank.
+    bytes_sent : int
+        Bytes that this rank sent: 2·d·(M − 1)/M bits for M ranks, and at most a byte of padding for each hop.
     """
     ring = Ring(group)
     packed = reduce_bits([ring], pack_bits(bits), merge, contributions=1)
@@ -183,10 +242,22 @@ def reduce_bits(
 
     Parameters
     ----------
-    contributions : ranks whose bits are already in `packed`.
+    rings : sequence of Ring
+        Rings that this rank is in, at least one.
+    packed : uint8 tensor, shape (bytes,)
+        This rank's packed bits, of the same length on all ranks.
+    merge : Merge
+        Rule that merges two packed messages, see :data:`Merge`.
+    contributions : int
+        Number of ranks whose bits are already in `packed`.
+
+    Returns
+    -------
+    uint8 tensor, shape (bytes,)
+        The merged bits, the same on every rank.
     """
     ring, *others = rings
-    # Cutting whole bytes: one packing serves all parts, and no part pads its end.
+    # Cut between bytes, so that one packing serves all parts and no part pads its end.
     parts = split(packed, ring.size)
 
     def prepare(index: int, hops: int) -> Callable[[torch.Tensor], torch.Tensor]:

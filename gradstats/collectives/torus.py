@@ -1,6 +1,6 @@
 """An all-reduce of one bit per element over a 2-D torus of ranks (Mikami et al. 2018).
 
-It does what a ring does along the rows, then along the columns with a row's part.
+It reduces along the rows; each rank then reduces the part that it completed along its column.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ def one_bit_torus(
 
     Parameters
     ----------
-    bits, merge, group : as for :func:`one_bit_ring`. Along the columns both sides hold more than one contribution.
-    shape : (rows, columns); rank r sits in row r div columns.
+    bits : bool tensor, shape (d,)
+        This rank's bits. Their number d is the same on all ranks and may be less than the number of ranks.
+    merge : Merge
+        Rule that merges two ranks' packed bits, see :data:`gradstats.collectives.ring.Merge`. Along the columns both
+        sides hold more than one contribution.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks; the default group if None.
+    shape : tuple of int
+        Rows and columns; rank r sits in row r div columns.
 
     Returns
     -------
-    bits : bool (d,), the same on every rank.
-    bytes_sent : by this rank, as for the ring.
+    bits : bool tensor, shape (d,)
+        The merged bits, the same on every rank.
+    bytes_sent : int
+        Bytes that this rank sent, as many as over a ring.
 
     Raises
     ------
@@ -50,8 +59,28 @@ def one_bit_torus(
 
 
 def check_torus(shape: tuple[int, int], world: int) -> tuple[int, int]:
-    """Return `shape`, or raise :class:`InputError` if it does not hold `world` ranks."""
+    """Return the shape of a torus unchanged if it holds the ranks.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Rows and columns.
+    world : int
+        Number of ranks.
+
+    Returns
+    -------
+    tuple of int
+        Rows and columns.
+
+    Raises
+    ------
+    InputError
+        If rows · columns is not the number of ranks.
+    """
     rows, columns = shape
     if rows < 1 or columns < 1 or rows * columns != world:
-        raise InputError(f"a torus of {rows} x {columns} ranks does not fit {world} ranks")
+        raise InputError(
+            f"a torus of {rows} x {columns} ranks does not fit {world} ranks: rows x columns must be {world}"
+        )
     return rows, columns

@@ -1,4 +1,4 @@
-"""The update that sparse messages add up to, in a buffer that is kept."""
+"""The sum of sparse messages, in a buffer that is kept from step to step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from gradstats.primitives import Selection
 __all__ = ["SparseUpdate"]
 
 _FEW = 16
-"""Positions are visited one by one where there are fewer than this share of all, else in passes over everything."""
+"""Positions are visited one by one if they are less than one in this many of all, else in passes over everything."""
 
 
 class SparseUpdate:
-    """A dense vector that is zero but where the last step wrote.
+    """A dense vector that is zero except where the last step wrote.
 
-    The next step clears these positions alone. A fresh vector a step, a pass to divide it and one to count what is in
-    it would cost more than selecting does: a page fault for every 4 kB, and three streams over all elements.
+    The next step clears these positions alone. A fresh vector in every step, a pass to divide it and one to count
+    what is in it would cost more than selecting does: a page fault for every 4 kB, and three streams over all
+    elements.
 
     Attributes
     ----------
-    vector : float32 (d,), the update; a buffer, overwritten by the next step.
-    written : int64 tensors, the positions of each addition.
+    vector : float32 or float64 tensor, shape (d,)
+        The update; a buffer that the next step overwrites.
+    written : list of int64 tensors
+        The positions of each addition.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,13 @@ class SparseUpdate:
         self.written: list[torch.Tensor] = []
 
     def begin(self, like: torch.Tensor) -> None:
-        """Start from zero, with the shape and the device of a gradient (d,)."""
+        """Start a step from zero.
+
+        Parameters
+        ----------
+        like : tensor, shape (d,)
+            A gradient, whose shape, dtype and device the update gets.
+        """
         if self.vector.shape != like.shape or self.vector.device != like.device:
             self.vector = torch.zeros_like(like)
             self._seen = torch.zeros_like(like, dtype=torch.bool)
@@ -46,18 +55,36 @@ class SparseUpdate:
         self.written = []
 
     def add(self, selections: Sequence[Selection]) -> None:
-        """Add values at positions; both may repeat from call to call, positions within one may not."""
+        """Add values at positions.
+
+        Parameters
+        ----------
+        selections : sequence of Selection
+            Values and their positions. Within one selection each position occurs once.
+        """
         for each in selections:
             self.written.append(each.indices)
-            self.vector.index_add_(0, each.indices, each.values.expand(each.indices.shape))
+            values = each.values.to(self.vector.dtype)  # they travel as float32
+            self.vector.index_add_(0, each.indices, values.expand(each.indices.shape))
 
     def divide(self, ranks: int) -> int:
-        """Make the sum a mean over the ranks; return at how many positions anything was added."""
+        """Make the sum a mean over the ranks.
+
+        Parameters
+        ----------
+        ranks : int
+            Number of ranks.
+
+        Returns
+        -------
+        int
+            Number of positions at which anything was added.
+        """
         if self._many():
             self.vector.div_(ranks)
         elif self.written:
             positions = torch.cat(self.written)
-            # one value where positions repeat, so that it does not matter which is written last
+            # Where positions repeat the values are equal, so it does not matter which is written last.
             self.vector[positions] = self.vector[positions].div_(ranks)
         return self._union()
 
@@ -68,13 +95,18 @@ class SparseUpdate:
 
         Parameters
         ----------
-        corrected : float32 (d,), this rank's; zero at `positions` afterwards.
-        positions : int64 (k̂,), distinct, the same on every rank. If empty, nothing is sent.
-        group : of the ranks; the default one if None.
+        corrected : float32 or float64 tensor, shape (d,)
+            This rank's gradient; zero at `positions` afterwards.
+        positions : int64 tensor, shape (k̂,)
+            Distinct positions, the same on every rank. If there are none, nothing is sent.
+        group : torch.distributed.ProcessGroup or None
+            The ranks; the default group if None.
 
         Returns
         -------
-        float32 (d,): the mean at `positions`, 0 elsewhere; the same bits on every rank.
+        float32 or float64 tensor, shape (d,)
+            The mean at `positions` and 0 elsewhere, the same bits on every rank; a buffer that the next step
+            overwrites.
         """
         self.begin(corrected)
         if positions.numel():

@@ -1,6 +1,6 @@
 """Compressors that average gradients in training, and the registry of their names.
 
-Classes load, and torch with them, when first used.
+The classes, and torch with them, are loaded when first used.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 
 SELECTORS = ("topk", *ESTIMATORS)
-"""Names that :func:`make_selector` takes: what each rank selects by itself; ``topk`` and ``exact`` are the same."""
+"""Names that :func:`make_selector` takes. Each rank selects by itself; ``topk`` and ``exact`` are the same rule."""
 
 COMPRESSORS: dict[str, str | type[Compressor]] = {
     "none": "DenseCompressor",
@@ -110,8 +110,9 @@ COMPRESSORS: dict[str, str | type[Compressor]] = {
 }
 """Names that :func:`make_compressor` and the command line take, and the class behind each (or its name, until used).
 
-``none`` is PyTorch's dense averaging. To add a compressor, put its class here; it is built with the ratio first if it
-has one (:attr:`Compressor.has_ratio`). An estimator in :data:`gradstats.thresholds.ESTIMATORS` is one by its name."""
+``none`` is PyTorch's dense averaging. To add a compressor, put its class here; the ratio is its first argument if it
+has one (:attr:`Compressor.has_ratio`). Every estimator in :data:`gradstats.thresholds.ESTIMATORS` is one under its
+name."""
 
 
 def compressor_class(name: str) -> type[Compressor]:
@@ -125,12 +126,12 @@ def compressor_class(name: str) -> type[Compressor]:
     Returns
     -------
     type
-        Subclass of :class:`Compressor`, whose attributes say what it needs.
+        A subclass of :class:`Compressor`; its class attributes say what it needs.
 
     Raises
     ------
     InputError
-        For an unknown name; the message lists what there is.
+        If the name is unknown; the message lists the known ones.
     """
     found = COMPRESSORS.get(name, "SparseCompressor" if name in ESTIMATORS else None)
     if found is None:
@@ -153,12 +154,12 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     Returns
     -------
     Selector
-        With an estimator of its own.
+        A selector with an estimator of its own.
 
     Raises
     ------
     InputError
-        For an unknown name or option, or a ratio out of range.
+        If the name or an option is unknown, or the ratio is outside (0, 1].
     """
     from gradstats.compressors.selectors import ThresholdSelector
 
@@ -167,27 +168,28 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
 
 
 def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
-    """Build the compressor called `name`: a selector with its all-gather, or an exchange of its own.
+    """Build the compressor called `name`.
 
     Parameters
     ----------
     name : str
-        One of :data:`COMPRESSORS`. ``micro`` is the whole system with exclusive partitions; its threshold rule alone
-        is ``make_selector("micro", …)``.
+        One of :data:`COMPRESSORS`, or of :data:`gradstats.thresholds.ESTIMATORS`, which gives a selector with the
+        all-gather of :class:`SparseCompressor`. ``micro`` is the whole system with exclusive partitions; its threshold
+        rule alone is ``make_selector("micro", …)``.
     ratio : float
-        Kept fraction k/d, in (0, 1]. It has no meaning for compressors that send signs.
+        Kept fraction k/d, in (0, 1]. Compressors that send signs ignore it.
     **options : Any
         Options of the compressor or of its estimator.
 
     Returns
     -------
     Compressor or None
-        None for ``none``, PyTorch's own dense averaging.
+        The compressor; None for ``none``, PyTorch's own dense averaging.
 
     Raises
     ------
     InputError
-        For an unknown name or option, or a ratio out of range; the message lists what there is.
+        If the name or an option is unknown, or the ratio is outside (0, 1].
     """
     cls = compressor_class(name)
     if name == "none":

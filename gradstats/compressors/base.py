@@ -21,23 +21,25 @@ NamedSlice: TypeAlias = tuple[str, slice]
 
 
 Lane: TypeAlias = Literal["backward", "select", "communicate"]
-"""What a rank's time goes to."""
+"""What a rank spends time on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a rank did for a while, in seconds since the step's first gradient was ready.
+    """One stretch of a rank's time within a step.
 
     Attributes
     ----------
     lane : {"backward", "select", "communicate"}
-        What it was.
+        What the rank did.
     layer : str
-        Name of the last parameter concerned; of a message that merges several, the one that completed it.
-    start, end : float
-        When it began and ended.
+        Name of the last parameter concerned. For a message that merges several, the one that completed it.
+    start : float
+        When it began, in seconds since the step's first gradient was ready.
+    end : float
+        When it ended, in seconds since the step's first gradient was ready.
     numel : int
-        Elements of the gradient concerned.
+        Number of elements of the gradient concerned.
     """
 
     lane: Lane
@@ -48,7 +50,7 @@ class Activity:
 
 
 class _Checkpointed:
-    """Something whose state a checkpoint holds; empty unless a subclass keeps one."""
+    """An object with a state for checkpoints; the state is empty unless a subclass keeps one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically."""
@@ -66,7 +68,7 @@ class Selector(_Checkpointed, ABC):
     ratio : float or None
         Kept fraction k/d, which a schedule may set; None for a rule without one.
     single_value : bool
-        Whether one value is sent that stands for all of them.
+        Whether the rule sends one value that stands for all selected elements.
     """
 
     ratio: float | None = None
@@ -79,12 +81,12 @@ class Selector(_Checkpointed, ABC):
         Parameters
         ----------
         gradient : tensor, shape (d,)
-            The gradient, with the residual already added. Left unchanged.
+            The gradient, with the residual already added. It is left unchanged.
 
         Returns
         -------
         Selection
-            Positions in ascending order and their values, or one value for all.
+            Positions in ascending order and their values, or one value for all of them.
         """
 
     def target(self, numel: int) -> int:
@@ -110,15 +112,15 @@ class Reduced:
     Attributes
     ----------
     flags : list of int
-        What each rank announced. If any is not zero the step was refused, and nothing else below counts.
-    mean : float32 tensor, shape (d,)
+        What each rank announced, by rank. If any flag is not zero, the step was refused and nothing below counts.
+    mean : float32 or float64 tensor, shape (d,)
         The update, the same bits on every rank. Clone it to keep it: it may be a buffer that the next step overwrites.
     residual : tensor, shape (d,)
-        What this rank has not sent; it may be the corrected gradient itself, overwritten.
+        What this rank has not sent. It may be the corrected gradient itself, overwritten.
     sent : int64 tensor, shape (k̂,), or None
-        Positions that this rank sent; None if it sent something of all.
+        Positions that this rank sent; None if it sent something at every position.
     touched : list of int64 tensors, or None
-        Ascending positions outside of which the mean is zero; None if the mean is dense.
+        Ascending positions; the mean is zero everywhere else. None if the mean is dense.
     threshold : float
         Threshold η on this rank; NaN without one.
     selected : int
@@ -126,13 +128,13 @@ class Reduced:
     union : int
         Number of positions at which any rank sent something.
     bytes_sent : int
-        Bytes of this rank's messages, padding included.
+        Size of this rank's messages, padding included, in bytes.
     select_seconds : float
-        Wall clock that this rank spent on choosing what to send.
+        Wall-clock time that this rank spent on choosing what to send.
     communicate_seconds : float
-        Wall clock of the exchange while nothing else went on.
+        Wall-clock time of the exchange while nothing else went on.
     overlapped_seconds : float
-        Wall clock of the exchange while the backward pass went on.
+        Wall-clock time of the exchange while the backward pass went on.
     """
 
     flags: list[int]
@@ -150,25 +152,26 @@ class Reduced:
 
 
 class Compressor(_Checkpointed, ABC):
-    """Averages a flat gradient over the ranks, lossily. Every rank calls it the same number of times.
+    """A lossy average of a flat gradient over the ranks.
 
-    A step is any number of :meth:`push`, then one :meth:`reduce`; :meth:`abandon` drops a step that began.
+    A step is any number of calls of :meth:`push`, then one of :meth:`reduce`; :meth:`abandon` drops a step that began.
+    Every rank must make the same calls.
 
     Attributes
     ----------
     feedback : bool
         Whether it is made for error feedback. Unbiased compressors and majority votes are not: they leave no residual
-        that a later step could make good.
+        that a later step could make up for.
     streams : bool
         Whether it takes layers as they become ready (:meth:`push`), and so needs their names.
     has_ratio : bool
         Whether it sends a fraction of the elements. Sign compressors and dense averaging do not.
     one_union : bool
-        Whether all ranks together send k positions, so that nothing builds up.
+        Whether all ranks together send about k positions, so that the union does not grow with the number of ranks.
     ratio : float or None
-        Kept fraction k/d, which a schedule may set; None without one.
+        Kept fraction k/d, which a schedule may set; None for a compressor without one.
     timeline : list of Activity
-        Where the time of the last step went; empty unless the compressor streams.
+        How the last step's time was spent; empty unless the compressor streams.
     """
 
     feedback: bool = True
@@ -182,17 +185,17 @@ class Compressor(_Checkpointed, ABC):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Exchange and average.
+        """Exchange the gradient and average it.
 
         Parameters
         ----------
-        corrected : float32 tensor, shape (d,)
-            Gradient plus what the memory added. It may be overwritten unless a flag comes back.
+        corrected : float32 or float64 tensor, shape (d,)
+            Gradient plus what the memory added. It may be overwritten unless a rank raises a flag.
         group : torch.distributed.ProcessGroup or None
             The ranks; the default group if None.
         flag : int
-            A small integer that every rank is to learn. Not zero if this rank's gradient must not be used; it is
-            then not looked at.
+            A small integer that every rank learns. Not zero if this rank's gradient must not be used; the gradient is
+            then not read.
 
         Returns
         -------
@@ -207,18 +210,19 @@ class Compressor(_Checkpointed, ABC):
         group: dist.ProcessGroup | None,
         flag: int = 0,
     ) -> None:
-        """Take layers whose gradient is complete. A compressor of the whole model waits for :meth:`reduce`.
+        """Take layers whose gradient is complete; a compressor of the whole model waits for :meth:`reduce`.
 
         Parameters
         ----------
-        corrected : float32 tensor, shape (d,)
-            Gradient plus memory, of which the layers' parts are valid. It is not changed before :meth:`reduce`.
+        corrected : float32 or float64 tensor, shape (d,)
+            Gradient plus memory. Only the parts of these layers need to be valid; nothing is changed before
+            :meth:`reduce`.
         layers : sequence of (str, slice)
             Names and places of the parameters that became ready together.
         group : torch.distributed.ProcessGroup or None
             The ranks; the default group if None.
         flag : int
-            Not zero if these layers' gradient must not be used; it is then not looked at.
+            Not zero if the gradient of these layers must not be used; it is then not read.
         """
 
     def abandon(self) -> None:
@@ -237,6 +241,6 @@ class Compressor(_Checkpointed, ABC):
         Returns
         -------
         int
-            The target count k; 0 where there is no such number.
+            The target count k; 0 for a compressor without one.
         """
         return 0 if self.ratio is None else target_count(self.ratio, numel)

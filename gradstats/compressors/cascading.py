@@ -1,4 +1,4 @@
-"""Cascading compression: the baseline that compresses a partial sum at every hop of a ring."""
+"""Cascading compression, the baseline that compresses a partial sum at every hop of a ring."""
 
 from __future__ import annotations
 
@@ -30,19 +30,28 @@ __all__ = ["Cascading"]
 class Cascading(Compressor):
     """Cascading compression: the partial sum is compressed to scale·sign anew at every hop of a ring.
 
-    This is the baseline Marsit's Section 3.2 and appendix A warn of: s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M, whose squared
-    error is bounded by (2D)^M·G²/M only. Every part of the vector has its own scale. There is no memory.
+    The mean is s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M. Every part of the vector has its own scale. There is no memory.
 
     Parameters
     ----------
-    stochastic : Q is SSDM's (‖v‖₂ times stochastic signs, unbiased), as in the paper; otherwise
+    stochastic : bool
+        Whether Q is SSDM's compression (‖v‖₂ times stochastic signs, unbiased), as in the paper. If false, Q is
         (‖v‖₁/d)·sgn(v), which is biased and has a bounded error.
-    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
+    seed : int
+        Seed of the signs, at least 0 and equal on all ranks. Each rank draws from a stream of its own.
 
     Raises
     ------
     InputError
-        For a negative seed.
+        If the seed is negative.
+
+    Notes
+    -----
+    Source: Marsit (Wu et al. 2022), section 3.2 and appendix A, which warn against it: the squared error is bounded by
+    (2D)^M·G²/M only.
+
+    Differs from the paper: Q draws its signs by the probability of the appendix, as section 3.2's can exceed 1. A
+    part of the vector without elements sends nothing, not even a scale.
     """
 
     feedback = False
@@ -55,7 +64,7 @@ class Cascading(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Send partial sums around the ring, compressing at every hop."""
+        """Send partial sums around the ring, compressed at every hop."""
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):
             return Reduced(flags)
@@ -118,5 +127,5 @@ class Cascading(Compressor):
         return {"generator": self._own.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
+        """Restore what :meth:`state_dict` returned."""
         self._own.load(state["generator"])

@@ -1,4 +1,4 @@
-"""Cyclic local top-k: one rank a step chooses the positions for all."""
+"""Cyclic local top-k: in every step one rank chooses the positions for all."""
 
 from __future__ import annotations
 
@@ -21,24 +21,32 @@ _FLAG_BYTES = 4
 
 
 class CLTk(Compressor):
-    """Cyclic local top-k (CLT-k of ScaleCom, Chen et al. 2020).
+    """Cyclic local top-k: ranks take turns in choosing the positions at which all of them are averaged.
 
-    In step t rank t mod n, the leader, broadcasts the positions of its own top-k; every rank's values there are
-    all-reduced. No build-up, but the positions are one rank's choice, and the others wait while it chooses.
+    In step t rank t mod n, the leader, broadcasts the positions of its own top-k; the values of all ranks there are
+    all-reduced. Nothing builds up, but the positions are one rank's choice, and the others wait while it chooses.
 
     Parameters
     ----------
-    ratio : k/d in (0, 1].
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1].
 
     Notes
     -----
-    Exactly k positions travel, or as many as the leader has non-zero elements: where more than k magnitudes tie, the
-    first in index order are taken, since a broadcast needs a length that all ranks know. Three collectives a step:
-    flags (a leader must not choose while its gradient is bad), positions, values. A step refused by a flag keeps the
-    leader.
+    Source: CLT-k of ScaleCom (Chen et al. 2020).
 
-    `selected` is k̂ on every rank, as all of them send that many values. `bytes_sent` counts the
-    broadcast on the leader alone.
+    Differs from the paper: the residual is that of plain error feedback, without ScaleCom's low-pass filter. Exactly
+    k positions travel, or as many as the leader has non-zero elements: of magnitudes tied with the k-th, the first in
+    index order are taken, since a broadcast needs a length that all ranks know.
+
+    A step takes three collectives: flags (a leader must not choose while its gradient is bad), positions, values. A
+    step refused by a flag keeps the leader. ``selected`` is k̂ on every rank, as all of them send that many values;
+    ``bytes_sent`` counts the broadcast on the leader alone.
     """
 
     one_union = True
@@ -50,7 +58,7 @@ class CLTk(Compressor):
 
     @property
     def ratio(self) -> float:
-        """k/d; a warm-up may set it."""
+        """Kept fraction k/d, which a schedule may set."""
         return self._top.ratio
 
     @ratio.setter
@@ -60,7 +68,7 @@ class CLTk(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Average at the leader's positions."""
+        """Average the gradient at the leader's positions."""
         started = time.perf_counter()
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):
@@ -96,7 +104,7 @@ class CLTk(Compressor):
         )
 
     def _choose(self, gradient: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
-        """Return at most k positions, ascending, and the threshold."""
+        """Return at most k positions, in ascending order, and the threshold."""
         message = self._top.select(gradient)
         indices = message.indices
         if indices.numel() > k:
@@ -105,9 +113,9 @@ class CLTk(Compressor):
         return indices, message.threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, which decides who leads."""
+        """Return the number of the step, which decides who leads."""
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the step."""
+        """Restore what :meth:`state_dict` returned."""
         self._step = int(state["step"])

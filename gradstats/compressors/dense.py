@@ -1,4 +1,4 @@
-"""No compression: the dense average, for warm-up steps, small parameters and comparison."""
+"""The dense average, without compression: for warm-up steps, small parameters and comparison."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["DenseCompressor"]
 
 
 class DenseCompressor(Compressor):
-    """All-reduce of everything."""
+    """All-reduce of the whole gradient: nothing is compressed and nothing is left over."""
 
     has_ratio = False
 
     def target(self, numel: int, layer: str | None = None) -> int:
-        """Return the number of elements: all of them are sent."""
+        """Return the number of elements, as all of them are sent."""
         return numel
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Average; nothing is left."""
+        """Average all elements; the residual is zero."""
         started = time.perf_counter()
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):

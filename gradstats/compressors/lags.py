@@ -32,23 +32,33 @@ def hiding_ratios(
     per_element: float,
     smallest: float = 0.001,
 ) -> NDArray[np.float64]:
-    """Return the largest kept fractions whose messages hide behind the backward pass (LAGS-SGD, eq. 19).
-
-    The paper's compression ratio is c = d/k = 1 / the fraction: the smallest c ≥ 1 with
-    t_comm(c) + t_spar ≤ t_backward of what follows, where t_comm(c) = latency + per_element · d/c, and never above c_u.
+    """Return the largest kept fractions whose messages hide behind the backward pass.
 
     Parameters
     ----------
-    numel : (m,), elements of gradient behind each message, in the order they are sent.
-    backward : (m,), seconds of the backward pass between a message's sending and the next one's; 0 for the last one.
-    select : (m,), seconds the message's selection takes.
-    latency : seconds a message takes at least.
-    per_element : seconds more for every element sent.
-    smallest : 1/c_u, the fraction kept where nothing can be hidden.
+    numel : array_like, shape (m,)
+        Number of elements of the gradient behind each message, in the order of sending.
+    backward : array_like, shape (m,)
+        Seconds of the backward pass between the sending of a message and of the next one; 0 for the last message.
+    select : array_like, shape (m,)
+        Seconds that the selection for each message takes.
+    latency : float
+        Seconds that any message takes at least.
+    per_element : float
+        Seconds that every element sent adds.
+    smallest : float
+        Smallest fraction 1/c_u, kept where nothing can be hidden.
 
     Returns
     -------
-    float64 (m,), in [smallest, 1].
+    ndarray of float64, shape (m,)
+        Kept fractions, in [smallest, 1].
+
+    Notes
+    -----
+    Source: LAGS-SGD (Shi et al. 2020), eq. 19, whose formula the available text has lost; this one follows from its
+    words. The paper's compression ratio is c = d/k, the inverse of the fraction: the smallest c ≥ 1 with t_comm(c) +
+    t_spar ≤ t_b of what follows, never above c_u, where t_comm(c) = latency + per_element · d/c.
 
     Examples
     --------
@@ -65,13 +75,26 @@ def hiding_ratios(
 
 
 def pipelining_bound(forward: float, backward: float, communicate: float) -> float:
-    """Return how much faster than one message at the end layer-wise sending can be at most (LAGS-SGD, eq. 20).
-
-    (t_f + t_b + t_c) / (t_f + max(t_b, t_c)): either the backward pass or the communication is hidden completely.
+    """Return the largest speed-up of layer-wise sending over one message at the end of a step.
 
     Parameters
     ----------
-    forward, backward, communicate : seconds of a step.
+    forward : float
+        Seconds of the forward pass, t_f.
+    backward : float
+        Seconds of the backward pass, t_b.
+    communicate : float
+        Seconds of the communication, t_c.
+
+    Returns
+    -------
+    float
+        The bound (t_f + t_b + t_c) / (t_f + max(t_b, t_c)): either the backward pass or the communication is hidden
+        completely.
+
+    Notes
+    -----
+    Source: LAGS-SGD (Shi et al. 2020), eq. 20, rewritten without the ratio t_c/t_b.
 
     Examples
     --------
@@ -83,15 +106,22 @@ def pipelining_bound(forward: float, backward: float, communicate: float) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Measured medians of one message of a step, over calibration steps and ranks.
+    """Measurements of one message of a step.
 
     Attributes
     ----------
-    layers : the parameters merged in it, by name.
-    numel : their elements.
-    sent : elements this rank sent of them.
-    backward : seconds of backward pass before it, since the message before.
-    select, communicate : seconds.
+    layers : tuple of str
+        Names of the parameters merged in the message.
+    numel : int
+        Number of elements of these parameters.
+    sent : float
+        Number of elements that this rank aimed to send of them.
+    backward : float
+        Seconds of the backward pass since the message before.
+    select : float
+        Seconds of the selection.
+    communicate : float
+        Seconds of the exchange.
     """
 
     layers: tuple[str, ...]
@@ -103,33 +133,53 @@ class Delivery:
 
 
 class LAGS(Layerwise):
-    """LAGS-SGD (Shi et al. 2020): layer-wise top-k in the order of backpropagation, ratios by eq. 19.
+    """Top-k layer by layer in the order of backpropagation, with ratios that hide the messages behind it.
 
-    For `calibrate` steps every layer keeps `ratio`. What the backward pass, selection and communication took is then
-    averaged over the ranks, latency and cost per element fitted to it, and every message's layers keep what
-    :func:`hiding_ratios` allows: never less than `ratio`, and the same on all ranks. Messages at the least ratio are
-    too small to tell what an element costs; so all of it is measured a second time at the ratios chosen, which are then
-    corrected and stay.
+    For `calibrate` steps every layer keeps `ratio`. The times of backward pass, selection and communication are then
+    averaged over the ranks, a latency and a cost per element are fitted to them, and the layers of every message keep
+    what :func:`hiding_ratios` allows: never less than `ratio`, and the same on all ranks. Messages at the least ratio
+    are too small to tell what an element costs; so everything is measured a second time at the chosen ratios, which
+    are then corrected and stay.
 
     Parameters
     ----------
-    ratio : 1/c_u, the least k/d any layer keeps.
-    adaptive : False keeps `ratio` in every layer.
-    calibrate : steps that are measured each time, after DDP has rebuilt its buckets.
-    merge, dtype, overlap : see :class:`Layerwise`.
+    ratio : float
+        Least fraction k/d that any layer keeps, in (0, 1]: the paper's 1/c_u.
+    adaptive : bool
+        Whether to choose a ratio for each layer; if false, every layer keeps `ratio`.
+    calibrate : int
+        Number of steps to measure before each choice, at least 1. Counting starts anew when DDP rebuilds its buckets.
+    merge : int
+        Elements of gradient to gather before a message is sent, see :class:`Layerwise`.
+    dtype : torch.dtype
+        Type that values travel as: float32, float16 or bfloat16.
+    overlap : bool
+        Whether to exchange during the backward pass.
 
     Attributes
     ----------
-    ratios : the fraction each layer keeps, by name; empty before they are chosen for the first time.
-    deliveries : the measurements they were chosen by.
+    ratios : dict of str to float
+        Fraction that each layer keeps, by name; empty before the first choice.
+    deliveries : list of Delivery
+        The measurements behind the last choice, one for each message: means over the ranks of medians over the steps.
+        For the exchange the least time replaces the median, as anything above it is waiting.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1] or `calibrate` is below 1; in the first step, if `dtype` is none of the three.
 
     Notes
     -----
-    Ratios that come from a clock differ from run to run. A checkpoint keeps those chosen, and how often they were; a
-    run stopped while it measures begins that measurement anew.
+    Source: LAGS-SGD (Shi et al. 2020), algorithm 1, with the ratios of eq. 19.
 
-    The paper has one message a layer, and merges the selections of small ones. Here messages are merged by the size of
-    the gradient, so that merging does not depend on the ratios, and the layers of a message share a ratio.
+    Differs from the paper: it accumulates the gradient, not learning rate times gradient, and the optimizer applies
+    the rate to the average. Top-k is exact, not estimated from a sample. The paper sends one message for each layer
+    and merges the selections of small layers; here messages are merged by the size of the gradient, so that merging
+    does not depend on the ratios, and the layers of one message share a ratio.
+
+    Ratios that come from a clock differ from run to run. A checkpoint keeps the chosen ratios and the number of
+    choices; a run that stops while it measures begins that measurement anew.
     """
 
     def __init__(
@@ -159,7 +209,7 @@ class LAGS(Layerwise):
 
     @property
     def ratio(self) -> float:
-        """The least k/d any layer keeps. Setting it, as a warm-up does, drops the ratios chosen."""
+        """Least fraction k/d that any layer keeps. Setting it, as a schedule does, drops the chosen ratios."""
         return self._ratio
 
     @ratio.setter
@@ -178,14 +228,14 @@ class LAGS(Layerwise):
         group: dist.ProcessGroup | None,
         flag: int = 0,
     ) -> None:
-        """Take layers whose gradient is complete, see :meth:`Layerwise.push`."""
+        """Take layers whose gradient is complete, as :meth:`Layerwise.push` does."""
         self._layers += layers
         super().push(corrected, layers, group, flag)
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Complete the step, see :meth:`Layerwise.reduce`; measure it, and choose ratios when enough are measured."""
+        """Complete the step as :meth:`Layerwise.reduce` does, measure it, and choose ratios after enough steps."""
         reduced = super().reduce(corrected, group, flag)
         layers, self._layers = self._layers, []
         if self.adaptive and self._choices < _CHOICES and not any(reduced.flags):
@@ -202,7 +252,7 @@ class LAGS(Layerwise):
         self._layers = []
 
     def _measure(self, layers: list[NamedSlice]) -> None:
-        """Cut the step's timeline into messages, and start over when DDP has cut its buckets anew."""
+        """Cut the step's timeline into messages; start over when DDP has rebuilt its buckets."""
         names = [name for name, _ in layers]
         numels = {name: slot.stop - slot.start for name, slot in layers}
         deliveries: list[Delivery] = []
@@ -234,7 +284,7 @@ class LAGS(Layerwise):
         self._measured.append(deliveries)
 
     def _choose(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Fit the cost of a message, and give every layer its ratio: the same on all ranks."""
+        """Fit the cost of a message and give every layer its ratio, the same on all ranks."""
         import scipy.optimize
 
         each = list(zip(*self._measured, strict=True))
@@ -242,7 +292,7 @@ class LAGS(Layerwise):
             [
                 [statistics.median(d.backward for d in steps) for steps in each],
                 [statistics.median(d.select for d in steps) for steps in each],
-                # the least: the rest is waiting for a slower rank
+                # the least time: anything above it is waiting for a slower rank
                 [min(d.communicate for d in steps) for steps in each],
             ],
             dtype=torch.float64,
@@ -273,7 +323,7 @@ class LAGS(Layerwise):
             self.selectors[name].ratio = ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ratios, and what :class:`Layerwise` keeps."""
+        """Return the state of :class:`Layerwise` and the ratios."""
         return {
             **super().state_dict(),
             "ratio": self._ratio,
@@ -282,7 +332,7 @@ class LAGS(Layerwise):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._measured.clear()
         self._ratio = state["ratio"]

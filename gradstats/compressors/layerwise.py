@@ -1,4 +1,4 @@
-"""Layer by layer: what is ready is selected and sent while backpropagation goes on."""
+"""Compression layer by layer: layers that are ready are selected and sent while backpropagation goes on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["MERGE", "Layerwise"]
 
 
 MERGE = 1 << 16
-"""Elements of gradient that are gathered before a message is sent, unless told otherwise."""
+"""Default number of elements of gradient that are gathered before a message is sent."""
 
 
 @dataclass(slots=True)
 class _Message:
-    """What is merged until it is large enough to send."""
+    """A message in the making: selections that are merged until they are large enough to send."""
 
     pushed: bool = False
     layer: str = ""
@@ -36,29 +36,44 @@ class _Message:
 
 
 class Layerwise(Compressor):
-    """Selection of every layer by itself, sent as soon as its gradient is ready (LAGS-SGD, algorithm 1).
+    """Selection in every layer by itself, sent as soon as the layer's gradient is ready.
 
-    Layers come in the order backpropagation delivers them (:meth:`push`); the selections of those smaller than
-    `merge` wait for the next ones. On the CPU the exchange goes on in a thread of its own while the backward pass
-    continues; elsewhere in line.
+    Layers come in the order in which backpropagation delivers them (:meth:`push`); the selections of those smaller
+    than `merge` wait for the next ones. On the CPU the exchange runs in a thread of its own while the backward pass
+    continues; on other devices it runs in line.
 
     Parameters
     ----------
-    choose : a layer's name and number of elements to what selects in it. One call a layer; the state of what it returns
-        belongs to this compressor from then on.
-    merge : elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last delivery
-        of a step sends what there is.
-    dtype : values travel as, see :class:`gradstats.compressors.SparseCompressor`.
-    overlap : whether to exchange beside the backward pass.
+    choose : callable
+        Function of a layer's name and number of elements that returns the :class:`Selector` for it. It is called once
+        for each layer; the state of the selector belongs to this compressor from then on.
+    merge : int
+        Elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last message of a
+        step holds what is left.
+    dtype : torch.dtype
+        Type that values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
+    overlap : bool
+        Whether to exchange during the backward pass.
 
     Attributes
     ----------
-    timeline : what the last step's time went to.
+    timeline : list of Activity
+        How the last step's time was spent.
+
+    Raises
+    ------
+    InputError
+        In the first step, if `dtype` is none of the three.
 
     Notes
     -----
-    DDP delivers buckets: give it a small ``bucket_cap_mb``, or there is one delivery a step and nothing to overlap.
-    As long as messages are in flight nothing else may use the process group.
+    Source: LAGS-SGD (Shi et al. 2020), algorithm 1, for any selector and without a rule for the ratios;
+    :class:`gradstats.compressors.LAGS` has both.
+
+    Differs from the paper: messages are merged by the size of the gradient, not of the selections.
+
+    DDP delivers buckets: give it a small ``bucket_cap_mb``, or each step has one delivery and nothing overlaps. While
+    messages are in flight, nothing else may use the process group.
     """
 
     streams = True
@@ -96,7 +111,7 @@ class Layerwise(Compressor):
 
     @property
     def selectors(self) -> Mapping[str, Selector]:
-        """What selects in each layer, by name; those met so far."""
+        """The selector of each layer met so far, by name."""
         return self._selectors
 
     def push(
@@ -106,15 +121,7 @@ class Layerwise(Compressor):
         group: dist.ProcessGroup | None,
         flag: int = 0,
     ) -> None:
-        """Take layers whose gradient is complete, select, and send if enough has come together.
-
-        Parameters
-        ----------
-        corrected : float32 (d,), of which the layers' parts are valid. Not changed before :meth:`reduce`.
-        layers : delivered together.
-        group : of the ranks; the default one if None.
-        flag : not zero if these layers' gradient must not be used; nothing of them is then looked at.
-        """
+        """Take layers whose gradient is complete, select in them, and send if enough has come together."""
         self._begin(corrected)
         started = self._now()
         self._record("backward", layers, self._resumed, started)
@@ -144,11 +151,11 @@ class Layerwise(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Send what is left, wait for everybody's, add up. A gradient never pushed is taken as one layer."""
+        """Send what is left, wait for all messages, and add up; a gradient never pushed counts as one layer."""
         if self._before is None:
             self.push(corrected, [("", slice(0, corrected.numel()))], group, flag)
         self._pending.flag |= flag
-        # by the layout alone, which all ranks share: flags may be of parameters that are not compressed
+        # Decided by the layout alone, which all ranks share; a flag may belong to a parameter that is not compressed.
         if self._pending.pushed or not self._futures:
             self._send(group)
         waiting = self._now()
@@ -186,7 +193,7 @@ class Layerwise(Compressor):
             self._reset()
 
     def abandon(self) -> None:
-        """Drop a step that will not be completed, once its messages have come to an end."""
+        """Drop a step that will not be completed, after its messages have ended."""
         for future in self._futures:
             future.exception()
         self._reset()
@@ -210,7 +217,7 @@ class Layerwise(Compressor):
             self.timeline.append(Activity(lane, layers[-1][0], start, end, numel))
 
     def target(self, numel: int, layer: str | None = None) -> int:
-        """Return k of a layer, or of all layers met so far together."""
+        """Return the target count of a layer, or of all layers met so far together."""
         if layer is None:
             return sum(s.target(self._numels[name]) for name, s in self._selectors.items())
         return self._selectors[layer].target(numel) if layer in self._selectors else 0
@@ -226,7 +233,7 @@ class Layerwise(Compressor):
         return self._selectors[name]
 
     def _gather(self, message: int) -> SparseAllGather:
-        """Return the exchange of a step's n-th message."""
+        """Return the exchange for the n-th message of a step."""
         while message >= len(self._gathers):
             self._gathers.append(SparseAllGather(self._dtype))
         return self._gathers[message]
@@ -258,7 +265,7 @@ class Layerwise(Compressor):
             self._futures.append(done)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every layer's state by name, and the room the messages have."""
+        """Return the state of every layer's selector, by name, and the capacities of the messages."""
         return {
             "layers": {name: c.state_dict() for name, c in self._selectors.items()}
             or dict(self._restored),
@@ -266,7 +273,7 @@ class Layerwise(Compressor):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them; layers not met yet when they are."""
+        """Restore what :meth:`state_dict` returned; layers not met yet are restored when they are."""
         self._restored = state["layers"]
         for name, selector in self._selectors.items():
             if name in self._restored:

@@ -1,4 +1,4 @@
-"""Marsit (Wu et al. 2022): one bit per element and hop, whose expectation is the average of all ranks' signs."""
+"""Marsit: one bit per element and hop, whose expectation is the average of all ranks' signs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,32 @@ _BITS = 8
 
 
 def transient_merge(generator: torch.Generator) -> Merge:
-    """Return Marsit's merge: keep equal bits; where they differ take a bit drawn beforehand, unbiasedly.
+    """Return Marsit's unbiased merge: equal bits stay, and where they differ a bit drawn beforehand decides.
 
-    With a contributions in the received bit and b in the local one, it is the received bit with probability
-    a/(a + b). So the transient bit r is 1 with a/(a + b) where the local bit is 0, and with b/(a + b) where it is 1
-    (equation 2 has b = 1, a + b = m), and v ⊙ v* = (v AND v*) OR ((v XOR v*) AND r). If E[v] is the mean of a signs and
-    E[v*] that of b others, E[v ⊙ v*] is the mean of all.
+    Parameters
+    ----------
+    generator : torch.Generator
+        Generator of the transient bits.
+
+    Returns
+    -------
+    Merge
+        The merge, as :func:`gradstats.collectives.one_bit_ring` takes it.
+
+    Notes
+    -----
+    Source: Marsit (Wu et al. 2022), eq. 2, which has b = 1 and a + b = m; a torus needs any b.
+
+    With a contributions in the received bit v and b in the local bit v*, the result is the received bit with
+    probability a/(a + b). So the transient bit r is 1 with probability a/(a + b) where the local bit is 0, and b/(a +
+    b) where it is 1, and v ⊙ v* = (v AND v*) OR ((v XOR v*) AND r). If E[v] is the mean of a signs and E[v*] that of
+    b others, E[v ⊙ v*] is the mean of all.
     """
 
     def merge(
         local: torch.Tensor, local_count: int, received_count: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        # Integers below a + b: probabilities like 1/3 are exact, and faster to draw than floats.
+        # Integers below a + b make probabilities like 1/3 exact, and are faster to draw than floats.
         drawn = torch.randint(
             local_count + received_count,
             (local.numel() * _BITS,),
@@ -56,35 +70,46 @@ def transient_merge(generator: torch.Generator) -> Merge:
 
 
 class Marsit(Compressor):
-    """One-bit all-reduce over a ring or torus, with global compensation (Marsit, Algorithm 1).
+    """One-bit all-reduce over a ring or torus, with global compensation.
 
     In a one-bit round the update is g_t = η_s·(2·bit − 1), where the bit is 1 with the probability that a rank picked
     at random has a positive corrected gradient, and every rank keeps c ← (g + c) − g_t: the residual is what the
     *group* did not apply, as no rank knows its own share. Every K-th round, from the first on, averages in full
-    precision, and c ← 0. sgn(0) is a fair coin of each rank.
+    precision and sets c to 0.
 
     Parameters
     ----------
-    full_every : K; 1 averages densely in every round, None never.
-    scale : η_s; "mean" is the mean over ranks of the mean |g + c|. The theory has 1/√(T·D) for updates that already
-        include the learning rate; here it multiplies the update afterwards, so η_s is the size of a gradient.
-    topology : "ring" or "torus".
-    shape : (rows, columns) of the torus; None for the most square one.
-    seed : of the transient bits and coins, equal on all ranks, not negative. Each rank draws from a stream of its own.
+    full_every : int or None
+        Number of rounds K from one full-precision average to the next, at least 1; None for never.
+    scale : float or "mean"
+        Step size η_s of a one-bit update, above 0. ``"mean"`` takes the mean over ranks of the mean |g + c|.
+    topology : {"ring", "torus"}
+        How the ranks are connected.
+    shape : tuple of int, optional
+        Rows and columns of the torus; the most square ones by default.
+    seed : int
+        Seed of the transient bits and coins, at least 0 and equal on all ranks. Each rank draws from a stream of its
+        own.
 
     Raises
     ------
     InputError
-        For options out of range; in :meth:`reduce`, for a shape that does not hold the ranks.
+        If an option is out of range; in :meth:`reduce`, if the shape does not hold the ranks.
 
     Notes
     -----
-    Between full-precision rounds every rank's compensation is a random walk of steps η_s, because the bit often is not
-    its own. With "mean", η_s grows with it, about as the square root of the rounds, and so keeps up with what must be
-    made good.
+    Source: Marsit (Wu et al. 2022), algorithm 1.
 
-    `bytes_sent` is what this rank puts on the wire: 2·d·(M − 1)/M bits, or the 32 times as many that a ring all-reduce
-    of float32 takes in full-precision rounds. `bits_per_element(bytes, d, ring=M)` gives bits per hop.
+    Differs from the paper: its η_s = 1/√(T·D) is for updates that already include the learning rate; here the rate
+    multiplies the update afterwards, so η_s has the size of a gradient. The paper does not say what sgn(0) is: here
+    it is a fair coin that each rank throws for itself.
+
+    Between full-precision rounds every rank's compensation is a random walk of steps η_s, because the bit often is not
+    its own. With ``"mean"``, η_s grows with the compensation, about as the square root of the number of rounds, and so
+    keeps up with what must be made up for.
+
+    ``bytes_sent`` is what this rank puts on the wire: 2·d·(M − 1)/M bits, or, in full-precision rounds, the 32 times as
+    many that a ring all-reduce of float32 takes. ``bits_per_element(bytes, d, ring=M)`` gives bits per hop.
     """
 
     has_ratio = False
@@ -102,7 +127,7 @@ class Marsit(Compressor):
         if topology not in ("ring", "torus"):
             raise InputError(f"topology must be 'ring' or 'torus', not {topology!r}")
         if shape is not None and topology == "ring":
-            raise InputError("a ring has no shape; topology='torus' has one")
+            raise InputError("only a torus has a shape: pass topology='torus' or leave shape out")
         self.full_every = full_every
         self.scale = check_scale(scale)
         self.topology = topology
@@ -113,7 +138,7 @@ class Marsit(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Average in one bit, or in full precision if it is time."""
+        """Average in one bit, or in full precision in every K-th round."""
         world = dist.get_world_size(group)
         shape = self.shape or most_square(world)
         if self.topology == "torus":
@@ -167,11 +192,11 @@ class Marsit(Compressor):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the round and the state of the random generator."""
+        """Return the number of the round and the state of the random generator."""
         return {"step": self._step, "generator": self._own.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         self._step = state["step"]
         self._own.load(state["generator"])
 
@@ -196,6 +221,17 @@ def _full_precision(
 
 
 def most_square(world: int) -> tuple[int, int]:
-    """Return (rows, columns) of `world` ranks with rows ≤ columns as close as possible."""
+    """Return rows ≤ columns of the most square torus.
+
+    Parameters
+    ----------
+    world : int
+        Number of ranks.
+
+    Returns
+    -------
+    tuple of int
+        Rows and columns, whose product is `world`.
+    """
     rows = next(r for r in range(math.isqrt(world), 0, -1) if world % r == 0)
     return rows, world // rows

@@ -1,4 +1,4 @@
-"""MiCRO: exclusive partitions, one threshold steered by the global count, values all-reduced at the union."""
+"""MiCRO: exclusive partitions, and one threshold that the global count steers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,24 @@ __all__ = ["MiCRO", "partition"]
 
 
 def partition(numel: int, parts: int, index: int) -> slice:
-    """Return one of `parts` contiguous parts of 0 … `numel` − 1, of lengths that differ by one at most.
+    """Return one of the contiguous parts into which positions 0 … `numel` − 1 are cut.
 
-    They are disjoint and cover everything; where `numel` < `parts` some are empty.
+    The parts are disjoint and cover everything; their lengths differ by one at most. If there are more parts than
+    positions, some are empty.
+
+    Parameters
+    ----------
+    numel : int
+        Number of positions.
+    parts : int
+        Number of parts.
+    index : int
+        Number of the part wanted, from 0.
+
+    Returns
+    -------
+    slice
+        The part's positions.
 
     Examples
     --------
@@ -35,27 +50,37 @@ def partition(numel: int, parts: int, index: int) -> slice:
 
 
 class MiCRO(Compressor):
-    """MiCRO (Yoon and Oh 2023, algorithm 1).
+    """Selection by one threshold, each rank in a partition of its own.
 
-    In step t rank i selects |acc| ≥ η in partition (t + i) mod n alone. The positions are all-gathered, *every* rank's
-    values at their union all-reduced, and its residual zeroed there. The union is Σ k̂_i: nothing builds up. η is the
-    same on all ranks, steered by Σ k̂_i against k = max(1, round(ratio · d)).
+    In step t rank i selects |acc| ≥ η in partition (t + i) mod n alone. The positions are all-gathered, the values of
+    *all* ranks at their union are all-reduced, and every rank's residual is zeroed there. The union is Σ k̂_i: nothing
+    builds up. η is the same on all ranks, steered by Σ k̂_i against k = max(1, round(ratio · d)).
 
     Parameters
     ----------
-    ratio : k/d in (0, 1], of the whole gradient.
-    rule : how η is steered, see :class:`gradstats.thresholds.MiCRO`; ``"paper"`` is the authors' program's way.
-    threshold : where η starts. None: ``"corrected"`` takes the exact k-th largest magnitude of the first gradients,
-        each rank looking at its partition; ``"paper"`` takes 1/(2√k) whatever the gradient's scale.
+    ratio : float
+        Kept fraction k/d of the whole gradient, in (0, 1].
+    rule : {"corrected", "paper"}
+        How η is steered, see :class:`gradstats.thresholds.MiCRO`. ``"paper"`` does what the authors' program does.
+    threshold : float, optional
+        Threshold η to start with. By default ``"corrected"`` starts with the exact k-th largest magnitude of the first
+        gradients, each rank looking at its partition, and ``"paper"`` with 1/(2√k), whatever the gradient's scale.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1], the rule is unknown, or the threshold is not positive.
 
     Notes
     -----
-    The paper leaves out how δ_{t+1} is estimated, and how δ_0 is. An empty selection sends no index, where the authors'
-    program makes one up. A step in which every rank's partition is zero says nothing about η and leaves it.
-    A step refused by a flag changes nothing, so the ranks stay together.
+    Source: MiCRO (Yoon and Oh 2023), algorithm 1.
 
-    `selected` is k̂_i, what this rank chose; `sent` is the union, where its residual was zeroed. The first step's
-    bytes include the exchange of magnitudes that yields η.
+    Differs from the paper, which leaves out how the threshold is estimated and where it starts: see `rule` and
+    `threshold`. An empty selection sends no index; the authors' program makes one up.
+
+    A step in which every rank's partition is zero says nothing about η and leaves it. A step refused by a flag changes
+    nothing, so the ranks stay together. ``selected`` is k̂_i, what this rank chose; ``sent`` is the union, where its
+    residual was zeroed. The first step's bytes include the exchange of magnitudes that yields η.
     """
 
     one_union = True
@@ -73,7 +98,7 @@ class MiCRO(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Select in this rank's partition, average at everybody's positions, steer η."""
+        """Select in this rank's partition, average at the positions of all ranks, and steer η."""
         started = time.perf_counter()
         numel, world = corrected.numel(), dist.get_world_size(group)
         k = max(1, target_count(self.ratio, numel))
@@ -92,7 +117,7 @@ class MiCRO(Compressor):
         empty = corrected[:0].long()
         indices, largest = empty, 0.0
         if threshold is not None:
-            threshold = float(np.float32(threshold))  # as it is compared
+            threshold = float(np.float32(threshold))  # the precision in which it is compared
         if threshold is not None and not flag and part.numel():
             indices = select(part, threshold).indices + own.start
             if not indices.numel():
@@ -106,7 +131,7 @@ class MiCRO(Compressor):
         mean = self._update.average(corrected, union, group)
         count = union.numel()
         if count or any(gathered.numbers):
-            # Everything it is told is the same on all ranks, and so is the η it comes to.
+            # The controller's inputs are the same on all ranks, and so is its next η.
             self._controller._observe(count, k, numel)
         self._step += 1
         ended = time.perf_counter()
@@ -129,14 +154,15 @@ class MiCRO(Compressor):
     ) -> tuple[float | None, GatheredIndices]:
         """Set η to the k-th largest magnitude in all ranks' partitions together.
 
-        The smallest non-zero one if there are fewer than k; None, to be tried again, if there is none.
+        With fewer than k non-zero elements it is the smallest of them; with none it is None, and the next step tries
+        again.
         """
         largest = part[:0]
         if part.numel() and not flag:
             chosen = top_candidates(part, k)[1].values
             assert isinstance(chosen, torch.Tensor)
-            largest = chosen.abs()
-        # The bits of positive floats, read as whole numbers, are in the same order.
+            largest = chosen.abs().float()
+        # The bits of positive floats, read as integers, are in the same order.
         bits = largest.view(torch.int32).long()
         gathered = IndexAllGather()(bits, 0, group, flag=flag, expected=k)
         magnitudes = torch.cat(gathered.indices)
@@ -148,7 +174,7 @@ class MiCRO(Compressor):
         return threshold, gathered
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step, controller (with η), and the room the messages have."""
+        """Return the step, the controller (with η) and the capacity of the messages."""
         return {
             "step": self._step,
             "controller": self._controller.state_dict(),
@@ -156,7 +182,7 @@ class MiCRO(Compressor):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         self._step = int(state["step"])
         self._controller.load_state_dict(state["controller"])
         self._gather.words.capacity = state["capacity"]

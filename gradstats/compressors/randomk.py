@@ -24,28 +24,38 @@ _FLAG_BYTES = 4
 
 
 class RandomK(Compressor):
-    """All-reduce of k positions drawn without replacement, the same on every rank.
+    """All-reduce of the values at k positions drawn without replacement, the same on every rank.
 
     Parameters
     ----------
-    ratio : k/d in (0, 1].
-    unbiased : scale what was sent by d/k, so that the expectation of the mean over the draws is the dense mean. For
-        training *without* error feedback: the scaled values are not what a residual could account for. What comes
-        back as residual is then the gradient without what was drawn, as for plain random-k.
-    seed : of the positions, at least 0, equal on all ranks.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    unbiased : bool
+        Whether to scale what was sent by d/k, so that the expectation of the update over the draws is the dense mean.
+        This is for training *without* error feedback: no residual can account for scaled values. The residual is then
+        the gradient without the drawn elements, as for plain random-k.
+    seed : int
+        Seed of the positions, at least 0 and equal on all ranks.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1] or the seed is negative.
 
     Notes
     -----
-    The positions are a function of (seed, step): nobody's random state is touched, resuming takes the step alone,
-    and a rank that announces a flag falls behind nobody. Plain random-k (`unbiased` False) conserves:
-    what was sent + residual = corrected, bit for bit.
+    Source: the random-k baseline of the literature, plain or scaled by d/k; no particular paper's program is followed.
+
+    The positions are a function of seed and step alone: no other random state is touched, resuming needs only the step,
+    and a step refused by a flag leaves the ranks in step. With `unbiased` false nothing is lost: what was sent and the
+    residual add up to the corrected gradient, bit for bit.
     """
 
     one_union = True
 
     def __init__(self, ratio: float, unbiased: bool = False, seed: int = 0) -> None:
         if seed < 0:
-            raise InputError(f"a seed must be at least 0, not {seed}")
+            raise InputError(f"seed must be at least 0, not {seed}")
         self.ratio: float = check_ratio(ratio)  # now, not in the first backward pass
         self.unbiased = unbiased
         self.feedback = not unbiased
@@ -56,7 +66,7 @@ class RandomK(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Average at this step's positions."""
+        """Average the gradient at this step's positions."""
         started = time.perf_counter()
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):
@@ -84,7 +94,7 @@ class RandomK(Compressor):
         )
 
     def _draw(self, numel: int, k: int) -> torch.Tensor:
-        """Return this step's k positions, ascending."""
+        """Return this step's k positions, in ascending order."""
         if not k:
             return torch.empty(0, dtype=torch.int64)
         generator = np.random.default_rng([self.seed, self._step])
@@ -96,5 +106,5 @@ class RandomK(Compressor):
         return {"step": self._step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         self._step, self.seed = int(state["step"]), int(state["seed"])

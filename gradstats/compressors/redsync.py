@@ -1,4 +1,4 @@
-"""RedSync: a selection that fits the message's size, and one mean value instead of k."""
+"""RedSync: a selection that suits the size of the message, and one mean value instead of k values."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from gradstats.thresholds.redsync import Rule
 __all__ = ["DENSE_BELOW", "SEARCH_ABOVE", "MeanOfSign", "RedSync", "redsync_selector"]
 
 DENSE_BELOW = 1 << 15
-"""Elements below which all is averaged densely: the paper's 128 KB of float32."""
+"""Number of elements below which a message is averaged densely: the paper's 128 KB of float32."""
 SEARCH_ABOVE = 1 << 20
-"""Elements from which on the threshold is searched: 4 MB."""
+"""Number of elements from which on the threshold is searched: the paper's 4 MB of float32."""
 
 
 class MeanOfSign(Selector):
-    """Send positions and one float, the mean of the values there (RedSync, section 5.2.3).
+    """Selection among the elements of one sign, sent as positions and one float, the mean of their values.
 
-    So that the values have one sign, the largest k elements are taken in even steps, the smallest k in odd ones. Fewer
-    than k of that sign are sent as they are.
+    The selected elements are the largest k in even steps and the smallest k in odd steps, so that all values have one
+    sign. If fewer than k elements have it, all of those are selected.
 
     Parameters
     ----------
-    selector : selects; its state belongs to this one from now on.
+    selector : Selector
+        The rule that selects among the elements of one sign. Its state belongs to this selector from now on.
 
     Notes
     -----
-    Algorithm 4 (line 22) zeroes the residual where values were sent, and so loses how each differed from the mean.
-    Here the residual is corrected − sent: sent + residual = corrected, to rounding.
+    Source: RedSync (Fang et al. 2018), section 5.2.3.
+
+    Differs from algorithm 4, whose line 22 zeroes the residual where values were sent, and so loses how each of them
+    differed from the mean. Here the residual is corrected − sent.
     """
 
     single_value = True
@@ -50,7 +53,7 @@ class MeanOfSign(Selector):
 
     @property
     def ratio(self) -> float | None:
-        """The inner rule's kept fraction k/d."""
+        """Kept fraction k/d of the inner selector."""
         return self.selector.ratio
 
     @ratio.setter
@@ -58,27 +61,27 @@ class MeanOfSign(Selector):
         self.selector.ratio = ratio
 
     def select(self, gradient: torch.Tensor) -> Selection:
-        """Select among one sign."""
-        # The other sign is zero, which is never selected.
+        """Select among the elements of this step's sign, and average them."""
+        # Elements of the other sign become zero, which is never selected.
         signed = gradient.clamp(min=0) if self._step % 2 == 0 else gradient.clamp(max=0)
         message = self.selector.select(signed)
         self._step += 1
         if not message.indices.numel():
             return message
-        # float64: the mean of millions; rounded once, so that what is sent is what is subtracted
+        # In float64, as it is the mean of millions; rounded once, so that what is sent is what is subtracted.
         mean = gradient[message.indices].double().mean().float()
         return Selection(message.indices, mean[None], message.threshold)
 
     def target(self, numel: int) -> int:
-        """Return the number of elements it aims to send, k."""
+        """Return the target count k of the inner selector."""
         return self.selector.target(numel)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, whose parity is the sign, and the selection's state."""
+        """Return the step, whose parity decides the sign, and the inner selector's state."""
         return {"step": self._step, "selector": self.selector.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         self._step = int(state["step"])
         self.selector.load_state_dict(state["selector"])
 
@@ -90,11 +93,42 @@ def redsync_selector(
     search_above: int = SEARCH_ABOVE,
     rule: Rule = "corrected",
 ) -> Selector:
-    """Return what RedSync selects with in a message of `numel` elements (algorithm 5).
+    """Return the selector that RedSync uses in a message of a given size.
 
-    Trimmed top-k up to `search_above` elements, binary search of the threshold, reused for five steps, from there on.
-    With quantisation the threshold is searched anew in every step, as published: it is of the other sign each
-    time. The paper's binary search runs on a sample, without a word on how; here on everything.
+    It is trimmed top-k below `search_above` elements, and from there on a binary search of the threshold, which is
+    reused for five steps.
+
+    Parameters
+    ----------
+    numel : int
+        Number of elements of the message.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    quantise : bool
+        Whether to send one mean value, see :class:`MeanOfSign`. The threshold is then searched anew in every step, as
+        the sign changes each time.
+    search_above : int
+        Number of elements from which on the threshold is searched.
+    rule : {"corrected", "paper"}
+        Rule of the thresholds, see :class:`gradstats.thresholds.RedSync` and
+        :class:`gradstats.thresholds.RedSyncTrimmed`.
+
+    Returns
+    -------
+    Selector
+        A selector with a state of its own.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1] or the rule is unknown.
+
+    Notes
+    -----
+    Source: RedSync (Fang et al. 2018), algorithm 5 and section 5.4.
+
+    Differs from the paper, whose binary search runs on a sample that it does not describe: here it runs on all
+    elements.
     """
     estimator: thresholds.Estimator = thresholds.RedSyncTrimmed(rule)
     if numel >= search_above:
@@ -104,18 +138,34 @@ def redsync_selector(
 
 
 class RedSync(Compressor):
-    """RedSync's exchange of the gradient as one message (Fang et al. 2018, algorithms 4 and 5, section 5.4).
-
-    The paper chooses by the size of a layer, each layer being a message: :func:`gradstats.hooks.systems.redsync`.
+    """RedSync's exchange of the whole gradient as one message, dense or selected according to its size.
 
     Parameters
     ----------
-    ratio : k/d in (0, 1].
-    quantise : send one value, see :class:`MeanOfSign`. The output layer should not be quantised (section 5.2.3).
-    dense_below : below this number of elements all is averaged densely. 0 for never.
-    search_above : see :func:`redsync_selector`.
-    rule : of the thresholds, see :class:`gradstats.thresholds.RedSync` and
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    quantise : bool
+        Whether to send one mean value, see :class:`MeanOfSign`. The paper does not quantise the output layer.
+    dense_below : int
+        Number of elements below which all of them are averaged densely; 0 for never. At most `search_above`.
+    search_above : int
+        Number of elements from which on the threshold is searched, see :func:`redsync_selector`.
+    rule : {"corrected", "paper"}
+        Rule of the thresholds, see :class:`gradstats.thresholds.RedSync` and
         :class:`gradstats.thresholds.RedSyncTrimmed`.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1], the rule is unknown, or `dense_below` exceeds `search_above`.
+
+    Notes
+    -----
+    Source: RedSync (Fang et al. 2018), algorithms 4 and 5 and section 5.4.
+
+    Differs from the paper, where each layer is a message and chosen for by its size: that is
+    :func:`gradstats.hooks.systems.redsync`. Momentum is not in here but in
+    :class:`gradstats.hooks.memory.MomentumCorrection`.
     """
 
     def __init__(
@@ -127,7 +177,9 @@ class RedSync(Compressor):
         rule: Rule = "corrected",
     ) -> None:
         if dense_below > search_above:
-            raise InputError(f"dense_below {dense_below} exceeds search_above {search_above}")
+            raise InputError(
+                f"dense_below must be at most search_above ({search_above}), not {dense_below}"
+            )
         thresholds.RedSync(rule)  # raises on a bad rule
         self._ratio = check_ratio(ratio)
         self.quantise = quantise
@@ -152,7 +204,7 @@ class RedSync(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Exchange by the class of the message; all messages must be of the same one."""
+        """Exchange the message as its size class demands; all messages must be of the same class."""
         if self._chosen is None:
             numel = corrected.numel()
             self._chosen = DenseCompressor()
@@ -166,9 +218,9 @@ class RedSync(Compressor):
         return self._chosen.reduce(corrected, group, flag)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of what was chosen; None before the first step."""
+        """Return the state of the exchange that was chosen, None before the first step."""
         return {"chosen": self._restored if self._chosen is None else self._chosen.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it at the next step, when the size of the messages is known."""
+        """Restore what :meth:`state_dict` returned, at the next step, when the size of the messages is known."""
         self._chosen, self._restored = None, state["chosen"]

@@ -1,4 +1,4 @@
-"""Selection by a threshold estimator: the object of the tables, at work in training."""
+"""Selectors that ask a threshold estimator, the same object that the tables of thresholds measure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ThresholdSelector", "TopK"]
 
 
 class ThresholdSelector(Selector):
-    """Keep the elements with |g| ≥ η, where any threshold estimator gives η.
+    """Selection of the elements with |g| ≥ η, where any threshold estimator gives η.
 
     Parameters
     ----------
@@ -29,7 +29,11 @@ class ThresholdSelector(Selector):
     Raises
     ------
     InputError
-        If the ratio is out of range.
+        If the ratio is outside (0, 1].
+
+    Notes
+    -----
+    Source: that of the estimator, see its class in :mod:`gradstats.thresholds`.
     """
 
     ratio: float
@@ -53,7 +57,7 @@ class ThresholdSelector(Selector):
 
 
 class TopK(ThresholdSelector):
-    """Exact top-k: the k largest magnitudes, and those tied with the k-th.
+    """Exact top-k: selection of the k largest magnitudes, and of those tied with the k-th.
 
     Parameters
     ----------
@@ -63,7 +67,7 @@ class TopK(ThresholdSelector):
     Raises
     ------
     InputError
-        If the ratio is out of range.
+        If the ratio is outside (0, 1].
     """
 
     def __init__(self, ratio: float) -> None:

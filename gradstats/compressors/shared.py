@@ -1,4 +1,4 @@
-"""One threshold for all ranks, from their histograms together."""
+"""One threshold for all ranks, taken from the sum of their histograms."""
 
 from __future__ import annotations
 
@@ -21,20 +21,32 @@ __all__ = ["GlobalHistogram"]
 
 
 class GlobalHistogram(SparseCompressor):
-    """All-gather of what reaches one threshold on every rank: the quantile of all ranks' magnitudes.
+    """All-gather of the elements that reach a threshold common to all ranks: the quantile of all their magnitudes.
 
-    The histograms' bins are the same everywhere, so that their counts add up. Σ k̂ over n ranks is n·k, to the width of
-    a bin; a rank whose gradient is larger sends more of it.
+    The histograms' bins are the same everywhere, so that their counts add up. Σ k̂ over n ranks is n·k, up to the width
+    of a bin; a rank whose gradient is larger sends more of it.
 
     Parameters
     ----------
-    ratio : k/d in (0, 1], of the mean rank.
-    bits : of the histogram, see :func:`gradstats.histogram`; 10 resolves the threshold to 0.1 %.
-    dtype, dense_above : see :class:`SparseCompressor`.
+    ratio : float
+        Kept fraction k/d of the average rank, in (0, 1].
+    bits : int
+        Bits of the histogram, see :func:`gradstats.histogram`; 10 resolves the threshold to 0.1 %.
+    dtype : torch.dtype
+        Type that values travel as: float32, float16 or bfloat16.
+    dense_above : float
+        Share of the gradient's elements above which all are all-reduced densely, see :class:`SparseCompressor`.
+
+    Raises
+    ------
+    InputError
+        If the ratio is outside (0, 1] or `dtype` is none of the three.
 
     Notes
     -----
-    A rank sends its upper bins alone, until they hold n·k elements: the threshold of all cannot lie below.
+    Source: gradstats; it follows no paper.
+
+    A rank sends its upper bins alone, until they hold n·k elements: the common threshold cannot lie below them.
     """
 
     def __init__(
@@ -52,7 +64,7 @@ class GlobalHistogram(SparseCompressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Agree on a threshold; then as :class:`SparseCompressor`."""
+        """Agree on a threshold, then exchange as :class:`SparseCompressor` does."""
         started = time.perf_counter()
         k = self.selector.target(corrected.numel()) * dist.get_world_size(group)
         words = self._upper_bins(corrected, k) if not flag else corrected[:0].int()
@@ -69,16 +81,16 @@ class GlobalHistogram(SparseCompressor):
         return reduced
 
     def _upper_bins(self, corrected: torch.Tensor, k: int) -> torch.Tensor:
-        """Return numbers of bins and their counts, int32 (2 · bins,)."""
+        """Return the numbers of the upper bins and their counts, int32 (2 · bins,)."""
         h = histogram(corrected, self.bits)
-        # down to the bin of the k-th largest, and the one below it, which tells the density's slope
+        # Down to the bin of the k-th largest and the one below it, which gives the density's slope.
         first = max(0, int(np.count_nonzero(h.exceedances() >= k)) - 2)
         bins = first + np.flatnonzero(h.counts[first:])
         packed = np.concatenate([bins, h.counts[bins]]).astype(np.uint32).view(np.int32)
         return torch.from_numpy(packed).to(corrected.device)
 
     def _quantile(self, gathered: GatheredWords, k: int) -> float:
-        """Return the magnitude that k elements of all ranks reach; 0 if there are no more than k."""
+        """Return the magnitude that k elements of all ranks together reach; 0 if there are no more than k."""
         total = np.zeros(255 << self.bits, np.int64)
         for words in gathered.words:
             bins, counts = words.cpu().numpy().view(np.uint32).reshape(2, -1)
@@ -86,10 +98,10 @@ class GlobalHistogram(SparseCompressor):
         return Histogram(total, 0, 0, self.bits).upper_quantile(k)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :class:`SparseCompressor` keeps, and the room the histograms' messages have."""
+        """Return the state of :class:`SparseCompressor` and the capacity of the histograms' messages."""
         return {**super().state_dict(), "histograms": self._histograms.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._histograms.capacity = state["histograms"]

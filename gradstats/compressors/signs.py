@@ -1,7 +1,7 @@
-"""What one-bit compressors share: signs as bits, their messages and coins, and the all-gather of signs.
+"""Parts that one-bit compressors share: signs as bits, their messages and coins, and the all-gather of signs.
 
-A sign has two values, zero has none: sgn(0) is a fair coin throughout, thrown by each rank for itself, and so is a
-tied majority, thrown once for all ranks. All coins come from generators of the compressor's own.
+A sign has two values and zero has none of them. So sgn(0) is a fair coin that each rank throws for itself, and a tied
+majority is a fair coin that all ranks throw alike. All coins come from the compressor's own generators.
 """
 
 from __future__ import annotations
@@ -44,16 +44,19 @@ SCALE_BYTES = 4
 
 
 def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
-    """Return the share of elements whose signs agree with those of the exact mean, Marsit's Figure 1b.
+    """Return the share of elements whose signs agree with those of the exact mean, Marsit's figure 1b.
 
     Parameters
     ----------
-    mean : (d,), a lossy average.
-    exact_mean : (d,), the dense one. Elements where it is zero have no sign to agree with and do not count.
+    mean : tensor, shape (d,)
+        A lossy average.
+    exact_mean : tensor, shape (d,)
+        The dense average. Elements where it is zero have no sign to agree with and do not count.
 
     Returns
     -------
-    share in [0, 1]; NaN if no element counts.
+    float
+        Share in [0, 1]; NaN if no element counts.
     """
     counts = exact_mean != 0
     agree = (torch.sign(mean) == torch.sign(exact_mean)) & counts
@@ -62,48 +65,67 @@ def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
 
 
 def bits_per_element(bytes_sent: float, numel: int, ring: int | None = None) -> float:
-    """Return the bits per element and round that travelled.
+    """Return the number of bits that travelled for each element in a round.
 
     Parameters
     ----------
-    bytes_sent : of one rank and round, or the average over rounds.
-    numel : d.
-    ring : M for what a ring or torus of M ranks sent (:class:`Cascading`, Marsit). Every element then takes
-        2(M − 1) hops with M messages under way at once, so bytes are divided by 2(M − 1)/M: bits per element *and
-        hop*, which is 1 for one-bit and 32 for full precision, as in Marsit's Figure 3b. None for all-gathers,
+    bytes_sent : float
+        Bytes that one rank sent in a round, or the average over rounds.
+    numel : int
+        Number of elements d of the gradient.
+    ring : int, optional
+        Number of ranks M of a ring or torus (:class:`Cascading`, :class:`Marsit`). Every element then takes 2(M − 1)
+        hops with M messages under way at once, so bytes are divided by 2(M − 1)/M: the result is bits per element
+        *and hop*, which is 1 for one-bit and 32 for full precision, as in Marsit's figure 3b. None for an all-gather,
         whose bytes are those of one message.
 
     Returns
     -------
-    bits; NaN for d = 0 and for a ring of one, which sends nothing.
+    float
+        Number of bits; NaN for d = 0 and for a ring of one rank, which sends nothing.
     """
     hops = 1.0 if ring is None else 2 * (ring - 1) / ring
     return 8 * bytes_sent / (numel * hops) if numel and hops else math.nan
 
 
 class RandomStream:
-    """A random generator of a compressor's own, made on first use, which can be checkpointed.
+    """A compressor's own random generator, made on first use, with a state for checkpoints.
 
     Parameters
     ----------
-    seed : not negative, equal on all ranks.
-    purpose : tells the streams of a compressor apart.
+    seed : int
+        Seed, at least 0 and equal on all ranks.
+    purpose : int
+        Number that tells the streams of one compressor apart.
+
+    Raises
+    ------
+    InputError
+        If the seed is negative.
     """
 
     def __init__(self, seed: int, purpose: int) -> None:
         if seed < 0:
-            raise InputError(f"the seed must not be negative, not {seed}")
+            raise InputError(f"seed must be at least 0, not {seed}")
         self._key = (seed, purpose)
         self._generator: torch.Generator | None = None
         self._state: torch.Tensor | None = None
 
     def generator(self, rank: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return the generator.
+        """Return the generator, seeded on the first call.
 
         Parameters
         ----------
-        rank : every rank has a stream of its own; pass the same number, and draw equally often, to share one.
-        device : where the numbers are drawn.
+        rank : int
+            Number of the stream: ranks that pass their own have a stream each; ranks that pass the same number and
+            draw equally often share one.
+        device : torch.device or str
+            Device on which the numbers are drawn.
+
+        Returns
+        -------
+        torch.Generator
+            The same generator at every call.
         """
         if self._generator is None:
             self._generator = torch.Generator(device)
@@ -114,16 +136,35 @@ class RandomStream:
         return self._generator
 
     def state(self) -> torch.Tensor | None:
-        """Return the generator's state, None before its first use."""
+        """Return the generator's state; None before its first use."""
         return self._state if self._generator is None else self._generator.get_state()
 
     def load(self, state: torch.Tensor | None) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Continue from what :meth:`state` returned.
+
+        Parameters
+        ----------
+        state : uint8 tensor or None
+            The generator's state; None to start anew from the seed.
+        """
         self._generator, self._state = None, state
 
 
 def sign_bits(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return bool (d,): true for +, false for −, and a fair coin for zero."""
+    """Return the signs of values as bits.
+
+    Parameters
+    ----------
+    values : tensor, shape (d,)
+        Values of any sign.
+    generator : torch.Generator
+        Generator of the coins for zeros, on the device of the values.
+
+    Returns
+    -------
+    bool tensor, shape (d,)
+        True for +, false for −, and a fair coin for zero.
+    """
     bits = values > 0
     zeros = (values == 0).nonzero().view(-1)
     if zeros.numel():
@@ -134,25 +175,72 @@ def sign_bits(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def stochastic_sign_bits(
     values: torch.Tensor, norm: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return bool (d,), true with probability ½ + v/(2‖v‖₂) (Marsit, appendix A).
+    """Return random signs as bits, so that ‖v‖₂·(2·bit − 1) has the expectation v.
 
-    Then ‖v‖₂·(2·bit − 1) has the expectation v. Section 3.2's ½ + |v|/‖v‖₂ is not a probability for |v| > ‖v‖₂/2.
+    Parameters
+    ----------
+    values : tensor, shape (d,)
+        Values v of any sign.
+    norm : float
+        Their norm ‖v‖₂.
+    generator : torch.Generator
+        Generator of the bits, on the device of the values.
+
+    Returns
+    -------
+    bool tensor, shape (d,)
+        True with probability ½ + v/(2‖v‖₂).
+
+    Notes
+    -----
+    Source: Marsit (Wu et al. 2022), appendix A. Section 3.2's ½ + |v|/‖v‖₂ is not a probability for |v| > ‖v‖₂/2.
     """
     uniform = torch.rand(
         values.numel(), generator=generator, device=values.device, dtype=values.dtype
     )
-    # A zero vector is an array of fair coins; whatever they say is multiplied by zero.
+    # A zero vector becomes fair coins; whatever they show is multiplied by zero.
     return uniform < (values / (2 * norm) if norm > 0 else values).add(0.5)
 
 
 def signed(bits: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return scale·(2·bit − 1), (d,)."""
-    # exact: 2s − s is s in every binary format
+    """Return scale·(2·bit − 1) for every bit.
+
+    Parameters
+    ----------
+    bits : bool tensor, shape (d,)
+        True for +, false for −.
+    scale : float
+        Size of every element.
+    dtype : torch.dtype
+        Floating dtype of the result.
+
+    Returns
+    -------
+    tensor, shape (d,)
+        Elements of either sign and one size.
+    """
+    # Exact, as 2s − s is s in every binary format.
     return bits.to(dtype).mul_(2 * scale).sub_(scale)
 
 
 def check_scale(scale: float | str) -> float | Literal["mean"]:
-    """Return a step size of signs, or raise :class:`InputError`."""
+    """Return a step size of signs unchanged if it is one.
+
+    Parameters
+    ----------
+    scale : float or "mean"
+        Positive step size, or ``"mean"``.
+
+    Returns
+    -------
+    float or "mean"
+        The step size.
+
+    Raises
+    ------
+    InputError
+        If the scale is neither ``"mean"`` nor a positive finite number.
+    """
     if scale == "mean":
         return "mean"
     if isinstance(scale, str) or not (0 < scale < math.inf):
@@ -161,7 +249,22 @@ def check_scale(scale: float | str) -> float | Literal["mean"]:
 
 
 def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Average a number over the ranks; the same float64 on every rank, because all add in the order of ranks."""
+    """Average a number over the ranks.
+
+    Parameters
+    ----------
+    value : float
+        This rank's number.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; the default group if None.
+    device : torch.device
+        Device of the message.
+
+    Returns
+    -------
+    float
+        The mean, the same bits on every rank, because all ranks add in the same order.
+    """
     gathered = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
     all_gather(gathered, torch.tensor([value], dtype=torch.float64, device=device), group)
     values: list[float] = gathered.tolist()
@@ -169,38 +272,112 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
 
 
 def coins(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return fair coins, bool (count,)."""
+    """Return fair coins.
+
+    Parameters
+    ----------
+    count : int
+        Number of coins.
+    generator : torch.Generator
+        Generator of the coins.
+
+    Returns
+    -------
+    bool tensor, shape (count,)
+        The coins, on the generator's device.
+    """
     return torch.randint(
         2, (count,), generator=generator, device=generator.device, dtype=torch.uint8
     ).bool()
 
 
 def mean_magnitude(values: torch.Tensor) -> float:
-    """‖v‖₁/d as a float32, 0 for d = 0."""
+    """Return the mean magnitude ‖v‖₁/d.
+
+    Parameters
+    ----------
+    values : tensor, shape (d,)
+        Values v of any sign.
+
+    Returns
+    -------
+    float
+        Mean magnitude, rounded to float32; 0 for d = 0.
+    """
     total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
     return float(np.float32(total / max(1, values.numel())))
 
 
 def norm_of(values: torch.Tensor) -> float:
-    """‖v‖₂ as a float32; added up in float64, where squares neither overflow nor vanish."""
+    """Return the norm ‖v‖₂.
+
+    Parameters
+    ----------
+    values : tensor, shape (d,)
+        Values v of any sign.
+
+    Returns
+    -------
+    float
+        Norm, rounded to float32. It is added up in float64, where squares neither overflow nor vanish.
+    """
     return float(np.float32(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
 
 
 def sign_message(bits: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the message [float32 scale | packed bits], uint8 (4 + ⌈d/8⌉,)."""
+    """Pack a scale and signs into a message.
+
+    Parameters
+    ----------
+    bits : bool tensor, shape (d,)
+        True for +, false for −.
+    scale : float
+        Size of every element, sent as a float32.
+
+    Returns
+    -------
+    uint8 tensor, shape (4 + ⌈d/8⌉,)
+        The scale, then eight signs a byte.
+    """
     scales = torch.tensor([scale], dtype=torch.float32, device=bits.device)
     return torch.cat([scales.view(torch.uint8), pack_bits(bits)])
 
 
 def read_message(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
-    """Return the bits and the scale that :func:`sign_message` packed."""
-    # clone: a row of gathered messages need not start where a float32 may
+    """Return the signs and the scale that :func:`sign_message` packed.
+
+    Parameters
+    ----------
+    message : uint8 tensor, shape (4 + ⌈d/8⌉,)
+        The scale, then eight signs a byte.
+    numel : int
+        Number of signs d.
+
+    Returns
+    -------
+    bits : bool tensor, shape (d,)
+        True for +, false for −.
+    scale : float
+        Size of every element.
+    """
+    # Cloned, as a row of gathered messages need not start where a float32 may.
     scale = message[:SCALE_BYTES].clone().view(torch.float32)
     return unpack_bits(message[SCALE_BYTES:], numel), float(scale)
 
 
 class SignGathering(Compressor):
-    """Signs and one float32 of every rank, all-gathered in one message."""
+    """All-gather of one message from every rank: a float32 scale and the signs. Subclasses say which.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the coins, at least 0 and equal on all ranks. Each rank draws from a stream of its own.
+
+    Raises
+    ------
+    InputError
+        If the seed is negative.
+    """
 
     has_ratio = False
 
@@ -220,13 +397,13 @@ class SignGathering(Compressor):
         """Return the update from all ranks' bits and scales."""
 
     def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return what memory keeps; none, unless a subclass says so."""
+        """Return the residual, which is zero unless a subclass says otherwise."""
         return corrected.zero_()
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Send the signs and a scale, average everybody's."""
+        """Send the signs and a scale, and average those of all ranks."""
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):
             return Reduced(flags)
@@ -252,7 +429,20 @@ class SignGathering(Compressor):
         )
 
     def decode(self, messages: torch.Tensor, corrected: torch.Tensor) -> torch.Tensor:
-        """Return the update (d,) from all ranks' messages, uint8 (ranks, bytes), with the dtype of a gradient (d,)."""
+        """Return the update from the messages of all ranks.
+
+        Parameters
+        ----------
+        messages : uint8 tensor, shape (ranks, 4 + ⌈d/8⌉)
+            Messages of :func:`sign_message`, by rank.
+        corrected : tensor, shape (d,)
+            A gradient, which gives the number of elements, dtype and device. Its values are not used.
+
+        Returns
+        -------
+        tensor, shape (d,)
+            The update.
+        """
         return self._average([read_message(row, corrected.numel()) for row in messages], corrected)
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,5 +450,5 @@ class SignGathering(Compressor):
         return {"generator": self._own.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
+        """Restore what :meth:`state_dict` returned."""
         self._own.load(state["generator"])

@@ -23,21 +23,30 @@ __all__ = ["SSDM", "EFSignSGD", "SignSGD"]
 
 
 class SignSGD(SignGathering):
-    """Signs by majority vote (Bernstein et al. 2018): the update is η_s·sgn(Σ_r sgn(g_r)).
+    """Signs by majority vote: the update is η_s·sgn(Σ_r sgn(g_r)).
 
-    A tie is a fair coin that all ranks throw alike. A majority of votes is not the sum of what was sent, so nothing
-    is left over for memory; :class:`EFSignSGD` is the system with error feedback.
+    A majority of votes is not the sum of what was sent, so there is no residual for a memory; :class:`EFSignSGD` is the
+    system with error feedback.
 
     Parameters
     ----------
-    scale : η_s. "mean" is the mean over ranks of each rank's mean |g|, which gives the update the size of a gradient:
-        the same learning rate then suits dense training and this. 1.0 is signSGD as published.
-    seed : of the coins, equal on all ranks, not negative.
+    scale : float or "mean"
+        Size η_s of the update, above 0. ``"mean"`` takes the mean over ranks of each rank's mean |g|, which gives the
+        update the size of a gradient, so that one learning rate suits dense training and this.
+    seed : int
+        Seed of the coins, at least 0 and equal on all ranks.
 
     Raises
     ------
     InputError
-        For a scale that is not positive, or a negative seed.
+        If the scale is not positive or the seed is negative.
+
+    Notes
+    -----
+    Source: signSGD with majority vote (Bernstein et al. 2018).
+
+    Differs from the paper, whose η_s is 1 (``scale=1.0``). sgn(0) is a fair coin of each rank, and a tie is a fair coin
+    that all ranks throw alike.
     """
 
     feedback = False
@@ -63,7 +72,7 @@ class SignSGD(SignGathering):
         majority = twice > len(messages)
         ties = (twice == len(messages)).nonzero().view(-1)
         if ties.numel():
-            # On the CPU: the ranks may have different devices, whose generators differ.
+            # On the CPU, as the ranks may have different devices, whose generators differ.
             thrown = coins(ties.numel(), self._ties.generator(rank=0))
             majority[ties] = thrown.to(majority.device)
         scale = sum(s for _, s in messages) / len(messages) if self.scale == "mean" else self.scale
@@ -74,13 +83,13 @@ class SignSGD(SignGathering):
         return {**super().state_dict(), "ties": self._ties.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._ties.load(state["ties"])
 
 
 class _Averaging(SignGathering):
-    """The update is the average of scale·sign over the ranks."""
+    """Sign compressor whose update is the average of scale·sign over the ranks."""
 
     def _average(
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
@@ -92,19 +101,23 @@ class _Averaging(SignGathering):
 
 
 class EFSignSGD(_Averaging):
-    """Signs times the mean magnitude, with error feedback (Karimireddy et al. 2019).
+    """Signs times the mean magnitude, with error feedback.
 
-    Each rank sends (‖p‖₁/d)·sgn(p) of its corrected gradient p, the update is the average over ranks, and the residual
-    is p minus what the rank itself sent.
-
-    Parameters
-    ----------
-    seed : of the coins for zeros, equal on all ranks, not negative.
+    Each rank sends (‖p‖₁/d)·sgn(p) of its corrected gradient p, the update is the average over ranks, and the
+    residual is p minus what the rank itself sent. The constructor takes the `seed` of the coins for zeros, at least 0
+    and equal on all ranks.
 
     Raises
     ------
     InputError
-        For a negative seed.
+        If the seed is negative.
+
+    Notes
+    -----
+    Source: EF-signSGD (Karimireddy et al. 2019).
+
+    Differs from the paper: sgn(0) is a fair coin of each rank, and the memory holds the gradient without the learning
+    rate, which the optimizer applies to the average.
     """
 
     def _compress(
@@ -117,19 +130,22 @@ class EFSignSGD(_Averaging):
 
 
 class SSDM(_Averaging):
-    """Stochastic signs (Safaryan & Richtárik 2021), as the appendix of Marsit states them.
+    """Stochastic signs times the norm, an unbiased compression without memory.
 
-    Each rank sends ‖g‖₂·b with b = ±1, P(b_i = 1) = ½ + g_i/(2‖g‖₂), so that the average over ranks is unbiased. Its
-    variance is about d times the squared norm of the gradient. Unbiased messages leave nothing for memory.
-
-    Parameters
-    ----------
-    seed : of the signs, equal on all ranks, not negative. Each rank draws from a stream of its own.
+    Each rank sends ‖g‖₂·b with b = ±1 and P(b_i = 1) = ½ + g_i/(2‖g‖₂), so that the average over ranks is unbiased.
+    The variance of a message is about d times the squared norm of the gradient. The constructor takes the `seed` of
+    the signs, at least 0 and equal on all ranks; each rank draws from a stream of its own.
 
     Raises
     ------
     InputError
-        For a negative seed.
+        If the seed is negative.
+
+    Notes
+    -----
+    Source: SSDM (Safaryan and Richtárik 2021), as appendix A of Marsit (Wu et al. 2022) states it.
+
+    Differs from Marsit's section 3.2, whose ½ + |g|/‖g‖₂ exceeds 1 where |g| > ‖g‖₂/2.
     """
 
     feedback = False

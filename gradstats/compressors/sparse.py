@@ -1,4 +1,4 @@
-"""The exchange of sparse systems: everybody sends a selection, everybody adds them up."""
+"""The exchange that sparse compressors share: every rank sends a selection and adds up those of all."""
 
 from __future__ import annotations
 
@@ -24,10 +24,26 @@ class SparseCompressor(Compressor):
 
     Parameters
     ----------
-    selector : its state belongs to this compressor from now on.
-    dtype : values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
-    dense_above : where the ranks' selections of the last step came to more than this share of the gradient's elements
-        together, they are all-reduced as one dense vector instead. At 1 that moves fewer bytes. Infinity for never.
+    selector : Selector
+        The rule that selects. Its state belongs to this compressor from now on.
+    dtype : torch.dtype
+        Type that values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
+    dense_above : float
+        Share of the gradient's elements. If the selections of all ranks in the step before came to more, they are
+        all-reduced as one dense vector; from 1 on that moves fewer bytes. Infinity for never.
+
+    Raises
+    ------
+    InputError
+        If `dtype` is none of the three.
+
+    Notes
+    -----
+    Source: the packed message of RedSync (Fang et al. 2018), section 5.3: lengths, indices and values in one
+    all-gather.
+
+    Differs from the paper: messages of all ranks are padded to one length, which they derive from the lengths seen so
+    far, and beyond `dense_above` the exchange is dense.
     """
 
     def __init__(
@@ -39,11 +55,11 @@ class SparseCompressor(Compressor):
         self._counts = RaggedAllGather()
         self._update = SparseUpdate()
         self._last = 0
-        """Elements all ranks sent together in the last step."""
+        """Number of elements that all ranks together sent in the last step."""
 
     @property
     def ratio(self) -> float | None:
-        """The selector's kept fraction k/d."""
+        """Kept fraction k/d of the selector."""
         return self.selector.ratio
 
     @ratio.setter
@@ -57,7 +73,7 @@ class SparseCompressor(Compressor):
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:
-        """Select, exchange, add up; the flag travels in the message."""
+        """Select, exchange and add up; the flag travels in the message."""
         numel = corrected.numel()
         target = self.selector.target(numel)
         expected = target, 1 if self.selector.single_value else target
@@ -97,7 +113,9 @@ class SparseCompressor(Compressor):
             return Reduced(gathered.flags)
         self._last = sum(len(each) for rank in gathered.selections for each in rank)
         self._update.begin(corrected)
-        for rank in gathered.selections:  # in the same order everywhere: the same bits
+        for (
+            rank
+        ) in gathered.selections:  # in the same order, and so to the same bits, on every rank
             self._update.add(rank)
         union = self._update.divide(len(gathered.flags))
         return Reduced(
@@ -117,7 +135,7 @@ class SparseCompressor(Compressor):
     ) -> Reduced:
         mean = torch.zeros_like(corrected)
         for each in own:
-            mean[each.indices] = each.values.float()
+            mean[each.indices] = each.values.to(mean.dtype)
         count = torch.tensor([sum(len(each) for each in own)], dtype=torch.int32)
         counts = self._counts(count.to(corrected.device), group, flag)
         if any(counts.flags):
@@ -132,7 +150,7 @@ class SparseCompressor(Compressor):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the compressor's state, the room its messages have, and how much all ranks sent."""
+        """Return the selector's state, the capacity of the messages, and how much all ranks sent."""
         return {
             "selector": self.selector.state_dict(),
             "capacity": self._gather.words.capacity,
@@ -140,14 +158,14 @@ class SparseCompressor(Compressor):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore what :meth:`state_dict` returned."""
         self.selector.load_state_dict(state["selector"])
         self._gather.words.capacity = state["capacity"]
         self._last = state["last"]
 
 
 def as_compressor(rule: Selector | Compressor) -> Compressor:
-    """Return a compressor as it is, or a selector with the exchange that sparse compressors share.
+    """Return a compressor as it is, and a selector inside a :class:`SparseCompressor`.
 
     Parameters
     ----------

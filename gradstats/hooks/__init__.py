@@ -1,4 +1,4 @@
-"""What a training loop registers with DDP: the hook, its state, and what a rank remembers."""
+"""Parts that a training loop registers with DDP: the hook, its state, and the memories of a rank."""
 
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.hook import compression_hook

@@ -1,4 +1,4 @@
-"""What is known of one step of a compressor in training."""
+"""Diagnosis of one step in training: the compressed update against the dense mean, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,31 @@ __all__ = ["Diagnosis", "diagnose"]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a dense exchange beside the compressed one tells of a step, layer by layer in the model's order.
+    """Comparison of a step's update with a dense exchange beside it, layer by layer in the model's order.
 
     Attributes
     ----------
-    step : of the :class:`StepRecord` it belongs to.
-    layers : names of the compressed parameters.
-    numel : int64 (layers,), their elements.
-    selected : int64 (layers,), elements this rank sent of each, k̂.
-    target : int64 (layers,), elements it was to send, k; 0 where there is no such number. Where
-        the threshold is one for the whole model, the layer's share ratio · d.
-    delta : float64 (layers,), δ_l of LAGS-SGD's eq. 21: how far the update is from the dense mean, in squares, against
-        what k̂ random elements would leave on average, (1 − k̂/d) · the square of the mean. Its assumption 1
-        holds where δ_l ≤ 1. NaN where everything was sent or the mean is zero.
-    matching_rate : share of elements whose sign the update and the dense mean agree in (Marsit, figure 1b); see
+    step : int
+        Number of the step, that of its :class:`StepRecord`.
+    layers : tuple of str
+        Names of the compressed parameters.
+    numel : ndarray of int64, shape (layers,)
+        Number of elements d of each layer.
+    selected : ndarray of int64, shape (layers,)
+        Number of elements k̂ that this rank sent of each layer.
+    target : ndarray of int64, shape (layers,)
+        Number of elements k that this rank was to send of each layer; 0 for a compressor without such a number. With
+        one threshold for the whole model it is the layer's share, ratio · d.
+    delta : ndarray of float64, shape (layers,)
+        δ_l of LAGS-SGD's eq. 21: the squared distance of the update from the dense mean, divided by what k̂ random
+        elements would leave on average, (1 − k̂/d) times the squared norm of the mean. The paper draws the random
+        elements once; this is the expectation. Its assumption 1 holds where δ_l ≤ 1. NaN where everything was sent or
+        the mean is zero.
+    matching_rate : float
+        Share of elements whose sign is the same in the update and the dense mean (Marsit, figure 1b); see
         :func:`gradstats.compressors.signs.matching_rate`.
-    residual_norm : of what this rank did not send, ‖e‖; the mean over ranks is MiCRO's eq. 1.
+    residual_norm : float
+        Norm ‖e‖ of what this rank did not send; its mean over the ranks is MiCRO's eq. 1.
     """
 
     step: int
@@ -57,13 +66,25 @@ def diagnose(
 
     Parameters
     ----------
-    step : number of the step.
-    layers : names and places in the flat gradient, in order and without gaps.
-    targets : k of each; 0 for none.
-    update : float32 (d,), the mean of what the ranks sent.
-    dense_mean : float32 (d,), of the ranks' corrected gradients.
-    sent : int64 (k̂,), positions this rank sent, None for all.
-    residual : (d,), what it did not send.
+    step : int
+        Number of the step.
+    layers : iterable of (str, slice)
+        Names of the layers and their places in the flat gradient, in order and without gaps.
+    targets : iterable of int
+        Target count k of each layer; 0 for none.
+    update : float32 or float64 tensor, shape (d,)
+        Mean of what the ranks sent.
+    dense_mean : float32 or float64 tensor, shape (d,)
+        Mean of the ranks' corrected gradients.
+    sent : int64 tensor, shape (k̂,), or None
+        Positions that this rank sent; None for all.
+    residual : tensor, shape (d,)
+        What this rank did not send.
+
+    Returns
+    -------
+    Diagnosis
+        The comparison.
     """
     names, slots = zip(*layers, strict=True)
     ends = np.array([slot.stop for slot in slots])

@@ -8,10 +8,13 @@ from typing import TypeAlias
 
 import torch
 
+# mypy does not see `dist.GradBucket`; this private path is the same class.
+from torch._C._distributed_c10d import GradBucket
+
 from gradstats.hooks.layout import ParameterLayout
 from gradstats.hooks.memory import Memory
 
-__all__ = ["FlatGradient", "Pair", "flatten", "logical", "real_view", "zero_bad"]
+__all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view", "zero_bad"]
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient in DDP's bucket."""
@@ -22,11 +25,40 @@ _LARGE = 1 << 20
 """… in parameters of this many elements; copying smaller ones takes no longer."""
 
 
+def pairs_of(bucket: GradBucket) -> list[Pair]:
+    """Return the parameters of a bucket with views of their gradients in its buffer.
+
+    ``GradBucket.gradients()`` does that for real parameters alone: DDP lays a complex gradient out as its real view,
+    and ``gradients()`` cuts the buffer by the number of complex elements.
+
+    Parameters
+    ----------
+    bucket : torch.distributed.GradBucket
+        Given by DDP.
+
+    Returns
+    -------
+    list of (parameter, gradient)
+        Contiguous views of the parameters' shapes and dtypes; see :func:`logical` for the order of their elements.
+    """
+    buffer, pairs, start = bucket.buffer(), [], 0
+    for parameter in bucket.parameters():
+        n = parameter.numel()
+        if parameter.is_complex() and not buffer.is_complex():
+            gradient = torch.view_as_complex(buffer[start : start + 2 * n].view(-1, 2))
+            start += 2 * n
+        else:
+            gradient = buffer[start : start + n]
+            start += n
+        pairs.append((parameter, gradient.view(parameter.shape)))
+    return pairs
+
+
 def logical(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient from a DDP bucket so that its element [i, j, …] is that of the parameter.
 
-    A bucket holds gradients in the memory order of their parameters, and ``GradBucket.gradients()`` views them as if
-    that were the logical order: for a ``channels_last`` parameter it is not.
+    A bucket holds gradients in the memory order of their parameters. For a ``channels_last`` parameter that is not the
+    logical order, and a contiguous view of the bucket has its elements elsewhere.
 
     Parameters
     ----------

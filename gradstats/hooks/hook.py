@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.errors import InputError
+from gradstats.hooks.gradient import pairs_of
 from gradstats.hooks.state import CompressionState, HeldBucket
 
 __all__ = ["compression_hook"]
@@ -66,7 +67,7 @@ def compression_hook(
             state.skip(bucket.parameters())
             state.held.append(HeldBucket(_average_sparse(buffer, state), [], future))
         else:
-            pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+            pairs = pairs_of(bucket)
             state.held.append(HeldBucket(buffer, pairs, future))
             state.ready(pairs)
         if bucket.is_last():

@@ -1,4 +1,4 @@
-"""What a rank remembers of past gradients and adds to the next: error feedback, momentum correction."""
+"""Memories of past gradients that a rank adds to the next one: error feedback and momentum correction."""
 
 from __future__ import annotations
 
@@ -13,25 +13,37 @@ __all__ = ["ErrorFeedback", "Memory", "MomentumCorrection", "NoMemory"]
 
 
 class Memory(ABC):
-    """Adds to a gradient what past steps did not send.
+    """A rank's memory, which adds to a gradient what past steps did not send.
 
-    A step is :meth:`add` for every parameter, then :meth:`settle`; one that fails before that leaves the memory as it
-    was.
+    A step is a call of :meth:`add` for every parameter, then one of :meth:`settle`; a step that fails before that
+    leaves the memory as it was.
 
     Attributes
     ----------
-    corrected : float32 (d,), gradient plus memory, valid once every part was added. The exchange may overwrite it.
+    corrected : tensor, shape (d,)
+        Gradient plus memory, valid once every part was added. The exchange may overwrite it.
+    kinds : tuple of str
+        Names of the tensors that :meth:`tensors` returns.
     """
 
     corrected: torch.Tensor
     kinds: ClassVar[tuple[str, ...]] = ()
-    """Names of what :meth:`tensors` returns."""
 
     @abstractmethod
     def allocate(
         self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Make room for a gradient of `numel` elements, and start from zero."""
+        """Make room for a gradient, and start from zero.
+
+        Parameters
+        ----------
+        numel : int
+            Number of elements d of the flat gradient.
+        device : torch.device
+            Device of the gradient.
+        dtype : torch.dtype
+            Floating dtype of the memory.
+        """
 
     @abstractmethod
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
@@ -39,13 +51,28 @@ class Memory(ABC):
 
         Parameters
         ----------
-        gradient : (slot's length,).
-        slot : its place in the flat gradient.
+        gradient : tensor, shape (n,)
+            The gradient of one parameter, flat.
+        slot : slice
+            The parameter's place in the flat gradient, n elements long.
         """
 
     @abstractmethod
     def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
-        """Return what :meth:`add` will write, the same bits, changing nothing."""
+        """Return the same bits that :meth:`add` will write, and change nothing.
+
+        Parameters
+        ----------
+        gradient : tensor, shape (n,)
+            The gradient of one parameter, flat.
+        slot : slice
+            The parameter's place in the flat gradient, n elements long.
+
+        Returns
+        -------
+        tensor, shape (n,)
+            Gradient plus memory.
+        """
 
     @abstractmethod
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
@@ -53,22 +80,30 @@ class Memory(ABC):
 
         Parameters
         ----------
-        residual : (d,), of the corrected gradient; may be its buffer.
-        sent : positions sent, None for all.
+        residual : tensor, shape (d,)
+            What this rank has not sent of the corrected gradient; it may be the buffer :attr:`corrected` itself.
+        sent : int64 tensor, shape (k̂,), or None
+            Positions that this rank sent; None for all.
         """
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """What is added to the next gradient, (d,); None if it is not a mere sum."""
+        """The tensor, shape (d,), that is added to the next gradient; None if more than a sum is done."""
         return None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors (d,) a checkpoint needs, by name."""
+        """Return the tensors, shape (d,), that a checkpoint needs, by name.
+
+        Returns
+        -------
+        dict of str to tensor
+            One tensor for each of :attr:`kinds`.
+        """
         return {}
 
 
 class NoMemory(Memory):
-    """What is not sent is lost."""
+    """No memory: what is not sent is lost."""
 
     def allocate(
         self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -77,19 +112,24 @@ class NoMemory(Memory):
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
-        """Copy the gradient."""
+        """Copy the gradient into :attr:`corrected`."""
         self.corrected[slot].copy_(gradient)
 
     def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
-        """Return the gradient."""
+        """Return the gradient itself."""
         return gradient
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
-        """Forget it."""
+        """Forget what was not sent."""
 
 
 class ErrorFeedback(Memory):
-    """Add what was not sent to the next gradient (Seide et al. 2014)."""
+    """Error feedback: what was not sent is added to the next gradient.
+
+    Notes
+    -----
+    Source: Seide et al. 2014.
+    """
 
     kinds = ("residual",)
 
@@ -101,7 +141,7 @@ class ErrorFeedback(Memory):
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
-        """Write gradient + residual."""
+        """Write gradient + residual into :attr:`corrected`."""
         torch.add(gradient, self._residual[slot], out=self.corrected[slot])
 
     def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
@@ -109,7 +149,7 @@ class ErrorFeedback(Memory):
         return gradient + self._residual[slot]
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
-        """Make the rest of the corrected gradient the residual."""
+        """Keep what was not sent of the corrected gradient as the residual."""
         if residual is self.corrected:
             self._residual, self.corrected = self.corrected, self._residual
         else:
@@ -117,7 +157,7 @@ class ErrorFeedback(Memory):
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """The residual."""
+        """The residual, shape (d,)."""
         return self._residual
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -126,16 +166,32 @@ class ErrorFeedback(Memory):
 
 
 class MomentumCorrection(Memory):
-    """Accumulate velocities instead of gradients, and stop both where they were sent (DGC, Lin et al. 2018).
+    """Momentum correction: velocities accumulate instead of gradients, and stop where they were sent.
 
-    u ← m u + g, v ← v + u (Nesterov: u ← m (u + g), v ← v + u + g); v is what is compressed. What is sent is zeroed in
-    v, and with masking in u too. The optimizer of the training must be SGD without a momentum of its own.
+    With momentum m, u ← m u + g and v ← v + u (Nesterov: u ← m (u + g) and v ← v + u + g); v is compressed. What is
+    sent is zeroed in v, and with masking in u too. The optimizer must be SGD without a momentum of its own.
 
     Parameters
     ----------
-    momentum : m in [0, 1).
-    nesterov : look ahead (RedSync, algorithm 4).
-    masking : momentum factor masking.
+    momentum : float
+        Momentum m, in [0, 1).
+    nesterov : bool
+        Whether to use Nesterov's momentum.
+    masking : bool
+        Whether to mask the momentum: to zero the velocity where something was sent.
+
+    Raises
+    ------
+    InputError
+        If the momentum is outside [0, 1).
+
+    Notes
+    -----
+    Source: DGC (Lin et al. 2018), momentum correction and momentum factor masking; RedSync (Fang et al. 2018),
+    algorithm 4, for Nesterov's momentum.
+
+    Differs from RedSync's algorithm 4, whose momentum leaves weight decay out of g, and whose line 22 zeroes v
+    wherever a mean was sent: here v keeps what the mean did not carry.
     """
 
     kinds = ("velocity", "accumulated")
@@ -158,7 +214,7 @@ class MomentumCorrection(Memory):
         )
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
-        """Write the accumulated velocity."""
+        """Write the accumulated velocity into :attr:`corrected`."""
         u, out = self._next[slot], self.corrected[slot]
         if self.nesterov:
             torch.add(self._velocity[slot], gradient, out=u).mul_(self.momentum)
@@ -189,5 +245,5 @@ class MomentumCorrection(Memory):
             self._accumulated.copy_(residual)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return both accumulators."""
+        """Return the velocity and what has accumulated of it."""
         return {"velocity": self._velocity, "accumulated": self._accumulated}

@@ -185,6 +185,17 @@ class CompressionState:
         """Whether anything is remembered."""
         return not isinstance(self.memory, NoMemory)
 
+    def name_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Name the parameters of a state that was built without names; nothing happens if it knows them already.
+
+        Parameters
+        ----------
+        named_parameters : iterable of (str, torch.Tensor)
+            ``model.named_parameters()``.
+        """
+        if not self._layout.known:
+            self._add((n, p) for n, p in named_parameters if p.requires_grad)
+
     def residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the residual that will be added to a parameter's next gradient.
 

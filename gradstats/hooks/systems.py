@@ -1,4 +1,4 @@
-"""Whole systems of the literature, put together from their parts: one call gives the hook's state."""
+"""Whole systems of papers, put together from their parts: one call returns the state of the hook."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from gradstats.compressors import Layerwise, Selector, make_selector
-from gradstats.compressors.redsync import (
-    DENSE_BELOW,
-    SEARCH_ABOVE,
-    redsync_selector,
-)
+from gradstats.compressors.layerwise import MERGE
+from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE, redsync_selector
 from gradstats.hooks import CompressionState, dgc_warm_up
 from gradstats.hooks.memory import MomentumCorrection
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_ratio
 
 __all__ = ["dgc", "redsync"]
 
@@ -31,18 +28,43 @@ def dgc(
     steps_per_epoch: int | None = None,
     **options: Any,
 ) -> CompressionState:
-    """Deep gradient compression (Lin et al. 2018): sampled threshold, momentum correction, clipping, warm-up.
+    """Build deep gradient compression: sampled threshold, momentum correction, clipping and warm-up.
 
     The optimizer must be SGD without a momentum of its own.
 
     Parameters
     ----------
-    named_parameters : ``model.named_parameters()``.
-    ratio : k/d in (0, 1].
-    momentum, nesterov : see :class:`gradstats.hooks.memory.MomentumCorrection`.
-    clip : norm of the whole gradient, of which a rank's may have N^(−½); None for no clipping.
-    steps_per_epoch : gives the first four epochs 25, 6.25, 1.5625 and 0.4 %; None for no warm-up.
-    options : of :class:`gradstats.hooks.CompressionState`.
+    named_parameters : iterable of (str, torch.Tensor)
+        ``model.named_parameters()``.
+    ratio : float
+        Kept fraction k/d after the warm-up, in (0, 1].
+    momentum : float
+        Momentum m, in [0, 1), see :class:`gradstats.hooks.memory.MomentumCorrection`.
+    nesterov : bool
+        Whether to use Nesterov's momentum.
+    clip : float, optional
+        Norm at which the whole gradient is clipped; each of N ranks clips its own to N^(−½) of it. None for no
+        clipping.
+    steps_per_epoch : int, optional
+        Number of steps of an epoch. The first four epochs then keep 25, 6.25, 1.5625 and 0.4 %. None for no warm-up.
+    **options : Any
+        Further options of :class:`gradstats.hooks.CompressionState`.
+
+    Returns
+    -------
+    CompressionState
+        State for :func:`gradstats.hooks.compression_hook`.
+
+    Raises
+    ------
+    InputError
+        If an option is out of range.
+
+    Notes
+    -----
+    Source: deep gradient compression (Lin et al. 2018).
+
+    Differs from the paper, which selects in each layer: here one threshold serves the whole gradient.
     """
     compressor = make_selector("dgc", ratio)
     assert compressor is not None
@@ -71,29 +93,61 @@ def redsync(
     dense_steps: int = 0,
     dense_below: int = DENSE_BELOW,
     search_above: int = SEARCH_ABOVE,
-    merge: int = 1 << 16,
+    merge: int = MERGE,
     **options: Any,
 ) -> CompressionState:
-    """RedSync (Fang et al. 2018, algorithms 4 and 5): layer by layer, each by its size, small messages fused.
+    """Build RedSync: layer by layer, each treated according to its size, small messages fused.
 
-    Small layers are averaged densely, middling ones selected by trimmed top-k, large ones by a searched threshold. The
-    optimizer must be SGD without a momentum of its own.
+    Small layers are averaged densely, layers of middle size are selected by trimmed top-k, and large layers by a
+    searched threshold. The optimizer must be SGD without a momentum of its own.
 
     Parameters
     ----------
-    named_parameters : ``model.named_parameters()``.
-    ratio : k/d of every layer, in (0, 1].
-    output_layer : name patterns (``fnmatch``) of the parameters that are never quantised.
-    quantise : send one mean value a layer, see :class:`gradstats.compressors.redsync.MeanOfSign`.
-    momentum, nesterov : see :class:`gradstats.hooks.memory.MomentumCorrection`.
-    clip : norm of the whole gradient, of which a rank's may have N^(−½). It is known only when the backward pass is
-        over, so that nothing is sent before.
-    dense_steps : steps in the beginning that average densely.
-    dense_below, search_above : elements of a layer, see :class:`gradstats.compressors.RedSync`.
-    merge : elements of gradient to gather before a message is sent (tensor fusion).
-    options : of :class:`gradstats.hooks.CompressionState`.
+    named_parameters : iterable of (str, torch.Tensor)
+        ``model.named_parameters()``.
+    ratio : float
+        Kept fraction k/d of every layer, in (0, 1].
+    output_layer : sequence of str
+        Name patterns (``fnmatch``) of the parameters that are never quantised.
+    quantise : bool
+        Whether to send one mean value for each layer, see :class:`gradstats.compressors.redsync.MeanOfSign`.
+    momentum : float
+        Momentum m, in [0, 1), see :class:`gradstats.hooks.memory.MomentumCorrection`.
+    nesterov : bool
+        Whether to use Nesterov's momentum.
+    clip : float, optional
+        Norm at which the whole gradient is clipped; each of N ranks clips its own to N^(−½) of it. The norm is known
+        only when the backward pass is over, so nothing is then sent before. None for no clipping.
+    dense_steps : int
+        Number of steps in the beginning that average densely.
+    dense_below : int
+        Number of elements below which a layer is averaged densely.
+    search_above : int
+        Number of elements from which on a layer's threshold is searched.
+    merge : int
+        Elements of gradient to gather before a message is sent (the paper's tensor fusion).
+    **options : Any
+        Further options of :class:`gradstats.hooks.CompressionState`.
+
+    Returns
+    -------
+    CompressionState
+        State for :func:`gradstats.hooks.compression_hook`.
+
+    Raises
+    ------
+    InputError
+        If an option is out of range.
+
+    Notes
+    -----
+    Source: RedSync (Fang et al. 2018), algorithms 4 and 5 and sections 5.3 to 5.6.
+
+    Differs from the paper: messages are fused by the size of the gradient; the binary search runs on all elements of
+    a layer; a quantised layer keeps corrected − sent as its residual. `docs/concepts/errata.md` lists what is wrong
+    in the paper's algorithms.
     """
-    target_count(ratio, 1)  # raises on a bad ratio now, not in the first backward pass
+    check_ratio(ratio)  # now, not in the first backward pass
 
     def choose(name: str, numel: int) -> Selector:
         output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)

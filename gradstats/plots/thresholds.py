@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["latency_bars", "quality_bars", "quality_over_steps"]
 
+_FLOOR = "noise floor (known law, independent elements)"
+
 
 def quality_bars(
     records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
 ) -> Axes:
-    """Draw mean k̂/k of each estimator and ratio with the 90 % interval (SIDCo figure 1 c).
+    """Draw mean k̂/k of each estimator and ratio with its low and high (SIDCo figure 1 c).
+
+    Whiskers hold 90 % of the gradients, or all of them where they are fewer than 20.
 
     Parameters
     ----------
@@ -58,7 +62,7 @@ def quality_bars(
         record = next(r for r in records if r["ratio"] == ratio)
         floor = (max(record["floor_low"], 1e-3), record["floor_high"])
         ax.fill_between(
-            [j - 0.45, j + 0.45], *floor, color="0.85", zorder=0, label=None if j else "noise floor"
+            [j - 0.45, j + 0.45], *floor, color="0.85", zorder=0, label=None if j else _FLOOR
         )
     ax.axhline(1, color="0.3", lw=0.8)
     ax.set(xlabel="ratio k/d", ylabel="k̂/k", yscale="log")
@@ -106,7 +110,7 @@ def quality_over_steps(
         )
     if series:
         floor = Z95 / np.sqrt(max(series[0]["k"], 1))
-        ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label="noise floor")
+        ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label=_FLOOR)
     ax.axhline(1, color="0.3", lw=0.8)
     ax.set(xlabel="step", ylabel="k̂/k", yscale="log")
     plain_log(ax.yaxis)

@@ -11,6 +11,11 @@ denormals) can change that.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -36,7 +41,29 @@ _LN2 = 0.6931471805599453
 _FAST = {"reassoc", "nsz", "contract"}
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a loop, and keep the code on disk where there is a folder for it: a container may have none."""
+
+    def compile_(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # Numba found no folder it may write to
+            _say_once()
+            return njit(**options)(function)
+
+    return compile_
+
+
+@cache
+def _say_once() -> None:
+    warnings.warn(
+        "no folder for compiled code is writable, so every process compiles for some seconds: "
+        "set NUMBA_CACHE_DIR to one that is",
+        stacklevel=4,
+    )
+
+
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
 def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     total = 0.0
     squares = 0.0
@@ -47,7 +74,7 @@ def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     return total, squares
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
 def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float, int]:
     """Sum over |x| > below. For |x| ≥ a threshold, `below` is the next smaller float; 0 sums all that is not zero."""
     total = 0.0
@@ -63,7 +90,7 @@ def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float
     return total, squares, count
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     """Return the largest magnitude's bits and the number of zeros."""
     largest = np.int32(0)
@@ -75,7 +102,7 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     return largest, zeros
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
 def _sum_log(x: NDArray[np.float32]) -> float:
     """Sum ln|x| of finite non-zero elements: exponents add up, mantissas multiply, one logarithm per 512."""
     total = 0.0
@@ -92,7 +119,7 @@ def _sum_log(x: NDArray[np.float32]) -> float:
     return total + exponents * _LN2
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, float]:
     """Return (count, Σ|x|, Σx²) over finite |x| > below, in half the time of :func:`block_moments`.
 
@@ -125,7 +152,7 @@ def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, f
     return count, total, squares
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def block_moments(
     x: NDArray[np.float32], above: np.float32, log: bool
 ) -> tuple[int, int, int, float, float, float, np.float32]:
@@ -182,12 +209,12 @@ def block_moments(
     return count, zeros, nonfinite, total, squares, logs, largest
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def _magnitude(bits: np.int32) -> np.float32:
     return np.int32(bits).view(np.float32)
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def block_select(
     x: NDArray[np.float32],
     low: np.int32,
@@ -256,7 +283,7 @@ def block_select(
     return np.int64(n)
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def keep_at_least(
     indices: NDArray[np.int64], values: NDArray[np.float32], threshold: np.float32
 ) -> int:
@@ -280,7 +307,7 @@ def keep_at_least(
     return np.int64(n)
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uint32]) -> None:
     """Count a block's elements by their leading magnitude bits.
 
@@ -299,7 +326,7 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
         counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> s] += np.uint32(1)
 
 
-@njit(nogil=True, cache=True)
+@_compiled(nogil=True)
 def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
     """Go down from the last bin until more than k elements are reached; return the bin and that number.
 
@@ -324,15 +351,18 @@ def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
 
 
 def warm_up() -> None:
-    """Compile every kernel, or load it from the cache."""
-    x = np.ones(_GROUP + 1, np.float32)
-    for log in (False, True):
-        block_moments(x, np.float32(0), log)
-    block_tail(x, np.float32(1))
-    indices, values = np.empty(x.size, np.int64), np.empty_like(x)
-    block_select(x, np.int32(1), 0, indices, values, 0)
-    keep_at_least(indices, values, np.float32(1))
+    """Compile every kernel, or load it from the cache: for arrays that may be written, and for those that may not."""
+    writable = np.ones(_GROUP + 1, np.float32)
+    read_only = writable.copy()
+    read_only.flags.writeable = False
+    indices, values = np.empty(writable.size, np.int64), np.empty_like(writable)
     counts = np.zeros(1 << 15, np.uint32)
-    block_histogram(x.view(np.uint32), 16, counts)
+    for x in (writable, read_only):
+        for log in (False, True):
+            block_moments(x, np.float32(0), log)
+        block_tail(x, np.float32(1))
+        block_select(x, np.int32(1), 0, indices, values, 0)
+        block_histogram(x.view(np.uint32), 16, counts)
+    keep_at_least(indices, values, np.float32(1))
     descend(counts, 0.5)
     descend(counts.astype(np.int64), 0.5)

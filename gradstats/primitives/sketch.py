@@ -140,16 +140,16 @@ class Magnitudes:
 
     @cached_property
     def _tails(self) -> list[NDArray[np.float64]]:
-        """Count, sum and sum of squares of what lies in each cell and above it; a zero at the end."""
-        return [
-            np.append(np.cumsum((self.weight * self.middle**p)[::-1])[::-1], 0.0) for p in (0, 1, 2)
-        ]
+        """Count, sum, sum of squares and of logarithms of what lies in each cell and above it; a zero at the end."""
+        parts = (1.0, self.middle, self.middle**2, np.log(self.middle))
+        return [np.append(np.cumsum((self.weight * part)[::-1])[::-1], 0.0) for part in parts]
 
     def above(self, threshold: float) -> Moments:
         """Return the moments of the magnitudes that reach a threshold, all taken at the middles of their cells.
 
-        With cells of 10 bits the error is below 0.05 %. As with :func:`gradstats.primitives.exceedances`, Σ ln|g| and
-        the largest are not known (NaN), nor are zeros and non-finite elements (−1).
+        With cells of 10 bits the error is below 0.05 %, that of the mean logarithm of n magnitudes about 2e-4/√n. As
+        with :func:`gradstats.primitives.exceedances`, the largest is not known (NaN), nor are zeros and non-finite
+        elements (−1).
 
         Parameters
         ----------
@@ -157,19 +157,16 @@ class Magnitudes:
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
         i = int(np.searchsorted(self.right, threshold))
-        count, total, squares = (float(tail[i]) for tail in self._tails)
+        count, total, squares, logs = (float(tail[i]) for tail in self._tails)
         if i < self.right.size and self.left[i] < threshold:
             left, right = self.left[i], self.right[i]
             under = float(self.weight[i] * (threshold - left) / (right - left))
             middle = float(left + threshold) / 2
-            count, total, squares = (
-                count - under,
-                total - under * middle,
-                squares - under * middle**2,
-            )
-        return Moments(
-            self.count, round(count), -1, -1, total, squares, math.nan, math.nan, threshold
-        )
+            count -= under
+            total -= under * middle
+            squares -= under * middle**2
+            logs -= under * math.log(middle)
+        return Moments(self.count, round(count), -1, -1, total, squares, logs, math.nan, threshold)
 
     def exceedances(self, threshold: float) -> float:
         """Return how many magnitudes reach a threshold.
@@ -328,11 +325,11 @@ class Sketch:
             left = right = self.values
             weight = np.ones(left.size)
         else:
+            _check_range(m.max)
             edges = bin_edges(self.bits)
-            left, right = edges[self.bins], edges[self.bins + 1]
-            weight = self.counts.astype(np.float64)
-            if right.size:
-                right[-1] = min(right[-1], m.max) if m.max > left[-1] else right[-1]
+            left, right, weight = _known_maximum(
+                edges[self.bins], edges[self.bins + 1], self.counts.astype(np.float64), m.max
+            )
         square = m.sum_squares / m.count if m.count else float("nan")
         return Magnitudes(left, right, weight, m.mean, square, m.mean_log, m.max, m.zero_fraction)
 
@@ -389,6 +386,35 @@ def merge(sketches: Sequence[Sketch]) -> Sketch:
     return Sketch(total, bins, counts, first.bits, values)
 
 
+def _check_range(largest: float) -> None:
+    """Check that the bins, which are float32's, hold the largest magnitude."""
+    if largest > np.finfo(np.float32).max:
+        raise InputError(
+            f"magnitudes up to {largest:.3g} are beyond float32's range, in which more than {EXACT:,} are counted: "
+            "rescale them"
+        )
+
+
+def _known_maximum(
+    left: NDArray[np.float64],
+    right: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    largest: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the cells with the last one cut at the largest magnitude, which is a cell without width by itself."""
+    if not left.size or not largest <= right[-1]:
+        return left, right, weight
+    if largest <= left[-1]:  # all of them are there (float64 may lie a rounding lower)
+        right[-1] = left[-1]
+        return left, right, weight
+    right[-1] = largest
+    if weight[-1] == 1:
+        left[-1] = largest
+        return left, right, weight
+    weight[-1] -= 1
+    return np.append(left, largest), np.append(right, largest), np.append(weight, 1.0)
+
+
 def _merged(
     bins: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -417,7 +443,8 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
     Raises
     ------
     InputError
-        If `x` is not a dense floating-point array.
+        If `x` is not a dense floating-point array, or has more than :data:`EXACT` elements and magnitudes beyond
+        float32's range.
 
     Examples
     --------
@@ -429,7 +456,10 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
     x = check(x)
     sums = moments(x)
     if sums.count > EXACT:
+        _check_range(sums.max)
         counts = histogram(x, bits).counts
+        # what float32 rounds to zero is not zero; it belongs into the lowest bin, with the smallest denormals
+        counts[0] += sums.count - int(counts.sum())
         bins = np.flatnonzero(counts)
         return Sketch(sums, bins, counts[bins].astype(np.int64), bits)
     parts = []

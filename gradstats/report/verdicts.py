@@ -13,10 +13,9 @@ from gradstats.analysis.drift import FEWEST_STEPS
 from gradstats.analysis.quality import noise_floor
 from gradstats.plots.style import label_of
 from gradstats.report.measured import Measured
-from gradstats.statistics.compressibility import CONTROLS, control
+from gradstats.statistics.compressibility import CONTROLS, Ruling, control
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.pot import FEWEST
-from gradstats.statistics.solution import Z95
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource
 
@@ -157,23 +156,34 @@ def _compressible(measured: Measured, kind: Kind) -> Verdict:
     """Say at which steps the sorted magnitudes fall fast enough, and whether a control does."""
     rows = [r for r in _of(measured.decay, kind) if math.isfinite(r["p"])]
     controls = [r for r in measured.decay if r["step"] is None]
-    first, last = rows[0]["window"].split("-") if rows else (1, 1)
-    half = Z95 * math.sqrt(2 / (int(last) - int(first) + 1))
-    if not rows or half >= 1:
+    if not rows:
         return Verdict("No power", "Fewer ranks than an exponent takes.")
-    yes = sum(r["compressible"] for r in rows)
+    judged = [r for r in rows if r["reason"] not in (Ruling.TOO_FEW, Ruling.TOO_WIDE)]
+    if not judged:
+        return Verdict("No power", f"No verdict: {rows[0]['reason']}.")
+    yes = sum(r["compressible"] is True for r in rows)
     headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
     if yes:
         headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
     ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
     at = ", ".join(f"{_interval(r, 'p')} at step {r['step']}" for r in ends)
-    numbers = f"p = {at}, of the largest {int(last):,}. It takes ½; an estimate above "
-    numbers += f"{0.5 / (1 - half):.2f} shows it. "
+    last = int(rows[0]["window"].split("-")[1])
+    numbers = f"p = {at}, of the largest {last:,}. It takes ½, in every window, by Hill's estimate and by σ_k. "
+    unsure = [r for r in rows if r["compressible"] is None]
+    numbers += "".join(f"Step {r['step']}: {r['reason']} (p = {_by_window(r)}). " for r in unsure)
     passing = [r["kind"] for r in controls if r["compressible"]]
     listed = ", ".join(f"{_CONTROL[r['kind']]} {r['p']:.2f}" for r in controls)
     numbers += f"Controls: {listed}"
     numbers += ": passes what it must reject!" if passing else ", rejected."
     return Verdict(headline, numbers, bool(passing))
+
+
+def _by_window(record: dict[str, Any]) -> str:
+    """Return p by the last rank of the window, from a record of a decay."""
+    shown = (
+        f"{p:.2f} to rank {int(ranks.split('-')[1]):,}" for ranks, p in record["windows"].items()
+    )
+    return ", ".join(shown)
 
 
 _CONTROL = {name: name for name in CONTROLS} | {"halfnorm": "half-normal", "laplace": "Laplace"}
@@ -231,7 +241,7 @@ def _threshold(measured: Measured, kind: Kind) -> Verdict:
     best, worst = min(estimating, key=far), max(estimating, key=far)
     within = 1 - floor <= best["min"] and best["max"] <= 1 + floor
     numbers = f"{best['min']:.2f} to {best['max']:.2f} over {best['n']} gradients; chance alone "
-    numbers += f"allows a perfect model 1 ± {floor:.2f}"
+    numbers += f"allows a known law of independent elements 1 ± {floor:.2f}"
     numbers += ", so it cannot be told from one. " if within else ". "
     numbers += (
         f"Farthest off: {worst['estimator']}, {_short(worst['min'])} to {_short(worst['max'])}. "

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import betainc, betaincinv
 from scipy.stats import (
     dgamma,
     dweibull,
@@ -115,7 +116,8 @@ class halft_gen(rv_continuous):
         return np.asarray(t.logpdf(x, df) + np.log(2))
 
     def _cdf(self, x: NDArray[Any], df: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
-        return np.asarray(1 - 2 * t.sf(x, df))
+        # not 1 − 2 sf, which loses what is small
+        return np.asarray(betainc(0.5, df / 2, x * x / (x * x + df)))
 
     def _sf(self, x: NDArray[Any], df: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
         return np.asarray(2 * t.sf(x, df))
@@ -124,7 +126,9 @@ class halft_gen(rv_continuous):
         return np.asarray(t.isf(q / 2, df))
 
     def _ppf(self, q: NDArray[Any], df: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
-        return np.asarray(t.isf((1 - q) / 2, df))
+        share = betaincinv(0.5, df / 2, np.minimum(q, 0.5))
+        lower = np.sqrt(df * share / (1 - share))
+        return np.asarray(np.where(q <= 0.5, lower, t.isf((1 - q) / 2, df)))
 
     def _rvs(self, df: NDArray[Any], size: Any = None, random_state: Any = None) -> Any:  # type: ignore[override]
         return np.abs(t.rvs(df, size=size, random_state=random_state))

@@ -88,6 +88,15 @@ class Fit:
         """Number of estimated parameters; π₀ is one where there are zeros."""
         return len(self.params) - 1 + (self.zero_fraction > 0)
 
+    @property
+    def is_likelihood(self) -> bool:
+        """Whether the parameters maximize the likelihood, by whatever method: AIC, BIC and nested tests need it."""
+        exact = self.model in ("laplace", "norm") or (self.model, self.method) == (
+            "lognorm",
+            "closed",
+        )
+        return exact or self.method == "mle"
+
     def interval(self, parameter: str, level: float = 0.95) -> tuple[float, float]:
         """Return the normal interval of a parameter; NaN where there is no standard error.
 

@@ -31,6 +31,7 @@ class Flag(StrEnum):
     """Warning about a fit; a member is the string that is shown."""
 
     MOMENTS = "shape above 1/4: moment estimate unreliable"
+    TAIL = "the tail decides the mean square: moment estimate unreliable"
     PWM = "shape above 1/2: probability-weighted moments unreliable"
     SUPPORT = "largest element outside the support"
     IRREGULAR = "shape below -1/2: standard errors do not hold"

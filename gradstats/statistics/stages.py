@@ -165,7 +165,7 @@ def gamma_exact(m: Moments, threshold: float, ratio: float) -> tuple[float, dict
     """
     from scipy.special import gammainccinv
 
-    shape = _shape(m)
+    shape = gamma_shape(m.mean, m.mean_log)
     if math.isinf(shape):
         return m.mean, {"a": shape, "scale": 0.0}
     scale = m.mean / shape
@@ -187,20 +187,13 @@ def gamma_closed(m: Moments, threshold: float, ratio: float) -> tuple[float, dic
     ratio : float
         Share δ of the magnitudes to keep.
     """
-    shape = _shape(m)
+    shape = gamma_shape(m.mean, m.mean_log)
     if math.isinf(shape):
         return m.mean, {"a": shape, "scale": 0.0}
     scale = m.mean / shape
     value = -scale * (math.log(ratio) + math.lgamma(shape))
     outside = shape > 1 or value < scale
     return max(value, 0.0), {"a": shape, "scale": scale, "outside_bound": outside}
-
-
-def _shape(m: Moments) -> float:
-    """Return the closed form; moments from a histogram have no logarithms: there by the second moment."""
-    if not math.isnan(m.sum_log):
-        return gamma_shape(m.mean, m.mean_log)
-    return m.mean**2 / m.variance if m.variance > 1e-12 * m.mean**2 else math.inf
 
 
 def genpareto_by_moments(mean: float, variance: float) -> tuple[float, float]:

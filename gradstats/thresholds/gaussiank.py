@@ -22,13 +22,14 @@ class GaussianK(Estimator):
     Parameters
     ----------
     loops : int
-        Largest number of corrections, each of which costs one pass. The authors' program has 3 with error feedback, 5
-        without.
+        Largest number of counts, each of which costs one pass; a correction follows every count but the last. The
+        authors' program has 3 with error feedback, 5 without.
 
     Notes
     -----
     Source: Shi et al., arXiv 1911.08772, and the authors' program: the threshold is halved while it keeps fewer than
-    ⅔ k and raised by half while it keeps more than 4/3 k; what the last correction keeps is not counted.
+    ⅔ k and raised by half while it keeps more than 4/3 k. The elements of the last count are sent, however many they
+    are: three counts are two corrections at most.
 
     Differs from the program: mean and deviation are those of the finite elements, and the threshold is never negative.
     """
@@ -51,8 +52,10 @@ class GaussianK(Estimator):
         std = math.sqrt(max(m.sum_squares / finite - mean * mean, 0.0))
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
         counts = []
-        for _ in range(self.loops):
+        for left in reversed(range(self.loops)):
             counts.append(exceedances(x, threshold).count)
+            if left == 0:
+                break
             if counts[-1] < 2 * k / 3:
                 threshold *= 0.5
             elif counts[-1] > 4 * k / 3:

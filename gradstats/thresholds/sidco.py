@@ -221,7 +221,7 @@ class SIDCoGP(SIDCo):
     -----
     Source: SIDCo, eq. 7 to 9 and 14 to 16. Differs by default from the closed form, an upper bound for shapes up to 1
     and thresholds beyond the scale, and far off elsewhere; and from algorithm 1, which divides by σ̂ where eq. 9 has the
-    variance. From a histogram, which has no logarithms, the gamma shape is by moments.
+    variance. The histogram that decides the number of stages gives the same shape, Σ ln|g| included.
     """
 
     name = "sidco-gp"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, first_line
 from gradstats.trace import Kind, Trace, open_trace
+from gradstats.trace.format import replacing
 
 __all__ = ["save_safetensors"]
 
@@ -20,13 +21,20 @@ def save_safetensors(
     """Write one captured gradient as a ``.safetensors`` file, one tensor per parameter.
 
     ``safetensors.torch.load_file(path)`` gives ``{name: float32 tensor of the parameter's shape}``, and every command
-    of ``gradstats`` reads the file again.
+    of ``gradstats`` reads the file again. The trace's name, step, rank and kind go into the file's metadata.
 
     Parameters
     ----------
-    trace : an open trace or its path.
-    path : file to write, ``NAME.safetensors``; replaced if it exists.
-    step, rank, kind : as of :meth:`gradstats.Trace.read`; they go, with the trace's name, into the file's metadata.
+    trace : Trace, str or Path
+        Open trace, or its path.
+    path : str or Path
+        File to write, ``NAME.safetensors``. One that exists is replaced when the new one is complete.
+    step : int
+        Training step.
+    rank : int
+        Rank that captured the gradient.
+    kind : Kind
+        ``"gradient"`` or ``"corrected"``.
 
     Raises
     ------
@@ -47,6 +55,7 @@ def save_safetensors(
     tensors = {layer.name: values[layer.slice].reshape(layer.shape) for layer in trace.layers}
     metadata = {"trace": trace.name, "step": str(step), "rank": str(rank), "kind": kind}
     try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        raise InputError(f"cannot write {path}: {error}") from None
+        with replacing(path) as partial:
+            save_file(tensors, partial, metadata)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot write {path}: {first_line(error)}") from None

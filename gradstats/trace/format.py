@@ -1,18 +1,24 @@
-"""What both sides of a trace know: names, layout, attributes, bits."""
+"""Names, arrays and attributes of a trace on disk, as its writer and its reader both know them."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
+import math
+import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import stat
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import TraceError
+from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 
 __all__ = [
     "BINS",
@@ -20,7 +26,6 @@ __all__ = [
     "BITS",
     "CHUNK",
     "COMPRESSION",
-    "FLOAT_SCALARS",
     "FORMAT",
     "GROW",
     "KINDS",
@@ -28,19 +33,25 @@ __all__ = [
     "SCHEMA",
     "STATISTICS",
     "STORES",
+    "ArraySpec",
     "Kind",
     "Layer",
     "Store",
+    "array_specs",
     "count_nonfinite",
     "create_trace",
     "from_bfloat16",
+    "group_metadata",
     "is_trace",
     "layout",
+    "read_metadata",
+    "replace_file",
+    "replacing",
     "root_attributes",
     "to_bfloat16",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
 
 Kind: TypeAlias = Literal["gradient", "corrected"]
@@ -62,10 +73,10 @@ COMPRESSION = (
 )
 """Columns of a step's compression, NaN where unknown; gradstats.hooks' StepRecord and Diagnosis say what they are."""
 LAYER_COMPRESSION = ("selected", "target", "delta")
-"""Likewise of a layer."""
+"""Columns of a layer's compression, NaN where unknown."""
 
 FORMAT = "gradstats-trace"
-FLOAT_SCALARS = ("loss", "learning_rate", "threshold")
+RESERVED = ("format", "schema", "world_size", "numel", "layout")
 CHUNK = 1 << 22
 GROW = 64
 
@@ -78,10 +89,24 @@ for ResNet-20 and 42 ms for 160 layers, spent on zeros. Empty chunks are never w
 two, and no bin is cut off: 6 ms and 14 kB, or 14 ms and 115 kB. Narrower chunks save no more and make more files."""
 STATISTICS = ("count", "zeros", "nonfinite", "sum_abs", "sum_squares", "sum_log", "max")
 
+_ROWS = 1024  # rows per chunk of a scalar: a write is one file of 8 kB
+_TABLE = 1 << 16  # bytes per chunk of compression columns, about
+_METADATA = 1 << 26  # largest zarr.json that is read: a layout of half a million parameters
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One parameter's place in the flat gradient."""
+    """The place of one parameter in the flat gradient.
+
+    Attributes
+    ----------
+    name : str
+        Name of the parameter.
+    offset : int
+        Its first element in the flat gradient.
+    shape : tuple of int
+        Its shape.
+    """
 
     name: str
     offset: int
@@ -89,13 +114,275 @@ class Layer:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        """Return the number of elements of the parameter."""
+        return math.prod(self.shape)
 
     @property
     def slice(self) -> slice:
-        """Position in the flat gradient."""
+        """Return its position in the flat gradient."""
         return slice(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of a rank's group. Its first dimension is ``step``.
+
+    Attributes
+    ----------
+    name : str
+        Name of the array.
+    dimensions : tuple of str
+        Names of its dimensions.
+    shape : tuple of int
+        Its shape without the first dimension.
+    rows : int
+        Rows per chunk.
+    chunk : tuple of int
+        Elements per chunk along the other dimensions.
+    dtype : str
+        Type of its elements.
+    fill : float
+        Value of elements that are not stored.
+    level : int, optional
+        Level of Blosc's zstd behind a bit shuffle; None for elements as they are.
+    attributes : dict
+        Attributes of the array.
+    """
+
+    name: str
+    dimensions: tuple[str, ...]
+    shape: tuple[int, ...]
+    rows: int
+    chunk: tuple[int, ...]
+    dtype: str
+    fill: float
+    level: int | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def column(self) -> bool:
+        """Return whether it holds a few numbers a step, many steps in one chunk file."""
+        return self.rows > 1
+
+    def metadata(self, capacity: int) -> dict[str, Any]:
+        """Return the content of the array's ``zarr.json``.
+
+        Parameters
+        ----------
+        capacity : int
+            Length of the first dimension.
+
+        Returns
+        -------
+        dict
+            Zarr version 3 metadata.
+        """
+        itemsize = np.dtype(self.dtype).itemsize
+        codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        if self.level is not None:
+            blosc = {
+                "typesize": itemsize,
+                "cname": "zstd",
+                "clevel": self.level,
+                "shuffle": "bitshuffle",
+                "blocksize": 0,
+            }
+            codecs.append({"name": "blosc", "configuration": blosc})
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [capacity, *self.shape],
+            "data_type": self.dtype,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [self.rows, *self.chunk]},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": "NaN" if self.fill != self.fill else int(self.fill),
+            "codecs": [*codecs, {"name": "crc32c"}],
+            "dimension_names": list(self.dimensions),
+            "attributes": self.attributes,
+            "storage_transformers": [],
+        }
+
+
+def array_specs(
+    layers: int,
+    numel: int,
+    *,
+    kinds: Sequence[Kind] = KINDS,
+    store: Store = "gradients",
+    bfloat16: bool = False,
+    compress: bool = False,
+    compression: bool = False,
+    chunk: int = CHUNK,
+    expected: int = _ROWS,
+) -> dict[str, ArraySpec]:
+    """Return the arrays of a rank's group by name; ``step``, whose entry commits a row, is the last.
+
+    Parameters
+    ----------
+    layers : int
+        Number of parameters.
+    numel : int
+        Elements of the flat gradient.
+    kinds : sequence of Kind
+        Kinds that are captured.
+    store : Store
+        Whether gradients are stored, or sketches.
+    bfloat16 : bool
+        Whether the gradients are stored as bfloat16.
+    compress : bool
+        Whether the gradients are compressed.
+    compression : bool
+        Whether there are columns for what a compressor says of its steps.
+    chunk : int
+        Largest number of elements in a chunk of a gradient.
+    expected : int
+        Rows expected: the chunk of a scalar need not be longer.
+
+    Returns
+    -------
+    dict
+        An :class:`ArraySpec` by name.
+    """
+    nan, found = float("nan"), []
+    rows = min(max(expected, GROW), _ROWS)
+
+    def scalar(name: str, dtype: str, fill: float) -> None:
+        found.append(ArraySpec(name, ("step",), (), rows, (), dtype, fill))
+
+    for kind in kinds:
+        if store == "sketches":
+            wide = max(layers, 1)
+            found.append(
+                ArraySpec(
+                    f"{kind}_counts",
+                    ("step", "layer", "bin"),
+                    (layers, BINS),
+                    1,
+                    (wide, BIN_CHUNK),
+                    "uint32",
+                    0,
+                    5,
+                    {"bits": BITS},
+                )
+            )
+            found.append(
+                ArraySpec(
+                    f"{kind}_moments",
+                    ("step", "layer", "moment"),
+                    (layers, len(STATISTICS)),
+                    1,
+                    (wide, len(STATISTICS)),
+                    "float64",
+                    nan,
+                    5,
+                    {"names": list(STATISTICS)},
+                )
+            )
+        else:
+            found.append(
+                ArraySpec(
+                    kind,
+                    ("step", "element"),
+                    (numel,),
+                    1,
+                    (min(max(numel, 1), chunk),),
+                    "uint16" if bfloat16 else "float32",
+                    0x7FC0 if bfloat16 else nan,
+                    9 if compress else None,
+                    {"encoding": "bfloat16"} if bfloat16 else {},
+                )
+            )
+        scalar(f"{kind}_zeros", "int64", 0)
+        scalar(f"{kind}_nonfinite", "int64", 0)
+    for name in ("loss", "learning_rate", "threshold"):
+        scalar(name, "float64", nan)
+    scalar("selected", "int64", -1)
+    if compression:
+        for name, dimensions, shape, names in (
+            ("compression", ("step", "column"), (), COMPRESSION),
+            ("layer_compression", ("step", "layer", "layer_column"), (layers,), LAYER_COMPRESSION),
+        ):
+            wide = max(layers, 1) if shape else 1
+            found.append(
+                ArraySpec(
+                    name,
+                    dimensions,
+                    (*shape, len(names)),
+                    min(max(_TABLE // (8 * wide * len(names)), 2), rows),
+                    (*([wide] if shape else []), len(names)),
+                    "float64",
+                    nan,
+                    None,
+                    {"names": list(names)},
+                )
+            )
+    scalar("step", "int64", -1)
+    return {spec.name: spec for spec in found}
+
+
+def group_metadata(attributes: Mapping[str, Any]) -> bytes:
+    """Return the content of a group's ``zarr.json``.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Attributes of the group, JSON values.
+
+    Returns
+    -------
+    bytes
+        Zarr version 3 metadata.
+    """
+    group = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    return json.dumps(group, indent=2, allow_nan=False).encode()
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Give a file to write in place of another, and put it there when all of it is written.
+
+    Whoever looks sees the old file or the whole new one. After an exception, or when the process is killed, the old
+    file is as it was.
+
+    Parameters
+    ----------
+    path : str or Path
+        File to make or to replace. If it is a link, the file it leads to.
+
+    Yields
+    ------
+    Path
+        Name in the same folder, at which nothing exists.
+    """
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        yield partial
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that at any moment the old one or the whole new one is there.
+
+    Parameters
+    ----------
+    path : str or Path
+        File to make or to replace.
+    content : str or bytes
+        What to write; text as UTF-8.
+    """
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def create_trace(
@@ -110,26 +397,25 @@ def create_trace(
 
     Parameters
     ----------
-    path : directory to create, ``NAME.zarr`` by convention.
-    layers : parameters in the order of the flat gradient.
-    world_size : ranks of the run, whether captured or not.
-    metadata : JSON values describing the run (model, data, optimizer, compressor, ratio, seed, versions, …).
-    overwrite : replace an existing trace. Anything else at `path` is never removed.
+    path : str or Path
+        Directory to create, ``NAME.zarr`` by convention.
+    layers : sequence of Layer
+        Parameters in the order of the flat gradient.
+    world_size : int
+        Number of ranks of the run, whether captured or not.
+    metadata : mapping of str to JSON values, optional
+        Description of the run (model, data, optimizer, compressor, ratio, seed, versions, …).
+    overwrite : bool
+        Whether to replace an existing trace. It is renamed away when the new one is complete, then removed. Anything
+        else at `path` is never touched.
 
     Raises
     ------
+    InputError
+        If JSON cannot hold the metadata, or it uses a name of the format's own; nothing is written then.
     TraceError
-        If `path` exists and is not an empty directory or a trace to overwrite.
+        If `path` exists and is not an empty directory or a trace to overwrite, or cannot be written.
     """
-    import zarr
-
-    path = Path(path)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        if not is_trace(path):
-            raise TraceError(f"{path} exists and is not a trace; not touching it")
-        if not overwrite:
-            raise TraceError(f"{path} exists; choose another name or ask to overwrite it")
-        shutil.rmtree(path)
     attributes = {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -138,62 +424,278 @@ def create_trace(
         "layout": [
             {"name": la.name, "offset": la.offset, "shape": list(la.shape)} for la in layers
         ],
-        **(metadata or {}),
+        **_checked(metadata or {}),
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        zarr.create_group(path, attributes=attributes, zarr_format=3)
-    except OSError as error:
-        raise TraceError(f"cannot create {path}: {error}") from error
+        place = Path(os.path.realpath(path))
+        if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+            if not is_trace(place):
+                raise TraceError(f"{path} exists and is not a trace; not touching it")
+            if not overwrite:
+                raise TraceError(f"{path} exists; choose another name or ask to overwrite it")
+        _place(place, group_metadata(attributes))
+    except GradstatsError:
+        raise
+    except (OSError, ValueError, TypeError) as error:  # a name with a NUL is a ValueError
+        raise TraceError(f"cannot create {path}: {first_line(error)}") from error
+
+
+def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata that can be stored, or say what cannot."""
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise InputError(f"metadata: {key!r} is no name; its keys must be strings")
+        if key in RESERVED:
+            raise InputError(
+                f"metadata: {key!r} is a name of the trace format's own; choose another"
+            )
+        try:
+            json.loads(json.dumps({key: value}, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"metadata: JSON cannot hold the value of {key!r}: {first_line(error)}"
+            ) from None
+    return dict(metadata)
+
+
+def _place(path: Path, root: bytes) -> None:
+    """Put an empty trace at a path, where there is nothing, an empty directory, or a trace to replace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear(path)
+    unique = f".{path.name[:200]}.{uuid.uuid4().hex[:8]}"
+    fresh, old = path.with_name(f"{unique}.partial"), path.with_name(f"{unique}.replaced")
+    if path.is_dir():
+        if not any(path.iterdir()):
+            replace_file(path / "zarr.json", root)
+            return
+        if path.is_mount():  # it cannot be renamed: it stops being a trace first of all
+            (path / "zarr.json").unlink()
+            for entry in path.iterdir():
+                _remove(entry)
+            replace_file(path / "zarr.json", root)
+            return
+    try:
+        fresh.mkdir()
+        (fresh / "zarr.json").write_bytes(root)
+        if path.exists():
+            path.rename(old)
+        fresh.rename(path)
+    except BaseException:
+        _remove(fresh)
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    _clear(path, old)
+
+
+def _clear(path: Path, old: Path | None = None) -> None:
+    """Remove a trace that was replaced, and what is left of others whose removal was interrupted."""
+    if old is not None:
+        (old / "zarr.json").unlink(missing_ok=True)  # half of it must not open
+    pattern = f".{glob.escape(path.name[:200])}.????????.replaced"
+    for left in path.parent.glob(pattern):
+        if not (left / "zarr.json").exists():
+            _remove(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_trace(path: str | Path) -> bool:
-    """Tell whether `path` is a directory that says it is a trace, of whatever version."""
+    """Tell whether `path` is a directory that says it is a trace, of whatever version.
+
+    Parameters
+    ----------
+    path : str or Path
+        Anything.
+
+    Returns
+    -------
+    bool
+        True if its ``zarr.json`` can be read and names the format.
+    """
     try:
-        attributes = json.loads((Path(path) / "zarr.json").read_bytes())["attributes"]
+        attributes = read_metadata(Path(path) / "zarr.json", Path(path))["attributes"]
         return bool(attributes["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
+def read_metadata(file: Path, within: Path) -> dict[str, Any]:
+    """Return the content of a ``zarr.json``, whatever lies in its place, in bounded time and memory.
+
+    Parameters
+    ----------
+    file : Path
+        File to read.
+    within : Path
+        Directory that a link must not lead out of.
+
+    Returns
+    -------
+    dict
+        The document.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it is not a regular file in that directory, too large, or holds no JSON object.
+    """
+    real = os.path.realpath(file)
+    if not Path(real).is_relative_to(os.path.realpath(within)):
+        raise ValueError(f"{file.name} is a link that leads out of the trace")
+    handle = os.open(real, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
+    with os.fdopen(handle, "rb") as stream:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{file.name} is not a regular file")
+        if status.st_size > _METADATA:
+            raise ValueError(f"{file.name} has {status.st_size} bytes, more than any trace needs")
+        text = stream.read(_METADATA)
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{file.name} is nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{file.name} holds no JSON object")
+    return document
+
+
 def root_attributes(path: Path) -> dict[str, Any]:
-    """Return the attributes of a trace, checked; raise :class:`TraceError` for anything else."""
-    if not path.exists():
-        raise TraceError(f"no such trace: {path}")
+    """Return the attributes of a trace, checked.
+
+    Parameters
+    ----------
+    path : Path
+        The trace.
+
+    Returns
+    -------
+    dict
+        The format's own attributes and the run's metadata.
+
+    Raises
+    ------
+    TraceError
+        If there is no trace, it is of another version, or its own attributes are damaged.
+    """
+    try:
+        if not path.exists():
+            raise TraceError(f"no such trace: {path}")
+    except (OSError, ValueError) as error:
+        raise TraceError(f"cannot open {path!r}: {first_line(error)}") from None
     if not is_trace(path):
         raise TraceError(f"{path} is not a gradstats trace")
-    attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
+    attributes = read_metadata(path / "zarr.json", path)["attributes"]
     schema = attributes.get("schema")
-    if schema not in range(1, SCHEMA + 1):
-        raise TraceError(f"{path} has trace schema {schema}; this gradstats reads 1 to {SCHEMA}")
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        said = repr(schema) if isinstance(schema, str) else schema
+        raise TraceError(
+            f"{path} has trace schema {str(said)[:40]}; this gradstats reads 1 to {SCHEMA}"
+        )
     missing = {"world_size", "numel", "layout"} - attributes.keys()
     if missing:
         raise TraceError(f"{path} is damaged: its attributes lack {', '.join(sorted(missing))}")
+    total = sum(layer.numel for layer in layout(path, attributes))
+    numel, world_size = attributes["numel"], attributes["world_size"]
+    if type(numel) is not int or type(world_size) is not int or world_size < 1:
+        raise TraceError(f"{path} is damaged: unreadable numbers in its attributes")
+    if numel != total:
+        raise TraceError(
+            f"{path} is damaged: its numel, {numel}, does not fit the parameter layout, {total}"
+        )
     return cast("dict[str, Any]", attributes)
 
 
 def layout(path: Path, attributes: Mapping[str, Any]) -> list[Layer]:
-    """Return the parameters that the attributes list, in the order of the flat gradient."""
+    """Return the parameters that the attributes of a trace list.
+
+    Parameters
+    ----------
+    path : Path
+        The trace, for the error.
+    attributes : mapping
+        Attributes of the trace.
+
+    Returns
+    -------
+    list of Layer
+        Parameters in the order of the flat gradient.
+
+    Raises
+    ------
+    TraceError
+        If a name is no string, a shape is no list of sizes, or one does not begin where the last ends.
+    """
+    layers, offset = [], 0
     try:
-        return [
-            Layer(la["name"], int(la["offset"]), tuple(la["shape"])) for la in attributes["layout"]
-        ]
+        for entry in attributes["layout"]:
+            layer = Layer(entry["name"], entry["offset"], tuple(entry["shape"]))
+            sizes = all(type(n) is int and 0 <= n < 1 << 62 for n in layer.shape)
+            if not (isinstance(layer.name, str) and sizes and len(layer.shape) <= 64):
+                raise ValueError(entry)
+            if type(layer.offset) is not int or layer.offset != offset:
+                raise ValueError(entry)
+            offset += layer.numel
+            layers.append(layer)
+        if offset >= 1 << 62:
+            raise ValueError(offset)
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path} is damaged: unreadable parameter layout") from error
+    return layers
 
 
 def count_nonfinite(values: NDArray[np.float32]) -> int:
-    """Return the number of NaN and infinite elements."""
+    """Return the number of NaN and infinite elements.
+
+    Parameters
+    ----------
+    values : ndarray of float32
+        Elements.
+
+    Returns
+    -------
+    int
+        Number of those that are not finite.
+    """
     return values.size - int(np.count_nonzero(np.isfinite(values)))
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round to bfloat16, nearest even, NaN kept NaN; return the bits."""
+    """Round to bfloat16, nearest even, NaN kept NaN.
+
+    Parameters
+    ----------
+    values : ndarray of float32
+        Elements.
+
+    Returns
+    -------
+    ndarray of uint16
+        Bits of the rounded elements.
+    """
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the float32 values of bfloat16 bits."""
+    """Return the float32 values of bfloat16 bits.
+
+    Parameters
+    ----------
+    bits : ndarray of uint16
+        Bits.
+
+    Returns
+    -------
+    ndarray of float32
+        Values.
+    """
     return (bits.astype(np.uint32) << 16).view(np.float32)

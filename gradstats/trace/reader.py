@@ -22,10 +22,10 @@ from gradstats.trace.format import (
     layout,
     root_attributes,
 )
+from gradstats.trace.stored import RankGroup, StoredArray
 
 if TYPE_CHECKING:
     import xarray
-    import zarr
 
 __all__ = ["Trace", "open_trace"]
 
@@ -33,96 +33,166 @@ __all__ = ["Trace", "open_trace"]
 class Trace:
     """A trace opened for reading. Only committed steps are visible.
 
+    Damage is met where it lies: a rank, column or step that cannot be read raises one line when it is asked for, and
+    the rest of the trace stays readable.
+
+    Parameters
+    ----------
+    path : str or Path
+        The directory.
+
     Attributes
     ----------
-    path : the directory.
-    attrs : the run's metadata as stored (model, data, compressor, seed, versions, …).
-    layers : parameters in the order of the flat gradient.
-    numel : elements of the flat gradient, d.
-    world_size : ranks of the run.
+    path : Path
+        The directory.
+    attrs : dict
+        Attributes as stored: the format's own, and the run's metadata (model, data, compressor, seed, versions, …).
+    layers : list of Layer
+        Parameters in the order of the flat gradient.
+    numel : int
+        Elements of the flat gradient, d.
+    world_size : int
+        Ranks of the run.
+
+    Raises
+    ------
+    TraceError
+        If there is no trace, it is of another version, or nothing of it can be read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.attrs = root_attributes(self.path)
         self.layers = layout(self.path, self.attrs)
-        try:
-            self.numel = int(self.attrs["numel"])
-            self.world_size = int(self.attrs["world_size"])
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"{path} is damaged: unreadable numbers in its attributes") from error
-        self._groups: dict[int, dict[str, zarr.Array[Any]]] = {}
-        self._committed: dict[int, dict[int, int]] = {}
-        for directory in sorted(self.path.glob("rank[0-9]*")):
-            self._open_rank(directory)
-
-    def _open_rank(self, directory: Path) -> None:
-        import zarr
-
-        try:
-            rank = int(directory.name.removeprefix("rank"))
-            group = zarr.open_group(directory, mode="r", zarr_format=3)
-            arrays = dict(group.arrays())
-            steps = np.asarray(arrays["step"][:])
-        except Exception as error:
-            raise TraceError(f"{directory} is damaged: {first_line(error)}") from error
-        self._groups[rank] = arrays
-        self._committed[rank] = {int(s): row for row, s in enumerate(steps) if s >= 0}
+        self.numel: int = self.attrs["numel"]
+        self.world_size: int = self.attrs["world_size"]
+        self._ranks: dict[int, RankGroup] = {}
+        for folder in sorted(self.path.glob("rank[0-9]*")):
+            if folder.name[4:].isdecimal():
+                rank = int(folder.name[4:])
+                self._ranks[rank] = RankGroup(folder, rank, self.path, self.attrs, self.layers)
+        lost = [r.lost for r in self._ranks.values()]
+        if lost and all(lost):
+            raise TraceError(lost[0])
 
     def __repr__(self) -> str:
-        return (
-            f"<Trace {self.path} ranks={self.ranks} steps={len(self.steps())} numel={self.numel}>"
-        )
+        steps = len(set().union(*(r.rows for r in self._ranks.values())))
+        return f"<Trace {self.path} ranks={self.ranks} steps={steps} numel={self.numel}>"
 
     @property
     def name(self) -> str:
-        """The directory's name without ``.zarr``."""
+        """Return the directory's name without ``.zarr``."""
         return self.path.name.removesuffix(".zarr")
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that were captured."""
-        return sorted(self._groups)
+        """Return the ranks that were captured."""
+        return sorted(self._ranks)
 
     def steps(self, rank: int | None = None) -> list[int]:
-        """Return the committed steps of a rank, or (None) of any rank, ascending."""
+        """Return the committed steps of a rank or of any rank, ascending.
+
+        Parameters
+        ----------
+        rank : int, optional
+            The rank; None for the steps that any rank holds.
+
+        Returns
+        -------
+        list of int
+            Step numbers.
+
+        Raises
+        ------
+        TraceError
+            If there is no such rank, or step numbers are lost.
+        """
         if rank is not None:
-            return sorted(self._rank(rank, self._committed))
-        return sorted(set().union(*self._committed.values()))
+            return sorted(self._whole(rank).rows)
+        return sorted(set().union(*(self._whole(r).rows for r in self.ranks)))
 
     def kinds(self, rank: int) -> list[Kind]:
-        """Return the kinds of gradient a rank captured, in full or as sketches."""
+        """Return the kinds of gradient that a rank captured, in full or as sketches.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        list of Kind
+            Some of :data:`KINDS`.
+        """
         return [k for k in KINDS if self.has_gradients(rank, k) or self.has_sketches(rank, k)]
 
     def has_gradients(self, rank: int = 0, kind: Kind = "gradient") -> bool:
-        """Tell whether a rank holds every element of a kind, so that :meth:`read` can give them."""
-        return kind in self._rank(rank, self._groups)
+        """Tell whether a rank holds every element of a kind, so that :meth:`read` can give them.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+        kind : Kind
+            The kind.
+
+        Returns
+        -------
+        bool
+            True also where the data is damaged.
+        """
+        return kind in self._rank(rank).names
 
     def has_sketches(self, rank: int = 0, kind: Kind = "gradient") -> bool:
-        """Tell whether a rank holds sketches of a kind, so that :meth:`sketches` can give them."""
-        return f"{kind}_counts" in self._rank(rank, self._groups)
+        """Tell whether a rank holds sketches of a kind, so that :meth:`sketches` can give them.
 
-    def _rank(self, rank: int, table: Mapping[int, Any]) -> Any:
-        try:
-            return table[rank]
-        except KeyError:
+        Parameters
+        ----------
+        rank : int
+            The rank.
+        kind : Kind
+            The kind.
+
+        Returns
+        -------
+        bool
+            True also where the data is damaged.
+        """
+        return f"{kind}_counts" in self._rank(rank).names
+
+    def _rank(self, rank: int) -> RankGroup:
+        """Return a rank whose arrays can be read."""
+        if rank not in self._ranks:
             have = ", ".join(map(str, self.ranks)) or "none"
-            raise TraceError(f"{self.path} has no rank {rank}; it holds {have}") from None
+            raise TraceError(f"{self.path} has no rank {rank}; it holds {have}")
+        found = self._ranks[rank]
+        if found.lost:
+            raise TraceError(found.lost)
+        return found
+
+    def _whole(self, rank: int) -> RankGroup:
+        """Return a rank all of whose step numbers are known."""
+        found = self._rank(rank)
+        if found.gaps:
+            raise TraceError(found.gaps[0])
+        return found
 
     def _row(self, step: int, rank: int) -> int:
-        committed: dict[int, int] = self._rank(rank, self._committed)
-        if step not in committed:
+        found = self._rank(rank)
+        if step not in found.rows:
+            if found.gaps:  # it may be one of those lost
+                raise TraceError(found.gaps[0])
             raise TraceError(f"{self.path} has no step {step} on rank {rank}")
-        return committed[step]
+        return found.rows[step]
 
     def _damaged(self, what: str, step: int, rank: int, why: object) -> TraceError:
         why = first_line(why) if isinstance(why, BaseException) else why
         return TraceError(f"{self.path}: {what} of step {step}, rank {rank} is damaged: {why}")
 
-    def _gradient_array(self, rank: int, kind: Kind) -> zarr.Array[Any]:
+    def _gradient_array(self, rank: int, kind: Kind) -> StoredArray:
         """Return the array that holds a kind in full."""
         if self.has_gradients(rank, kind):
-            return self._groups[rank][kind]
+            return self._rank(rank).array(kind)
         if self.has_sketches(rank, kind):
             raise TraceError(
                 f"{self.path} holds only sketches of {kind!r} on rank {rank}: Trace.sketches gives their "
@@ -132,96 +202,162 @@ class Trace:
 
     def _elements(
         self, step: int, rank: int, kind: Kind, start: int, stop: int
-    ) -> tuple[NDArray[np.float32], int]:
-        """Return a part of a gradient, and how many non-finite elements all of it had at capture."""
+    ) -> NDArray[np.float32]:
+        """Return a part of a gradient that begins and ends with chunks."""
         row, array = self._row(step, rank), self._gradient_array(rank, kind)
+        size = array.chunk[1]
         try:
-            values = np.asarray(array[row, start:stop])
-            nonfinite = int(self._groups[rank][f"{kind}_nonfinite"][row])  # type: ignore[arg-type]
+            missing = [i for i in range(start // size, -(-stop // size)) if not array.holds(row, i)]
+            nonfinite = 0
+            if missing:
+                # Before schema 3 a chunk of nothing but NaN was not written: the count taken at capture tells.
+                lost = sum(min(size, self.numel - i * size) for i in missing)
+                if not self._rank(rank).complete:
+                    nonfinite = int(self._rank(rank).column(f"{kind}_nonfinite", [row])[0])
+                if lost > nonfinite:
+                    raise self._damaged(kind, step, rank, "chunks are missing")
+            values = np.asarray(array.zarr[row, start:stop])
+            values = from_bfloat16(values) if values.dtype == np.uint16 else values
+            if missing and (
+                count_nonfinite(values) > nonfinite
+                or (stop - start == self.numel and count_nonfinite(values) < nonfinite)
+            ):
+                raise self._damaged(kind, step, rank, "chunks are missing")
+        except TraceError:
+            raise
         except Exception as error:
             raise self._damaged(kind, step, rank, error) from error
-        return from_bfloat16(values) if values.dtype == np.uint16 else values, nonfinite
+        return values
 
     def read(self, step: int, rank: int = 0, kind: Kind = "gradient") -> NDArray[np.float32]:
-        """Return one captured gradient, float32 (numel,), bit-exact as captured (bfloat16: as rounded).
+        """Return one captured gradient, bit-exact as captured (bfloat16: as rounded).
+
+        Parameters
+        ----------
+        step : int
+            Training step.
+        rank : int
+            Rank that captured it.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+
+        Returns
+        -------
+        ndarray of float32, shape (numel,)
+            All parameters one after the other.
 
         Raises
         ------
         TraceError
             If it was not captured, or as a sketch only, or its data is damaged.
         """
-        values, nonfinite = self._elements(step, rank, kind, 0, self.numel)
-        # A chunk file that has gone missing reads as NaN fill; the count taken at capture gives it away.
-        if count_nonfinite(values) != nonfinite:
-            raise self._damaged(kind, step, rank, "chunks are missing")
-        return values
+        return self._elements(step, rank, kind, 0, self.numel)
 
     def chunk_numel(self, rank: int = 0, kind: Kind = "gradient") -> int:
         """Return the elements per chunk on the disk: what :meth:`read_slice` reads at least.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradient.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+
+        Returns
+        -------
+        int
+            Elements per chunk.
 
         Raises
         ------
         TraceError
             If the kind was not captured in full.
         """
-        return int(self._gradient_array(rank, kind).chunks[1])
+        size: int = self._gradient_array(rank, kind).chunk[1]
+        return size
 
     def read_slice(
         self, step: int, rank: int, kind: Kind, start: int, stop: int
     ) -> NDArray[np.float32]:
         """Return elements [start, stop) of one captured gradient, reading no more than the chunks they lie in.
 
-        A missing chunk goes unnoticed here, unlike in :meth:`read`, if the gradient had as many non-finite elements
-        as the chunks read have now.
-
         Parameters
         ----------
-        step, rank, kind : as in :meth:`read`.
-        start, stop : 0 ≤ start ≤ stop ≤ numel; borders of chunks (:meth:`chunk_numel`) make each be read once.
+        step : int
+            Training step.
+        rank : int
+            Rank that captured it.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+        start, stop : int
+            First element, and the one after the last, 0 ≤ start ≤ stop ≤ numel. Borders of chunks
+            (:meth:`chunk_numel`) make each chunk be read once.
 
         Returns
         -------
-        float32 (stop - start,)
+        ndarray of float32, shape (stop − start,)
+            The elements.
 
         Raises
         ------
         InputError
             If the range is not within the gradient.
         TraceError
-            If it was not captured, or as a sketch only, or its data is damaged.
+            If it was not captured, or as a sketch only, or its data is damaged. In a trace of schema 1 or 2, a
+            missing chunk goes unnoticed here, unlike in :meth:`read`, if the gradient had as many non-finite elements
+            as the chunks read have now.
         """
         if not 0 <= start <= stop <= self.numel:
             raise InputError(f"[{start}, {stop}) is not within the {self.numel} elements")
         size = self.chunk_numel(rank, kind)
         first, last = start // size * size, min(-(-stop // size) * size, self.numel)
-        # Whole chunks: a missing one is then all NaN, which a few elements of it would hide among a few true NaN.
-        values, nonfinite = self._elements(step, rank, kind, first, last)
-        if count_nonfinite(values) > nonfinite:
-            raise self._damaged(kind, step, rank, "chunks are missing")
+        values = self._elements(step, rank, kind, first, last)
         return values[start - first : stop - first].copy()
 
     def sketches(self, step: int, rank: int = 0, kind: Kind = "gradient") -> list[Sketch]:
-        """Return the sketches stored of one gradient, of every layer in the order of the layout.
+        """Return the sketches stored of one gradient, one per layer in the order of the layout.
 
         They have 7 bits, and are, but for the single magnitudes of small layers, what
         :func:`gradstats.sketch` makes of each layer, bit for bit. Their sum is the whole gradient's.
+
+        Parameters
+        ----------
+        step : int
+            Training step.
+        rank : int
+            Rank that captured it.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+
+        Returns
+        -------
+        list of Sketch
+            One sketch per layer.
 
         Raises
         ------
         TraceError
             If no sketches were stored, or their data is damaged.
         """
-        row, arrays = self._row(step, rank), self._rank(rank, self._groups)
+        row, found = self._row(step, rank), self._rank(rank)
         if not self.has_sketches(rank, kind):
             raise TraceError(f"{self.path} has no sketches of {kind!r} on rank {rank}")
         what = f"the sketch of {kind}"
+        stored, summed = found.array(f"{kind}_counts"), found.array(f"{kind}_moments")
+        shape = (len(self.layers), len(STATISTICS))
         try:
-            counts = np.asarray(arrays[f"{kind}_counts"][row])
-            moments = np.asarray(arrays[f"{kind}_moments"][row])
+            if stored.shape[1] != shape[0] or summed.shape[1:] != shape:
+                raise self._damaged(what, step, rank, "it does not fit the parameter layout")
+            if self.layers and not summed.holds(row, 0, 0):
+                raise self._damaged(what, step, rank, "chunks are missing")
+            moments = np.asarray(summed.zarr[row])
+            for i in range(-(-stored.shape[2] // stored.chunk[2])):
+                stored.holds(row, 0, i)
+            counts = np.asarray(stored.zarr[row])
+        except TraceError:
+            raise
         except Exception as error:
             raise self._damaged(what, step, rank, error) from error
-        if moments.shape != (len(self.layers), len(STATISTICS)) or len(counts) != len(moments):
-            raise self._damaged(what, step, rank, "it does not fit the parameter layout")
         sketches = []
         for layer, number, sums in zip(self.layers, counts, moments.tolist(), strict=True):
             bins = np.flatnonzero(number > 0)  # ten times as fast as of the numbers
@@ -234,55 +370,121 @@ class Trace:
             sketches.append(Sketch(total, bins, occupied, BITS))
         return sketches
 
-    def scalars(self, rank: int = 0) -> dict[str, NDArray[Any]]:
-        """Return a rank's per-step columns (step, loss, threshold, …), committed rows only, by name."""
-        rows = list(self._rank(rank, self._committed).values())
-        arrays = self._rank(rank, self._groups)
-        return {name: np.asarray(a[:])[rows] for name, a in arrays.items() if a.ndim == 1}
+    def scalars(self, rank: int = 0) -> Mapping[str, NDArray[Any]]:
+        """Return a rank's per-step columns (step, loss, threshold, …), committed rows only, by name.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        mapping of str to ndarray, shape (steps,)
+            A column is read when it is looked up, and raises :class:`TraceError` then if it is damaged.
+
+        Raises
+        ------
+        TraceError
+            If there is no such rank, or step numbers are lost.
+        """
+        return self._whole(rank).scalars()
 
     def compression(self, rank: int = 0) -> dict[str, NDArray[Any]]:
-        """Return what the compressor said of a rank's steps: (steps,) by name of :data:`COMPRESSION`.
+        """Return what the compressor said of a rank's steps.
 
-        Empty if it said nothing.
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        dict of str to ndarray, shape (steps,)
+            By name of :data:`COMPRESSION`; empty if it said nothing.
         """
-        return self._statistics("compression", rank)
+        return self._table("compression", rank)
 
     def layer_compression(self, rank: int = 0) -> dict[str, NDArray[Any]]:
-        """Return what the compressor said of a rank's layers: (steps, layers) by name of :data:`LAYER_COMPRESSION`.
+        """Return what the compressor said of a rank's layers.
 
-        NaN in steps it did not diagnose; empty if it said nothing.
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        dict of str to ndarray, shape (steps, layers)
+            By name of :data:`LAYER_COMPRESSION`; NaN in steps that it did not diagnose. Empty if it said nothing.
         """
-        return self._statistics("layer_compression", rank)
+        return self._table("layer_compression", rank)
 
-    def _statistics(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
-        rows = list(self._rank(rank, self._committed).values())
-        array = self._rank(rank, self._groups).get(name)
-        if array is None:
+    def _table(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
+        found = self._whole(rank)
+        if name not in found.names:
             return {}
-        try:
-            values = np.asarray(array[:])[rows]
-        except Exception as error:
-            raise TraceError(
-                f"{self.path}: {name} of rank {rank} is damaged: {first_line(error)}"
-            ) from error
-        return {str(s): values[..., i] for i, s in enumerate(array.attrs["statistics"])}
+        values, names = found.column(name), found.array(name).names
+        if len(names) != values.shape[-1]:
+            raise found.damaged(name, "its columns have no names")
+        return {column: values[..., i] for i, column in enumerate(names)}
 
     def gradients(self) -> Iterator[tuple[int, int, Kind, NDArray[np.float32]]]:
-        """Yield (step, rank, kind, gradient) for everything captured in full: by rank and kind, steps in order."""
+        """Yield everything captured in full: by rank and kind, steps in order.
+
+        Yields
+        ------
+        step, rank : int
+            Training step and rank.
+        kind : Kind
+            ``"gradient"`` or ``"corrected"``.
+        values : ndarray of float32, shape (numel,)
+            The gradient.
+        """
         for rank in self.ranks:
             for kind in (k for k in KINDS if self.has_gradients(rank, k)):
                 for step in self.steps(rank):
                     yield step, rank, kind, self.read(step, rank, kind)
 
     def to_datatree(self) -> xarray.DataTree:
-        """Open the trace as a dask-backed :class:`xarray.DataTree`, one node per rank."""
+        """Open the trace as a dask-backed :class:`xarray.DataTree`, one node per rank.
+
+        Returns
+        -------
+        xarray.DataTree
+            The arrays as they are on the disk, rows that are not committed (step -1) included. In traces of schema 1
+            and 2, which xarray cannot always open, dimensions have the names of schema 3.
+
+        Raises
+        ------
+        TraceError
+            If the data is damaged.
+        """
         import xarray
 
-        return xarray.open_datatree(self.path, engine="zarr", chunks={}, consolidated=False)
+        try:
+            if not all(found.complete for found in self._ranks.values()):
+                nodes = {f"rank{r:05d}": self._rank(r).dataset() for r in self.ranks}
+                return xarray.DataTree.from_dict({"/": xarray.Dataset(attrs=self.attrs), **nodes})
+            return xarray.open_datatree(self.path, engine="zarr", chunks={}, consolidated=False)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(f"{self.path} is damaged: {first_line(error)}") from error
 
 
 def open_trace(path: str | Path) -> Trace:
     """Open a trace for reading.
+
+    Parameters
+    ----------
+    path : str or Path
+        The directory.
+
+    Returns
+    -------
+    Trace
+        The trace; only committed steps are visible.
 
     Raises
     ------

@@ -14,17 +14,28 @@ class StepRecord:
 
     Attributes
     ----------
-    step : 0 for the first synchronised backward pass.
-    threshold : η on this rank, NaN without one.
-    selected : elements this rank sent, k̂.
-    target : elements it was to send, k; 0 where there is no such number.
-    numel : elements of the compressed part of the gradient, d.
-    bytes_sent : bytes of this rank's messages, padding included; the dense part's too.
-    union : positions at which any rank sent something.
-    select_seconds : of this rank's wall clock.
-    communicate_seconds : likewise, as long as nothing else went on.
-    overlapped_seconds : of communication while the backward pass went on.
-    problem : what was wrong with the gradient and handled by policy; empty if nothing.
+    step : int
+        Number of the step, 0 for the first synchronised backward pass.
+    threshold : float
+        Threshold η on this rank, NaN without one.
+    selected : int
+        Number k̂ of elements that this rank sent.
+    numel : int
+        Number d of elements of the compressed part of the gradient.
+    bytes_sent : int
+        Bytes of this rank's messages, padding and the dense part included.
+    target : int
+        Number k of elements that this rank was to send; 0 where there is no such number.
+    union : int
+        Positions at which any rank sent something.
+    select_seconds : float
+        Wall-clock seconds that this rank spent on selection.
+    communicate_seconds : float
+        Wall-clock seconds of communication while nothing else went on.
+    overlapped_seconds : float
+        Seconds of communication while the backward pass went on.
+    problem : str
+        What was wrong with the gradient and handled by policy; empty if nothing.
     """
 
     step: int
@@ -41,20 +52,20 @@ class StepRecord:
 
     @property
     def quality(self) -> float:
-        """Estimation quality k̂/k; NaN without a k."""
+        """Return the estimation quality k̂/k; NaN without a k."""
         return self.selected / self.target if self.target else math.nan
 
     @property
     def build_up(self) -> float:
-        """The union ÷ k: what the ranks' selections have grown to together (MiCRO); NaN without a k."""
+        """Return the union ÷ k: what the ranks' selections have grown to together (MiCRO); NaN without a k."""
         return self.union / self.target if self.target else math.nan
 
     @property
     def density(self) -> float:
-        """The union ÷ d."""
+        """Return the union ÷ d."""
         return self.union / self.numel if self.numel else math.nan
 
     @property
     def bits_per_element(self) -> float:
-        """Bits sent ÷ d."""
+        """Return the bits sent ÷ d."""
         return 8 * self.bytes_sent / self.numel if self.numel else math.nan

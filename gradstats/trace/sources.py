@@ -421,16 +421,29 @@ class ArraySource(Source):
         Arrays by layer name, in the order of the flat gradient.
     name : str, optional
         Name of the source in tables.
+    path : pathlib.Path, optional
+        The file it was read from. A worker of a cluster then reads the file itself; otherwise every task carries the
+        gradient.
     """
 
-    def __init__(self, layers: Mapping[str, Array], name: str = "array") -> None:
+    def __init__(
+        self, layers: Mapping[str, Array], name: str = "array", path: Path | None = None
+    ) -> None:
         self.name = name
+        self._path = path
+        self._token = uuid.uuid4().hex
         self.layers, offset = [], 0
         checked = {n: check(a) for n, a in layers.items()}
         for layer, array in checked.items():
             self.layers.append(Layer(layer, offset, tuple(array.shape)))
             offset += numel_of(array)
         self._values = _flatten(list(checked.values()), offset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._path is None:
+            layers = {la.name: self._values[la.slice].reshape(la.shape) for la in self.layers}
+            return ArraySource, (layers, self.name)
+        return _reread, (str(self._path.resolve()), self._token)
 
     def entries(self) -> list[tuple[int, Kind, int]]:
         """Return the only key."""
@@ -445,6 +458,12 @@ class ArraySource(Source):
     ) -> Array:  # numpydoc ignore=PR01
         """Return a view of some elements."""
         return self._values[start:stop]
+
+
+@lru_cache(maxsize=8)
+def _reread(path: str, token: str) -> ArraySource:
+    """Read a file in a worker, once for each analysis."""
+    return ArraySource(_load(Path(path)), Path(path).name, Path(path))
 
 
 def _flatten(arrays: list[Array], numel: int) -> Array:
@@ -496,7 +515,7 @@ def open_source(source: object) -> Source:
         if path.is_file():
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         return TraceSource(open_trace(path))
-    return ArraySource(_load(path), path.name)
+    return ArraySource(_load(path), path.name, path)
 
 
 def open_sources(path: str | Path) -> list[Source]:

@@ -1,16 +1,24 @@
-"""Writing: one group per rank, a step at a time."""
+"""Writing: one group per rank, a step at a time.
+
+Chunk files are written here, not through zarr: the scalars of a step are one small file each, made in memory and
+renamed into place, where zarr reads, decodes, encodes and compares each of them.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import TraceError
+from gradstats.errors import InputError, TraceError
 from gradstats.primitives.blocks import BLOCK
 from gradstats.trace.format import (
     BIN_CHUNK,
@@ -18,38 +26,56 @@ from gradstats.trace.format import (
     BITS,
     CHUNK,
     COMPRESSION,
-    FLOAT_SCALARS,
     GROW,
     LAYER_COMPRESSION,
     STATISTICS,
+    ArraySpec,
     Kind,
     Store,
+    array_specs,
     count_nonfinite,
+    group_metadata,
     layout,
     root_attributes,
     to_bfloat16,
 )
 
-if TYPE_CHECKING:
-    import zarr
-
 __all__ = ["TraceWriter"]
 
 
 class TraceWriter:
-    """Appends steps to one rank's group of a trace. Not thread-safe; one writer per rank.
+    """Append steps to one rank's group of a trace. Not thread-safe; one writer per rank.
 
     Parameters
     ----------
-    path : a trace made by :func:`create_trace`.
-    rank : whose group to write; it must not exist.
-    kinds : which arrays :meth:`append` will be given.
-    store : ``"gradients"``, or ``"sketches"`` for a histogram and the moments of every layer in their place.
-    dtype : of the gradients: ``"float32"``, or ``"bfloat16"`` for half the space. Sketches are of the float32 values.
-    expected_steps : rows to lay out; more are added when they are used up.
-    compress : shuffle and compress the gradients (about a tenth smaller for float32, and much slower). Sketches always
-        are.
-    compression : make room for what a compressor says of its steps.
+    path : str or Path
+        Trace made by :func:`create_trace`.
+    rank : int
+        Rank whose group to write; the trace must not hold it.
+    kinds : sequence of Kind
+        Arrays that :meth:`append` will be given.
+    store : Store
+        ``"gradients"``, or ``"sketches"`` for a histogram and the moments of every layer in their place.
+    dtype : {"float32", "bfloat16"}
+        Type of the stored gradients; bfloat16 takes half the space. Sketches are of the float32 values.
+    expected_steps : int, optional
+        Rows to lay out; more are added when they are used up.
+    compress : bool
+        Whether to shuffle and compress the gradients (about a tenth smaller for float32, and much slower). Sketches
+        always are.
+    compression : bool
+        Whether to make room for what a compressor says of its steps.
+
+    Raises
+    ------
+    TraceError
+        If there is no such trace, it holds the rank already, or it cannot be written.
+
+    Notes
+    -----
+    Rows are laid out before they are used, because xarray wants every array along ``step`` to have the same length
+    and each array's length is in a file of its own. When all are used, and at the end, :func:`_resize` changes all
+    lengths in one rename.
     """
 
     def __init__(
@@ -64,8 +90,6 @@ class TraceWriter:
         compress: bool = False,
         compression: bool = False,
     ) -> None:
-        import zarr
-
         attributes = root_attributes(Path(path))
         self.path = Path(path)
         self.kinds = tuple(kinds)
@@ -74,109 +98,31 @@ class TraceWriter:
         self._layers = layout(Path(path), attributes)
         self._bfloat16 = dtype == "bfloat16"
         self._rows = 0
+        self._last = -1
         self._capacity = expected_steps or GROW
-        name = f"rank{rank:05d}"
-        if (self.path / name).exists():
-            raise TraceError(f"{self.path} already holds rank {rank}")
-        # Laid out beside its place and renamed into it: a reader finds the rank's arrays all or not at all.
-        partial = f".{name}.{uuid.uuid4().hex}.partial"
-        group = zarr.create_group(
-            self.path / partial,
-            attributes={"rank": rank, "store": store, "dtype": dtype},
-            zarr_format=3,
+        self._specs = array_specs(
+            len(self._layers),
+            self.numel,
+            kinds=self.kinds,
+            store=store,
+            bfloat16=self._bfloat16,
+            compress=compress,
+            compression=compression,
+            chunk=CHUNK,
+            **({"expected": expected_steps} if expected_steps else {}),
         )
-        self._lay_out(group, compress)
-        if compression:
-            self._lay_out_compression(group)
-        (self.path / partial).rename(self.path / name)
-        group = zarr.open_group(self.path / name, mode="r+", zarr_format=3)
-        self._arrays = dict(group.arrays())
-
-    def _lay_out(self, group: zarr.Group, compress: bool) -> None:
-        from zarr.codecs import BloscCodec, Crc32cCodec
-
-        def scalar(name: str, dtype: str, fill: float) -> None:
-            group.create_array(
-                name,
-                shape=(self._capacity,),
-                chunks=(min(max(self._capacity, 1), 1024),),
-                dtype=dtype,
-                fill_value=fill,
-                dimension_names=("step",),
-                compressors=[Crc32cCodec()],
-            )
-
-        def packed(level: int) -> list[Any]:
-            return [BloscCodec(cname="zstd", clevel=level, shuffle="bitshuffle"), Crc32cCodec()]
-
-        def gradient(kind: Kind) -> None:
-            group.create_array(
-                kind,
-                shape=(self._capacity, self.numel),
-                chunks=(1, min(max(self.numel, 1), CHUNK)),
-                dtype="uint16" if self._bfloat16 else "float32",
-                fill_value=0x7FC0 if self._bfloat16 else float("nan"),
-                dimension_names=("step", "element"),
-                compressors=packed(9) if compress else [Crc32cCodec()],
-                attributes={"encoding": "bfloat16"} if self._bfloat16 else {},
-            )
-
-        def sketches(kind: Kind) -> None:
-            layers, statistics = len(self._layers), len(STATISTICS)
-            group.create_array(
-                f"{kind}_counts",
-                shape=(self._capacity, layers, BINS),
-                chunks=(1, max(layers, 1), BIN_CHUNK),
-                dtype="uint32",
-                fill_value=0,
-                dimension_names=("step", "layer", "bin"),
-                compressors=packed(5),
-                attributes={"bits": BITS},
-            )
-            group.create_array(
-                f"{kind}_moments",
-                shape=(self._capacity, layers, statistics),
-                chunks=(1, max(layers, 1), statistics),
-                dtype="float64",
-                fill_value=float("nan"),
-                dimension_names=("step", "layer", "statistic"),
-                compressors=packed(5),
-                attributes={"statistics": list(STATISTICS)},
-            )
-
-        for kind in self.kinds:
-            (sketches if self.store == "sketches" else gradient)(kind)
-            scalar(f"{kind}_zeros", "int64", 0)
-            scalar(f"{kind}_nonfinite", "int64", 0)
-        for name in FLOAT_SCALARS:
-            scalar(name, "float64", float("nan"))
-        scalar("selected", "int64", -1)
-        scalar("step", "int64", -1)
-
-    def _lay_out_compression(self, group: zarr.Group) -> None:
-        from zarr.codecs import Crc32cCodec
-
-        layers = len(self._layers)
-        for name, shape, chunks, dimensions, statistics in (
-            ("compression", (), (64,), ("step", "statistic"), COMPRESSION),
-            (
-                "layer_compression",
-                (layers,),
-                (1, layers),
-                ("step", "layer", "statistic"),
-                LAYER_COMPRESSION,
-            ),
-        ):
-            group.create_array(
-                name,
-                shape=(self._capacity, *shape, len(statistics)),
-                chunks=(*chunks, len(statistics)),
-                dtype="float64",
-                fill_value=float("nan"),
-                dimension_names=dimensions,
-                compressors=[Crc32cCodec()],
-                attributes={"statistics": list(statistics)},
-            )
+        name = f"rank{rank:05d}"
+        self._group = self.path / name
+        if self._group.exists():
+            raise TraceError(f"{self.path} already holds rank {rank}")
+        about = {"rank": rank, "store": store, "dtype": dtype, "arrays": list(self._specs)}
+        try:
+            _lay_out(self._group, self._specs, self._capacity, about)
+        except OSError as error:
+            raise TraceError(f"cannot write rank {rank} to {self.path}: {error}") from error
+        self._columns = {
+            n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
+        }
 
     def append(
         self,
@@ -194,17 +140,26 @@ class TraceWriter:
 
         Parameters
         ----------
-        step : non-negative step number, greater than the last.
-        arrays : float32 (numel,) for every kind of this writer.
-        loss, learning_rate, threshold : as used in the step; NaN where unknown.
-        selected : k̂ the compressor kept, -1 where unknown.
-        compression : some of :data:`COMPRESSION`, if the writer made room for it.
-        layer_compression : some of :data:`LAYER_COMPRESSION`, each (layers,) in the order of the layout.
+        step : int
+            Step number, not negative and greater than the last.
+        arrays : mapping of Kind to ndarray of float32, shape (numel,)
+            Gradients, one for every kind of this writer.
+        loss, learning_rate, threshold : float
+            Values used in the step; NaN where unknown.
+        selected : int
+            Number of elements k̂ that the compressor kept, -1 where unknown.
+        compression : mapping of str to float, optional
+            Some of :data:`COMPRESSION`, if the writer made room for it.
+        layer_compression : mapping of str to ndarray, shape (layers,), optional
+            Some of :data:`LAYER_COMPRESSION`, in the order of the layout.
 
         Raises
         ------
+        InputError
+            If the step number is not greater than the last.
         TraceError
-            If the disk refuses; the step is then not committed, all earlier ones are.
+            If an array has another shape or type, or the disk refuses; the step is then not committed, all earlier
+            ones are.
         """
         for kind in self.kinds:
             values = arrays[kind]
@@ -212,12 +167,18 @@ class TraceWriter:
                 raise TraceError(
                     f"expected float32 ({self.numel},), got {values.dtype} {values.shape}"
                 )
+        if step <= self._last:
+            raise InputError(f"step {step} does not come after step {self._last}")
+        if (compression or layer_compression) and "compression" not in self._columns:
+            raise InputError("open the TraceWriter with compression=True to store compression")
         row = self._rows
         try:
             if row == self._capacity:
                 self._resize(2 * row)
             # A row is written once: what a failed write leaves in it must not show through in another step.
             self._rows += 1
+            # First of a chunk's files: where others are and it is not, it was lost.
+            self._columns["step"].turn_to(row)
             for kind in self.kinds:
                 put = self._put_sketch if self.store == "sketches" else self._put_gradient
                 zeros, nonfinite = put(kind, row, arrays[kind])
@@ -227,19 +188,23 @@ class TraceWriter:
             self._put("learning_rate", row, learning_rate)
             self._put("threshold", row, threshold)
             self._put("selected", row, selected)
-            if compression:
-                self._arrays["compression"][row] = [compression.get(n, np.nan) for n in COMPRESSION]
-            if layer_compression:
-                unknown = np.full(len(self._layers), np.nan)
-                columns = [layer_compression.get(n, unknown) for n in LAYER_COMPRESSION]
-                self._arrays["layer_compression"][row] = np.stack(columns, axis=1)
+            if "compression" in self._columns:
+                told, unknown = compression or {}, np.full(len(self._layers), np.nan)
+                self._put("compression", row, [told.get(n, np.nan) for n in COMPRESSION])
+                columns = [(layer_compression or {}).get(n, unknown) for n in LAYER_COMPRESSION]
+                self._put("layer_compression", row, np.stack(columns, axis=1))
             self._put("step", row, step)
         except OSError as error:
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
+        self._last = step
 
     def _put_gradient(self, kind: Kind, row: int, values: NDArray[np.float32]) -> tuple[int, int]:
         """Write a gradient; return its zeros and its non-finite elements."""
-        self._arrays[kind][row] = to_bfloat16(values) if self._bfloat16 else values
+        spec = self._specs[kind]
+        stored = to_bfloat16(values) if self._bfloat16 else values
+        folder, (size,) = self._group / kind / "c" / str(row), spec.chunk
+        for i, start in enumerate(range(0, self.numel, size)):
+            _write_chunk(folder / str(i), _padded(stored[start : start + size], spec), spec)
         return self.numel - int(np.count_nonzero(values)), count_nonfinite(values)
 
     def _put_sketch(self, kind: Kind, row: int, values: NDArray[np.float32]) -> tuple[int, int]:
@@ -253,33 +218,201 @@ class TraceWriter:
             for first in range(0, BINS, BIN_CHUNK):
                 part = counts[first : first + BIN_CHUNK]
                 if part.any():
-                    chunks.setdefault(first, np.zeros((layers, part.size), np.uint32))[i] = part
-        for first, block in chunks.items():
-            self._arrays[f"{kind}_counts"][row, :, first : first + block.shape[1]] = block
-        self._arrays[f"{kind}_moments"][row] = moments
+                    block = chunks.setdefault(first, np.zeros((layers, BIN_CHUNK), np.uint32))
+                    block[i, : part.size] = part
+        for name, blocks in (
+            (f"{kind}_counts", {first // BIN_CHUNK: block for first, block in chunks.items()}),
+            (f"{kind}_moments", {0: moments} if layers else {}),
+        ):
+            folder = self._group / name / "c" / str(row) / "0"
+            for j, table in blocks.items():
+                _write_chunk(folder / str(j), table, self._specs[name])
         return int(moments[:, 1].sum()), int(moments[:, 2].sum())
 
-    def _put(self, name: str, row: int, value: float) -> None:
-        """Write a scalar; one equal to the fill value is there already, and a write costs 0.6 ms of CPU."""
-        array = self._arrays[name]
-        fill = array.fill_value
-        if value != fill and not (value != value and fill != fill):
-            array[row] = value
+    def _put(self, name: str, row: int, value: Any) -> None:
+        """Write what one column holds for a row."""
+        self._columns[name].put(row, value)
 
     def _resize(self, capacity: int) -> None:
-        for name, array in self._arrays.items():
-            if name != "step":
-                array.resize((capacity, *array.shape[1:]))
-        self._arrays["step"].resize((capacity,))
+        """Change the number of rows laid out."""
+        linked = _resize(self._group, self._specs, self._capacity, capacity)
         self._capacity = capacity
+        if linked:
+            _settle(self._group, self._specs, capacity)
 
     def close(self) -> None:
-        """Drop the rows laid out but never used. The trace is complete without it."""
+        """Drop the rows laid out but never used. The trace is complete without it.
+
+        Raises
+        ------
+        TraceError
+            If the disk refuses.
+        """
         if self._rows < self._capacity:
             try:
                 self._resize(self._rows)
             except OSError as error:
                 raise TraceError(f"cannot finish {self.path}: {error}") from error
+
+
+class _Column:
+    """An array with many rows in a chunk. The chunk being filled is kept in memory, and nothing is read back."""
+
+    def __init__(self, folder: Path, spec: ArraySpec) -> None:
+        self._folder, self._spec = folder / "c", spec
+        self._values = np.empty((spec.rows, *spec.chunk), spec.dtype)
+        self._chunk = -1
+
+    def turn_to(self, row: int) -> None:
+        """Begin the chunk that a row lies in, if it is another than the last."""
+        chunk = row // self._spec.rows
+        if chunk != self._chunk:
+            self._chunk = -1
+            self._values[...] = self._spec.fill
+            self._write(chunk)
+            self._chunk = chunk
+
+    def put(self, row: int, value: Any) -> None:
+        """Write a row. One that equals the fill value is there already."""
+        self.turn_to(row)
+        place, fill = row % self._spec.rows, self._spec.fill
+        self._values[place] = value
+        given = self._values[place]
+        if (np.isnan(given) if fill != fill else given == fill).all():
+            return
+        try:
+            self._write(self._chunk)
+        except BaseException:
+            self._values[place] = fill  # a later row's write must not bring it in
+            raise
+
+    def _write(self, chunk: int) -> None:
+        if all(self._spec.shape):
+            file = self._folder.joinpath(str(chunk), *["0"] * len(self._spec.chunk))
+            _write_chunk(file, self._values, self._spec)
+
+
+def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
+    """Return a chunk of a gradient in its full size: zarr has no other."""
+    (size,) = spec.chunk
+    if values.size == size:
+        return values
+    whole = np.full(size, spec.fill, spec.dtype)
+    whole[: values.size] = values
+    return whole
+
+
+def _write_chunk(file: Path, values: NDArray[Any], spec: ArraySpec) -> None:
+    """Write one chunk with its checksum: all of it or nothing."""
+    from google_crc32c import value as crc32c
+
+    little = np.ascontiguousarray(values, np.dtype(spec.dtype).newbyteorder("<"))
+    if spec.level is None:
+        data = little.reshape(-1).view(np.uint8)
+    else:
+        from numcodecs import Blosc  # type: ignore[import-untyped]
+
+        codec = Blosc("zstd", spec.level, Blosc.BITSHUFFLE)
+        data = np.frombuffer(codec.encode(little), np.uint8)
+    _write_file(file, data.data, crc32c(data).to_bytes(4, "little"))
+
+
+def _write_file(file: Path, *parts: bytes | memoryview) -> None:
+    """Write a file beside its place and rename it there."""
+    partial = f"{file}.partial"
+    try:
+        try:
+            stream = open(partial, "wb")  # noqa: SIM115
+        except FileNotFoundError:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stream = open(partial, "wb")  # noqa: SIM115
+        with stream:
+            for part in parts:
+                stream.write(part)
+        os.replace(partial, file)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _lay_out(
+    group: Path, specs: Mapping[str, ArraySpec], capacity: int, about: Mapping[str, Any]
+) -> None:
+    """Make a rank's group beside the trace and rename it into place: a reader finds all its arrays or none."""
+    root = group.parent
+    for place in (root.parent, root):  # zarr lists what lies in the root
+        partial = place / f".{root.name[:180]}.{group.name}.{uuid.uuid4().hex[:8]}.partial"
+        try:
+            _write_metadata(partial, specs, capacity)
+            _write_file(partial / "zarr.json", group_metadata(about))
+            partial.rename(group)
+            return
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if place is root or error.errno not in (*_NOT_THERE, errno.EXDEV):
+                raise
+
+
+_NOT_THERE = (errno.EPERM, errno.EACCES, errno.EROFS)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+
+
+def _write_metadata(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
+    for name, spec in specs.items():
+        _write_file(group / name / "zarr.json", _json(spec, capacity))
+
+
+def _json(spec: ArraySpec, capacity: int) -> bytes:
+    return json.dumps(spec.metadata(capacity), indent=2).encode()
+
+
+def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int) -> bool:
+    """Change the length of all arrays of a group at once, so that xarray can open the trace at any moment.
+
+    Each array's length is in its own ``zarr.json``. These become links that all go through one directory link, which
+    is then turned from the old texts to the new ones: a single rename. :func:`_settle` makes them files again. No
+    step changes what a reader sees but that one. Links leave no trace in traces, unless the process dies here.
+
+    Returns whether :func:`_settle` has something to do: there are file systems without links.
+    """
+    home = group / "step"
+    try:
+        for capacity in (before, after):
+            for name, spec in specs.items():
+                _write_file(home / f"layout-{capacity}" / f"{name}.json", _json(spec, capacity))
+        _link(f"layout-{before}", home / "layout")
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # One after the other, `step` the shortest: our reader goes by it, and waits for no repair.
+        order = list(specs) if after > before else list(specs)[::-1]
+        _write_metadata(group, {name: specs[name] for name in order}, after)
+        return False
+    for name in specs:
+        target = f"layout/{name}.json" if name == "step" else f"../step/layout/{name}.json"
+        _link(target, group / name / "zarr.json")
+    _link(f"layout-{after}", home / "layout")
+    return True
+
+
+def _settle(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
+    """Make the links that :func:`_resize` left files of the same content."""
+    _write_metadata(group, specs, capacity)
+    home = group / "step"
+    (home / "layout").unlink()
+    for left in home.glob("layout-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _link(target: str, place: Path) -> None:
+    """Put a symbolic link in the place of a file or another link."""
+    partial = place.with_name(f"{place.name}.partial")
+    try:
+        partial.symlink_to(target)
+        partial.replace(place)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _tally(values: NDArray[np.float32]) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:

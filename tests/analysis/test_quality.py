@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gradstats import quality, stage_budget
-from gradstats.analysis.quality import noise_floor, quality_series
+from gradstats.analysis.quality import inner_90, noise_floor, quality_series, spread_of
 from gradstats.errors import InputError
 from gradstats.thresholds import ESTIMATORS
 
@@ -25,8 +25,7 @@ def test_summaries_are_those_of_the_series(trace_path):
         values = [r["quality"] for r in series if r["kind"] == record["kind"]]
         assert record["mean"] == pytest.approx(np.mean(values))
         assert (record["min"], record["max"]) == (min(values), max(values))
-        assert record["low"] == pytest.approx(np.quantile(values, 0.05))
-        assert record["high"] == pytest.approx(np.quantile(values, 0.95))
+        assert (record["low"], record["high"]) == (min(values), max(values))  # of four
         assert record["floor_high"] == 1 + noise_floor(record["k"])
 
 
@@ -40,6 +39,17 @@ def test_the_noise_floor_is_that_of_a_perfect_model():
     ]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
     assert noise_floor(0) == np.inf
+
+
+def test_few_values_have_a_range_and_no_quantiles(trace_path):
+    """Between 5 % and 95 % of four values lie two of them."""
+    assert inner_90(np.array([3.0, 1.0, 2.0, 5.0])) == (1, 5)
+    assert inner_90(np.arange(19.0)) == (0, 18)
+    assert inner_90(np.arange(21.0)) == (1, 19)
+    for record in quality(trace_path, (0.01,), ("exact", "sidco-e")):
+        assert (record["low"], record["high"]) == (record["min"], record["max"])
+        assert record["spread"] == "least to largest"
+    assert spread_of(20) == "5 % to 95 %"
 
 
 def test_options_reach_the_estimators():

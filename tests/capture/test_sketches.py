@@ -129,8 +129,8 @@ def test_opens_in_xarray_as_documented(sketched):
         "rank00000"
     ].to_dataset()
     assert node.gradient_counts.dims == ("step", "layer", "bin")
-    assert node.gradient_moments.dims == ("step", "layer", "statistic")
-    names = node.gradient_moments.attrs["statistics"]
+    assert node.gradient_moments.dims == ("step", "layer", "moment")
+    names = node.gradient_moments.attrs["names"]
     edges = (np.arange(32641, dtype="u4") << 16).view("f4")
     for i, one in enumerate(open_trace(sketched).sketches(1)):
         counts = node.gradient_counts.isel(step=1, layer=i).values

@@ -196,7 +196,7 @@ def test_a_dense_union_is_all_reduced():
 
 
 def test_refusals():
-    with pytest.raises(InputError, match="layer-wise system needs named_parameters"):
+    with pytest.raises(InputError, match="LAGS sends layer by layer and needs named_parameters"):
         CompressionState(LAGS(0.01))
     with pytest.raises(InputError, match="values travel as float32, float16, bfloat16"):
         SparseAllGather(torch.float64)

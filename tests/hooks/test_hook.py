@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from workers import hook as cases
 
-from gradstats.compressors import SELECTORS, ThresholdSelector, make_selector
+from gradstats.compressors import SELECTORS, ThresholdSelector, make_compressor, make_selector
 from gradstats.errors import InputError
 
 pytestmark = pytest.mark.distributed
@@ -107,7 +107,7 @@ def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
 
 
 def test_compressors_by_name():
-    assert make_selector("none", 0.01) is None
+    assert make_compressor("none", 0.01) is None
     for name in SELECTORS:
         compressor = make_selector(name, 0.01)
         assert isinstance(compressor, ThresholdSelector)
@@ -122,6 +122,6 @@ def test_compressors_by_name():
         assert torch.equal(first.values, x[first.indices])
         assert bool((first.values.abs() >= first.threshold).all())
     with pytest.raises(InputError, match="there are none, topk"):
-        make_selector("nonsense", 0.01)
+        make_compressor("nonsense", 0.01)
     with pytest.raises(InputError, match="ratio"):
         make_selector("topk", 0)

@@ -127,6 +127,41 @@ def test_not_finite_denormal_and_double():
     assert double.magnitudes.upper_quantile(1) == 1e300
 
 
+def test_float64_outside_float32s_range_is_counted_or_refused():
+    """Above 32,768 elements tiny ones vanished from the bins, and huge ones counted as infinite."""
+    x = np.random.default_rng(0).laplace(size=40_000)
+    tiny = x.copy()
+    tiny[:5000] *= 1e-60
+    s = sketch(tiny)
+    assert s.magnitudes.count == s.moments.count == s.counts.sum() == 40_000
+    assert s.magnitudes.upper_quantile(35_001) < 1e-30 < s.magnitudes.upper_quantile(34_990)
+    huge = x.copy()
+    huge[0] = 1e39
+    with pytest.raises(InputError, match="rescale"):
+        sketch(huge)
+    small = sketch(huge[:20_000])
+    assert small.magnitudes.max == 1e39
+    with pytest.raises(InputError, match="rescale"):
+        merge([small, sketch(huge[20_000:])]).magnitudes
+
+
+@pytest.mark.parametrize("bits", [3, 7, 10])
+def test_the_largest_magnitude_is_known(bits):
+    x = gradient(200_000)
+    m = sketch(x, bits).magnitudes
+    largest = float(np.abs(x).max())
+    assert m.middle[-1] == m.right[-1] == m.max == largest
+    assert m.weight[-1] == 1
+    assert m.count == np.count_nonzero(x)
+    assert m.upper_quantile(1) == m.largest(1)[0] == largest
+    assert (np.diff(m.left) >= 0).all() and (m.right >= m.left).all()
+    assert m.exceedances(largest) == m.above(largest).count == 1
+    # where all of the last cell are at its lower end
+    y = np.where(np.arange(40_000) % 2, 2.0, 1.0)
+    m = sketch(y, bits).magnitudes
+    assert (m.left[-1], m.right[-1], m.weight[-1]) == (2.0, 2.0, 20_000)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
 def test_single_magnitudes_lose_nothing(values, seed):

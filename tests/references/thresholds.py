@@ -68,7 +68,9 @@ def gaussiank(x, k, loops=3):
 
     x = np.asarray(x, np.float64).ravel()
     eta = max(stats.norm(x.mean(), x.std()).isf(k / x.size / 2), 0)
+    sent = eta  # without a count, the quantile
     for _ in range(loops):
+        sent = eta  # the authors' program sends what it counted, and rescales afterwards
         kept = np.count_nonzero((np.abs(x) >= np.float32(eta)) & (x != 0))
         if kept < 2 * k / 3:
             eta *= 0.5
@@ -76,7 +78,7 @@ def gaussiank(x, k, loops=3):
             eta *= 1.5
         else:
             break
-    return eta
+    return sent
 
 
 def redsync_published(x, k):

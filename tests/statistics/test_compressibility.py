@@ -4,12 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from conftest import DATA
 from scipy import stats
 
 from gradstats import compressibility
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
-from gradstats.statistics.compressibility import CONTROLS, control, local_exponents
+from gradstats.statistics.compressibility import CONTROLS, Ruling, control, local_exponents
+from gradstats.trace import open_trace
 
 
 def test_a_pure_power_law_is_recovered(xp):
@@ -45,9 +47,90 @@ def test_hill_is_the_textbook_formula():
 def test_verdicts():
     rng = np.random.default_rng(3)
     n = 1_000_000
-    assert compressibility(rng.pareto(1.2, n) + 1).compressible
+    heavy = compressibility(rng.pareto(1.2, n) + 1)
+    assert heavy.compressible is True
+    assert heavy.reason == Ruling.SHOWN
     for light in (rng.random(n), np.abs(rng.standard_normal(n)), rng.laplace(size=n)):
-        assert not compressibility(light).compressible
+        found = compressibility(light)
+        assert found.compressible is False
+        assert found.reason == Ruling.NOT_SHOWN
+
+
+NOISE = {
+    "uniform": lambda rng, n: rng.random(n),
+    "normal": lambda rng, n: rng.standard_normal(n),
+    "laplace": lambda rng, n: rng.laplace(size=n),
+}
+
+
+@pytest.mark.parametrize("law", NOISE)
+@pytest.mark.parametrize("n", [50, 60, 100, 150, 400, 1000, 2000, 10_000])
+def test_noise_is_never_compressible(law, n):
+    """With the largest hundred ranks as the least window, nearly all samples of 60 to 100 passed."""
+    rng = np.random.default_rng(n)
+    verdicts = [compressibility(NOISE[law](rng, n)).compressible for _ in range(50)]
+    assert set(verdicts) == ({None} if n < 1000 else {False})
+
+
+def test_a_window_is_of_the_non_zero_elements():
+    x = np.zeros(1_000_000)
+    x[::200] = np.random.default_rng(4).random(5000)
+    c = compressibility(x)
+    assert c.window == (1, 50)
+    assert c.compressible is False
+    assert compressibility(x, (1, 3000)).reason == Ruling.TOO_WIDE
+    assert compressibility(x, (1, 3000)).compressible is None
+    assert compressibility(x, (1, 40)).reason == Ruling.TOO_FEW
+
+
+def test_windows_that_disagree_give_no_verdict():
+    """A power law above rank 2000 of a million, constant below: shown in the top 0.1 %, not in the top 10 %."""
+    ranks = np.arange(1, 1_000_001.0)
+    x = np.maximum(ranks**-0.8, 2000**-0.8) * (1 - 1e-9 * ranks)
+    c = compressibility(x)
+    assert list(c.windows) == ["1-1000", "1-10000", "1-100000"]
+    assert c.windows["1-1000"] > 0.7
+    assert c.windows["1-100000"] < 0.5
+    assert c.compressible is None
+    assert c.reason == Ruling.WINDOW
+
+
+def test_windows_are_those_asked_for_by_themselves():
+    x = np.random.default_rng(8).standard_t(2, 200_000)
+    found = compressibility(x).windows
+    for ranks, p in found.items():
+        first, last = map(int, ranks.split("-"))
+        assert compressibility(x, (first, last)).p == pytest.approx(p, rel=1e-4)
+    assert {"1-200", "1-2000", "1-20000"} == set(found)
+
+
+def test_a_bound_that_breaks_is_not_a_power_law():
+    """Magnitudes that bend upwards beyond the window: c₂ k^(½−p) promises less than is left."""
+    ranks = np.arange(1, 100_001.0)
+    x = np.where(ranks <= 1000, ranks**-1.5, 1000**-1.5 * (ranks / 1000) ** -0.7)
+    c = compressibility(x)
+    assert c.sigma_bound > 1
+    assert min(c.windows.values()) > 0.5
+    assert c.compressible is None
+    assert c.reason == Ruling.NOT_A_POWER_LAW
+
+
+@pytest.mark.parametrize(("name", "disagree"), [("resnet20", 2), ("resnet20-ef", 2)])
+def test_no_captured_gradient_is_called_compressible(name, disagree):
+    """At step 10 the largest 1 % alone say p = 0.73, where σ_k breaks its bound and Hill says 0.63."""
+    trace = open_trace(DATA / f"{name}.zarr")
+    found = [compressibility(trace.read(step, kind="gradient")) for step in trace.steps()]
+    assert [c.compressible for c in found] == [None] * disagree + [False] * (4 - disagree)
+
+
+def test_few_layers_have_enough_elements_for_a_verdict():
+    trace = open_trace(DATA / "resnet20.zarr")
+    gradient = trace.read(10, kind="gradient")
+    found = [compressibility(gradient[layer.slice]) for layer in trace.layers]
+    assert not any(c.compressible for c in found)
+    small = [c for c, layer in zip(found, trace.layers, strict=True) if layer.numel < 1000]
+    assert all(c.compressible is None for c in small)
+    assert len(small) > 30
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -68,7 +151,8 @@ def test_too_few_elements_give_no_verdict_and_no_number(x):
     c = compressibility(x)
     assert math.isnan(c.p)
     assert math.isnan(c.c1)
-    assert not c.compressible
+    assert c.compressible is None
+    assert c.reason == Ruling.TOO_FEW
 
 
 def test_constants_do_not_decay():
@@ -86,6 +170,11 @@ class TestBestKError:
         assert c.sigma_p == pytest.approx(math.log(naive[0] / naive[1]) / math.log(100), rel=1e-6)
         assert c.sigma_p == pytest.approx(0.3, abs=0.02)
         assert 0.9 < c.sigma_bound <= 1
+
+    def test_from_rank_1_on_it_falls_a_little_slower_than_the_promise(self):
+        c = compressibility(np.arange(1, 1_000_001.0) ** -0.834)
+        assert c.sigma_p == pytest.approx(0.321, abs=1e-3) < 0.334
+        assert c.compressible is True
 
     def test_a_light_tail_hardly_falls(self):
         x = np.random.default_rng(5).random(100_000)

@@ -6,13 +6,13 @@ import runpy
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import DATA, ROOT
 from scipy import stats
 
 from gradstats import fit
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import RATIOS
-from gradstats.primitives.sketch import sketch
+from gradstats.primitives.sketch import Magnitudes, sketch
 from gradstats.statistics.distributions import (
     CONTROLS,
     DISTRIBUTIONS,
@@ -27,6 +27,7 @@ from gradstats.statistics.fitting import METHODS, MODELS
 from gradstats.statistics.goodness import goodness
 from gradstats.statistics.solution import FitError, Flag, Reason
 from gradstats.statistics.solvers import SOLVERS
+from gradstats.trace import open_trace
 
 N = 200_000
 
@@ -385,6 +386,80 @@ def test_shapes_at_the_end_of_their_range_are_flagged(method):
     light = fit(uniform, "t", method)
     assert light.flags == (Flag.BOUNDARY,)
     assert math.isnan(light.stderr["df"])
+
+
+@pytest.mark.parametrize(("df", "flags"), [(2.5, (Flag.TAIL,)), (3.5, (Flag.TAIL,)), (8, ())])
+def test_students_t_by_moments_says_when_the_tail_decides(df, flags):
+    x = stats.t(df).rvs(200_000, random_state=17)
+    found = fit(x, "t", "moments")
+    assert found.flags == flags
+    assert math.isnan(found.stderr["df"]) == bool(flags)
+    assert fit(x, "t", "mle").flags == ()
+
+
+@pytest.mark.parametrize(
+    ("s", "n", "flags"), [(1.0, 50_000, ()), (1.0, 500, (Flag.TAIL,)), (2.0, 50_000, (Flag.TAIL,))]
+)
+def test_lognormal_by_moments_says_when_the_tail_decides(s, n, flags):
+    x = stats.lognorm(s).rvs(n, random_state=18)
+    assert fit(x, "lognorm", "moments").flags == flags
+    assert fit(x, "lognorm").flags == ()
+
+
+@pytest.mark.parametrize("df", [0.5, 1.0, 4.0, 30.0])
+def test_half_t_keeps_the_lower_tail(df):
+    """1 − 2 sf gave 2e-5 of error at 1e-12, and 0 at 1e-17."""
+    law = MAGNITUDES["t"](df)
+    density = 2 * stats.t(df).pdf(0)
+    for q in (1e-17, 1e-12, 1e-9):  # there the distribution function is a line
+        assert law.ppf(q) == pytest.approx(q / density, rel=1e-9)
+        assert law.cdf(q / density) == pytest.approx(q, rel=1e-9)
+    q = np.array([1e-6, 0.1, 0.49, 0.5, 0.51, 0.9, 1 - 1e-9])
+    assert law.cdf(law.ppf(q)) == pytest.approx(q, rel=1e-9)
+    assert law.sf(law.isf(1e-12)) == pytest.approx(1e-12, rel=1e-9)
+    assert law.ppf(0.0) == 0
+    assert law.ppf(1.0) == math.inf
+    assert law.cdf(math.inf) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pareto_shape_near_zero_is_not_that_of_a_grid(seed):
+    """The score at 0 gives it: ξ = (mean square/2 − mean²)/mean² + O(ξ²), for exponentials."""
+    x = np.random.default_rng([19, seed]).exponential(size=1_000_000)
+    f = fit(x, "double_genpareto", "mle")
+    c, scale = f.params["c"], f.params["scale"]
+    # both derivatives of the likelihood vanish at the maximum, for the elements too
+    z = x / scale
+    by_shape = np.mean(np.log1p(c * z) / c**2 - (1 + 1 / c) * z / (1 + c * z))
+    by_scale = np.mean(-1 + (1 + c) * z / (1 + c * z))
+    # inverse information of (ξ, ln σ) at ξ = 0: the Newton step that is left
+    assert abs(1 * by_shape - 1 * by_scale) < 2e-6
+    assert abs(-1 * by_shape + 2 * by_scale) < 2e-6
+
+
+def test_coarse_sketches_have_the_maximum_and_a_likelihood_fit():
+    """The last cell counted at its middle; where the support ends that cost the fit."""
+    for step in (1000, 2999):
+        g = open_trace(DATA / "resnet20-ef.zarr").read(step, kind="corrected")
+        full = fit(g, "double_genpareto", "mle")
+        assert full.shape < -0.2
+        for bits in (7, 5):
+            coarse = fit(sketch(g, bits), "double_genpareto", "mle")
+            assert coarse.shape == pytest.approx(full.shape, abs=1e-4)
+
+
+@pytest.mark.parametrize("n", [2000, 269_722, 1_000_000])
+def test_the_closed_gammas_interval_contains_its_bias(n):
+    """At n = 269,722 the interval of the shape 0.6 covered 0 of 60; the closed form is 1 % off at any n."""
+    rng = np.random.default_rng(20)
+    covered = 0
+    for _ in range(20):
+        f = fit(Magnitudes.from_values(rng.gamma(0.6, size=n)), "dgamma")
+        low, high = f.interval("a")
+        inside = f.interval("scale")
+        covered += low <= 0.6 <= high and inside[0] <= 1 <= inside[1]
+    assert covered >= 18
+    assert f.stderr["a"] < 0.02
 
 
 def test_models_and_distributions_have_the_same_names():

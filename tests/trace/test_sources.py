@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -153,3 +155,22 @@ def test_a_folder_of_traces_is_all_of_them(trace_path):
     assert source.select(steps=[100], ranks=[0])
     with pytest.raises(InputError, match="it holds steps 10, 100, 1000, 2999; ranks 0; kinds"):
         source.select(steps=[7])
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_a_task_carries_the_path_and_not_the_file(tmp_path, suffix):
+    values = np.random.default_rng(0).laplace(size=300_000).astype(np.float32)
+    path = tmp_path / f"gradient{suffix}"
+    if suffix == ".npy":
+        np.save(path, values)
+    else:
+        np.savez(path, a=values[:1000], b=values[1000:])
+    source = open_source(path)
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 1000
+    again = pickle.loads(pickled)
+    assert np.array_equal(again.elements(0, "gradient", 0, 50, 2000), values[50:2000])
+    assert [la.name for la in again.layers] == [la.name for la in source.layers]
+    in_memory = pickle.loads(pickle.dumps(open_source({"a": values[:10], "b": values[10:]})))
+    assert [la.name for la in in_memory.layers] == ["a", "b"]
+    assert np.array_equal(in_memory.elements(0, "gradient", 0, 0, 300_000), values)

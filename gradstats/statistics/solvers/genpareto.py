@@ -98,8 +98,10 @@ def by_likelihood(m: Magnitudes) -> Solution:
     # In units of the geometric mean, which exists for any tail; the mean of a heavy one grows with the sample.
     unit = math.exp(m.mean_log)
     x, weight = m.middle / unit, m.weight / m.weight.sum()
-    largest = m.max / unit
-    exponential = math.log(m.mean / unit) + 1  # the loss at θ = 0
+    largest = max(m.max / unit, float(x[-1]))
+    # of the cells, not of the elements: near θ = 0 the loss is flatter than the difference of the two
+    mean = float(weight @ x)
+    exponential = math.log(mean) + 1  # the loss at θ = 0
 
     def shape(theta: float) -> float:
         # the best shape for a θ
@@ -115,7 +117,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
     def slope(theta: float) -> float:
         # derivative of the loss, which gives its minimum to more digits than the loss does
         if abs(theta) < 1e-6:
-            return float(m.mean / unit - weight @ x**2 / 2 / (m.mean / unit))
+            return mean - float(weight @ x**2) / 2 / mean
         inverse = float(weight @ (x / (1 + theta * x)))
         return inverse / shape(theta) - 1 / theta + inverse
 
@@ -134,7 +136,10 @@ def by_likelihood(m: Magnitudes) -> Solution:
     if slope(low) < 0 < slope(high):
         theta = float(brentq(slope, low, high, xtol=1e-15, rtol=1e-14))
     else:  # there is more than one minimum between neighbours of the grid
-        theta = float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
+        options = {"xatol": 1e-9 * (high - low)}
+        theta = float(
+            minimize_scalar(loss, bounds=(low, high), method="bounded", options=options).x
+        )
     c = shape(theta)
     scale = c / theta * unit if abs(theta) > 1e-12 else m.mean
     if c <= -0.5:

@@ -97,7 +97,7 @@ def _solve(raw: Raw, target: float, low: float, high: float) -> float:
 def _by_ratio(
     m: Magnitudes, name: str, raw: Raw, low: float, high: float, regular: float = 0.0
 ) -> Solution:
-    """Fit a scale family by its moments, with standard errors for shapes above `regular`."""
+    """Fit a scale family by its moments; a shape up to `regular`, without a fourth moment, is flagged and has no errors."""
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
@@ -109,7 +109,7 @@ def _by_ratio(
     if shape in (low, high):
         return Solution(params, dict.fromkeys(params, math.nan), (Flag.BOUNDARY,))
     if shape <= regular:
-        return Solution(params, dict.fromkeys(params, math.nan))
+        return Solution(params, dict.fromkeys(params, math.nan), (Flag.TAIL,))
     return Solution(params, delta_method(rule, lambda order: raw(shape, order), m))
 
 
@@ -135,6 +135,8 @@ def dgamma(m: Magnitudes) -> Solution:
 def lognorm(m: Magnitudes) -> Solution:
     """Match log-normal magnitudes: s² = ln(mean square/mean²).
 
+    Flagged where the mean square of so many elements has a standard error above a tenth, √((exp(4s²) − 1)/n).
+
     Parameters
     ----------
     m : Magnitudes
@@ -148,7 +150,9 @@ def lognorm(m: Magnitudes) -> Solution:
 
     params = rule(m.mean, m.mean_square)
     s = params["s"]
-    return Solution(params, delta_method(rule, lambda r: math.exp(min(r * r * s * s / 2, 700)), m))
+    flags = (Flag.TAIL,) if 4 * s * s > math.log1p(0.01 * m.count) else ()
+    stderr = delta_method(rule, lambda r: math.exp(min(r * r * s * s / 2, 700)), m)
+    return Solution(params, stderr, flags)
 
 
 def gennorm(m: Magnitudes) -> Solution:
@@ -176,7 +180,7 @@ def dweibull(m: Magnitudes) -> Solution:
 
 
 def t(m: Magnitudes) -> Solution:
-    """Match Student's t, whose mean square needs df > 2; standard errors need df > 4.
+    """Match Student's t, whose mean square needs df > 2; standard errors need df > 4, and up to 4 it is flagged.
 
     Parameters
     ----------

@@ -40,16 +40,16 @@ def gather_cases(rank, world):
         dense = torch.zeros(numel)
         dense[indices] = values
         dist.all_reduce(dense)
-        got = gather([(indices, values)], numel, flag=rank + case, expected=(8, 8))
+        got = gather([Selection(indices, values)], numel, flag=rank + case, expected=(8, 8))
         mean = torch.zeros(numel)
-        for where, what in (pair for each in got.selections for pair in each):
-            mean.index_add_(0, where, what)
+        for part in (part for each in got.selections for part in each):
+            mean.index_add_(0, part.indices, part.values)
         mean /= world
-        ((own_indices, own_values),) = got.selections[rank]
+        (own,) = got.selections[rank]
         report.append(
             {
                 "error": float((mean - dense / world).abs().max()),
-                "own": torch.equal(own_indices, indices) and torch.equal(own_values, values),
+                "own": torch.equal(own.indices, indices) and torch.equal(own.values, values),
                 "flags": got.flags,
                 "messages": got.messages,
                 "mean": mean.numpy(),
@@ -62,9 +62,10 @@ def gather_cases(rank, world):
 def wide_indices(rank, world):
     """Indices beyond 32 bits travel as 64-bit ones."""
     indices = torch.tensor([1, 2**31 + rank, 2**40])
-    got = SparseAllGather()([(indices, torch.arange(3.0))], numel=2**41, expected=(2, 2))
+    sent = Selection(indices, torch.arange(3.0))
+    got = SparseAllGather()([sent], numel=2**41, expected=(2, 2))
     selections = [selection for (selection,) in got.selections]
-    return [i.tolist() for i, _ in selections], [v.tolist() for _, v in selections]
+    return [s.indices.tolist() for s in selections], [s.values.tolist() for s in selections]
 
 
 class Ragged(TopK):
@@ -94,14 +95,14 @@ def train(rank, world, steps, error_feedback, ragged, named):
         named_parameters=net.named_parameters() if named else None,
     )
     seen = {}
-    original = compressor.compress
+    original = compressor.select
 
     def spy(gradient):
         seen["corrected"] = gradient.clone()
         seen["message"] = original(gradient)
         return seen["message"]
 
-    compressor.compress = spy
+    compressor.select = spy
     buckets = []
 
     def hook(
@@ -324,7 +325,7 @@ def updates(rank, world):
         for count in counts:
             positions = np.sort(generator.choice(numel, count, replace=False))
             values = torch.from_numpy(generator.standard_normal(count).astype(np.float32))
-            update.add([(torch.from_numpy(positions), values)])
+            update.add([Selection(torch.from_numpy(positions), values)])
             for i, v in zip(positions.tolist(), values, strict=True):
                 total[i] += v
                 seen.add(i)

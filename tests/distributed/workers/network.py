@@ -1,4 +1,4 @@
-"""What the worker processes of test_cost.py and test_measure.py run."""
+"""Functions that the worker processes of test_exchange.py, test_timeline.py and test_measure.py run."""
 
 import time
 

@@ -1,0 +1,99 @@
+"""Whether a backward pass has reached a model's parameters: what tells a misplaced ``capture.step()``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["BackwardWatch"]
+
+
+class BackwardWatch:
+    """Notice backward passes by hooks on parameters, which it does not keep alive.
+
+    Parameters
+    ----------
+    parameters : iterable of torch.Tensor
+        Parameters that require gradients.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        watched = list(parameters)
+        self._versions: dict[int, int] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._handles: list[Any] = []
+        for parameter in watched:
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._notice))
+        self.restart(watched)
+
+    @property
+    def fired(self) -> bool:
+        """Whether a backward pass has reached a parameter since the last :meth:`restart`."""
+        return bool(self._versions)
+
+    def restart(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin a step.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters, whose gradients are old from now on.
+        """
+        self._versions.clear()
+        self._known = {
+            id(p): (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None
+        }
+
+    def has_gradient(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Tell whether the parameters' ``.grad`` come from this step.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters.
+
+        Returns
+        -------
+        bool
+            False if all are None; if all are zero, and not as a backward pass left them (they were set to zero since);
+            and, unless a backward pass was noticed, if all are those of the last step.
+        """
+        present = [p for p in parameters if p.grad is not None]
+        if self.fired:
+            new = any(self._untouched(p) for p in present)
+        else:  # set by hand, perhaps
+            present = [p for p in present if not self._old(p)]
+            new = False
+        return new or any(bool(_values(p).any()) for p in present)
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _notice(self, parameter: torch.Tensor) -> None:
+        self._versions[id(parameter)] = -1 if parameter.grad is None else parameter.grad._version
+
+    def _untouched(self, parameter: torch.Tensor) -> bool:
+        assert parameter.grad is not None
+        return self._versions.get(id(parameter)) == parameter.grad._version
+
+    def _old(self, parameter: torch.Tensor) -> bool:
+        assert parameter.grad is not None
+        reference, version = self._known.get(id(parameter), (None, -1))
+        return (
+            reference is not None
+            and reference() is parameter.grad
+            and version == parameter.grad._version
+        )
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

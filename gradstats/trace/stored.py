@@ -1,0 +1,386 @@
+"""One rank's arrays as they lie on the disk: what should be there, what is, and what of it can be read."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.errors import TraceError, first_line
+from gradstats.trace.format import (
+    CHUNK,
+    KINDS,
+    ArraySpec,
+    Layer,
+    array_specs,
+    read_metadata,
+)
+
+if TYPE_CHECKING:
+    import xarray
+    import zarr
+
+__all__ = ["RankGroup", "StoredArray"]
+
+_COMPLETE = 3  # from this schema on, all chunks of a committed row exist, but for counts of zero
+_CHECKSUM = 4  # bytes
+
+
+class StoredArray:
+    """One array: its metadata, checked, and its chunk files.
+
+    Parameters
+    ----------
+    folder : Path
+        The array.
+    root : Path
+        Trace that no link may lead out of.
+    spec : ArraySpec
+        What the trace's layout says of the array.
+
+    Attributes
+    ----------
+    shape, chunk : tuple of int
+        Shapes of the array and of a chunk.
+    dtype : str
+        Type of the elements.
+    names : list of str
+        Names along the last dimension, where it has any.
+
+    Raises
+    ------
+    OSError, ValueError, KeyError, TypeError
+        If it is lost, or is not such an array.
+    """
+
+    def __init__(self, folder: Path, root: Path, spec: ArraySpec) -> None:
+        self._folder = folder
+        about = read_metadata(folder / "zarr.json", root)
+        shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
+        codecs = [codec["name"] for codec in about["codecs"]]
+        key = {"name": "default", "configuration": {"separator": "/"}}
+        if (
+            (about["node_type"], about["zarr_format"]) != ("array", 3)
+            or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
+            or not len(shape) == len(grid) == 1 + len(spec.shape)
+            or not all(grid)
+            or codecs not in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
+            or about["chunk_key_encoding"] != key
+        ):
+            raise ValueError("its metadata is not that of a trace")
+        types = [spec.dtype, *(["uint16"] if spec.name in KINDS else [])]
+        if about["data_type"] not in types:
+            raise ValueError("it is of another type than traces hold")
+        if tuple(shape[1:]) != spec.shape:
+            raise ValueError("it does not fit the parameter layout")
+        if math.prod(grid) > max(CHUNK, spec.rows * math.prod(spec.chunk)):
+            raise ValueError("its chunks are larger than any that are written")
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.chunk: tuple[int, ...] = tuple(grid)
+        self.dtype: str = about["data_type"]
+        self._packed = "blosc" in codecs
+        attributes = about.get("attributes", {})
+        self.names = [str(n) for n in attributes.get("names", attributes.get("statistics", ()))]
+
+    @cached_property
+    def zarr(self) -> zarr.Array[Any]:
+        """Return the array as zarr opens it."""
+        import zarr
+
+        return zarr.open_array(self._folder, mode="r", zarr_format=3)
+
+    def holds(self, *key: int) -> bool:
+        """Tell whether a chunk is there.
+
+        Parameters
+        ----------
+        *key : int
+            Indices of the chunk.
+
+        Returns
+        -------
+        bool
+            False if there is no such file.
+
+        Raises
+        ------
+        ValueError
+            If it is no file, or its size is not that of a chunk of this array: decoding it could take any memory.
+        """
+        file = self._folder.joinpath("c", *map(str, key))
+        try:
+            status = file.stat()
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("a chunk is not a regular file")
+        size = math.prod(self.chunk) * np.dtype(self.dtype).itemsize
+        if self._packed:
+            with file.open("rb") as stream:
+                claimed = int.from_bytes(stream.read(8)[4:], "little")  # Blosc's header
+        else:
+            claimed = status.st_size - _CHECKSUM
+        if claimed != size:
+            raise ValueError(f"a chunk holds {claimed} bytes, not {size}")
+        return True
+
+    def chunks(self) -> set[int]:
+        """Return the indices, along the first dimension, of the chunks that are there.
+
+        Returns
+        -------
+        set of int
+            Indices.
+        """
+        try:
+            return {int(n) for n in os.listdir(self._folder / "c") if n.isdecimal()}
+        except OSError:
+            return set()
+
+
+class RankGroup:
+    """The group of one rank.
+
+    Parameters
+    ----------
+    folder : Path
+        The group.
+    rank : int
+        The rank.
+    root : Path
+        The trace.
+    attributes : mapping
+        Attributes of the trace.
+    layers : sequence of Layer
+        Parameters of the trace.
+
+    Attributes
+    ----------
+    lost : str
+        Why nothing of the group can be read; empty if something can.
+    gaps : list of str
+        Why step numbers are unknown, for each chunk of them that cannot be read.
+    rows : dict of int to int
+        Row of every step that is known to be committed, in the order of the rows.
+    names : set of str
+        Arrays that the group should hold.
+    complete : bool
+        Whether a missing chunk is damage always: until schema 2, chunks of nothing but fill values were not written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        root: Path,
+        attributes: Mapping[str, Any],
+        layers: Sequence[Layer],
+    ) -> None:
+        self._folder, self._rank, self._root = folder, rank, root
+        self.lost = ""
+        self.gaps: list[str] = []
+        self.rows: dict[int, int] = {}
+        self.names: set[str] = set()
+        self.complete: bool = attributes["schema"] >= _COMPLETE
+        self._arrays: dict[str, StoredArray] = {}
+        self._specs: dict[str, ArraySpec] = {}
+        for store in ("gradients", "sketches"):
+            self._specs |= array_specs(
+                len(layers), attributes["numel"], store=store, compression=True
+            )
+        try:
+            about = read_metadata(folder / "zarr.json", root)
+            if about["node_type"] != "group":
+                raise ValueError("it is not a group")
+            if self.complete:
+                self.names = {*about["attributes"]["arrays"], "step"}
+            else:
+                self.names = {n for n in self._specs if (folder / n).is_dir()}
+                self.names |= {"loss", "learning_rate", "threshold", "selected", "step"}
+            if not self._specs.keys() >= self.names:
+                raise ValueError("its list of arrays is not that of a trace")
+            self._find_steps()
+        except TraceError as error:
+            self.lost = str(error)
+        except Exception as error:
+            self.lost = f"{folder} is damaged: {first_line(error)}"
+
+    def damaged(self, name: str, why: object) -> TraceError:
+        """Return the error about one array.
+
+        Parameters
+        ----------
+        name : str
+            The array.
+        why : str or Exception
+            What is wrong with it.
+
+        Returns
+        -------
+        TraceError
+            One line.
+        """
+        why = first_line(why) if isinstance(why, BaseException) else why
+        return TraceError(f"{self._root}: {name} of rank {self._rank} is damaged: {why}")
+
+    def array(self, name: str) -> StoredArray:
+        """Return one of the arrays that the group should hold.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`names`.
+
+        Returns
+        -------
+        StoredArray
+            The array.
+
+        Raises
+        ------
+        TraceError
+            If it is lost or damaged.
+        """
+        if name not in self._arrays:
+            try:
+                array = StoredArray(self._folder / name, self._root, self._specs[name])
+            except FileNotFoundError:
+                raise self.damaged(name, "it is lost") from None
+            except KeyError as error:
+                raise self.damaged(name, f"its metadata lacks {error}") from None
+            except Exception as error:
+                raise self.damaged(name, error) from error
+            self._arrays[name] = array
+        return self._arrays[name]
+
+    def _find_steps(self) -> None:
+        """Find the committed rows, chunk by chunk, and note the chunks that cannot be read."""
+        steps = self.array("step")
+        size = steps.chunk[0]
+        expected = steps.chunks()
+        for name in self.scalar_names() if self.complete else ():
+            try:  # the chunk of `step` is the first file of its rows
+                other = self.array(name)
+                expected |= {i * other.chunk[0] // size for i in other.chunks()}
+            except TraceError:
+                continue  # an error for those who ask for that column
+        for i in sorted(expected):
+            low, high = i * size, min((i + 1) * size, steps.shape[0])
+            if high <= low:
+                continue
+            try:
+                if not steps.holds(i):
+                    raise ValueError("a chunk is missing")
+                numbers = np.asarray(steps.zarr[low:high]).tolist()
+            except Exception as error:
+                self.gaps.append(
+                    str(self.damaged("step", f"rows {low} to {high - 1}: {first_line(error)}"))
+                )
+                continue
+            self.rows |= {s: low + row for row, s in enumerate(numbers) if s >= 0}
+
+    def column(self, name: str, rows: Sequence[int] | None = None) -> NDArray[Any]:
+        """Return rows of an array that holds many rows in a chunk.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`names`.
+        rows : sequence of int, optional
+            Ascending rows; all that are committed by default.
+
+        Returns
+        -------
+        ndarray, shape (rows, …)
+            Their values.
+
+        Raises
+        ------
+        TraceError
+            If one of them is damaged.
+        """
+        array = self.array(name)
+        wanted = np.array(list(self.rows.values()) if rows is None else rows, np.int64)
+        values = np.empty((wanted.size, *array.shape[1:]), array.dtype)
+        size = array.chunk[0]
+        for i in np.unique(wanted // size).tolist():
+            places = np.flatnonzero(wanted // size == i)
+            try:
+                there = array.holds(i, *[0] * (len(array.chunk) - 1))
+                if self.complete and values[places].size and not there:
+                    raise ValueError("a chunk is missing")
+                low, high = i * size, min((i + 1) * size, array.shape[0])
+                values[places] = np.asarray(array.zarr[low:high])[wanted[places] - low]
+            except Exception as error:
+                numbers = [s for s, row in self.rows.items() if row // size == i]
+                why = f"steps {min(numbers)} to {max(numbers)}: {first_line(error)}"
+                raise self.damaged(name, why) from error
+        return values
+
+    def scalar_names(self) -> list[str]:
+        """Return the names of the arrays that hold one number a step.
+
+        Returns
+        -------
+        list of str
+            Names, in the order in which they are written.
+        """
+        return [n for n, s in self._specs.items() if not s.shape and n in self.names]
+
+    def scalars(self) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays that hold one number a step, each read when it is looked up.
+
+        Returns
+        -------
+        mapping of str to ndarray, shape (steps,)
+            Committed rows by name.
+        """
+        return _Scalars(self)
+
+    def dataset(self) -> xarray.Dataset:
+        """Return the group as xarray would open it, had its arrays one length and names for their dimensions.
+
+        Returns
+        -------
+        xarray.Dataset
+            The arrays on dask, unchanged but for rows that some of them lack.
+        """
+        import dask.array
+        import xarray
+
+        arrays = {n: self.array(n) for n in self._specs if n in self.names}
+        length = min(array.shape[0] for array in arrays.values())
+        variables = {}
+        for name, array in arrays.items():
+            data = dask.array.from_array(array.zarr, chunks=array.chunk)[:length]  # type: ignore[no-untyped-call]
+            dimensions = self._specs[name].dimensions
+            variables[name] = xarray.Variable(dimensions, data, dict(array.zarr.attrs))
+        return xarray.Dataset(variables)
+
+
+class _Scalars(Mapping[str, NDArray[Any]]):
+    """Columns that are read when they are looked up, so that a damaged one does not hide the others."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group, self._names = group, group.scalar_names()
+        self._read: dict[str, NDArray[Any]] = {}
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._read:
+            self._read[name] = self._group.column(name)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

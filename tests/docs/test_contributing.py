@@ -1,0 +1,120 @@
+"""The recipes of CONTRIBUTING.md, followed to the letter from outside the package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def recipe(title):
+    """Return the code blocks below a heading."""
+    section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)[1]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+TRAIN = """
+import sys
+import numpy as np, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+import gradstats
+from capture import Capture
+from gradstats.compressors import make_compressor
+from gradstats.hooks import CompressionState, compression_hook
+{recipe}
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Linear(50, 40)
+ddp = DDP(net)
+state = CompressionState(make_compressor("{name}", 0.05), named_parameters=net.named_parameters())
+capture = Capture("run.zarr", net)
+ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+thresholds, sent = [], torch.zeros(2040)
+for step in range(6):
+    optimizer.zero_grad()
+    x = torch.randn(8, 50, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    loss = ddp(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    capture.step(loss=loss)
+    thresholds.append(state.last.threshold)
+    sent += torch.cat([p.grad.flatten() for p in net.parameters()])
+capture.close()
+dist.barrier()
+trace = gradstats.open_trace("run.zarr")
+rank = dist.get_rank()
+{check}
+parameters = torch.cat([p.detach().flatten() for p in net.parameters()])
+other = parameters.clone()
+dist.broadcast(other, 0)
+assert torch.equal(parameters, other)
+dist.barrier()
+del ddp
+dist.destroy_process_group()
+"""
+
+
+def trains(folder, name, code, check):
+    (folder / "train.py").write_text(TRAIN.format(recipe=code, name=name, check=check))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *launch], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_an_estimator_is_in_the_tables(tmp_path):
+    define, use = recipe("Add an estimator")
+    done = subprocess.run(
+        [sys.executable, "-c", define + use], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    quality, bench = done.stdout.splitlines()[:2]
+    assert "'estimator': 'rayleigh'" in quality
+    assert "'compressor': 'rayleigh'" in bench
+
+
+@pytest.mark.distributed
+def test_an_estimator_trains_with_the_thresholds_of_the_tables(tmp_path):
+    """Offline = live: on the captured gradients the same object gives the same thresholds."""
+    check = """
+rule = gradstats.thresholds.make_estimator("rayleigh")
+for step in range(6):
+    offline = gradstats.threshold(trace.read(step, rank, "corrected"), 0.05, rule)
+    assert offline == thresholds[step] > 0, (offline, thresholds[step])
+(record, *_) = gradstats.quality(trace, [0.05], ["rayleigh"], kinds=["corrected"])
+assert 0 < record["mean"] < 20
+"""
+    trains(tmp_path, "rayleigh", recipe("Add an estimator")[0], check)
+
+
+@pytest.mark.distributed
+def test_a_compressor_trains(tmp_path):
+    check = """
+assert state.last.selected == state.last.union == state.last.target == 102
+assert trace.steps(rank) == list(range(6))
+assert int((sent != 0).sum()) > 500  # six blocks of 102
+again = CompressionState(make_compressor("block", 0.05), named_parameters=net.named_parameters())
+again.load_state_dict(state.state_dict())
+assert again.compressor.state_dict() == {"step": 6}
+"""
+    (code,) = recipe("Add a compressor")
+    trains(tmp_path, "block", code, check)
+
+
+def test_a_table_is_printed():
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(recipe("Add a table"))],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'positive': 0." in done.stdout
+    assert "Positive elements" in done.stdout

@@ -1,0 +1,183 @@
+"""The hook in ordinary trainings: whatever people do with DDP works, or is refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from workers import trainings
+
+from gradstats.compressors import Marsit, TopK, make_compressor
+from gradstats.errors import InputError
+from gradstats.hooks import CompressionState, dgc_warm_up
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_loss_scaler_sees_overflow_as_in_dense_training():
+    """An intended overflow: the scale falls until nothing is infinite, and grows again."""
+    dense = run_ranks(2, trainings.scaled, "dense", 2.0**127, 3)
+    ours = run_ranks(2, trainings.scaled, "topk", 2.0**127, 3)
+    for (scales, *_), (found, _, _, untouched, same) in zip(dense, ours, strict=True):
+        assert found == scales
+        assert scales[0] == 2.0**126  # the first step overflowed
+        assert sorted(scales) != scales[::-1]  # and the scale grew again
+        assert all(untouched)
+        assert same
+
+
+def test_a_changing_loss_scale_changes_nothing():
+    """Scales are powers of two: the residual in unscaled units is that of a training without a scaler."""
+    changing = run_ranks(2, trainings.scaled, "topk", 2.0**4, 2)
+    constant = run_ranks(2, trainings.scaled, "topk", 1.0, 1000)
+    for (scales, flat, residual, *_), (ones, plain, kept, *_) in zip(
+        changing, constant, strict=True
+    ):
+        assert len(set(scales)) > 3
+        assert set(ones) == {1.0}
+        assert np.array_equal(flat, plain)
+        assert np.array_equal(residual, kept)
+
+
+def test_a_policy_that_hides_overflow_says_so_once():
+    for messages in run_ranks(2, trainings.hidden_overflow):
+        assert len(messages) == 1
+        assert "pass scaler=" in messages[0]
+
+
+@pytest.mark.parametrize("ratio", [0.1, 1.0])
+def test_complex_parameters_are_averaged(ratio):
+    for same, close in run_ranks(2, trainings.complex_parameters, ratio):
+        assert same
+        assert close == (ratio == 1)
+
+
+def test_sparse_gradients_are_averaged_exactly():
+    for agree, names, message in run_ranks(2, trainings.sparse_embedding):
+        assert all(agree)
+        assert names == ["out.weight", "out.bias"]
+        assert message.startswith("InputError: words.weight has a sparse gradient")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["topk", "micro", "lags", "ef-signsgd", "cltk"])
+def test_large_parameters_of_every_dtype(name, dtype):
+    # what the ranks sent, rounded to the gradient's dtype, plus what they kept, is what they had
+    largest = {"float64": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
+    for error, memory, same in run_ranks(2, trainings.other_dtype, name, dtype):
+        assert error < largest
+        assert memory == ("torch.float64" if dtype == "float64" else "torch.float32")
+        assert same
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_memories_do_not_follow_the_default_dtype(dtype):
+    assert run_ranks(2, trainings.default_dtype, dtype) == ["torch.float32"] * 2
+
+
+def test_channels_last_keeps_every_element_in_its_place():
+    for errors, strided in run_ranks(2, trainings.memory_formats):
+        assert strided
+        assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("memory", ["feedback", "momentum"])
+def test_parameters_that_no_rank_used_lose_nothing(memory, view):
+    for lost in run_ranks(2, trainings.unused, memory, view):
+        assert len(lost) == (6 if memory == "feedback" else 0)
+        assert max(lost.values(), default=0) < 1e-6
+
+
+def test_one_state_on_two_models_is_refused():
+    for messages in run_ranks(2, trainings.two_models):
+        assert all("2 of 4 parameters came in DDP's buckets" in m for m in messages)
+
+
+def test_an_error_of_the_compressor_is_not_a_lost_rank():
+    assert run_ranks(2, trainings.own_errors) == ["RuntimeError: out of paper"] * 2
+
+
+def test_checkpoints_of_different_steps_are_refused_by_all():
+    for message in run_ranks(2, trainings.different_steps):
+        assert message.startswith("InputError: the ranks begin at steps 1, 2: load checkpoints")
+
+
+def test_nothing_compressed_is_diagnosed_as_nothing():
+    assert run_ranks(2, trainings.nothing_compressed) == [(None, 0, True)] * 2
+
+
+def test_the_norm_of_a_half_precision_gradient_is_finite():
+    for norm, problem in run_ranks(2, trainings.clipped_half):
+        assert norm == pytest.approx(1 / np.sqrt(2), rel=1e-2)
+        assert problem == ""
+
+
+@pytest.mark.parametrize("name", ["topk", "redsync-quantised", "cltk", "randomk", "lags"])
+def test_every_compressor_with_a_ratio_follows_the_schedule(name):
+    for counts, numel in run_ranks(2, trainings.schedule, name):
+        expected = [round(r * numel) for r in (0.2, 0.2, 0.05, 0.05, 0.01, 0.01)]
+        assert counts == pytest.approx(expected, rel=0.02, abs=5)
+
+
+def test_ratios_that_lags_chose_survive_a_checkpoint():
+    assert run_ranks(2, trainings.lags_resumes) == [(True, True)] * 2
+
+
+def test_a_schedule_that_cannot_be_followed_is_refused_at_once():
+    late = dgc_warm_up(1000, (1.0, 1.0, 0.01))
+    with pytest.raises(InputError, match="Marsit has no ratio to schedule"):
+        CompressionState(Marsit(), ratio_at=late)
+    with pytest.raises(InputError, match="ratio must be in"):
+        CompressionState(TopK(0.1), ratio_at=lambda step: 0.1 if step < 100 else 0.0)
+    assert CompressionState(Marsit(), ratio_at=lambda step: 1.0 if step < 9 else None)
+    assert make_compressor("marsit", 0.1).ratio is None
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", list(trainings.TRAININGS))
+def test_options_of_ddp_change_nothing(name, streams):
+    assert run_ranks(2, trainings.variant, name, streams) == [(True, True)] * 2
+
+
+def test_process_groups_and_models_side_by_side():
+    one, two, three, four = run_ranks(4, trainings.groups)
+    for a, b in ((one, two), (three, four)):
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not np.array_equal(one[0], three[0])
+
+
+def test_frozen_parameters():
+    for first, second, same, message in run_ranks(2, trainings.frozen):
+        assert second - first == 300 * 40
+        assert same
+        assert "5 of 6 parameters came in DDP's buckets, 0.weight not" in message
+
+
+def test_a_sharded_optimizer():
+    assert run_ranks(2, trainings.zero_redundancy) == [True, True]
+
+
+def test_uneven_inputs_under_join():
+    (few, _, same), (many, steps, also) = run_ranks(2, trainings.uneven)
+    assert (few, many) == (3, 5)
+    assert steps == 5
+    assert same
+    assert also
+
+
+def test_accumulation_is_one_exchange_of_the_sum():
+    for steps, error in run_ranks(2, trainings.accumulated):
+        assert steps == 1
+        assert error < 1e-6
+
+
+def test_micro_in_float64_conserves():
+    for error, union in run_ranks(2, trainings.micro_in_double):
+        assert error < 1e-12
+        assert union > 0
+
+
+def test_buckets_that_are_none_are_refused():
+    for message in run_ranks(1, trainings.python_reducer):
+        assert message.startswith("InputError: compiled DDP's python_reducer hands over no buckets")
