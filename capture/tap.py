@@ -438,10 +438,10 @@ class Capture:
                             array[slot] = 0
                         else:
                             _copy(parameter.grad, array[slot], scale)
+            self._commit(loss, learning_rate)
         except BaseException:
             self._drop()
             raise
-        self._commit(loss, learning_rate)
 
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
@@ -541,14 +541,11 @@ class Capture:
         if not self._succeeded():
             self._drop()
             return
-        step, self._next = self._next, self._next + 1
-        try:
-            if self._current is not None:
-                self._current.step = step
-                self._current.scalars = self._scalars(loss, learning_rate)
-        except BaseException:
-            self._drop()
-            raise
+        if self._current is not None:
+            # where this raises (a loss that is no number), the step of a wrapped hook stays open
+            self._current.scalars = self._scalars(loss, learning_rate)
+            self._current.step = self._next
+        self._next += 1
         snapshot, self._current = self._current, None
         self._in_step = self._sent = False
         self._futures.clear()

@@ -42,7 +42,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     The gradient is free of fp16's loss scale, except in transformers 4 with clipping off.
 
     With `comm_hook` the callback records what goes into that hook instead: each rank's own gradient, before averaging
-    and clipping, and in fp16 with the loss scale.
+    and clipping, and without the loss scale of fp16. A compressor's state should know that scale too: give it the
+    scaler, ``CompressionState(…, scaler=trainer.accelerator.scaler)``.
 
     Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
     another `path`. The learning rate is recorded; the loss is not, because the ``Trainer`` shows it to no callback.
@@ -103,7 +104,9 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         if parallel in _SHARDED:
             raise InputError(f"gradients sharded by {parallel.value} cannot be captured; use DDP")
         self._open(
-            model if self._trainer is None else self._trainer.model_wrapped, state.global_step
+            model if self._trainer is None else self._trainer.model_wrapped,
+            state.global_step,
+            None if self._trainer is None else self._trainer.accelerator.scaler,
         )
 
     def on_pre_optimizer_step(  # numpydoc ignore=PR01

@@ -30,7 +30,8 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     keeps it once), without the loss scale of fp16, and before ``gradient_clip_val``.
 
     With `comm_hook` the callback records what goes into that hook instead: each rank's own gradient, before averaging,
-    and in fp16 with the loss scale.
+    and without the loss scale of fp16. A compressor's state should know that scale too: make the scaler, and give it to
+    both, ``MixedPrecision("16-mixed", "cuda", scaler)`` and ``CompressionState(…, scaler=scaler)``.
 
     Steps are numbered as ``trainer.global_step`` counts them, from 0, and go on in a resumed training, which needs
     another `path`; with several optimizers every optimizer's step is one. The loss (as ``backward`` gets it, summed
@@ -81,7 +82,8 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             name = type(trainer.strategy).__name__
             raise InputError(f"gradients of {name} cannot be captured; use DDP or a single device")
-        self._open(trainer.strategy.model, trainer.global_step)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._open(trainer.strategy.model, trainer.global_step, scaler)
 
     def on_before_backward(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor

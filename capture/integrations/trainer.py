@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.schedule import Schedule
 from capture.tap import Capture, Hook
 from gradstats.errors import InputError
+from gradstats.hooks import Scaler
 
 __all__ = ["TrainerCapture"]
 
@@ -60,13 +61,15 @@ class TrainerCapture:
         self._comm_state = comm_state
         self.capture: Capture | None = None
 
-    def _open(self, model: nn.Module, start_step: int) -> None:
+    def _open(self, model: nn.Module, start_step: int, scaler: Scaler | None) -> None:
         hook = self._comm_hook
         if hook is not None and not isinstance(model, DistributedDataParallel):
             raise InputError(
                 "comm_hook needs a model in DistributedDataParallel, which this training does not use"
             )
-        self.capture = Capture(model=model, start_step=start_step, **self._arguments)
+        # without a hook the trainer shows gradients that it has unscaled
+        scaling = {"scaler": scaler} if hook is not None else {}
+        self.capture = Capture(model=model, start_step=start_step, **scaling | self._arguments)
         if hook is not None:
             model.register_comm_hook(*self.capture.wrap(self._comm_state, hook))  # type: ignore[operator]
 

@@ -470,9 +470,10 @@ class CompressionState:
     def _add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         named = list(named_parameters)
         self._layout.add(named)
+        used = self._used  # alone: a parameter must not keep the state and its memory alive
         for _, parameter in named:
             register: Any = parameter.register_post_accumulate_grad_hook
-            register(lambda p: self._used.add(id(p)))
+            register(lambda p: used.add(id(p)))
 
     def _allocate(self, device: torch.device) -> None:
         self._gradient.allocate(device)

@@ -388,7 +388,7 @@ def merge(sketches: Sequence[Sketch]) -> Sketch:
 
 def _check_range(largest: float) -> None:
     """Check that the bins, which are float32's, hold the largest magnitude."""
-    if largest > np.finfo(np.float32).max:
+    if largest > float(np.finfo(np.float32).max):
         raise InputError(
             f"magnitudes up to {largest:.3g} are beyond float32's range, in which more than {EXACT:,} are counted: "
             "rescale them"

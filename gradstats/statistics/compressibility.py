@@ -3,8 +3,8 @@
 A vector is compressible if its j-th largest magnitude is at most c₁ j^(−p) with p > ½; the error σ_k of keeping the k
 largest is then at most c₂ k^(½−p). Any finite vector meets that for some c₁, and a line through the whole log-log plot
 gives p = 0.65 even for uniform noise. So the exponent is estimated over a stated window of the largest ranks and over
-shorter and longer ones, the decay of σ_k is measured too, and all are compared with controls. "Compressible" is said only
-where they agree.
+shorter and longer ones, the decay of σ_k is measured too, and all are compared with controls. "Compressible" is said
+only where they agree.
 """
 
 from __future__ import annotations

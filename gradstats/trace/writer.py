@@ -220,13 +220,12 @@ class TraceWriter:
                 if part.any():
                     block = chunks.setdefault(first, np.zeros((layers, BIN_CHUNK), np.uint32))
                     block[i, : part.size] = part
-        for name, blocks in (
-            (f"{kind}_counts", {first // BIN_CHUNK: block for first, block in chunks.items()}),
-            (f"{kind}_moments", {0: moments} if layers else {}),
-        ):
-            folder = self._group / name / "c" / str(row) / "0"
-            for j, table in blocks.items():
-                _write_chunk(folder / str(j), table, self._specs[name])
+        folder = self._group / f"{kind}_counts" / "c" / str(row) / "0"
+        for first, block in chunks.items():
+            _write_chunk(folder / str(first // BIN_CHUNK), block, self._specs[f"{kind}_counts"])
+        if layers:
+            folder = self._group / f"{kind}_moments" / "c" / str(row) / "0"
+            _write_chunk(folder / "0", moments, self._specs[f"{kind}_moments"])
         return int(moments[:, 1].sum()), int(moments[:, 2].sum())
 
     def _put(self, name: str, row: int, value: Any) -> None:

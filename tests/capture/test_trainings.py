@@ -82,11 +82,10 @@ def test_the_loss_scale_is_not_in_the_trace(tmp_path, kind):
         assert len(set(scales)) > 3
         assert not np.isfinite(gradients[0]).all()
         assert np.isfinite(gradients[-1]).all()
-        trace = holds(tmp_path / "a.zarr", rank, gradients)
-        if kind != "dense":
-            for step in range(6, 10):
-                expected = gradients[step] + residuals[step].astype(np.float32)
-                assert np.array_equal(trace.read(step, rank, "corrected"), expected)
+        if kind == "dense":
+            holds(tmp_path / "a.zarr", rank, gradients)
+        else:
+            holds(tmp_path / "a.zarr", rank, gradients, residuals)
             assert residuals[-1].any()
 
 
@@ -316,7 +315,7 @@ def test_a_plain_loop_with_a_loss_scaler(tmp_path):
             scaler.unscale_(optimizer)
             if step == 3:
                 net.weight.grad += 1
-                with pytest.raises(InputError, match="before scaler.unscale_"):
+                with pytest.raises(InputError, match=r"before scaler\.unscale_"):
                     capture.step()
             scaler.step(optimizer)
             scaler.update()
@@ -330,9 +329,9 @@ def test_a_parameter_unfrozen_in_a_plain_loop(tmp_path):
         net(torch.ones(1, 3)).sum().backward()
         capture.step()
         net[0].requires_grad_(True)
+        net.zero_grad()
+        net(torch.ones(1, 3)).sum().backward()
         with pytest.warns(CaptureWarning, match=r"0\.\w+ is not captured"):
-            net.zero_grad()
-            net(torch.ones(1, 3)).sum().backward()
             capture.step()
     assert [la.name for la in open_trace(tmp_path / "a.zarr").layers] == ["1.weight"]
 
@@ -413,7 +412,7 @@ def test_errors_between_borrowing_and_submitting_do_not_block_the_training(tmp_p
             net(torch.ones(1, 40)).sum().backward()
             try:
                 capture.step(**arguments)
-            except (InputError, RuntimeError) as error:
+            except (InputError, RuntimeError, TypeError, ValueError) as error:
                 failures.append(error)
         train(capture, net, 3)
 

@@ -82,3 +82,11 @@ def test_the_commands_shown_exist():
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text("utf-8")):
         assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_every_test_that_the_page_on_reliability_names_exists():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    source = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if f"def {name}(" not in source] == []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
+import torch
 from ranks import run_ranks
 from workers import trainings
 
@@ -176,6 +180,15 @@ def test_micro_in_float64_conserves():
     for error, union in run_ranks(2, trainings.micro_in_double):
         assert error < 1e-12
         assert union > 0
+
+
+def test_a_model_does_not_keep_a_state_alive():
+    net = torch.nn.Linear(3, 2)
+    state = CompressionState(TopK(0.5), named_parameters=net.named_parameters())
+    gone = weakref.ref(state)
+    del state
+    gc.collect()
+    assert gone() is None
 
 
 def test_buckets_that_are_none_are_refused():

@@ -136,10 +136,10 @@ def by_likelihood(m: Magnitudes) -> Solution:
     if slope(low) < 0 < slope(high):
         theta = float(brentq(slope, low, high, xtol=1e-15, rtol=1e-14))
     else:  # there is more than one minimum between neighbours of the grid
-        options = {"xatol": 1e-9 * (high - low)}
-        theta = float(
-            minimize_scalar(loss, bounds=(low, high), method="bounded", options=options).x
+        found = minimize_scalar(
+            loss, bounds=(low, high), method="bounded", options={"xatol": 1e-9 * (high - low)}
         )
+        theta = float(found.x)
     c = shape(theta)
     scale = c / theta * unit if abs(theta) > 1e-12 else m.mean
     if c <= -0.5:

@@ -97,7 +97,7 @@ def _solve(raw: Raw, target: float, low: float, high: float) -> float:
 def _by_ratio(
     m: Magnitudes, name: str, raw: Raw, low: float, high: float, regular: float = 0.0
 ) -> Solution:
-    """Fit a scale family by its moments; a shape up to `regular`, without a fourth moment, is flagged and has no errors."""
+    """Fit a scale family by its moments; a shape up to `regular` (no fourth moment) is flagged and has no errors."""
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:

@@ -198,7 +198,8 @@ def resume(rank, world):
         ddp(torch.ones(1, 3)).sum().backward()
     except Exception as error:
         message = str(error)
-    return same, residuals, sorted(saved["memory"]["residual"]), message
+    names = sorted(saved[f"rank{rank}"]["memory"]["residual"])
+    return same, residuals, names, message
 
 
 def nonfinite(rank, world):
