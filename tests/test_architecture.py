@@ -33,6 +33,7 @@ ROOMS = [
     "gradstats.cli",
     "gradstats.__main__",
     "capture.schedule",
+    "capture.watch",
     "capture.states",
     "capture.writer",
     "capture.tap",

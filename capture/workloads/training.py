@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.tap import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import RunConfig, RunResult
-from gradstats.compressors import Layerwise, SparseCompressor, make_compressor
+from gradstats.compressors import SparseCompressor, make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _train(config: RunConfig) -> RunResult:
         result.accuracy = task.accuracy(task.model)
     if task.perplexity is not None and config.evaluate and rank == 0:
         result.perplexity = task.perplexity(task.model)
-    if compression is not None and isinstance(compression.compressor, Layerwise):
+    if compression is not None:
         result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
     return result

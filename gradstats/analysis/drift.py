@@ -41,6 +41,9 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
 FEWEST_STEPS = 20
 """Steps below which a series says nothing about autocorrelation or stationarity."""
 
+_NEAR_UNIT_ROOT = 8
+"""Steps times (1 − autocorrelation of the residuals) below which a slope has no interval."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Measuring:
@@ -255,12 +258,13 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
     list of dict
         trace, quantity (with its ratio or model), kind, layer; n (steps); spacing, the most common distance between
         steps; mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
-        fewer than 20 values); slope, slope_low, slope_high: change per
-        100 steps, least squares with Newey-West standard errors, relative (0.1 is 10 %) where `relative`;
-        acf1, the autocorrelation of lag one; adf_p, p of the unit root (small: it returns to a level), kpss_p, p of
-        stationarity (small: it moves); change_low, change_high: 1 % and 99 % quantiles of the ratio of successive
-        steps (of the difference where not relative). Numbers that fewer than :data:`FEWEST_STEPS` steps cannot give
-        are NaN.
+        fewer than 20 values); slope, slope_low, slope_high: change per 100 steps by least squares and its 95 %
+        interval, relative (0.1 is 10 %) where `relative`, without an interval where the residuals are near a unit root;
+        slope_p, p of no slope; slope_p_holm, the same corrected for the number of layers, models and ratios of the
+        quantity and kind (Holm 1979); acf1, the autocorrelation of lag one; adf_p, p of a unit root (small: it
+        returns to its line), kpss_p, p of stationarity around a line (small: it wanders off); change_low, change_high:
+        1 % and 99 % quantiles of the ratio of successive steps (of the difference where not relative). Numbers that
+        fewer than :data:`FEWEST_STEPS` steps cannot give are NaN.
 
     Raises
     ------
@@ -268,12 +272,12 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
         If a quantity is unknown.
     """
     names = list(quantities) or ["mean", "threshold", "shape", "p"]
-    records = []
+    records: list[dict[str, Any]] = []
     for name in names:
         if name not in dataset or "layer" not in dataset[name].dims:
             have = ", ".join(str(v) for v in dataset if "layer" in dataset[v].dims)
             raise InputError(f"no quantity {name!r}; there are {have}")
-        array = dataset[name]
+        array, first = dataset[name], len(records)
         other = [str(d) for d in array.dims if d in ("ratio", "model")]
         stacked = array.stack(case=["kind", "layer", *other])
         for case in stacked["case"].values:
@@ -283,7 +287,18 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
                 labels = {"trace": dataset.attrs.get("source"), "quantity": label}
                 labels |= {"kind": str(case[0]), "layer": str(case[1])}
                 records.append(labels | _drift(dataset["step"].values, values))
+        _correct(records[first:])
     return records
+
+
+def _correct(records: list[dict[str, Any]]) -> None:
+    """Add the p-values of the slopes, corrected for the number of series of each kind (Holm 1979)."""
+    for kind in {r["kind"] for r in records}:
+        tested = [r for r in records if r["kind"] == kind and math.isfinite(r["slope_p"])]
+        least = 0.0
+        for i, record in enumerate(sorted(tested, key=lambda r: float(r["slope_p"]))):
+            least = max(least, min((len(tested) - i) * record["slope_p"], 1.0))
+            record["slope_p_holm"] = least
 
 
 def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, Any]:
@@ -311,16 +326,13 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
 def _trend(
     at: NDArray[np.float64], y: NDArray[np.float64], spacing: float, relative: bool
 ) -> dict[str, float]:
-    fields = ("slope", "slope_low", "slope_high", "acf1", "adf_p", "kpss_p")
-    result = dict.fromkeys((*fields, "change_low", "change_high"), math.nan)
+    fields = ("slope", "slope_low", "slope_high", "slope_p", "slope_p_holm", "acf1", "adf_p")
+    result = dict.fromkeys((*fields, "kpss_p", "change_low", "change_high"), math.nan)
     if y.size < FEWEST_STEPS or np.ptp(y) == 0:
         return result
-    import statsmodels.api as sm
     from statsmodels.tsa.stattools import acf, adfuller, kpss
 
-    lags = int(4 * (y.size / 100) ** (2 / 9))  # Newey and West 1994
-    line = sm.OLS(y, sm.add_constant(at / 100)).fit(cov_type="HAC", cov_kwds={"maxlags": lags})
-    bounds = [line.params[1], *line.conf_int()[1]]
+    *bounds, result["slope_p"] = _slope(at / 100, y)
     result |= dict(
         zip(fields[:3], map(float, np.expm1(bounds) if relative else bounds), strict=True)
     )
@@ -335,6 +347,44 @@ def _trend(
         with warnings.catch_warnings():
             # both tests warn where p lies beyond their tables; they then return the table's end
             warnings.simplefilter("ignore")
-            result["adf_p"] = float(adfuller(y, autolag="AIC", result_object=False)[1])
-            result["kpss_p"] = float(kpss(y, nlags="auto", result_object=False)[1])
+            # around a line: a series that falls steadily is no random walk
+            found = adfuller(y, regression="ct", autolag="AIC", result_object=False)
+            result["adf_p"] = float(found[1])
+            found = kpss(y, regression="ct", nlags="auto", result_object=False)
+            result["kpss_p"] = float(found[1])
     return result
+
+
+def _slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Return the least-squares slope, its 95 % interval, and the p-value of no slope.
+
+    The long-run variance of the residuals is that of few cosines (Lazarus, Lewis, Stock and Watson 2018), after
+    prewhitening by an AR(1) whose coefficient is corrected for its bias (Andrews and Monahan 1992); quantiles are
+    those of t with as many degrees of freedom as cosines. NaN where the residuals are near a unit root, n(1 − ρ) < 8.
+
+    Of the intervals given, 93 to 97 % cover where the true n(1 − ρ) is about 15 or more: white noise from 20 steps on,
+    AR(1) with acf 0.5 from 40, 0.9 from 150, 0.98 from 1000. With less they cover less: 83 % at acf 0.98 of 300 steps,
+    where 42 % of the series have one; half for a random walk, of which a fifth have one. A slow level seen through
+    noise, ARMA(0.9, −0.5), has 87 % at 60 steps, 93 % at 150.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    n, x = y.size, at - at.mean()
+    slope = float(x @ y) / float(x @ x)
+    residual = y - y.mean() - slope * x
+    energy = float(residual[:-1] @ residual[:-1])
+    if energy <= 1e-24 * float(y @ y):  # all on the line, up to rounding
+        return slope, slope, slope, 0.0
+    rho = max((n * float(residual[1:] @ residual[:-1]) / energy + 2) / (n - 4), 0.0)
+    if n * (1 - rho) < _NEAR_UNIT_ROOT:
+        return slope, math.nan, math.nan, math.nan
+    white = residual[1:] - rho * residual[:-1] if rho else residual
+    freedom = max(4, round(0.1 * white.size ** (2 / 3)))
+    place = (np.arange(white.size) + 0.5) / white.size
+    waves = [np.cos(math.pi * j * place) for j in range(2, freedom + 2)]
+    # what the line leaves of the cosines
+    basis = np.linalg.qr(np.column_stack([np.ones(white.size), place, *waves]))[0][:, 2:]
+    variance = float(np.square(basis.T @ white).sum()) / freedom / (1 - rho) ** 2
+    error = math.sqrt(variance / float(x @ x))
+    half = float(stdtrit(freedom, 0.975)) * error
+    return slope, slope - half, slope + half, 2 * float(stdtr(freedom, -abs(slope) / error))

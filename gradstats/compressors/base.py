@@ -105,6 +105,21 @@ class Selector(_Checkpointed, ABC):
         return 0 if self.ratio is None else target_count(self.ratio, numel)
 
 
+class WithSelector:
+    """Something whose ratio is that of the selector inside it."""
+
+    selector: Selector
+
+    @property
+    def ratio(self) -> float | None:
+        """Kept fraction k/d of the selector."""
+        return self.selector.ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float | None) -> None:
+        self.selector.ratio = ratio
+
+
 @dataclass(slots=True)
 class Reduced:
     """The result of one exchange over the ranks.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from gradstats.collectives import all_gather_flags
 from gradstats.collectives.ring import Ring, split
-from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.base import Reduced
 from gradstats.compressors.signs import (
     SCALE_BYTES,
-    RandomStream,
+    SignCompressor,
     mean_magnitude,
     norm_of,
     read_message,
@@ -27,7 +26,7 @@ from gradstats.compressors.signs import (
 __all__ = ["Cascading"]
 
 
-class Cascading(Compressor):
+class Cascading(SignCompressor):
     """Cascading compression: the partial sum is compressed to scale·sign anew at every hop of a ring.
 
     The mean is s₃ = Q(…Q(Q(g₁) + g₂)… + g_M)/M. Every part of the vector has its own scale. There is no memory.
@@ -55,11 +54,10 @@ class Cascading(Compressor):
     """
 
     feedback = False
-    has_ratio = False
 
     def __init__(self, stochastic: bool = True, seed: int = 0) -> None:
         self.stochastic = stochastic
-        self._own = RandomStream(seed, 0)
+        super().__init__(seed)
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
@@ -121,11 +119,3 @@ class Cascading(Compressor):
             select_seconds=compressing,
             communicate_seconds=time.perf_counter() - started - compressing,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the random generator."""
-        return {"generator": self._own.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._own.load(state["generator"])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
-from gradstats.compressors.base import Compressor, Reduced, Selector
+from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
 from gradstats.compressors.dense import DenseCompressor
 from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
@@ -26,7 +26,7 @@ SEARCH_ABOVE = 1 << 20
 """Number of elements from which on the threshold is searched: the paper's 4 MB of float32."""
 
 
-class MeanOfSign(Selector):
+class MeanOfSign(WithSelector, Selector):
     """Selection among the elements of one sign, sent as positions and one float, the mean of their values.
 
     The selected elements are the largest k in even steps and the smallest k in odd steps, so that all values have one
@@ -50,15 +50,6 @@ class MeanOfSign(Selector):
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
         self._step = 0
-
-    @property
-    def ratio(self) -> float | None:
-        """Kept fraction k/d of the inner selector."""
-        return self.selector.ratio
-
-    @ratio.setter
-    def ratio(self, ratio: float | None) -> None:
-        self.selector.ratio = ratio
 
     def select(self, gradient: torch.Tensor) -> Selection:
         """Select among the elements of this step's sign, and average them."""

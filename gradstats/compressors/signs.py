@@ -25,6 +25,7 @@ from gradstats.errors import InputError
 __all__ = [
     "SCALE_BYTES",
     "RandomStream",
+    "SignCompressor",
     "SignGathering",
     "bits_per_element",
     "check_scale",
@@ -365,8 +366,8 @@ def read_message(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float
     return unpack_bits(message[SCALE_BYTES:], numel), float(scale)
 
 
-class SignGathering(Compressor):
-    """All-gather of one message from every rank: a float32 scale and the signs. Subclasses say which.
+class SignCompressor(Compressor):
+    """A compressor of signs, whose coins every rank throws for itself.
 
     Parameters
     ----------
@@ -383,6 +384,18 @@ class SignGathering(Compressor):
 
     def __init__(self, seed: int = 0) -> None:
         self._own = RandomStream(seed, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the random generator."""
+        return {"generator": self._own.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._own.load(state["generator"])
+
+
+class SignGathering(SignCompressor):
+    """All-gather of one message from every rank: a float32 scale and the signs. Subclasses say which."""
 
     @abstractmethod
     def _compress(
@@ -444,11 +457,3 @@ class SignGathering(Compressor):
             The update.
         """
         return self._average([read_message(row, corrected.numel()) for row in messages], corrected)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the random generator."""
-        return {"generator": self._own.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._own.load(state["generator"])

@@ -13,13 +13,13 @@ from gradstats.collectives import SparseAllGather
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors.base import Compressor, Reduced, Selector
+from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
 from gradstats.primitives import Selection
 
 __all__ = ["SparseCompressor", "as_compressor"]
 
 
-class SparseCompressor(Compressor):
+class SparseCompressor(WithSelector, Compressor):
     """All-gather of what a :class:`Selector` selects on each rank.
 
     Parameters
@@ -56,15 +56,6 @@ class SparseCompressor(Compressor):
         self._update = SparseUpdate()
         self._last = 0
         """Number of elements that all ranks together sent in the last step."""
-
-    @property
-    def ratio(self) -> float | None:
-        """Kept fraction k/d of the selector."""
-        return self.selector.ratio
-
-    @ratio.setter
-    def ratio(self, ratio: float | None) -> None:
-        self.selector.ratio = ratio
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the selector's target count k."""

@@ -172,7 +172,7 @@ class CompressionState:
         self._gradient = FlatGradient(self._layout, self.memory, weight_decay)
         self._problem = ""
         self._hidden = 0
-        self._scale = 1.0
+        self._scale: float | None = None
         self._used: set[int] = set()
         self._agreed = False
         self._restored: Mapping[str, Any] | None = None
@@ -183,7 +183,7 @@ class CompressionState:
     @property
     def error_feedback(self) -> bool:
         """Whether anything is remembered."""
-        return not isinstance(self.memory, NoMemory)
+        return bool(self.memory.kinds)
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Name the parameters of a state that was built without names; nothing happens if it knows them already.
@@ -234,9 +234,10 @@ class CompressionState:
             Flat, in logical order, in unscaled units.
         """
         flat = flatten(parameter, gradient)
-        scale = self._loss_scale()
-        if scale != 1:
-            flat = flat.to(self._layout.dtype) * (1 / scale)
+        if self._scale is None:
+            self._scale = self._loss_scale()  # once a step: on an accelerator it waits for the device
+        if self._scale != 1:
+            flat = flat.to(self._layout.dtype) * (1 / self._scale)
         slot = self._layout.slots.get(id(parameter))
         if not self._gradient.allocated or slot is None:
             return flat
@@ -332,8 +333,11 @@ class CompressionState:
         """Say in errors of the exchange which step it was. Used by the hook."""
         try:
             yield
-        except ExchangeError as error:
-            raise ExchangeError(f"step {self.step}: {error}") from error
+        except BaseException as error:
+            self._scale = None  # of a step that failed
+            if isinstance(error, ExchangeError):
+                raise ExchangeError(f"step {self.step}: {error}") from error
+            raise
 
     def begin(self, device: torch.device) -> None:
         """Begin a step; also drops what an interrupted backward pass left. Called by the hook.
@@ -426,6 +430,7 @@ class CompressionState:
         assert reduced.residual is not None
         if layout.dense_numel:
             all_reduce_mean(self._gradient.dense, self.process_group)
+        assert self._scale is not None
         self._gradient.write(pairs, reduced.mean, reduced.touched, self._scale)
         if dense_mean is not None:
             self.diagnosis = diagnose(
@@ -458,6 +463,7 @@ class CompressionState:
             step=self.step, numel=self._layout.numel, problem=self._problem, **numbers
         )
         self._used.clear()
+        self._scale = None
         self._hidden = self._hidden + 1 if self._problem and self.nonfinite != "propagate" else 0
         if self._hidden == _PATIENCE:
             warnings.warn(
@@ -536,6 +542,7 @@ class CompressionState:
 
     def _take(self, pairs: list[Pair]) -> int:
         """Add the memory to gradients; return how many elements are not finite, after the policy saw to them."""
+        assert self._scale is not None
         factor = 1 / self._scale
         if self.clip is not None:
             bound = self.clip / math.sqrt(dist.get_world_size(self.process_group))

@@ -273,7 +273,10 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
         numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(measured.steps)} have no power."
     else:
         low, high = rows["mean"]["slope_low"], rows["mean"]["slope_high"]
-        numbers += f"Per 100 steps {100 * slope:+.1f} % ({100 * low:+.1f} to {100 * high:+.1f})."
+        interval = f"{100 * low:+.1f} to {100 * high:+.1f}"
+        if math.isnan(low):
+            interval = "no interval: what is left wanders like a random walk"
+        numbers += f"Per 100 steps {100 * slope:+.1f} % ({interval})."
     return Verdict(headline, numbers)
 
 

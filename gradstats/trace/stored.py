@@ -131,18 +131,24 @@ class StoredArray:
             raise ValueError(f"a chunk holds {claimed} bytes, not {size}")
         return True
 
-    def chunks(self) -> set[int]:
-        """Return the indices, along the first dimension, of the chunks that are there.
+    def chunks(self, *key: int) -> set[int]:
+        """Return which chunks are there, in bounded time whatever the shape says.
+
+        Parameters
+        ----------
+        *key : int
+            First indices of the chunks.
 
         Returns
         -------
         set of int
-            Indices.
+            Indices along the next dimension.
         """
         try:
-            return {int(n) for n in os.listdir(self._folder / "c") if n.isdecimal()}
+            names = os.listdir(self._folder.joinpath("c", *map(str, key)))
         except OSError:
             return set()
+        return {int(n) for n in names if n.isdecimal() and len(n) < 19}
 
 
 class RankGroup:

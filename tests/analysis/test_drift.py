@@ -7,12 +7,12 @@ import pytest
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
 from gradstats import fit, over_training
-from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, drift_records
+from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, _slope, drift_records
 from gradstats.errors import InputError
 from gradstats.primitives import kth_largest
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.goodness import goodness
-from gradstats.trace import TraceWriter, create_trace
+from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
 
@@ -89,7 +89,10 @@ class TestDrift:
         assert mean["relative"]
         assert mean["low"] < mean["mean"] < mean["high"]
         assert mean["acf1"] > 0.8
-        assert mean["kpss_p"] <= 0.05  # it moves
+        assert mean["slope_p"] < 1e-3
+        assert mean["slope_p_holm"] == mean["slope_p"]  # one series
+        # a steady fall is neither a random walk nor anything but stationary around its line
+        assert mean["adf_p"] < 0.05 < mean["kpss_p"]
         # successive means: noise √2/√4200, drift 0.2 %
         assert mean["change_low"] == pytest.approx(1 - 2.33 * math.sqrt(2 / 4140), abs=0.02)
         assert mean["change_high"] == pytest.approx(1 + 2.33 * math.sqrt(2 / 4140), abs=0.02)
@@ -104,7 +107,7 @@ class TestDrift:
         assert mean["spacing"] == 2
 
     def test_slope_intervals_allow_for_memory(self, tmp_path):
-        """An AR(1) level without a trend: Newey-West intervals are much wider than least squares' own."""
+        """An AR(1) level without a trend: intervals are much wider than least squares' own."""
         import statsmodels.api as sm
 
         rng = np.random.default_rng(1)
@@ -117,7 +120,65 @@ class TestDrift:
         y = np.log(d["mean"].mean("rank").values[:, 0, 0])
         naive = sm.OLS(y, sm.add_constant(np.arange(300) / 100)).fit().conf_int()[1]
         honest = np.log1p([mean["slope_low"], mean["slope_high"]])
-        assert np.ptp(honest) > 1.5 * np.ptp(naive)
+        assert np.ptp(honest) > 3 * np.ptp(naive)
+
+    @pytest.mark.parametrize(
+        ("n", "memory", "ma", "share", "coverage"),
+        [
+            (20, 0.0, 0.0, 0.99, 0.943),
+            (60, 0.5, 0.0, 1.00, 0.954),
+            (150, 0.9, 0.0, 0.88, 0.944),
+            (1000, 0.98, 0.0, 0.98, 0.954),
+            (150, 0.9, -0.5, 1.00, 0.934),  # a slow level seen through noise
+            (300, 0.98, 0.0, 0.42, 0.827),  # near a unit root: as the docstring says
+        ],
+    )
+    def test_slope_intervals_cover_what_they_say(self, n, memory, ma, share, coverage):
+        """Shares of 2000 series; with Newey-West's bandwidth 85 % for white noise of 20 steps, 32 % at acf 0.98."""
+        from scipy.signal import lfilter
+
+        rng = np.random.default_rng([21, n])
+        wrong = given = 0
+        for _ in range(800):
+            y = lfilter([1, ma], [1, -memory], rng.standard_normal(n + 1000))[-n:]
+            _, low, high, p = _slope(np.arange(n) / 100, y)
+            given += math.isfinite(low)
+            wrong += low > 0 or high < 0
+            assert math.isnan(low) or (p < 0.05) == (low > 0 or high < 0)
+
+        def noise(p, draws):  # of both simulations
+            return 3.5 * math.sqrt(p * (1 - p) * (1 / draws + 1 / (2000 * share))) + 1e-3
+
+        assert given / 800 == pytest.approx(share, abs=noise(share, 800) + 0.005)
+        assert 1 - wrong / given == pytest.approx(coverage, abs=noise(coverage, given))
+
+    def test_random_walks_have_no_slope_to_speak_of(self):
+        rng = np.random.default_rng(22)
+        for n in (60, 1000):
+            found = [
+                _slope(np.arange(n) / 100, rng.standard_normal(n).cumsum()) for _ in range(200)
+            ]
+            assert np.mean([math.isnan(low) for _, low, _, _ in found]) > 0.7
+
+    def test_a_line_has_its_slope(self):
+        at = np.arange(50) / 100
+        assert _slope(at, 3 * at + 1) == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 0)
+
+    def test_many_layers_are_corrected_for(self, tmp_path):
+        rng = np.random.default_rng(23)
+        path = tmp_path / "run.zarr"
+        layers = [Layer(f"layer{i}", i * 50, (50,)) for i in range(30)]
+        create_trace(path, layers)
+        writer = TraceWriter(path, 0)
+        for step in range(60):
+            writer.append(step, {"gradient": rng.laplace(size=1500).astype(np.float32)})
+        writer.close()
+        records = drift_records(over_training(path, models=[], per_layer=True), ["mean"])
+        assert len(records) == 31
+        assert min(r["slope_p"] for r in records) < 0.05  # by chance
+        assert min(r["slope_p_holm"] for r in records) > 0.05
+        least = min(records, key=lambda r: r["slope_p"])
+        assert least["slope_p_holm"] == pytest.approx(31 * least["slope_p"])
 
     def test_few_steps_give_numbers_without_tests(self, tmp_path):
         path = drifting_trace(tmp_path / "run.zarr", [0, 10, 100], lambda s: 1.0)

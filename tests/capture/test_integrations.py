@@ -230,6 +230,57 @@ if trainer.global_rank == 0:
     )
 
 
+@pytest.mark.distributed
+def test_lightning_in_half_precision_captures_without_the_loss_scale(tmp_path):
+    script = """
+import torch
+from capture.integrations.lightning import CaptureCallback
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from workers import trainers as cases
+Trainer(
+    callbacks=[CaptureCallback("half.zarr", comm_hook=allreduce_hook)],
+    plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
+    strategy="ddp", devices=2, **cases.SETTINGS | {"max_steps": 1},
+).fit(cases.module(), cases.loader())
+"""
+    run(tmp_path, script)
+    trace = gradstats.open_trace(tmp_path / "half.zarr")
+    rows = cases.tokens()
+    for rank in range(2):
+        dealt = list(DistributedSampler(rows, num_replicas=2, rank=rank))
+        first = [[rows[dealt[: cases.BATCH]]]]
+        (seen,) = cases.plain_loop(cases.network(), cases.network_loss, first)
+        error = np.linalg.norm(trace.read(0, rank) - seen[0][0]) / np.linalg.norm(seen[0][0])
+        assert error < 0.01  # of half precision
+
+
+def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, monkeypatch):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from capture.integrations import trainer as base
+    from capture.integrations.huggingface import CaptureCallback
+
+    given, scaler = [], torch.amp.GradScaler("cpu", init_scale=4.0)
+    model = SimpleNamespace(register_comm_hook=lambda *_: None)
+    monkeypatch.setattr(base, "DistributedDataParallel", SimpleNamespace)
+
+    class Recorder:
+        def __init__(self, *, path, model, schedule=1, start_step=0, **options):
+            given.append(options)
+
+        def wrap(self, state, hook):
+            return state, hook
+
+    monkeypatch.setattr(base, "Capture", Recorder)
+    trainer = SimpleNamespace(model_wrapped=model, accelerator=SimpleNamespace(scaler=scaler))
+    for hook in (None, allreduce_hook):
+        callback = CaptureCallback(tmp_path / "a.zarr", comm_hook=hook, trainer=trainer)
+        callback.on_train_begin(None, SimpleNamespace(global_step=0), None, model=model)
+    assert given == [{}, {"scaler": scaler}]
+
+
 def test_callbacks_refuse_at_once_what_cannot_work(tmp_path, monkeypatch):
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from capture.states import ObservedState, observe, records_steps, step_columns
+from capture import Capture
+from capture.states import ObservedState, Said, observe, records_steps, step_columns, unnamed
 from gradstats.compressors import TopK
 from gradstats.hooks import CompressionState, StepRecord
 
@@ -94,3 +95,56 @@ def test_columns_are_in_the_order_of_the_trace():
         assert np.array_equal(values, [2, np.nan, 1], equal_nan=True)
     diagnosis.step = 3  # of another step
     assert set(step_columns(observe(state), ["a"])) == {"threshold", "selected", "compression"}
+
+
+def test_names_are_given_to_a_state_that_wants_them(tmp_path):
+    class Numbered:
+        def name_parameters(self, named_parameters):
+            self.named = dict(named_parameters)
+
+    state = Numbered()
+    with Capture(tmp_path / "a.zarr", nn.Sequential(MODEL)) as capture:
+        capture.wrap(state, lambda state, bucket: None)
+        capture.wrap(None, lambda state, bucket: None)  # one that does not
+    assert list(state.named) == ["0.weight", "0.bias"]
+
+
+def test_a_diagnosis_by_number_is_told_from_one_by_name():
+    state = SimpleNamespace(last=None, diagnosis=None, error_feedback=False)
+    for layers, expected in (
+        (("0", "1"), True),
+        (("0", "weight"), False),
+        (("weight",), False),
+        ((), False),
+    ):
+        state.diagnosis = SimpleNamespace(layers=layers)
+        assert unnamed(observe(state), ["weight", "bias"]) == expected
+    assert not unnamed(observe(SimpleNamespace(diagnosis=None)), ["weight"])
+    state.diagnosis = SimpleNamespace(layers=("0", "1"))
+    assert not unnamed(observe(state), ["0", "1"])  # of an nn.ParameterList
+
+
+def test_records_are_news_only_once():
+    state = SimpleNamespace(last=None)
+    said = Said(observe(state))
+    assert not said.changed(observe(state))
+    state.last = StepRecord(0, 0.25, 12, 1000, 96)
+    assert said.changed(observe(state))
+    said = Said(observe(state))
+    assert not said.changed(observe(state))
+    state.last = StepRecord(0, 0.25, 12, 1000, 96)  # of another run
+    assert said.changed(observe(state))
+    state.last = SimpleNamespace(step=0)  # kept, and changed in place
+    said = Said(observe(state))
+    state.last.step = 1
+    assert said.changed(observe(state))
+
+
+def test_layers_with_the_prefix_of_ddp_are_found():
+    numbers = {name: np.array([1.0]) for name in ("selected", "target", "delta")}
+    diagnosis = SimpleNamespace(
+        step=4, layers=("module.a",), residual_norm=0.5, matching_rate=0.75, **numbers
+    )
+    state = SimpleNamespace(last=StepRecord(4, 0.25, 12, 1000, 96), diagnosis=diagnosis)
+    columns = step_columns(observe(state), ["a", "b"])
+    assert np.array_equal(columns["layer_compression"]["delta"], [1, np.nan], equal_nan=True)

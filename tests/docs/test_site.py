@@ -77,6 +77,18 @@ def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerw
     assert list(trace.kinds(1)) == ["gradient", "corrected"]
 
 
+@pytest.mark.distributed
+def test_the_script_with_a_loss_scaler_captures_unscaled_gradients(tmp_path):
+    page = (DOCS / "howto/mixed_precision.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "--nproc-per-node", "2", "train.py"], check=True, cwd=tmp_path)
+    trace = gradstats.open_trace(tmp_path / "run.zarr")
+    assert trace.steps(1) == [0, 5, 10, 15]
+    assert 0 < abs(trace.read(15, 1)).max() < 10  # the scale is 65,536 and more
+
+
 @pytest.mark.slow
 def test_it_builds_without_a_warning_and_documents_every_public_name(tmp_path):
     done = subprocess.run(
