@@ -51,7 +51,7 @@ DECAY = Table(
     "Decay of sorted magnitudes, 95 % intervals",
     (
         *("trace", "step", "rank", "kind", "p", "p_low", "p_high", "compressible"),
-        *("hill", "sigma_p", "window"),
+        *("hill", "sigma_p", "window", "reason"),
     ),
     (),
 )
@@ -154,7 +154,8 @@ def compressibility(  # numpydoc ignore=PR01
 ) -> None:
     """Check the power-law decay of the sorted magnitudes, and of controls that have none.
 
-    sigma p: exponent with which the error of keeping the k largest falls; a power law promises p − ½.
+    compressible: yes only where all windows, Hill's estimate and the error of keeping the k largest agree; reason says
+    why not. sigma p: exponent with which that error falls; for a power law it is near p − ½.
     """
     from gradstats.analysis import decay
 
@@ -247,9 +248,10 @@ def drift(  # numpydoc ignore=PR01
 ) -> None:
     """Quantify how a gradient moves over training: trend, memory, step-to-step change.
 
-    low–high: 90 % of steps and ranks. slope: relative change per 100 steps (JSON and CSV have its Newey-West interval).
-    acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles of a step's value over the last one's. These take
-    twenty steps: capture sketches of every step (gradstats capture --store sketches --every 1).
+    low–high: 90 % of steps and ranks, all of them below twenty. slope: relative change per 100 steps (JSON and CSV have
+    its interval, which is not given near a unit root). acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles
+    of a step's value over the last one's. These take twenty steps: capture sketches of every step (gradstats capture
+    --store sketches --every 1).
     """
     from gradstats.analysis import drift
     from gradstats.primitives.ratio import RATIOS

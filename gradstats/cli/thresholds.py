@@ -24,7 +24,8 @@ from gradstats.errors import InputError
 __all__ = ["BY_STAGE", "QUALITY", "bench", "quality"]
 
 QUALITY = Table(
-    "Estimation quality k̂/k; low–high: 90 % of the gradients; floor: 1.96/√k",
+    "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; "
+    "floor: 1.96/√k, for independent elements of a known law",
     (
         *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "min", "max"),
         *("energy_error", "n", "floor"),

@@ -19,9 +19,8 @@ PAGE = (ROOT / "docs/reference/trace_format.md").read_text(encoding="utf-8")
 def table(name):
     """Return the rows of a marked table, cells without backticks."""
     text = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", PAGE, re.DOTALL)[1]
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
-    width = len(text.splitlines()[0].strip("| ").split(" | "))
-    return [[c.strip().strip("`") for c in r] + [""] * (width - len(r)) for r in rows]
+    rows = [[c.strip().strip("`") for c in row.split("|")[1:-1]] for row in text.splitlines()]
+    return rows[2:]
 
 
 @pytest.fixture(scope="module", params=[None, 5, 100, 5000])
