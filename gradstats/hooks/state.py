@@ -235,7 +235,9 @@ class CompressionState:
         """
         flat = flatten(parameter, gradient)
         if self._scale is None:
-            self._scale = self._loss_scale()  # once a step: on an accelerator it waits for the device
+            self._scale = (
+                self._loss_scale()
+            )  # once a step: on an accelerator it waits for the device
         if self._scale != 1:
             flat = flat.to(self._layout.dtype) * (1 / self._scale)
         slot = self._layout.slots.get(id(parameter))

@@ -177,7 +177,8 @@ def exceedances(x: Array, above: float) -> Moments:
     def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         from gradstats.primitives.kernels import block_tail
 
-        return block_tail(block, below)
+        found: tuple[int, float, float] = block_tail(block, below)
+        return found
 
     parts = map_blocks(tail, x)
     count, total, squares = (sum(part[i] for part in parts) for i in range(3))
@@ -196,7 +197,7 @@ def _block(block: NDArray[Any], above: float, log: bool) -> _Sums:
 
         with np.errstate(over="ignore"):
             *sums, largest = block_moments(block, np.float32(above), log)
-        return (*sums, float(largest))  # type: ignore[return-value]
+        return (*sums, float(largest))
     magnitude = np.abs(block)
     finite = magnitude[np.isfinite(magnitude)]
     kept = finite[(finite > 0) & (finite >= above)]
