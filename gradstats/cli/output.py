@@ -106,6 +106,7 @@ def emit(
     from rich.console import Console
 
     from gradstats.tables import render
+    from gradstats.trace.format import replace_file
 
     groups: dict[tuple[Any, ...], Records] = {} if records else {(): []}
     for record in records:
@@ -128,7 +129,7 @@ def emit(
         typer.echo(text, color=color)
         return
     try:
-        output.write_text(text + "\n", encoding="utf-8")
+        replace_file(output, text + "\n")
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror}") from error
 

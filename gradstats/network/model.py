@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gradstats.errors import InputError
+from gradstats.trace.format import replace_file
 
 __all__ = [
     "ALGORITHMS",
@@ -482,7 +483,7 @@ class Network:
             "lines": [asdict(line) for line in self.lines],
         }
         try:
-            Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            replace_file(path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
 

@@ -24,6 +24,7 @@ from gradstats.report.measured import (
 )
 from gradstats.report.sections import section
 from gradstats.report.verdicts import QUESTIONS
+from gradstats.trace.format import replace_file
 from gradstats.trace.sources import TraceSource, open_source
 
 __all__ = ["write_report"]
@@ -59,7 +60,7 @@ def write_report(sources: object, path: str | Path) -> None:
     body = "\n".join([_first_screen(measured), *sections, _provenance(measured)])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page("Gradient report", body), encoding="utf-8")
+        replace_file(path, page("Gradient report", body))
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 

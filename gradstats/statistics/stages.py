@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from gradstats.errors import InputError
 from gradstats.primitives import Moments
+from gradstats.statistics.solution import FitError, Reason
 
 __all__ = [
     "Quantile",
@@ -224,6 +225,8 @@ def genpareto(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[s
     ratio : float
         Share δ of them to keep.
     """
+    if not m.sum_squares < math.inf:
+        raise FitError(Reason.RANGE)
     mean = max(m.mean - threshold, 0.0)
     if m.variance <= 1e-12 * mean**2 or mean == 0:
         return mean, {"c": -math.inf, "scale": 0.0, "unreliable": True}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gradstats.errors import InputError
 from gradstats.primitives import Array, exceedances, moments
 from gradstats.primitives.blocks import map_blocks
+from gradstats.statistics.solution import FitError, Reason
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["GaussianK"]
@@ -48,6 +49,8 @@ class GaussianK(Estimator):
         finite = m.numel - m.nonfinite
         if m.count == 0:
             return Found(0.0)
+        if not m.sum_squares < math.inf:
+            raise FitError(Reason.RANGE)
         mean = sum(map_blocks(_signed_sum, x)) / finite
         std = math.sqrt(max(m.sum_squares / finite - mean * mean, 0.0))
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)

@@ -381,8 +381,14 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     content : str or bytes
         What to write; text as UTF-8.
     """
+    data = content.encode() if isinstance(content, str) else content
+    if (
+        Path(path).exists() and not Path(path).is_file()
+    ):  # a terminal or a pipe has no old content to keep
+        Path(path).write_bytes(data)
+        return
     with replacing(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(data)
 
 
 def create_trace(
@@ -668,7 +674,7 @@ def count_nonfinite(values: NDArray[np.float32]) -> int:
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round to bfloat16, nearest even, NaN kept NaN.
+    """Round to bfloat16, nearest even; NaN stays NaN, and what is finite stays finite.
 
     Parameters
     ----------
@@ -682,6 +688,9 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # above 3.39e38 nearest is infinity, which would say of a finite gradient that it is not
+    overflowed = np.isfinite(values) & ((rounded & 0x7FFF) == 0x7F80)
+    rounded = np.where(overflowed, rounded - 1, rounded)
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xarray
 from support.traces import assert_same_sketch
 
 from capture.workloads import WORKLOADS, RunConfig, run, workload_info
@@ -273,4 +274,7 @@ def test_demo_from_a_to_z(tmp_path):
     assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000
     assert "Try next" in done.stderr
     for name in ("topk", "topk-ef"):
-        assert len(open_trace(tmp_path / "demo" / f"{name}.zarr").steps()) == 20
+        trace = tmp_path / "demo" / f"{name}.zarr"
+        assert len(open_trace(trace).steps()) == 20
+        tree = xarray.open_datatree(trace, engine="zarr", consolidated=False)
+        assert tree["rank00001"].sizes["step"] == 20

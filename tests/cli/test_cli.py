@@ -466,3 +466,23 @@ def test_report_is_one_self_contained_page(gradient_file, tmp_path):
     assert "https://" not in text
     for name in ("x.npy", "sidco-e"):
         assert name in text
+
+
+def test_output_replaces_a_file_at_once(tmp_path, monkeypatch):
+    """An interrupted command leaves the old file; a pipe is written as it is."""
+    output = tmp_path / "table.csv"
+    output.write_text("old")
+    full = OSError(28, "No space left on device")
+
+    def fails(self, data):
+        raise full
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", fails)
+        done = run("info", EF, "--format", "csv", "-o", output)
+    assert done.returncode == 2
+    assert output.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
+    assert run("info", EF, "--format", "csv", "-o", output).returncode == 0
+    assert output.read_text().startswith("trace,")
+    assert run("info", EF, "-o", "/dev/null").returncode == 0

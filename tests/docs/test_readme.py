@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import xarray
 from conftest import ROOT
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -45,6 +46,8 @@ dist.destroy_process_group()
     from gradstats import open_trace
 
     assert open_trace(tmp_path / "run.zarr").steps() == [0, 100]
+    tree = xarray.open_datatree(tmp_path / "run.zarr", engine="zarr", consolidated=False)
+    assert tree["rank00000"]["step"].values.tolist() == [0, 100]
 
 
 def test_the_python_example_prints_what_is_shown():

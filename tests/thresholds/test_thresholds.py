@@ -446,3 +446,21 @@ def test_selections_come_in_index_order_with_their_values(family):
         expected = select(family, estimate.threshold)
         assert np.array_equal(selection.indices, expected.indices), name
         assert np.array_equal(selection.values, family[expected.indices]), name
+
+
+@pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_infinities_and_huge_magnitudes_have_an_answer_or_one_error(name):
+    """Seven steps each: rules that remember must not stumble over what they remember."""
+    rng = np.random.default_rng(0)
+    infinite = rng.laplace(size=5000).astype(np.float32)
+    infinite[:61] = np.inf
+    for x in (infinite, rng.laplace(size=5000) * 1e200, infinite.astype(np.float64)):
+        rule = make_estimator(name)
+        if name in ("gaussiank", "sidco-gp", "sidco-p") and x.max() < np.inf:  # need squares
+            with pytest.raises(InputError, match="rescale them"):
+                rule.select(x, 0.01)
+            continue
+        for _ in range(7):
+            estimate, kept = rule.select(x, 0.01)
+            assert estimate.threshold >= 0
+            assert len(kept) <= 5000

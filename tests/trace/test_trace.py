@@ -72,6 +72,20 @@ def test_bfloat16_is_rounded_to_nearest_and_documented(path):
     assert stored.attrs["encoding"] == "bfloat16"
 
 
+def test_what_is_finite_stays_finite_in_bfloat16(path):
+    x = gradient(0)
+    x[:3] = 3.4e38, -3.4e38, np.inf
+    writer = TraceWriter(path, 0, dtype="bfloat16")
+    writer.append(0, {"gradient": x})
+    writer.close()
+    trace = open_trace(path)
+    assert (
+        np.isfinite(trace.read(0)).sum()
+        == x.size - 1
+        == x.size - trace.scalars()["gradient_nonfinite"][0]
+    )
+
+
 def test_opens_in_xarray_without_this_package(path):
     write(path, [0, 10, 20], expected_steps=5, close=False)
     write(path, [0, 10], rank=1)
