@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
-__all__ = ["FORMATS", "Format", "Record", "format_value", "render"]
+__all__ = ["FORMATS", "Format", "Record", "format_value", "render", "visible"]
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
@@ -70,7 +70,9 @@ def render(
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
         rules = ["---:" if n else "---" for n in numeric]
-        return "\n".join("| " + " | ".join(row) + " |" for row in [names, rules, *rows])
+        special = str.maketrans({c: f"\\{c}" for c in "\\|*`[]"} | {"<": "&lt;"})
+        body = [[cell.translate(special) for cell in row] for row in rows]
+        return "\n".join("| " + " | ".join(row) + " |" for row in [names, rules, *body])
     if format == "latex":
         return _latex(names, rows, numeric)
     return _terminal(names, rows, numeric, heading, width, color)
@@ -78,7 +80,25 @@ def render(
 
 def _cell(name: str, value: Any) -> str:
     # somebody typed a ratio as 0.1, so it is not shown as 0.100
-    return f"{value:g}" if name == "ratio" and value is not None else format_value(value)
+    if name == "ratio" and value is not None:
+        return f"{value:g}"
+    return visible(format_value(value))
+
+
+def visible(text: str) -> str:
+    """Return a text with its control characters written out: names from outside must not steer a terminal.
+
+    Parameters
+    ----------
+    text : str
+        Any text, such as a layer's name or a file's.
+
+    Returns
+    -------
+    str
+        The same in one line, without escape sequences, line ends and changes of the writing direction.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(record: Record) -> dict[str, Any]:
@@ -100,10 +120,16 @@ def _csv(records: Sequence[Record]) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(records[0])
     for record in records:
-        writer.writerow(
-            json.dumps(_json_value(v)) if isinstance(v, Mapping) else v for v in record.values()
-        )
+        writer.writerow(map(_csv_value, record.values()))
     return stream.getvalue().rstrip("\n")
+
+
+def _csv_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return json.dumps(_json_value(value))
+    # a spreadsheet takes a text that begins so for a formula, and runs it
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if formula else value
 
 
 def format_value(value: Any) -> str:
@@ -140,7 +166,8 @@ def format_value(value: Any) -> str:
 
 
 def _latex(names: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> str:
-    special = str.maketrans({c: f"\\{c}" for c in "_%&#$"} | {"–": "--"})
+    words = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special = str.maketrans({c: f"\\{c}" for c in "_%&#${}"} | {"–": "--"} | words)
     lines = [
         f"\\begin{{tabular}}{{{''.join('r' if n else 'l' for n in numeric)}}}",
         "\\toprule",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 
 import numpy as np
@@ -78,3 +80,25 @@ def test_numpy_numbers_read_like_pythons():
     assert format_value(np.float32(28.885788)) == format_value(28.885788) == "28.9"
     assert format_value(np.float64("nan")) == "–"
     assert format_value(np.int64(28)) == "28"
+
+
+HOSTILE = {
+    "formula": "=cmd|' /C calc'!A0",
+    "latex": r"\input{/etc/passwd}~^_",
+    "markdown": "a|b\n<script>*x*",
+    "terminal": "\x1b[2J\x1b]0;title\x07\u202egnp.exe",
+}
+
+
+def test_names_from_outside_do_nothing_but_stand_there():
+    records = [{"layer": name, "n": 1} for name in HOSTILE.values()]
+    cells = [row[0] for row in csv.reader(io.StringIO(render(records, "csv")))][1:]
+    assert cells == [f"'{HOSTILE['formula']}", *list(HOSTILE.values())[1:]]
+    latex = render(records, "latex")
+    assert r"\textbackslash{}input\{/etc/passwd\}\textasciitilde{}\textasciicircum{}\_" in latex
+    markdown = render(records, "markdown").splitlines()
+    assert len(markdown) == 2 + len(HOSTILE)
+    assert r"a\|b\\n&lt;script>\*x\*" in markdown[4]
+    for format in ("table", "markdown", "latex"):
+        assert all(c.isprintable() for c in render(records, format).replace("\n", ""))
+    assert json.loads(render(records, "json"))[3]["layer"] == HOSTILE["terminal"]

@@ -132,4 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str) -> None:
-    typer.echo(" ".join(message.split()), err=True)
+    from gradstats.tables import visible
+
+    typer.echo(visible(" ".join(message.split())), err=True)
