@@ -16,6 +16,7 @@ from capture.tap import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import RunConfig, RunResult
 from gradstats.compressors import SparseCompressor, make_compressor
+from gradstats.console import progress_bar
 from gradstats.hooks import CompressionState, compression_hook
 
 if TYPE_CHECKING:
@@ -154,8 +155,6 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if self._label:
-            from gradstats.console import progress_bar
-
             self._bar = progress_bar()
             self._bar.start()
             self._task = self._bar.add_task(self._label, total=self._steps)
