@@ -72,12 +72,19 @@ def compression_hook(
             state.ready(pairs)
         if bucket.is_last():
             held, state.held = state.held, []
-            state.complete([pair for each in held for pair in each.pairs])
+            fill = state.complete([pair for each in held for pair in each.pairs])
             for each in held:
+                if fill is not None and each.buffer.is_sparse:
+                    each.buffer._values().fill_(fill)
                 each.future.set_result(each.buffer)
     return future
 
 
 def _average_sparse(buffer: torch.Tensor, state: CompressionState) -> torch.Tensor:
     """Return the mean of the ranks' sparse gradients, exactly; it travels as a dense vector."""
-    return all_reduce_mean(buffer.to_dense(), state.process_group).to_sparse(buffer.sparse_dim())
+    values = buffer.to_dense()
+    if state.nonfinite == "zero":
+        values.nan_to_num_(0.0, 0.0, 0.0)
+    mean = all_reduce_mean(values, state.process_group)
+    state.sparse_bad += mean.numel() - int(torch.isfinite(mean).sum())  # the same on every rank
+    return mean.to_sparse(buffer.sparse_dim())

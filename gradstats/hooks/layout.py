@@ -39,6 +39,8 @@ class ParameterLayout:
         What either part is kept in: float64 if any parameter is, else float32.
     known : bool
         Whether parameters were added.
+    all : dict of str to int
+        Elements by name of the compressed parameters, those that lost their place (:meth:`skip`) included.
     """
 
     def __init__(self, dense_below: int = 0, exclude: Sequence[str] = ()) -> None:
@@ -48,6 +50,7 @@ class ParameterLayout:
         self.numel = self.dense_numel = 0
         self.dtype = torch.float32
         self.known = False
+        self.all: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._dense_below = dense_below
         self._exclude = tuple(exclude)
@@ -66,10 +69,12 @@ class ParameterLayout:
             if parameter.dtype in (torch.float64, torch.complex128):
                 self.dtype = torch.float64
             if n < self._dense_below or any(fnmatch.fnmatchcase(name, e) for e in self._exclude):
+                self._names[id(parameter)] = name
                 self.dense_slots[id(parameter)] = slice(self.dense_numel, self.dense_numel + n)
                 self.dense_numel += n
             else:
                 self.names.append(name)
+                self.all[name] = n
                 self._names[id(parameter)] = name
                 self.slots[id(parameter)] = slice(self.numel, self.numel + n)
                 self.numel += n
@@ -91,6 +96,7 @@ class ParameterLayout:
                 if slot.start > gone.start:
                     self.slots[other] = slice(slot.start - n, slot.stop - n)
         elif (gone := self.dense_slots.pop(key, None)) is not None:
+            del self._names[key]
             n = gone.stop - gone.start
             self.dense_numel -= n
             for other, slot in self.dense_slots.items():

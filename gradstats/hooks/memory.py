@@ -234,11 +234,9 @@ class MomentumCorrection(Memory):
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the velocity, and mask the momentum."""
         self._velocity, self._next = self._next, self._velocity
-        if self.masking:
-            if sent is None:
-                self._velocity.zero_()
-            else:
-                self._velocity[sent] = 0
+        # where all was sent, as in a dense step, nothing is stale: this is momentum SGD
+        if self.masking and sent is not None:
+            self._velocity[sent] = 0
         if residual is self.corrected:
             self._accumulated, self.corrected = self.corrected, self._accumulated
         else:

@@ -53,6 +53,7 @@ class RatioSchedule:
     def __init__(self, compressor: Compressor, at: Callable[[int], float | None] | None) -> None:
         self._compressor = compressor
         self._at = at
+        self._own = compressor.ratio
         for step in _PROBED if at is not None else ():
             self.begin(step)  # raises now, not in the middle of training
         self.begin(0)
@@ -100,8 +101,12 @@ class RatioSchedule:
         InputError
             If the ratio is out of range, or the compressor has none to set.
         """
+        if self._at is None:
+            return
         ratio = self.of(step)
-        if ratio is None or check_ratio(ratio) == 1:
+        if ratio is None:
+            ratio = self._own
+        if ratio is None or (check_ratio(ratio) == 1 and self._at(step) is not None):
             return
         if self._compressor.ratio is None:
             raise InputError(f"{type(self._compressor).__name__} has no ratio to schedule")

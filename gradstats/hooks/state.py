@@ -170,6 +170,8 @@ class CompressionState:
         self._schedule = RatioSchedule(self.compressor, ratio_at)
         self._layout = ParameterLayout(dense_below, exclude)
         self._gradient = FlatGradient(self._layout, self.memory, weight_decay)
+        self.sparse_bad = 0
+        """Elements of this step's averaged sparse gradients that are not finite; the hook's."""
         self._problem = ""
         self._hidden = 0
         self._scale: float | None = None
@@ -257,22 +259,17 @@ class CompressionState:
         memory: dict[str, dict[str, torch.Tensor]] = {}
         if self._gradient.allocated:
             for kind, tensor in self.memory.tensors().items():
-                parts = self._layout.parts()
-                memory[kind] = {name: tensor[slot].clone() for name, slot in parts}
+                kept = {name: tensor[slot].clone() for name, slot in self._layout.parts()}
+                # zeros for what lost its place to a sparse gradient: a template made before that lists it
+                memory[kind] = {n: kept.get(n, blank) for n, blank in self._blank().items()}
         elif self._restored is not None:
             memory = dict(self._restored["memory"])
         elif self._layout.known:  # what a distributed checkpoint loads into
-            memory = {
-                kind: {
-                    name: torch.zeros(s.stop - s.start, dtype=self._layout.dtype)
-                    for name, s in self._layout.parts()
-                }
-                for kind in self.memory.kinds
-            }
+            memory = {kind: self._blank() for kind in self.memory.kinds}
         # as bytes: what a compressor keeps changes its structure from step to step, which a checkpoint that is loaded
         # into a template of tensors could not follow
-        kept = io.BytesIO()
-        torch.save(self.compressor.state_dict(), kept)
+        stream = io.BytesIO()
+        torch.save(self.compressor.state_dict(), stream)
         rank, world = self._rank_and_world()
         return {
             f"rank{rank}": {
@@ -280,7 +277,7 @@ class CompressionState:
                 "world_size": world,
                 "memory": memory,
                 "system": type(self.compressor).__name__,
-                "compressor": kept.getvalue(),
+                "compressor": stream.getvalue(),
             }
         }
 
@@ -313,13 +310,13 @@ class CompressionState:
         name = type(self.compressor).__name__
         if own["system"] != name:
             raise InputError(f"the checkpoint is of {own['system']}, and this is {name}")
-        if own["step"] and self.memory.kinds != tuple(own["memory"]):
+        if (own["step"] or own["memory"]) and self.memory.kinds != tuple(own["memory"]):
             held, wanted = (", ".join(k) or "nothing" for k in (own["memory"], self.memory.kinds))
             raise InputError(
                 f"the checkpoint's memory holds {held} where this one holds {wanted}: build the state with the same "
                 "memory, and with named_parameters before a distributed checkpoint is loaded into it"
             )
-        if self._gradient.allocated:
+        if own["memory"] and self._layout.known:
             self._check_memory(own)
         self.compressor.load_state_dict(
             torch.load(io.BytesIO(own["compressor"]), weights_only=True)
@@ -351,6 +348,7 @@ class CompressionState:
         """
         self.held.clear()
         self._problem = ""
+        self.sparse_bad = 0
         self._scale = self._loss_scale()
         self.compressor.abandon()
         self._agree(device)
@@ -366,7 +364,7 @@ class CompressionState:
             Parameters of one bucket.
         """
         for parameter in parameters:
-            if self.compressor.streams and id(parameter) in self._layout.slots:
+            if self.compressor.streams:
                 name = self._layout.name(parameter)
                 raise InputError(
                     f"{name} has a sparse gradient, and {type(self.compressor).__name__} sends layer by layer: use "
@@ -386,13 +384,18 @@ class CompressionState:
             self._layout.require(parameter for parameter, _ in pairs)
             self._push(pairs, self._take(pairs))
 
-    def complete(self, pairs: list[Pair]) -> None:
+    def complete(self, pairs: list[Pair]) -> float | None:
         """Exchange, put the average into the gradients, and settle the memory. Called by the hook.
 
         Parameters
         ----------
         pairs : list of (parameter, gradient)
             Gradients of all buckets of the step.
+
+        Returns
+        -------
+        float or None
+            What every gradient was filled with, where the step was refused; else None.
 
         Raises
         ------
@@ -404,13 +407,16 @@ class CompressionState:
         layout, dense_step = self._layout, self._schedule.dense(self.step)
         layout.check([parameter for parameter, _ in pairs])
         if not pairs:  # sparse gradients alone, which the hook has averaged
+            if self.sparse_bad:
+                world = dist.get_world_size(self.process_group)
+                return self._refuse(pairs, Reduced([self.sparse_bad] * world))
             self.step += 1
-            return
+            return None
         if not self._gradient.allocated:
             self._allocate(pairs[0][1].device)
         flag = 0
         if not self._streams():
-            flag = self._take(pairs)
+            flag = self._take(pairs) or min(self.sparse_bad, _LARGEST_FLAG)
             if not dense_step:
                 self._push(pairs, flag)
         self._schedule.begin(self.step)
@@ -426,14 +432,19 @@ class CompressionState:
         unused = self._remember_unused(pairs)
         reduced = compressor.reduce(corrected, self.process_group, flag)
         if any(reduced.flags):
-            self._refuse(pairs, reduced)
-            return
+            return self._refuse(pairs, reduced)
         assert reduced.mean is not None
         assert reduced.residual is not None
         if layout.dense_numel:
             all_reduce_mean(self._gradient.dense, self.process_group)
         assert self._scale is not None
         self._gradient.write(pairs, reduced.mean, reduced.touched, self._scale)
+        # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
+        over = sum(
+            g.numel() - int(torch.isfinite(g).sum()) for _, g in pairs if g.dtype == torch.float16
+        )
+        if over:
+            return self._refuse(pairs, Reduced([over] * len(reduced.flags)))
         if dense_mean is not None:
             self.diagnosis = diagnose(
                 self.step,
@@ -458,6 +469,7 @@ class CompressionState:
         )
         if unused:
             _after_backward(lambda: self._give_back(unused))
+        return None
 
     def _record(self, **numbers: Any) -> None:
         """Note what the step did, and go on to the next."""
@@ -489,21 +501,26 @@ class CompressionState:
             self._check_memory(self._restored)
             self._restore()
 
+    def _blank(self) -> dict[str, torch.Tensor]:
+        """Return zeros for every parameter that was ever compressed, in the model's order."""
+        return {n: torch.zeros(d, dtype=self._layout.dtype) for n, d in self._layout.all.items()}
+
     def _check_memory(self, saved: Mapping[str, Any]) -> None:
         for tensors in saved["memory"].values():
-            if list(tensors) != self._layout.names:
-                odd = sorted(set(tensors) ^ set(self._layout.names)) or ["order of parameters"]
+            if list(tensors) != list(self._layout.all):
+                odd = sorted(set(tensors) ^ set(self._layout.all)) or ["order of parameters"]
                 raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
-            for name, slot in self._layout.parts():
-                if tensors[name].numel() != slot.stop - slot.start:
+            for name, numel in self._layout.all.items():
+                if tensors[name].numel() != numel:
                     raise InputError(
-                        f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not "
-                        f"{slot.stop - slot.start}"
+                        f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not {numel}"
                     )
 
     def _restore(self) -> None:
         assert self._restored is not None
         tensors = self.memory.tensors()
+        for tensor in tensors.values():  # a checkpoint of before the first step may hold nothing
+            tensor.zero_()
         for kind, saved in self._restored["memory"].items():
             for name, slot in self._layout.parts():
                 tensors[kind][slot].copy_(saved[name])
@@ -545,27 +562,33 @@ class CompressionState:
     def _take(self, pairs: list[Pair]) -> int:
         """Add the memory to gradients; return how many elements are not finite, after the policy saw to them."""
         assert self._scale is not None
-        factor = 1 / self._scale
-        if self.clip is not None:
-            bound = self.clip / math.sqrt(dist.get_world_size(self.process_group))
-            factor *= self._gradient.clipping(pairs, bound, self._scale)
-        bad = _count_bad(self._gradient.take(pairs, factor))
+        bad = _count_bad(self._gradient.take(pairs, self._factor(pairs)))
         if bad and self.nonfinite == "zero":
             where = self._gradient.first_bad()
             self._problem = f"{bad} NaN or infinite elements taken as zero{where}"
             zero_bad(pairs)
-            bad = _count_bad(self._gradient.take(pairs, factor))
+            bad = _count_bad(self._gradient.take(pairs, self._factor(pairs)))
         return min(bad, _LARGEST_FLAG)
 
-    def _refuse(self, pairs: list[Pair], reduced: Reduced) -> None:
+    def _factor(self, pairs: list[Pair]) -> float:
+        """Return what gradients are multiplied by: clipping, and one over the loss scale."""
+        assert self._scale is not None
+        if self.clip is None:
+            return 1 / self._scale
+        bound = self.clip / math.sqrt(dist.get_world_size(self.process_group))
+        return self._gradient.clipping(pairs, bound, self._scale) / self._scale
+
+    def _refuse(self, pairs: list[Pair], reduced: Reduced) -> float:
         """Raise, or take the step as one without an update: a gradient somewhere is not finite."""
         ranks = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(reduced.flags) if n)
         self._problem = f"step {self.step}: NaN or infinite gradient elements: {ranks}{self._gradient.first_bad()}"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(self._problem)
+        fill = math.inf if self.nonfinite == "propagate" else 0.0
         for _, gradient in pairs:
-            gradient.fill_(math.inf if self.nonfinite == "propagate" else 0.0)
+            gradient.fill_(fill)
         self._record(threshold=math.nan, selected=0, bytes_sent=reduced.bytes_sent)
+        return fill
 
     def _remember_unused(
         self, pairs: Sequence[Pair]

@@ -182,6 +182,57 @@ def test_micro_in_float64_conserves():
         assert union > 0
 
 
+def test_a_schedule_of_none_leaves_the_compressors_ratio():
+    late = TopK(0.1)
+    CompressionState(late, ratio_at=lambda step: None if step < 1000 else 0.001)
+    assert late.ratio == 0.1
+    warm = TopK(0.001)
+    state = CompressionState(warm, ratio_at=lambda step: 0.25 if step < 100 else None)
+    assert warm.ratio == 0.25
+    state._schedule.begin(100)
+    assert warm.ratio == 0.001
+
+
+def test_a_checkpoint_of_another_model_restores_nothing():
+    small, large = torch.nn.Linear(2, 2), torch.nn.Linear(3, 2)
+    saved = CompressionState(TopK(0.5), named_parameters=small.named_parameters()).state_dict()
+    saved["rank0"]["step"] = 7
+    state = CompressionState(TopK(0.5), named_parameters=large.named_parameters())
+    with pytest.raises(InputError, match="residual of weight has 4 elements, not 6"):
+        state.load_state_dict(saved)
+    assert state.step == 0
+
+
+def test_sparse_embeddings_resume(tmp_path):
+    assert run_ranks(2, trainings.sparse_checkpoint, str(tmp_path / "c")) == [[True] * 3] * 2
+
+
+def test_nan_in_a_sparse_gradient_follows_the_policy():
+    for message, _, _ in run_ranks(2, trainings.sparse_nonfinite, "raise"):
+        assert message.startswith("NonFiniteGradientError: step 0")
+    for message, finite, problem in run_ranks(2, trainings.sparse_nonfinite, "skip"):
+        assert (message, finite) == ("", True)
+        assert "NaN or infinite" in problem
+    for message, finite, _ in run_ranks(2, trainings.sparse_nonfinite, "zero"):
+        assert (message, finite) == ("", True)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_clipping_after_bad_elements_became_zero(bad):
+    assert run_ranks(1, trainings.clipped_zero, bad) == [pytest.approx(0.5)]
+
+
+def test_a_mean_beyond_float16_stays_in_the_residual():
+    ((seen, residual),) = run_ranks(1, trainings.half_overflow)
+    assert seen[0] == ([60_000.0, 0.0], False)
+    assert seen[1] == ([0.0, 0.0], True)  # 39,000 twice
+    assert residual == [0.0, float(np.float16(39_000))]
+
+
+def test_a_dense_step_with_momentum_correction_is_momentum_sgd():
+    assert run_ranks(1, trainings.dense_momentum) == [pytest.approx([1, 1.9, 2.71, 3.439])]
+
+
 def test_a_model_does_not_keep_a_state_alive():
     net = torch.nn.Linear(3, 2)
     state = CompressionState(TopK(0.5), named_parameters=net.named_parameters())

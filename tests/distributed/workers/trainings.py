@@ -519,3 +519,86 @@ def micro_in_double(rank, world):
 def python_reducer(rank, world):
     _, state = wrapped(model())
     return refusal(lambda: compression_hook(state, (torch.zeros(3),)))
+
+
+def sparse_checkpoint(rank, world, folder):
+    """A model with a sparse embedding resumes through the distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    def fresh():
+        net = Words()
+        ddp, state = wrapped(net, TopK(0.3))
+        return net, ddp, state
+
+    def run(ddp, steps):
+        for step in steps:
+            x = torch.randint(0, 50, (8, 3), generator=torch.Generator().manual_seed(step))
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+
+    net, ddp, state = fresh()
+    run(ddp, range(3))
+    dcp.save({"compression": state.state_dict()}, checkpoint_id=folder)
+    other, again, resumed = fresh()
+    holder = {"compression": resumed.state_dict()}
+    dcp.load(holder, checkpoint_id=folder)
+    resumed.load_state_dict(holder["compression"])
+    run(ddp, [3])
+    run(again, [3])
+    return [
+        torch.equal(
+            p.grad.to_dense() if p.grad.is_sparse else p.grad,
+            q.grad.to_dense() if q.grad.is_sparse else q.grad,
+        )
+        for p, q in zip(net.parameters(), other.parameters(), strict=True)
+    ]
+
+
+def sparse_nonfinite(rank, world, policy):
+    """NaN in a sparse gradient is handled by the policy."""
+    net = Words()
+    ddp, state = wrapped(net, TopK(0.3), nonfinite=policy)
+    net.words.weight.register_hook(
+        lambda g: torch.sparse_coo_tensor(
+            g._indices(), g._values() * (float("nan") if rank == 1 else 1), g.shape
+        )
+    )
+    message = refusal(lambda: ddp(torch.ones(2, 3, dtype=torch.long)).square().sum().backward())
+    grad = net.words.weight.grad
+    finite = grad is not None and bool(torch.isfinite(grad.to_dense()).all())
+    problem = state.last.problem if state.last else ""
+    return message, finite, problem
+
+
+def clipped_zero(rank, world, bad):
+    """Clipping is to the norm of what is left after bad elements became zero."""
+    net = nn.Linear(4, 1, bias=False)
+    ddp, _ = wrapped(net, TopK(1.0), clip=0.5, nonfinite="zero")
+    net.weight.register_hook(lambda g: torch.tensor([[100.0, 200.0, 300.0, bad]]))
+    ddp(torch.ones(1, 4)).sum().backward()
+    return float(net.weight.grad.norm())
+
+
+def half_overflow(rank, world):
+    """A mean too large for float16 is refused, and stays in the residual."""
+    net = nn.Linear(2, 1, bias=False).half()
+    ddp, state = wrapped(net, TopK(0.5), nonfinite="skip")
+    net.weight.register_hook(lambda g: torch.tensor([[60_000.0, 39_000.0]]).half())
+    seen = []
+    for _ in range(2):
+        net.zero_grad()
+        ddp(torch.ones(1, 2).half()).sum().backward()
+        seen.append((net.weight.grad.flatten().tolist(), state.last.problem != ""))
+    return seen, state.memory.residual.tolist()
+
+
+def dense_momentum(rank, world):
+    """A dense step with momentum correction is a step of momentum SGD."""
+    net = nn.Linear(1, 1, bias=False)
+    ddp, _ = wrapped(net, TopK(1.0), memory=MomentumCorrection(0.9), ratio_at=lambda step: 1.0)
+    updates = []
+    for _ in range(4):
+        net.zero_grad()
+        ddp(torch.ones(1, 1)).sum().backward()
+        updates.append(float(net.weight.grad))
+    return updates
