@@ -20,7 +20,10 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         TraceError,
     )
-    from gradstats.primitives import histogram, moments, select, warm_up
+    from gradstats.primitives import warm_up
+    from gradstats.primitives.histogram import histogram
+    from gradstats.primitives.moments import moments
+    from gradstats.primitives.select import select
     from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
     from gradstats.statistics import distributions, goodness, pot
     from gradstats.statistics.compressibility import compressibility
