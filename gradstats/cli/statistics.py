@@ -21,7 +21,7 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import Records, Table, analyse, note_statuses, one_by_one
+from gradstats.cli.output import Records, Table, analyse, note, note_statuses, one_by_one
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ DECAY = Table(
     "Decay of sorted magnitudes, 95 % intervals",
     (
         *("trace", "step", "rank", "kind", "p", "p_low", "p_high", "compressible"),
-        *("hill", "sigma_p", "window", "reason"),
+        *("hill", "sigma_p", "window"),
     ),
     (),
 )
@@ -154,9 +154,11 @@ def compressibility(  # numpydoc ignore=PR01
 ) -> None:
     """Check the power-law decay of the sorted magnitudes, and of controls that have none.
 
-    compressible: yes only where all windows, Hill's estimate and the error of keeping the k largest agree; reason says
-    why not. sigma p: exponent with which that error falls; for a power law it is near p − ½.
+    compressible: yes only where all windows, Hill's estimate and the error of keeping the k largest agree, – where they
+    do not; JSON and CSV have the reason. sigma p: exponent with which that error falls; a power law gives about p − ½.
     """
+    from collections import Counter
+
     from gradstats.analysis import decay
 
     limits = _window(window)
@@ -170,6 +172,10 @@ def compressibility(  # numpydoc ignore=PR01
         kinds=kind,
     )
     DECAY.emit(records, format, output)
+    if format == "table":
+        undecided = Counter(r["reason"] for r in records if r["compressible"] is None)
+        for reason, n in undecided.items():
+            note(f"compressible –, {n} of {len(records)}: {reason}")
 
 
 def _window(text: str | None) -> tuple[int, int] | None:
