@@ -1,4 +1,4 @@
-"""What a capture asks of a communication hook's state, and the answers for states that were not made for it."""
+"""The interface between a capture and a communication hook's state, and adapters for states not made for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of every step of a compressor in training. Loads without torch: traces are read where there is none."""
+"""The record of every step of a compressor in training. Loads without torch: traces are read where there is none."""
 
 from __future__ import annotations
 
