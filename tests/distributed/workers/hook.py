@@ -188,14 +188,9 @@ def resume(rank, world):
     )
     other = nn.Linear(3, 3)
     stranger = CompressionState(TopK(0.01), named_parameters=other.named_parameters())
-    stranger.load_state_dict(saved)
     message = ""
     try:
-        run(other, stranger, None, [])
-        DDP(other).register_comm_hook(stranger, compression_hook)
-        ddp = DDP(other)
-        ddp.register_comm_hook(stranger, compression_hook)
-        ddp(torch.ones(1, 3)).sum().backward()
+        stranger.load_state_dict(saved)  # at once: its parameters are known
     except Exception as error:
         message = str(error)
     names = sorted(saved[f"rank{rank}"]["memory"]["residual"])
