@@ -37,7 +37,9 @@ _GROUP, _PROBE, _FEW = 128, 32, 4
 """Elements tested together; elements tested together where few of a group hit; hits that are few."""
 _LN2 = 0.6931471805599453
 
-# Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning.
+# Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning. Loops that sum
+# are written into their callers (`inline="always"`), one function to the compiler: called, the process that compiles
+# them and those that load them from the cache take differently ordered copies, and the last bit of a sum differs.
 _FAST = {"reassoc", "nsz", "contract"}
 
 
@@ -63,7 +65,7 @@ def _say_once() -> None:
     )
 
 
-@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+@_compiled(inline="always")
 def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     total = 0.0
     squares = 0.0
@@ -74,7 +76,7 @@ def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     return total, squares
 
 
-@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+@_compiled(inline="always")
 def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float, int]:
     """Sum over |x| > below. For |x| ≥ a threshold, `below` is the next smaller float; 0 sums all that is not zero."""
     total = 0.0
@@ -102,7 +104,7 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     return largest, zeros
 
 
-@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+@_compiled(inline="always")
 def _sum_log(x: NDArray[np.float32]) -> float:
     """Sum ln|x| of finite non-zero elements: exponents add up, mantissas multiply, one logarithm per 512."""
     total = 0.0
@@ -119,7 +121,7 @@ def _sum_log(x: NDArray[np.float32]) -> float:
     return total + exponents * _LN2
 
 
-@_compiled(nogil=True)
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
 def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, float]:
     """Return (count, Σ|x|, Σx²) over finite |x| > below, in half the time of :func:`block_moments`.
 
@@ -152,7 +154,7 @@ def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, f
     return count, total, squares
 
 
-@_compiled(nogil=True)
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
 def block_moments(
     x: NDArray[np.float32], above: np.float32, log: bool
 ) -> tuple[int, int, int, float, float, float, np.float32]:

@@ -69,3 +69,29 @@ def test_no_writable_folder_is_said_once():
         env={k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"},
     )
     assert done.stdout.count("no folder for compiled code is writable") == 1
+
+
+SUMS = """
+import hashlib
+import numpy as np
+from gradstats import moments
+from gradstats.primitives import exceedances
+rng, sums = np.random.default_rng(0), hashlib.sha256()
+for size in rng.integers(1, 6000, 300):
+    x = rng.laplace(size=size).astype(np.float32)
+    for m in (moments(x), moments(x, 0.5), exceedances(x, 0.5)):
+        sums.update(np.array([m.sum_abs, m.sum_squares, m.sum_log]))
+print(sums.hexdigest())
+"""
+
+
+def test_the_process_that_compiles_and_those_that_load_the_code_give_the_same_bits(tmp_path):
+    environment = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path))
+    bits = [
+        subprocess.run(
+            [sys.executable, "-c", SUMS], capture_output=True, text=True, check=True, env=environment
+        ).stdout
+        for _ in range(2)
+    ]
+    assert bits[0] == bits[1]
+    assert any(tmp_path.rglob("*.nbc"))
