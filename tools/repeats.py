@@ -46,10 +46,7 @@ def shape(line: str) -> str:
 
 
 def repeats(files: dict[str, list[str]], length: int) -> list[tuple[Place, Place, int]]:
-    """Return pairs of places that share at least `length` lines, each pair at its full length.
-
-    Lines that say little (a lone bracket, ``pass``, ``else:``) do not start a run.
-    """
+    """Return pairs of places that share at least `length` lines, each pair at its full length."""
     where: dict[tuple[str, ...], list[Place]] = defaultdict(list)
     for name, lines in files.items():
         for start in range(len(lines) - length + 1):

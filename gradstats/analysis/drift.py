@@ -293,12 +293,16 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
 
 def _correct(records: list[dict[str, Any]]) -> None:
     """Add the p-values of the slopes, corrected for the number of series of each kind (Holm 1979)."""
-    for kind in {r["kind"] for r in records}:
-        tested = [r for r in records if r["kind"] == kind and math.isfinite(r["slope_p"])]
-        least = 0.0
-        for i, record in enumerate(sorted(tested, key=lambda r: float(r["slope_p"]))):
-            least = max(least, min((len(tested) - i) * record["slope_p"], 1.0))
-            record["slope_p_holm"] = least
+    tested = [r for r in records if math.isfinite(r["slope_p"])]
+    if not tested:
+        return
+    from statsmodels.stats.multitest import multipletests
+
+    for kind in {r["kind"] for r in tested}:
+        alike = [r for r in tested if r["kind"] == kind]
+        corrected = multipletests([r["slope_p"] for r in alike], method="holm")[1]
+        for record, p in zip(alike, corrected, strict=True):
+            record["slope_p_holm"] = float(p)
 
 
 def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, Any]:

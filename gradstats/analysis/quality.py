@@ -39,9 +39,8 @@ _FEWEST_FOR_QUANTILES = 20
 def noise_floor(k: int) -> float:
     """Return the half-width of the interval in which k̂/k of a known law lies in 95 of 100 samples.
 
-    Elements are taken as independent. It is no test of an estimator: one that looks at the sample does better (the
-    threshold of a fitted Laplace stays inside in 99.9 % of samples of its own law), and with elements in clusters a
-    perfect law does worse (in clusters of 10: 48 %).
+    Elements are taken as independent. It is no test of an estimator: one that looks at the sample stays inside more
+    often, as the threshold of a fitted Laplace does, and with elements in clusters a perfect law does so less often.
 
     Parameters
     ----------

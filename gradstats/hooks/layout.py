@@ -88,20 +88,12 @@ class ParameterLayout:
             The parameter; nothing happens if it has no place.
         """
         key = id(parameter)
-        if (gone := self.slots.pop(key, None)) is not None:
+        if key in self.slots:
             self.names.remove(self._names.pop(key))
-            n = gone.stop - gone.start
-            self.numel -= n
-            for other, slot in self.slots.items():
-                if slot.start > gone.start:
-                    self.slots[other] = slice(slot.start - n, slot.stop - n)
-        elif (gone := self.dense_slots.pop(key, None)) is not None:
+            self.numel -= _close_up(self.slots, key)
+        elif key in self.dense_slots:
             del self._names[key]
-            n = gone.stop - gone.start
-            self.dense_numel -= n
-            for other, slot in self.dense_slots.items():
-                if slot.start > gone.start:
-                    self.dense_slots[other] = slice(slot.start - n, slot.stop - n)
+            self.dense_numel -= _close_up(self.dense_slots, key)
 
     def parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the compressed parameters, in order."""
@@ -162,3 +154,13 @@ class ParameterLayout:
                 f"{len(came)} of {expected} parameters came in DDP's buckets{first}: give every DDP model a state of "
                 "its own, made of the parameters that require gradients when DDP wraps it"
             )
+
+
+def _close_up(slots: dict[int, slice], key: int) -> int:
+    """Take one place out, move those behind it up, and return the elements it had."""
+    gone = slots.pop(key)
+    n: int = gone.stop - gone.start
+    for other, slot in slots.items():
+        if slot.start > gone.start:
+            slots[other] = slice(slot.start - n, slot.stop - n)
+    return n

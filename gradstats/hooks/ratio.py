@@ -103,10 +103,9 @@ class RatioSchedule:
         """
         if self._at is None:
             return
-        ratio = self.of(step)
-        if ratio is None:
-            ratio = self._own
-        if ratio is None or (check_ratio(ratio) == 1 and self._at(step) is not None):
+        scheduled = self.of(step)
+        ratio = self._own if scheduled is None else check_ratio(scheduled)
+        if ratio is None or scheduled == 1:  # nothing to set, or a dense step
             return
         if self._compressor.ratio is None:
             raise InputError(f"{type(self._compressor).__name__} has no ratio to schedule")

@@ -228,7 +228,7 @@ class CompressionState:
         parameter : torch.Tensor
             One of the model's parameters.
         gradient : torch.Tensor
-            Its gradient, as DDP's bucket holds it.
+            Its gradient, as DDP's bucket holds it or with the parameter's own strides.
 
         Returns
         -------
@@ -236,10 +236,9 @@ class CompressionState:
             Flat, in logical order, in unscaled units.
         """
         flat = flatten(parameter, gradient)
+        # once a step: on an accelerator it waits for the device
         if self._scale is None:
-            self._scale = (
-                self._loss_scale()
-            )  # once a step: on an accelerator it waits for the device
+            self._scale = self._loss_scale()
         if self._scale != 1:
             flat = flat.to(self._layout.dtype) * (1 / self._scale)
         slot = self._layout.slots.get(id(parameter))
@@ -351,6 +350,7 @@ class CompressionState:
         self.sparse_bad = 0
         self._scale = self._loss_scale()
         self.compressor.abandon()
+        self._schedule.begin(self.step)
         self._agree(device)
         if self.compressor.streams and not self._gradient.allocated:
             self._allocate(device)
@@ -419,7 +419,6 @@ class CompressionState:
             flag = self._take(pairs) or min(self.sparse_bad, _LARGEST_FLAG)
             if not dense_step:
                 self._push(pairs, flag)
-        self._schedule.begin(self.step)
         compressor = DenseCompressor() if dense_step else self.compressor
         corrected = self.memory.corrected
         diagnosed = (
@@ -427,7 +426,11 @@ class CompressionState:
         )
         dense_mean = corrected.clone() if diagnosed else None
         # before the exchange, after which the ratios may change
-        targets = [self.compressor.target(s.stop - s.start, name) for name, s in layout.parts()]
+        targets = (
+            [self.compressor.target(s.stop - s.start, name) for name, s in layout.parts()]
+            if diagnosed
+            else []
+        )
         target = compressor.target(layout.numel)
         unused = self._remember_unused(pairs)
         reduced = compressor.reduce(corrected, self.process_group, flag)
@@ -440,9 +443,7 @@ class CompressionState:
         assert self._scale is not None
         self._gradient.write(pairs, reduced.mean, reduced.touched, self._scale)
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
-        over = sum(
-            g.numel() - int(torch.isfinite(g).sum()) for _, g in pairs if g.dtype == torch.float16
-        )
+        over = _count_bad([g for _, g in pairs if g.dtype == torch.float16])
         if over:
             return self._refuse(pairs, Reduced([over] * len(reduced.flags)))
         if dense_mean is not None:
@@ -554,7 +555,6 @@ class CompressionState:
 
     def _push(self, pairs: list[Pair], flag: int) -> None:
         """Give parameters that are ready to a compressor that streams."""
-        self._schedule.begin(self.step)
         slots = self._layout.slots
         layers = [(self._layout.name(p), slots[id(p)]) for p, _ in pairs if id(p) in slots]
         self.compressor.push(self.memory.corrected, layers, self.process_group, flag)

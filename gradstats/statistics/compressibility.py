@@ -72,7 +72,7 @@ class Compressibility:
     p, p_low, p_high : float
         Exponent by the rank-½ regression (Gabaix and Ibragimov 2011) and its 95 % interval p(1 ± 1.96 √(2/n)), which
         allows for the dependence of order statistics; NaN with fewer than ten ranks. It takes the elements themselves
-        as independent: in clusters, as within a layer, it is too narrow (in clusters of 20 it covers 39 %).
+        as independent: in clusters, as within a layer, it is far too narrow.
     hill, hill_low, hill_high : float
         Hill's estimate from the same largest ranks, with the interval p(1 ± 1.96/√n).
     c1 : float
@@ -222,23 +222,24 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     covariance = -float(sizes @ (log_ranks - log_ranks.mean()))
     # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
     p = float(sizes @ sizes) / covariance if covariance > 0 else 0.0
-    half = Z95 * math.sqrt(2 / n)
+    low, high = _interval(p, n)
     # Hill's estimate takes all ranks above the last one of the window
     hill = float(logs[:-1].mean() - logs[-1])
     hill_half = Z95 / math.sqrt(last - 1)
+    hill_low, hill_high = hill * (1 - hill_half), hill * (1 + hill_half)
     c1 = float((magnitudes[first - 1 :] * ranks**p).max())
     exponent, bound = _best_k_error(magnitudes, first, energy, p, c1)
     windows = _windows(first, m) | {(first, last): p}
-    ruling = _rule(windows, (first, last), m.count, hill * (1 - hill_half), hill * (1 + hill_half))
+    ruling = _rule(windows, (first, last), m.count, hill_low, hill_high)
     if ruling is Ruling.SHOWN and bound > 1:
         ruling = Ruling.NOT_A_POWER_LAW
     return Compressibility(
         p=p,
-        p_low=p * (1 - half),
-        p_high=p * (1 + half),
+        p_low=low,
+        p_high=high,
         hill=hill,
-        hill_low=hill * (1 - hill_half),
-        hill_high=hill * (1 + hill_half),
+        hill_low=hill_low,
+        hill_high=hill_high,
         c1=c1,
         sigma_p=exponent,
         sigma_bound=bound,
@@ -247,6 +248,12 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
         reason=ruling.value,
         windows={f"{a}-{b}": windows[a, b] for a, b in sorted(windows)},
     )
+
+
+def _interval(p: float, ranks: int) -> tuple[float, float]:
+    """Return the 95 % interval of an exponent by the rank-½ regression."""
+    half = Z95 * math.sqrt(2 / ranks)
+    return p * (1 - half), p * (1 + half)
 
 
 def _rule(
@@ -262,14 +269,11 @@ def _rule(
     if window[1] > _LARGEST_SHARE * count:
         return Ruling.TOO_WIDE
 
-    def interval(first: int, last: int) -> tuple[float, float]:
-        half = Z95 * math.sqrt(2 / (last - first + 1))
-        return windows[first, last] * (1 - half), windows[first, last] * (1 + half)
-
-    shown = {interval(*ranks)[0] > 0.5 for ranks in windows}
+    intervals = {ranks: _interval(p, ranks[1] - ranks[0] + 1) for ranks, p in windows.items()}
+    shown = {low > 0.5 for low, _ in intervals.values()}
     if shown != {True}:
         return Ruling.WINDOW if True in shown else Ruling.NOT_SHOWN
-    low, high = interval(*window)
+    low, high = intervals[window]
     overlap = hill_low <= high and low <= hill_high
     return Ruling.SHOWN if hill_low > 0.5 and overlap else Ruling.NOT_A_POWER_LAW
 

@@ -382,10 +382,9 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
         What to write; text as UTF-8.
     """
     data = content.encode() if isinstance(content, str) else content
-    if (
-        Path(path).exists() and not Path(path).is_file()
-    ):  # a terminal or a pipe has no old content to keep
-        Path(path).write_bytes(data)
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a terminal or a pipe has no old content to keep
+        path.write_bytes(data)
         return
     with replacing(path) as partial:
         partial.write_bytes(data)
