@@ -89,7 +89,11 @@ def test_the_process_that_compiles_and_those_that_load_the_code_give_the_same_bi
     environment = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path))
     bits = [
         subprocess.run(
-            [sys.executable, "-c", SUMS], capture_output=True, text=True, check=True, env=environment
+            [sys.executable, "-c", SUMS],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
         ).stdout
         for _ in range(2)
     ]
