@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.packed import index_dtype
-from gradstats.collectives.ragged import RaggedAllGather
+from gradstats.collectives.ragged import RaggedAllGather, check_positions, damaged
 
 __all__ = ["GatheredIndices", "IndexAllGather"]
 
@@ -55,6 +55,7 @@ class IndexAllGather:
         number: float = 0.0,
         flag: int = 0,
         expected: int = 1,
+        most: int | None = None,
     ) -> GatheredIndices:
         """Send this rank's positions and receive those of all ranks.
 
@@ -72,19 +73,34 @@ class IndexAllGather:
             A small integer that every rank learns from every other.
         expected : int
             Number of indices to make room for in the very first call, equal on all ranks.
+        most : int, optional
+            Largest number of indices that a rank can have sent; `numel` if None.
 
         Returns
         -------
         GatheredIndices
             What every rank sent.
+
+        Raises
+        ------
+        ExchangeError
+            If a message is damaged, or a rank is lost.
         """
         dtype = index_dtype(numel)
         attached = torch.tensor([number], device=indices.device).view(torch.int32)
         words = torch.cat([attached, indices.to(dtype).contiguous().view(torch.int32)])
-        gathered = self.words(words, group, flag, 1 + expected * dtype.itemsize // 4)
-        return GatheredIndices(
+        width = dtype.itemsize // 4
+        limit = 1 + (numel if most is None else most) * width
+        gathered = self.words(words, group, flag, 1 + expected * width, limit)
+        positions = []
+        for rank, each in enumerate(gathered.words):
+            if not len(each) or (len(each) - 1) % width:
+                raise damaged(rank, "it ends in the middle of a position")
             # Cloned, as the indices start at an odd offset, which a view as 64-bit integers refuses.
-            indices=[each[1:].clone().view(dtype).long() for each in gathered.words],
+            positions.append(each[1:].clone().view(dtype).long())
+            check_positions(positions[-1], numel, rank)
+        return GatheredIndices(
+            indices=positions,
             numbers=[float(each[:1].view(torch.float32)) for each in gathered.words],
             flags=gathered.flags,
             bytes_sent=gathered.bytes_sent,

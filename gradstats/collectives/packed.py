@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.ragged import RaggedAllGather
+from gradstats.collectives.ragged import RaggedAllGather, check_positions, damaged
 from gradstats.errors import InputError
 from gradstats.primitives import Selection
 
@@ -73,7 +73,9 @@ def pack(selection: Selection, numel: int) -> torch.Tensor:
     return torch.cat([header, positions.view(torch.int32), values.contiguous().view(torch.int32)])
 
 
-def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) -> list[Selection]:
+def unpack(
+    words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32, rank: int = 0
+) -> list[Selection]:
     """Return the selections that :func:`pack` put one after the other.
 
     Parameters
@@ -84,11 +86,18 @@ def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) 
         Number of elements of the dense gradient.
     dtype : torch.dtype
         The type that values travelled as.
+    rank : int
+        Rank that sent them.
 
     Returns
     -------
     list of Selection
         The selections, in order; values are float32.
+
+    Raises
+    ------
+    ExchangeError
+        If no rank can have packed these words. Values carry no checksum of their own: the network's has to do.
     """
     width, selections, start = index_dtype(numel), [], 0
 
@@ -101,8 +110,15 @@ def unpack(words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) 
         return part
 
     while start < words.numel():
+        left = 4 * (words.numel() - start - _HEADER)
+        if left < 0:
+            raise damaged(rank, "it ends in the middle of a header")
         count, number = take(_HEADER, torch.int32).tolist()
+        room = count * width.itemsize + number * dtype.itemsize
+        if count < 0 or number not in (count, 1) or room > left:
+            raise damaged(rank, f"it claims {count} positions and {number} values in {left} bytes")
         indices = take(count, width).long()
+        check_positions(indices, numel, rank)
         selections.append(Selection(indices, take(number, dtype).float()))
     return selections
 
@@ -203,14 +219,23 @@ class SparseAllGather:
         -------
         GatheredSelections
             What every rank sent.
+
+        Raises
+        ------
+        ExchangeError
+            If a message is damaged, or a rank is lost.
         """
         words = [torch.empty(0, dtype=torch.int32, device=device)]
         words += [pack(selection, numel) for selection in selections]
         positions, values = expected
         room = positions * index_dtype(numel).itemsize + values * self.dtype.itemsize
-        gathered = self.words(torch.cat(words), group, flag, _HEADER + -(-room // 4))
+        # no more selections than elements, and none of them twice
+        limit = max(numel, 1) * (2 * _HEADER + index_dtype(numel).itemsize // 4)
+        gathered = self.words(torch.cat(words), group, flag, _HEADER + -(-room // 4), limit)
         return GatheredSelections(
-            selections=[unpack(each, numel, self.dtype) for each in gathered.words],
+            selections=[
+                unpack(each, numel, self.dtype, rank) for rank, each in enumerate(gathered.words)
+            ],
             flags=gathered.flags,
             bytes_sent=gathered.bytes_sent,
             messages=gathered.messages,

@@ -13,10 +13,49 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather
+from gradstats.errors import ExchangeError
 
-__all__ = ["GatheredWords", "RaggedAllGather"]
+__all__ = ["GatheredWords", "RaggedAllGather", "check_positions", "damaged"]
 
 _HEADER = 2
+_MOST = 2**31 - 1
+
+
+def damaged(rank: int, why: str) -> ExchangeError:
+    """Return the error for a message that no rank of this program can have sent.
+
+    Parameters
+    ----------
+    rank : int
+        Rank that it came from.
+    why : str
+        What is wrong with it.
+    """
+    return ExchangeError(f"the message of rank {rank} is damaged: {why}")
+
+
+def check_positions(indices: torch.Tensor, numel: int, rank: int) -> None:
+    """Check that positions lie in a gradient: one that does not would be written elsewhere, or stop a GPU.
+
+    Parameters
+    ----------
+    indices : int64 tensor, shape (k̂,)
+        Positions that a rank sent.
+    numel : int
+        Number of elements of the dense gradient.
+    rank : int
+        Rank that they came from.
+
+    Raises
+    ------
+    ExchangeError
+        If one is negative, or not below `numel`.
+    """
+    if not indices.numel():
+        return
+    low, high = torch.stack(indices.aminmax()).tolist()
+    if low < 0 or high >= numel:
+        raise damaged(rank, f"it has position {low if low < 0 else high} of {numel} elements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +105,7 @@ class RaggedAllGather:
         group: dist.ProcessGroup | None = None,
         flag: int = 0,
         expected: int = 1,
+        limit: int = _MOST,
     ) -> GatheredWords:
         """Send this rank's words and receive those of all ranks.
 
@@ -79,17 +119,32 @@ class RaggedAllGather:
             A small integer that every rank learns from every other, such as a count of bad elements.
         expected : int
             Number of words to make room for in the very first call, equal on all ranks.
+        limit : int
+            Largest number of words that a rank can have sent.
 
         Returns
         -------
         GatheredWords
             What every rank sent.
+
+        Raises
+        ------
+        ExchangeError
+            If a message claims to be longer than `limit`, or a rank is lost.
         """
         capacity = self.capacity = self.capacity or max(1, expected)
         header = torch.tensor([words.numel(), flag], dtype=torch.int32, device=words.device)
         first = _exchange(torch.cat([header, words[:capacity]]), _HEADER + capacity, group)
         parts = [first]
         counts, flags = first[:, :_HEADER].t().tolist()
+        for rank, count in enumerate(counts):
+            if not 0 <= count <= limit:
+                raise damaged(rank, f"it claims {count} words, of {limit} at most")
+        own = dist.get_rank(group)
+        if counts[own] != words.numel():
+            raise damaged(
+                own, f"it came back as {counts[own]} words, and {words.numel()} were sent"
+            )
         rest = max(counts) - capacity
         if rest > 0:
             parts.append(_exchange(words[capacity:], rest, group))

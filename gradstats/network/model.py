@@ -510,13 +510,33 @@ class Network:
                     f"{path} has network schema {content['schema']}; this gradstats reads {SCHEMA}"
                 )
             lines = tuple(Line(**_tuples(line)) for line in content["lines"])
-            return cls(lines, content["algorithms"], content["about"])
+            if not all(map(_sound, lines)):
+                raise ValueError("numbers that no measurement gives")
+            return cls(lines, dict(content["algorithms"]), dict(content["about"]))
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path} is not a measured network") from None
+
+
+def _sound(line: Line) -> bool:
+    """Return whether a line's numbers can have been measured: what depends on it divides and takes logarithms."""
+    positive = (line.world, *line.sizes, *line.seconds, *line.bends)
+    curve = (len(line.sizes), len(line.seconds))
+    return (
+        isinstance(line.operation, str)
+        and isinstance(line.world, int)
+        and (line.world > 1 or line.operation not in ALGORITHMS)
+        and isinstance(line.degrees, int)
+        and np.shape(line.covariance) == (2, 2)
+        and all(0 < number < math.inf for number in positive)
+        and bool(np.isfinite([line.fixed, line.slope, line.spread, line.noise]).all())
+        and bool(np.isfinite(line.covariance).all())
+        and curve == (len(line.bends),) * 2
+        and list(line.sizes) == sorted(line.sizes)
+    )
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

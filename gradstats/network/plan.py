@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.compression import compression
 from gradstats.analysis.quality import quality
-from gradstats.compressors import COMPRESSORS, compressor_class
+from gradstats.compressors import COMPRESSORS, RULE, compressor_class
 from gradstats.errors import InputError
 from gradstats.network.exchange import SLOWEST, Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Network, Work, middle_95
@@ -193,7 +193,8 @@ def _measured_quality(
         (r["estimator"], r["ratio"]): r["mean"] for r in replayed
     }
     if isinstance(source, TraceSource):
-        run: Any = (source.trace.attrs.get("compressor"), source.trace.attrs.get("ratio"))
+        name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
+        run: Any = (name, source.trace.attrs.get("ratio"))
         recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
         if recorded:
             found[run] = float(np.mean(recorded))

@@ -123,6 +123,48 @@ def test_redsync_equations_1_and_2(world):
     )
 
 
+LOCAL = ("pack", "unpack", "unpack_signs", "merge_signs")
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("name", ["cltk", "randomk", "micro", "signsgd", "cascading", "marsit", "dgc"])  # fmt: skip
+def test_seconds_in_closed_form(name, world):
+    """Flag or header, collectives over rings, and local work, from the papers' counts of messages."""
+    d, k, n, select, local = 10_001, 100, world, 3e-9, 7e-9
+    costs = dict.fromkeys(LOCAL, local) | {f"decode:{name}": local, f"select:{name}": select}
+    network = Network.of_link(ALPHA, BETA, costs)
+
+    def gather(size):
+        return (n - 1) * (ALPHA + size * BETA)
+
+    def reduce(size):
+        return 2 * (n - 1) * (ALPHA + size / n * BETA)
+
+    def hops(count, size):
+        return count * (ALPHA + size * BETA)
+
+    broadcast, flag = math.ceil(math.log2(n)) * (ALPHA + 4 * (1 + k) * BETA), gather(4)
+    part, packed = 4 + math.ceil(math.ceil(d / n) / 8), math.ceil(d / 8)
+    share = math.ceil(k / n)  # the largest of the partition's
+    room = 1 + math.ceil(5 * k / (4 * n))
+    expected = {
+        # the leader's positions, then the values; nobody packs
+        "cltk": d * select + flag + broadcast + reduce(4 * k) + k * local,
+        "randomk": d * select + flag + reduce(4 * k) + k * local,
+        # positions of a rank's own partition, in an all-gather with a quarter of room; values of all
+        "micro": d / n * select + share * local + gather(4 * (2 + room)) + reduce(4 * k) + k * local,
+        "signsgd": d * select + flag + gather(4 + packed) + d * local,
+        # every rank compresses a part n times, and decodes n − 1 on the way, and all n parts in the end
+        "cascading": d * select + flag + hops(2 * (n - 1), part) + (2 * n - 1) * d / n * local,
+        # the scale, one bit per element there and back, and merging at every hop of the first round
+        "marsit": d * select + flag + gather(8) + hops(2 * (n - 1), math.ceil(packed / n))
+        + 8 * math.ceil(packed / n) * (n - 1) * local + d * local,
+        "dgc": d * select + k * local + gather(4 * (2 + 2 + 2 * k)) + n * k * local,
+    }  # fmt: skip
+    one = exchange(name, d, k / d, world, full_every=None)
+    assert one.seconds(network) == pytest.approx(expected[name], rel=1e-9)
+
+
 def test_indices_are_wide_only_where_they_must_be():
     narrow, wide = (exchange("topk", n, 1000 / n, 4) for n in (2**31 - 1, 2**31))
     assert wide.bytes_sent - narrow.bytes_sent == 4 * 1000

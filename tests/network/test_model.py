@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import t
 from support.networks import ALPHA, BETA, SIZES, measured_network, noisy
 
 from gradstats.errors import InputError
@@ -42,6 +43,19 @@ def test_a_fit_says_whether_a_line_is_adequate():
     bent = noisy(rng, 3e-4, 1e-9, SIZES, 0.1)
     bent[-3:] *= 4  # what no longer fits into a cache
     assert fit_line("x", 1, SIZES, bent).spread > 5 * straight.noise
+
+
+def test_noise_is_the_error_of_a_median_and_bends_add_a_quarter():
+    line = fit_line(
+        "x", 1, SIZES, np.outer(3e-4 + 1e-9 * np.asarray(SIZES), [0.8, 0.9, 1, 1.1, 1.2])
+    )
+    assert line.noise == pytest.approx(1.253 * 0.2 / 1.349 / math.sqrt(5))
+    assert line.error == pytest.approx(line.noise)  # what is straight has no error of interpolation
+    bends = tuple(np.exp([0, 0.2, 0, 0]))
+    bent = Line("x", 1, 1.0, 0.0, spread=0.5, noise=0.03, sizes=(1, 4, 16, 64), bends=bends)
+    # predicted from its neighbours, the second is 0.2 off and the third 0.1
+    assert bent.error == pytest.approx(math.hypot(0.03, math.sqrt((0.2**2 + 0.1**2) / 2) / 4))
+    assert Line("x", 1, 1.0, 0.0, spread=0.5, noise=0.03).error == 0.5
 
 
 def test_a_bent_line_is_predicted_as_measured():
@@ -107,9 +121,42 @@ def test_a_shaped_network_has_the_rate_it_was_shaped_to():
     assert Network(lines, about={"rate": 5e6}).rate == 5e6
 
 
+@pytest.mark.parametrize("measured", [(2, 16), (16, 2), (16, 2, 64)])
+def test_the_nearest_number_of_workers_is_scaled(measured):
+    """By its ratio, not its difference: 8 is twice away from 16, and four times from 2."""
+    lines = [
+        Line(operation, world, 1.0 * world, 0.0)
+        for world in measured
+        for operation in ("hop", "decode:x")
+    ]
+    lines.append(Line("pack", 1, 5.0, 0.0))
+    network = Network(tuple(lines))
+    for world, nearest in ((2, 2), (3, 2), (5, 2), (6, 16), (8, 16), (16, 16), (20, 16)):
+        assert network.line("hop", world).fixed == nearest  # a hop costs the same among any number
+        assert network.line("decode:x", world).fixed == pytest.approx(world)
+        assert network.line("hop", world).world == world
+    assert network.line("pack", 8) == lines[-1]
+
+
 def test_what_two_predictions_share_varies_in_common():
-    network, one = measured_network(), exchange("topk", 10**6, 0.01, 4)
-    assert interval(network, lambda n: one.seconds(n) / one.seconds(n)) == (1, 1, 1)
+    """A line is off by one factor at every size, so that the ratio of two of its times is certain."""
+    network = measured_network()
+    (line,) = [line for line in network.lines if line.operation == "all_gather"]
+    large, small = (exchange("signsgd", d, world=4).communicate[1:] for d in (10**8, 10**3))
+    certain = interval(network, lambda n: n.seconds(large, 4) / n.seconds(small, 4))
+    ratio = network.seconds(large, 4) / network.seconds(small, 4)
+    assert certain == pytest.approx((ratio, ratio, ratio))
+    # one alone has the error of the line, and so have two sizes together
+    width = t.ppf(0.975, line.degrees) * line.error
+    for works in (large, small, large + small):
+        value, low, high = interval(network, lambda n, w=works: n.seconds(w, 4), draws=4000)
+        assert value == network.seconds(works, 4)
+        assert np.log([low / value, high / value]) == pytest.approx([-width, width], rel=0.12)
+    # of different lines, errors come together
+    reduce = [Work("all_reduce", 1e6)]
+    value, low, high = interval(network, lambda n: n.seconds(large, 4) / n.seconds(reduce, 4))
+    assert high / low > math.exp(2 * width)
+    one = exchange("topk", 10**6, 0.01, 4)
     assumed = interval(Network.of_link(ALPHA, BETA), one.seconds)
     assert assumed.low == assumed.value == assumed.high
 

@@ -222,10 +222,24 @@ def test_what_a_run_recorded_goes_before_a_replay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"), [("100", 10**8), ("2.5Gbit", 25 * 10**8), ("500kbit", 500_000)]
+    ("text", "rate"),
+    [
+        ("100", 10**8),
+        ("2.5Gbit", 25 * 10**8),
+        ("500kbit", 500_000),
+        ("1kbit", 1000),
+        ("0.001", 1000),
+        ("1mbit", 10**6),
+    ],
 )
 def test_bandwidths_are_read_as_tc_writes_them(text, rate):
     assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["0.999kbit", "0.0009", "0", "-1", "1e3", "1tbit", "", "kbit"])
+def test_rates_below_one_kbit_are_none(text):
+    with pytest.raises(InputError, match="a rate is a number of Mbit/s"):
+        parse_rate(text)
 
 
 def test_the_figure_has_lines_and_measured_points():

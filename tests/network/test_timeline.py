@@ -51,6 +51,27 @@ def test_a_real_step_takes_no_less_than_its_simulation():
     assert simulated.seconds >= sum(seconds[0]) + sum(seconds[1]) + seconds[2][-1] - 1e-12
 
 
+@pytest.mark.parametrize(
+    ("merge", "messages"),
+    [
+        (0, ["d", "c", "b", "a"]),
+        (1, ["d", "c", "b", "a"]),
+        (100, ["d", "c", "b", "a"]),
+        (101, ["dc", "ba"]),
+        (200, ["dc", "ba"]),
+        (201, ["dcb", "a"]),
+        (400, ["dcba"]),
+        (401, ["dcba"]),
+    ],
+)
+def test_a_message_leaves_as_soon_as_it_has_the_elements(merge, messages):
+    layers = [LayerTime(name, 100, 0.25) for name in "dcba"]
+    found = deliveries(Network.of_link(ALPHA, BETA), layers, 2, 0.1, merge=merge)
+    assert ["".join(m.layers) for m in found] == messages
+    assert [m.backward for m in found] == [0.25 * len(name) for name in messages]
+    assert [(m.numel, m.sent) for m in found] == [(100 * len(n), 10 * len(n)) for n in messages]
+
+
 times = st.floats(0, 1, allow_subnormal=False)
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.networks import gradients, top, written
 
 from gradstats.errors import InputError
-from gradstats.network import union_growth
+from gradstats.network import UnionGrowth, union_growth
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.3, 0.6, 1.0])
@@ -38,6 +38,19 @@ def test_unions_are_measured_exactly_and_predicted_beyond(tmp_path, shared):
         assert abs(growth(16) - truth) < abs(independent - truth)
     with pytest.raises(InputError, match="has 8 ranks"):
         growth.measured(9)
+
+
+def test_bounds_follow_the_last_slope_and_end_at_the_gradient():
+    """Of three ranks: 10 positions by one rank only, 6 by two, 4 by all."""
+    growth = UnionGrowth(100, np.array([80, 10, 6, 4]), 0.1)
+    assert (growth.ranks, growth.selected) == (3, (10 + 12 + 12) / 3)
+    pair = 4 + 6 + 10 * 2 / 3  # one of three pairs misses a position of one rank
+    assert [growth.measured(n) for n in (1, 2, 3)] == pytest.approx([34 / 3, pair, 20])
+    assert growth.bounds(3) == (20, 20)
+    assert growth.bounds(5) == pytest.approx((20, 20 + 2 * (20 - pair)))
+    assert growth.bounds(1000) == (20, 100)
+    assert UnionGrowth(100, np.array([80, 20]), 0.1).bounds(3) == (20, 60)
+    assert UnionGrowth(100, np.array([85, 10, 5]), 0.1).bounds(4) == (15, 25)
 
 
 def test_unions_need_several_ranks_with_a_common_step(tmp_path):
