@@ -313,19 +313,22 @@ def _write_chunk(file: Path, values: NDArray[Any], spec: ArraySpec) -> None:
 
         codec = Blosc("zstd", spec.level, Blosc.BITSHUFFLE)
         data = np.frombuffer(codec.encode(little), np.uint8)
-    _write_file(file, data.data, crc32c(data).to_bytes(4, "little"))
+    parts = (data.data, crc32c(data).to_bytes(4, "little"))
+    try:
+        _write_file(file, *parts)
+    except FileNotFoundError:
+        # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
+        # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
+        for folder in reversed(file.parents[: len(spec.dimensions)]):
+            folder.mkdir(exist_ok=True)
+        _write_file(file, *parts)
 
 
 def _write_file(file: Path, *parts: bytes | memoryview) -> None:
     """Write a file beside its place and rename it there."""
     partial = f"{file}.partial"
     try:
-        try:
-            stream = open(partial, "wb")  # noqa: SIM115
-        except FileNotFoundError:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            stream = open(partial, "wb")  # noqa: SIM115
-        with stream:
+        with open(partial, "wb") as stream:
             for part in parts:
                 stream.write(part)
         os.replace(partial, file)
@@ -342,6 +345,8 @@ def _lay_out(
     for place in (root.parent, root):  # zarr lists what lies in the root
         partial = place / f".{root.name[:180]}.{group.name}.{uuid.uuid4().hex[:8]}.partial"
         try:
+            for name in specs:
+                (partial / name).mkdir(parents=True)
             _write_metadata(partial, specs, capacity)
             _write_file(partial / "zarr.json", group_metadata(about))
             partial.rename(group)
@@ -377,6 +382,7 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
     home = group / "step"
     try:
         for capacity in (before, after):
+            (home / f"layout-{capacity}").mkdir(exist_ok=True)
             for name, spec in specs.items():
                 _write_file(home / f"layout-{capacity}" / f"{name}.json", _json(spec, capacity))
         _link(f"layout-{before}", home / "layout")

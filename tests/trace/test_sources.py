@@ -174,3 +174,15 @@ def test_a_task_carries_the_path_and_not_the_file(tmp_path, suffix):
     in_memory = pickle.loads(pickle.dumps(open_source({"a": values[:10], "b": values[10:]})))
     assert [la.name for la in in_memory.layers] == ["a", "b"]
     assert np.array_equal(in_memory.elements(0, "gradient", 0, 0, 300_000), values)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_no_advice_to_run_what_a_file_holds(tmp_path):
+    """torch says of such files that loading them with ``weights_only=False`` will likely succeed."""
+    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "module.pt")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "script.pt")
+    for name in ("module.pt", "script.pt"):
+        with pytest.raises(InputError, match="save tensors or a state_dict alone") as caught:
+            open_source(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "weights_only" not in str(caught.value)

@@ -1,0 +1,179 @@
+"""Break things on purpose, thousands of times, and look at what is left.
+
+    .venv/bin/python benchmarks/campaign.py [PART ...] [--trials N] [--write]
+
+Every part is a kind of trial (``benchmarks/faults``), numbered and seeded by its number. What happened is stored in
+docs/results/campaign.jsonl after every batch, and no trial is repeated, so the program can be interrupted; with
+``--trials`` a part goes on to that number. Trials run in a process of their own: one that dies or hangs is a fault
+too. The table is printed at the end; ``--write`` also puts it into docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from records import DOCS, RESULTS, ROOT, Row, put, store, stored
+from rich.console import Console
+from rich.progress import Progress
+
+for folder in ("tests", "tests/distributed"):
+    sys.path.insert(0, str(ROOT / folder))
+
+FILE = RESULTS / "campaign.jsonl"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of trial.
+
+    Attributes
+    ----------
+    trial : str
+        Module and function.
+    what : str
+        What is done to what, for the table.
+    trials : int
+        How many belong to the whole campaign.
+    short : int
+        How many run with the tests.
+    batch : int
+        How many are stored together.
+    limit : float
+        Seconds after which a trial hangs.
+    """
+
+    trial: str
+    what: str
+    trials: int
+    short: int
+    batch: int = 50
+    limit: float = 180
+
+
+PARTS = {
+    "writers": Part("faults.kills.writer", "a trace's writer killed", 400, 6),
+    "captures": Part("faults.kills.capture", "a training with a capture killed", 400, 4),
+    "two ranks": Part("faults.kills.captures", "two ranks with a capture killed", 300, 3),
+    "full disks": Part("faults.disks.full", "the disk full while capturing", 100, 2, 20),
+    "read-only": Part("faults.disks.read_only", "the disk read-only while capturing", 100, 2, 20),
+    "vanished": Part("faults.disks.vanished", "the trace moved away while capturing", 100, 4, 20),
+    "failing disks": Part(
+        "faults.disks.failing", "writes that end in EIO or take 20 ms", 100, 1, 20
+    ),
+    "resumes": Part(
+        "faults.resumes.resume", "a compressor with a memory, resumed at 50 steps", 125, 2, 5, 600
+    ),
+    "lost ranks": Part(
+        "faults.ranks.lose", "one rank of four killed, stopped or slow in an exchange", 72, 1, 6
+    ),
+    "calls": Part("faults.calls.hostile", "hostile arrays and arguments", 20_000, 150, 1000),
+    "files": Part("faults.files.mutated", "mutated files and traces", 100_000, 180, 2000),
+    "messages": Part("faults.wire.message", "damaged messages", 20_000, 150, 1000),
+    "soak": Part("faults.soak.soak", "100,000 captured steps", 1, 0, 1, 7200),
+    "outputs": Part("faults.outputs.replaced", "a command killed while it writes", 100, 2, 10, 300),
+    "tables": Part("faults.names.tables", "hostile names in every table format", 5000, 60, 500),
+    "reports": Part("faults.names.report", "hostile names in a report", 20, 0, 5, 300),
+}
+
+
+def _batch(part: Part, numbers: range, reports: Connection) -> None:
+    """Run trials; report the number and the outcome of each, or what was wrong."""
+    module, _, function = part.trial.rpartition(".")
+    trial: Callable[[int, Path], str] = getattr(import_module(module), function)
+    for number in numbers:
+        with tempfile.TemporaryDirectory(prefix="gradstats-", ignore_cleanup_errors=True) as folder:
+            try:
+                outcome, fault = trial(number, Path(folder)), ""
+            except Exception as error:
+                outcome, fault = "fault", f"{type(error).__name__}: {error}"[:300]
+        reports.send((number, outcome, fault))
+
+
+def run(name: str, numbers: range, done: Callable[[], None] = lambda: None) -> Row:
+    """Run some trials of a part in a process of their own; return the row to store."""
+    from faults.processes import start
+
+    part = PARTS[name]
+    outcomes: Counter[str] = Counter()
+    faults = []
+    started = time.monotonic()
+    process, left = start(_batch, part, numbers), list(numbers)
+    while left:
+        report = process.report(part.limit)
+        number, outcome, fault = report or (left[0], "fault", "died" if report is None else "hung")
+        outcomes[outcome] += 1
+        if fault:
+            faults.append({"trial": number, "what": fault})
+        left = left[left.index(number) + 1 :]
+        done()
+        if not report:  # what comes after it runs in a fresh process
+            process.kill()
+            process.join()
+            process = start(_batch, part, range(number + 1, numbers.stop)) if left else process
+    process.join()
+    return {
+        "part": name,
+        "first": numbers.start,
+        "trials": len(numbers),
+        "seconds": round(time.monotonic() - started, 1),
+        "outcomes": dict(outcomes.most_common()),
+        "faults": faults,
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """Return the counts of all parts as Markdown."""
+    lines = ["| what is done | trials | what was left | faults |", "|---|---:|---|---:|"]
+    for name, part in PARTS.items():
+        own = [row for row in rows if row["part"] == name]
+        outcomes = sum((Counter(row["outcomes"]) for row in own), Counter[str]())
+        faults = outcomes.pop("fault", 0)
+        left = "; ".join(f"{outcome} {count:,}" for outcome, count in outcomes.most_common())
+        trials = sum(row["trials"] for row in own)
+        if trials:
+            lines.append(f"| {part.what} | {trials:,} | {left} | {faults} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not stored yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(PARTS)}")
+    parser.add_argument("--trials", type=int, help="trials of each part, if not all")
+    parser.add_argument("--write", action="store_true", help="put the table into the docs")
+    options = parser.parse_args()
+    unknown = set(options.parts) - PARTS.keys()
+    if unknown:
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    with Progress(console=Console(stderr=True)) as progress:
+        for name in options.parts or PARTS:
+            part = PARTS[name]
+            first = sum(row["trials"] for row in stored(FILE) if row["part"] == name)
+            total = part.trials if options.trials is None else options.trials
+            task = progress.add_task(name, total=max(total, first), completed=first)
+            while first < total:
+                numbers = range(first, min(first + part.batch, total))
+                row = run(name, numbers, lambda task=task: progress.advance(task))
+                store(FILE, row)
+                for fault in row["faults"]:
+                    progress.console.print(
+                        f"{name} {fault['trial']}: {fault['what']}", markup=False
+                    )
+                first = numbers.stop
+    text = table(stored(FILE))
+    print(text)
+    if options.write:
+        put(DOCS / "reliability.md", "campaign", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Some trials of every part of the campaign; the committed results; and that a fault is seen."""
+
+from __future__ import annotations
+
+import campaign
+import numpy as np
+import pytest
+from pages import block
+from records import DOCS, stored
+
+SLOW = {"failing disks", "resumes", "lost ranks", "outputs"}
+SHORT = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name, part in campaign.PARTS.items()
+    if part.short
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SHORT)
+def test_nothing_is_lost_false_or_raw(name):
+    row = campaign.run(name, range(campaign.PARTS[name].short))
+    assert row["faults"] == []
+    assert sum(row["outcomes"].values()) == row["trials"]
+
+
+def test_a_long_capture_is_flat(tmp_path):
+    from faults.soak import soak
+
+    assert soak(0, tmp_path, steps=2000) == "flat"
+
+
+def test_a_fault_is_counted_and_the_rest_goes_on(monkeypatch):
+    monkeypatch.setitem(campaign.PARTS, "planted", campaign.Part("support.planted.trial", "", 5, 0))
+    row = campaign.run("planted", range(5))
+    assert row["outcomes"] == {"fine": 3, "fault": 2}
+    assert row["faults"] == [
+        {"trial": 1, "what": "died"},
+        {"trial": 3, "what": "ValueError: raw"},
+    ]
+
+
+def test_the_page_shows_the_committed_results():
+    rows = stored(campaign.FILE)
+    assert block("campaign", campaign.table(rows)) in (DOCS / "reliability.md").read_text("utf-8")
+    assert [fault for row in rows for fault in row["faults"]] == []
+    for name in {row["part"] for row in rows}:  # every trial once
+        own = [row for row in rows if row["part"] == name]
+        assert [row["first"] for row in own] == [0, *np.cumsum([row["trials"] for row in own])[:-1]]

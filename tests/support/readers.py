@@ -1,0 +1,127 @@
+"""A trace as every reader sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import numpy as np
+import torch
+import xarray
+import zarr
+from support.traces import LAYERS, assert_same_sketch, gradient, said
+
+from gradstats import open_trace
+from gradstats.primitives.sketch import sketch
+from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION
+
+
+def bare(path):
+    """Return {rank: {array: (dimensions, values, attributes)}} as zarr alone reads it."""
+    root = zarr.open_group(path, mode="r", use_consolidated=False)
+    return {
+        name: {n: (a.metadata.dimension_names, a, dict(a.attrs)) for n, a in group.arrays()}
+        for name, group in root.groups()
+    }
+
+
+def through_xarray(path, **options):
+    """Return the same as xarray reads it."""
+    with xarray.open_datatree(path, engine="zarr", **options) as tree:
+        return named(tree.load())
+
+
+def named(tree):
+    return {
+        name: {n: (v.dims, v, v.attrs) for n, v in node.to_dataset().variables.items()}
+        for name, node in tree.children.items()
+    }
+
+
+def views(path):
+    """Yield the trace as every reader sees it. No reader may warn, but for xarray's advice to consolidate."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield bare(path)
+        yield through_xarray(path, consolidated=False)
+        yield named(open_trace(path).to_datatree())
+        warnings.filterwarnings("ignore", ".*consolidated metadata", RuntimeWarning)
+        yield through_xarray(path)
+
+
+def assert_all_agree(path):
+    """Compare what is committed, and every value of it; return our reader's trace."""
+    trace = open_trace(path)
+    for view in views(path):
+        assert sorted(view) == [f"rank{rank:05d}" for rank in trace.ranks]
+        for rank in trace.ranks:
+            arrays = view[f"rank{rank:05d}"]
+            numbers = np.asarray(arrays["step"][1][:])
+            rows = np.flatnonzero(numbers >= 0)
+            assert numbers[rows].tolist() == trace.steps(rank)
+            assert {array.shape[0] for _, array, _ in arrays.values()} == {len(numbers)}
+            for dimensions, array, _ in arrays.values():
+                assert len(dimensions) == array.ndim
+            for name, column in trace.scalars(rank).items():
+                assert np.array_equal(np.asarray(arrays[name][1][:])[rows], column, equal_nan=True)
+            for name in ("compression", "layer_compression"):
+                columns = getattr(trace, name)(rank)
+                assert bool(columns) == (name in arrays)
+                for i, (column, values) in enumerate(columns.items()):
+                    assert arrays[name][2]["names"][i] == column
+                    theirs = np.asarray(arrays[name][1][:])[rows, ..., i]
+                    assert np.array_equal(theirs, values, equal_nan=True)
+            for kind in trace.kinds(rank):
+                for row, step in zip(rows[-6:].tolist(), trace.steps(rank)[-6:], strict=True):
+                    if trace.has_gradients(rank, kind):
+                        theirs = np.asarray(arrays[kind][1][row])
+                        if arrays[kind][2].get("encoding") == "bfloat16":
+                            theirs = (theirs.astype("u4") << 16).view("f4")
+                        assert np.array_equal(theirs, trace.read(step, rank, kind))
+                    else:
+                        counts = np.asarray(arrays[f"{kind}_counts"][1][row])
+                        sums = np.asarray(arrays[f"{kind}_moments"][1][row])
+                        for i, one in enumerate(trace.sketches(step, rank, kind)):
+                            assert np.array_equal(np.flatnonzero(counts[i]), one.bins)
+                            assert np.array_equal(counts[i][one.bins], one.counts)
+                            assert sums[i].tolist()[:4] == [
+                                *(one.moments.count, one.moments.zeros),
+                                *(one.moments.nonfinite, one.moments.sum_abs),
+                            ]
+    return trace
+
+
+def assert_as_written(trace, rank, steps, kinds=KINDS, compression=False, dtype=None, **_):
+    """Compare the trace with what support.traces.write wrote."""
+    assert trace.steps(rank) == list(steps)
+    assert trace.scalars(rank)["loss"].tolist() == [s / 2 for s in steps]
+    for step in list(steps)[-6:]:
+        for kind in kinds:
+            x = gradient(step, rank, kind)
+            if trace.has_sketches(rank, kind):
+                for layer, one in zip(LAYERS, trace.sketches(step, rank, kind), strict=True):
+                    assert_same_sketch(one, sketch(x[layer.slice], 7))
+            elif dtype == "bfloat16":
+                rounded = torch.from_numpy(x).bfloat16().float().numpy()
+                assert np.array_equal(trace.read(step, rank, kind), rounded)
+            else:
+                assert np.array_equal(trace.read(step, rank, kind), x)
+    if compression:
+        columns, layers = trace.compression(rank), trace.layer_compression(rank)
+        for row, step in enumerate(steps):
+            expected = said(step)
+            for name in COMPRESSION:
+                value = expected["compression"].get(name, np.nan)
+                assert np.array_equal(columns[name][row], value, equal_nan=True)
+            for name in LAYER_COMPRESSION:
+                told = expected.get("layer_compression", {}).get(name, np.full(2, np.nan))
+                assert np.array_equal(layers[name][row], told, equal_nan=True)
+
+
+def received(reports):
+    """Return what is left in a pipe whose other end is gone."""
+    found = []
+    with contextlib.suppress(EOFError):
+        while True:
+            found.append(reports.recv())
+    return found
