@@ -33,7 +33,7 @@ class ExchangeError(GradstatsError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error.
+    """Return the first line of another library's error, without its advice to run what a file holds.
 
     Parameters
     ----------
@@ -46,4 +46,8 @@ def first_line(error: BaseException) -> str:
         First line of its text, or the name of its type where it has none.
     """
     text = str(error).strip().splitlines()
+    if any(
+        "weights_only" in line for line in text
+    ):  # torch says that switching it off "will likely succeed"
+        return "it holds other objects than tensors, which may run code; save tensors or a state_dict alone"
     return text[0] if text else type(error).__name__

@@ -127,9 +127,12 @@ def _csv(records: Sequence[Record]) -> str:
 def _csv_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return json.dumps(_json_value(value))
+    if not isinstance(value, str):
+        return value
     # a spreadsheet takes a text that begins so for a formula, and runs it
-    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if formula else value
+    formula = value.startswith(("\t", "\r")) or value.lstrip().startswith(("=", "+", "-", "@"))
+    # the csv module leaves a lone carriage return unquoted, and does not read it back
+    return ("'" if formula else "") + value.replace("\r", "\n")
 
 
 def format_value(value: Any) -> str:

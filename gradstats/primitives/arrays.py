@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, first_line
+from gradstats.primitives.ratio import shown
 
 if TYPE_CHECKING:
     import torch
@@ -88,20 +89,63 @@ def check(x: Array) -> Array:
     Raises
     ------
     InputError
-        If it is not floating point or not dense; the message names what it is.
+        If it is not floating point, not dense, or has no elements that can be read; the message says what it is.
     """
     if is_tensor(x):
-        if not x.is_floating_point():
-            raise InputError(f"a gradient must be floating point, not {x.dtype}; call .float()")
-        if x.layout is not sys.modules["torch"].strided:
-            raise InputError(f"a gradient must be dense, not {x.layout}; call .coalesce().values()")
-        return x.detach()
-    array = np.asarray(x)
+        return _check_tensor(x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise InputError("a gradient must not be masked; call .compressed(), or .filled(0.0)")
+    try:
+        array = np.asarray(x)
+    except Exception as error:  # whatever a list of uneven rows or a foreign object raises
+        raise InputError(
+            f"a gradient must be an array, not {shown(x)}: {first_line(error)}"
+        ) from None
     if array.dtype.type not in _FLOATS:
         raise InputError(
-            f"a gradient must be float16, float32 or float64 (or bfloat16 in torch), not {array.dtype}; convert it"
+            f"a gradient must be float16, float32 or float64 (or bfloat16 in torch), not {_named(array)}; convert it"
         )
     return array
+
+
+def _named(array: NDArray[Any]) -> str:
+    """Return the dtype of an array as an error may show it: fields of a structure can be many."""
+    return "a structure" if array.dtype.names else str(array.dtype)
+
+
+def _check_tensor(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements can be read, without its autograd history or a pending sign."""
+    torch = sys.modules["torch"]
+    kind = type(x)
+    if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        raise InputError("a gradient must have elements, and this parameter has no shape yet")
+    if x.is_nested:
+        raise InputError(
+            "a gradient must be one dense tensor, not nested; call torch.cat(x.unbind())"
+        )
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise InputError(
+            f"a gradient must be a plain tensor, not {kind.__name__}; give the data inside it, as .to_local() does"
+        )
+    if x.layout is not torch.strided:
+        raise InputError(f"a gradient must be dense, not {x.layout}; call .coalesce().values()")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise InputError(
+            f"a gradient must be float16, bfloat16, float32 or float64, not {x.dtype}; call .float()"
+        )
+    try:
+        x.data_ptr()
+    except RuntimeError:  # inside vmap, grad and their like
+        readable = False
+    else:
+        readable = not x.is_meta
+    if not readable:
+        raise InputError(
+            "a gradient must have data, and this tensor is on the meta device or traced"
+        )
+    plain = x.detach()
+    plain = plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
+    return plain.resolve_neg()
 
 
 def as_numpy(x: Array) -> NDArray[Any]:
@@ -115,7 +159,7 @@ def as_numpy(x: Array) -> NDArray[Any]:
     if is_tensor(x):
         torch = sys.modules["torch"]
         return x.to("cpu", torch.float64 if x.dtype == torch.float64 else torch.float32).numpy()
-    return np.asarray(x, np.float64 if x.dtype == np.float64 else np.float32)
+    return np.asarray(x, wide_dtype(x))
 
 
 def strided(x: Array, stride: int) -> Array:
@@ -163,7 +207,8 @@ def wide_dtype(x: Array) -> np.dtype[Any]:
     x : array_like
         Array of any floating dtype.
     """
-    double = "float64" in str(x.dtype)
+    # not its name, which a byte order changes
+    double = "float64" in str(x.dtype) if is_tensor(x) else x.dtype.type is np.float64
     return np.dtype(np.float64 if double else np.float32)
 
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
 from gradstats.primitives.arrays import Array, flat_blocks, flat_chunks, numel_of
+from gradstats.primitives.ratio import check_count
 
 __all__ = ["get_num_threads", "map_blocks", "map_runs", "set_num_threads"]
 
@@ -46,9 +46,7 @@ def set_num_threads(n: int | None) -> None:
         If `n` is below 1.
     """
     global _threads
-    if n is not None and n < 1:
-        raise InputError(f"the number of threads must be at least 1, not {n}")
-    _threads = n
+    _threads = None if n is None else check_count(n, "the number of threads")
 
 
 def get_num_threads() -> int:

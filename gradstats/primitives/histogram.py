@@ -5,6 +5,7 @@ The bins are fixed, so the histograms of chunks, ranks and steps add up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -16,11 +17,28 @@ from numpy.typing import NDArray
 from gradstats.errors import InputError
 from gradstats.primitives.arrays import Array, check, numel_of
 from gradstats.primitives.blocks import map_runs
+from gradstats.primitives.ratio import check_count, check_number
 
-__all__ = ["Histogram", "bin_edges", "histogram"]
+__all__ = ["Histogram", "bin_edges", "check_bits", "histogram"]
 
 _MANTISSA = 23
 _INFINITE = 0xFF
+
+
+def check_bits(bits: int) -> int:
+    """Return a number of mantissa bits if a histogram can have it, from 0 to 12.
+
+    Parameters
+    ----------
+    bits : int
+        Leading mantissa bits that tell bins apart.
+
+    Raises
+    ------
+    InputError
+        If it cannot.
+    """
+    return check_count(bits, "bits", 0, 12)
 
 
 @cache
@@ -100,10 +118,7 @@ class Histogram:
         InputError
             If there are not as many bits.
         """
-        if not 0 <= bits <= self.bits:
-            raise InputError(
-                f"a histogram of {self.bits} bits has no coarser one of {bits}; ask for 0 to {self.bits}"
-            )
+        bits = check_count(bits, f"bits coarser than {self.bits} bits", 0, self.bits)
         merged = self.counts.reshape(-1, 1 << (self.bits - bits)).sum(axis=1, dtype=np.int64)
         return Histogram(merged, self.zeros, self.nonfinite, bits)
 
@@ -125,9 +140,15 @@ class Histogram:
         -------
         float
             Magnitude, 0 if no more than k elements are non-zero and finite.
+
+        Raises
+        ------
+        InputError
+            If k is no finite number from 0 on.
         """
         from gradstats.primitives.kernels import descend
 
+        k = check_number(k, "k", 0, math.inf, "[)", ", a number of elements")
         i, above = descend(self.counts, k)
         if i < 0:
             return 0.0
@@ -175,9 +196,7 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     >>> h.numel, h.zeros, h.nonfinite
     (6, 1, 1)
     """
-    if not 0 <= bits <= 12:
-        raise InputError(f"bits must be from 0 to 12, not {bits}")
-    x = check(x)
+    bits, x = check_bits(bits), check(x)
     # 32-bit counters keep twice as many bins in the cache, and cannot overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)

@@ -37,7 +37,8 @@ _GROUP, _PROBE, _FEW = 128, 32, 4
 """Elements tested together; elements tested together where few of a group hit; hits that are few."""
 _LN2 = 0.6931471805599453
 
-# Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning. Loops that sum
+# Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning, except to
+# np.isfinite: it asks whether x − x is 0, which reordering answers without looking; compare with np.inf. Loops that sum
 # are written into their callers (`inline="always"`), one function to the compiler: called, the process that compiles
 # them and those that load them from the cache take differently ordered copies, and the last bit of a sum differs.
 _FAST = {"reassoc", "nsz", "contract"}
@@ -138,13 +139,13 @@ def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, f
     for start in range(0, x.size, _SUB):
         part = x[start : start + _SUB]
         s, q, c = _sums_above(part, below)
-        if not np.isfinite(s):  # an infinite element; NaN reaches no threshold
+        if not s < np.inf:  # an infinite element; NaN reaches no threshold
             s = 0.0
             q = 0.0
             c = 0
             for i in range(part.size):
                 a = np.float64(abs(part[i]))
-                if a > below and np.isfinite(a):
+                if below < a < np.inf:
                     s += a
                     q += a * a
                     c += 1
@@ -186,7 +187,7 @@ def block_moments(
             n = 0
             for i in range(part.size):
                 a = abs(part[i])
-                if not np.isfinite(a):
+                if not a < np.inf:
                     nonfinite += 1
                 elif a > 0 and a >= above:
                     kept[n] = a

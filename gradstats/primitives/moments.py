@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gradstats.errors import InputError
 from gradstats.primitives.arrays import Array, check, numel_of, wide_dtype
 from gradstats.primitives.blocks import map_blocks
+from gradstats.primitives.ratio import check_magnitude
 
 __all__ = ["Moments", "exceedances", "moments"]
 
@@ -123,8 +124,7 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
     >>> m.count, m.zeros, m.nonfinite, m.sum_abs, m.max
     (2, 1, 1, 4.0, 3.0)
     """
-    if not above >= 0:
-        raise InputError(f"above must be a non-negative magnitude, not {above}")
+    above = check_magnitude(above, "above")
     x = check(x)
     parts = map_blocks(lambda _, block: _block(block, above, log), x)
     count, zeros, nonfinite = (int(sum(part[i] for part in parts)) for i in range(3))
@@ -165,9 +165,7 @@ def exceedances(x: Array, above: float) -> Moments:
     InputError
         If `x` is not a dense floating-point array, or `above` is negative or NaN.
     """
-    x = check(x)
-    if not above >= 0:
-        raise InputError(f"above must be a non-negative magnitude, not {above}")
+    x, above = check(x), check_magnitude(above, "above")
     if wide_dtype(x) != np.float32:
         m = moments(x, above, log=False)
         return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
@@ -201,13 +199,13 @@ def _block(block: NDArray[Any], above: float, log: bool) -> _Sums:
     magnitude = np.abs(block)
     finite = magnitude[np.isfinite(magnitude)]
     kept = finite[(finite > 0) & (finite >= above)]
-    with np.errstate(over="ignore"):  # squares beyond float64's range are infinite
-        squares = float(np.square(kept).sum())
+    with np.errstate(over="ignore"):  # sums beyond float64's range are infinite
+        total, squares = float(kept.sum()), float(np.square(kept).sum())
     return (
         kept.size,
         finite.size - int(np.count_nonzero(finite)),
         magnitude.size - finite.size,
-        float(kept.sum()),
+        total,
         squares,
         float(np.log(kept).sum()) if log else 0.0,
         float(kept.max(initial=0.0)),

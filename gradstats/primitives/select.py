@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
 from gradstats.primitives.arrays import (
     Array,
     Selection,
@@ -23,6 +22,7 @@ from gradstats.primitives.arrays import (
     wide_dtype,
 )
 from gradstats.primitives.blocks import map_runs
+from gradstats.primitives.ratio import check_count, check_magnitude
 
 __all__ = ["kth_largest", "select", "top_candidates"]
 
@@ -62,8 +62,7 @@ def select(x: Array, threshold: float) -> Selection:
     >>> s.indices.tolist(), s.values.tolist()
     ([1, 3], [-3.0, 2.0])
     """
-    if not threshold >= 0:
-        raise InputError(f"a threshold must be a non-negative magnitude, not {threshold}")
+    threshold = check_magnitude(threshold)
     x = check(x)
     if is_tensor(x) and x.device.type != "cpu":
         flat = x.reshape(-1)
@@ -152,11 +151,12 @@ def top_candidates(
     Raises
     ------
     InputError
-        If k is below 1.
+        If k is no whole number from 1 on, or `x` is not a dense floating-point array.
     """
+    x, k = check(x), check_count(k, "k")
     numel = numel_of(x)
-    if k < 1:
-        raise InputError(f"k must be at least 1, not {k}")
+    if k > numel:  # no sample has a k-th one
+        low = 0.0
     high, slack = math.inf, 5.0
     while True:
         if low is None:
@@ -241,6 +241,6 @@ def kth_largest(x: Array, k: int) -> float:
     Raises
     ------
     InputError
-        If k is below 1, or `x` is not a dense floating-point array.
+        If k is no whole number from 1 on, or `x` is not a dense floating-point array.
     """
-    return top_candidates(check(x), k)[0]
+    return top_candidates(x, k)[0]

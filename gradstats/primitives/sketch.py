@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Histogram, Moments, histogram, moments
 from gradstats.primitives.arrays import check, flat_chunks
-from gradstats.primitives.histogram import bin_edges
+from gradstats.primitives.histogram import bin_edges, check_bits
+from gradstats.primitives.ratio import check_count, check_magnitude, check_number
 
 __all__ = ["BITS", "EXACT", "Magnitudes", "Sketch", "merge", "sketch"]
 
@@ -78,16 +79,18 @@ class Magnitudes:
         zero_fraction : float
             Share π₀ of exact zeros, which are not among these magnitudes.
         """
-        n, middle = float(weight.sum()), (left + right) / 2
+        n, middle = float(weight.sum()), _middle(left, right)
         nan = float("nan")
         if n == 0:
             return cls(left, right, weight, nan, nan, nan, 0.0, zero_fraction)
+        with np.errstate(over="ignore"):  # means beyond float64's range are infinite
+            mean, mean_square = float(weight @ middle / n), float(weight @ middle**2 / n)
         return cls(
             left,
             right,
             weight,
-            mean=float(weight @ middle / n),
-            mean_square=float(weight @ middle**2 / n),
+            mean=mean,
+            mean_square=mean_square,
             mean_log=float(weight @ np.log(middle) / n),
             max=float(right[-1]),
             zero_fraction=zero_fraction,
@@ -116,7 +119,7 @@ class Magnitudes:
     @cached_property
     def middle(self) -> NDArray[np.float64]:
         """Middle of each cell, shape (cells,)."""
-        return (self.left + self.right) / 2
+        return _middle(self.left, self.right)
 
     @property
     def variance(self) -> float:
@@ -141,7 +144,8 @@ class Magnitudes:
     @cached_property
     def _tails(self) -> list[NDArray[np.float64]]:
         """Count, sum, sum of squares and of logarithms of what lies in each cell and above it; a zero at the end."""
-        parts = (1.0, self.middle, self.middle**2, np.log(self.middle))
+        with np.errstate(over="ignore"):
+            parts = (1.0, self.middle, self.middle**2, np.log(self.middle))
         return [np.append(np.cumsum((self.weight * part)[::-1])[::-1], 0.0) for part in parts]
 
     def above(self, threshold: float) -> Moments:
@@ -156,6 +160,7 @@ class Magnitudes:
         threshold : float
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
+        threshold = check_magnitude(threshold)
         i = int(np.searchsorted(self.right, threshold))
         count, total, squares, logs = (float(tail[i]) for tail in self._tails)
         if i < self.right.size and self.left[i] < threshold:
@@ -176,6 +181,7 @@ class Magnitudes:
         threshold : float
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
+        threshold = check_magnitude(threshold)
         i = int(np.searchsorted(self.right, threshold))
         if i == self.right.size:
             return 0.0
@@ -192,9 +198,11 @@ class Magnitudes:
         k : float
             Rank, at least 1.
         """
+        k = check_number(k, "k", 0, math.inf, "(]", ", a rank")
         if k > self.count or not self.count:
             return 0.0
         i = int(np.searchsorted(self.cumulative, self.count - k, side="right"))
+        i = min(i, self.weight.size - 1)  # a rank below one rounds to none
         under = self.count - k - (self.cumulative[i] - self.weight[i])
         share = min((under + 0.5) / self.weight[i], 1.0)
         return float(self.left[i] + (self.right[i] - self.left[i]) * share)
@@ -207,6 +215,7 @@ class Magnitudes:
         threshold : float
             Magnitude η ≥ 0. Of the cell that it cuts, the number above is rounded to a whole one.
         """
+        threshold = check_magnitude(threshold)
         i = int(np.searchsorted(self.right, threshold, side="right"))
         left, right, weight = self.left[i:].copy(), self.right[i:], self.weight[i:].copy()
         if left.size and left[0] < threshold:
@@ -223,6 +232,7 @@ class Magnitudes:
         factor : float
             Factor above 0.
         """
+        factor = check_number(factor, "factor", 0, math.inf)
         return Magnitudes(
             self.left * factor,
             self.right * factor,
@@ -242,6 +252,7 @@ class Magnitudes:
         count : int
             How many; all of them if there are fewer.
         """
+        count = check_count(count, "count", 0)
         first = int(np.searchsorted(self.cumulative, self.count - count, side="right"))
         weight = np.rint(self.weight[first:]).astype(np.int64)
         place = np.arange(weight.sum()) - np.repeat(np.cumsum(weight) - weight, weight)
@@ -259,7 +270,7 @@ class Magnitudes:
         rng : numpy.random.Generator
             Source of the draws.
         """
-        if size >= self.count:
+        if check_count(size, "size", 0) >= self.count:
             return self
         ranks = rng.choice(self.count, size, replace=False, shuffle=False)
         cells = np.searchsorted(self.cumulative, ranks, side="right")
@@ -346,15 +357,18 @@ class Sketch:
         InputError
             If there are not as many bits.
         """
-        if not 0 <= bits <= self.bits:
-            raise InputError(
-                f"a sketch of {self.bits} bits has no coarser one of {bits}; ask for 0 to {self.bits}"
-            )
+        bits = check_count(bits, f"bits coarser than {self.bits} bits", 0, self.bits)
         bins, counts = _merged(self.bins >> (self.bits - bits), self.counts)
         return Sketch(self.moments, bins, counts, bits)
 
     def __add__(self, other: Sketch) -> Sketch:
         return merge([self, other])
+
+
+def _middle(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the middles of cells; that of one without width is its value, also where twice that is no number."""
+    with np.errstate(over="ignore"):
+        return np.where(left == right, left, (left + right) / 2)
 
 
 def merge(sketches: Sequence[Sketch]) -> Sketch:
@@ -453,7 +467,7 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
     >>> s.numel, s.moments.zeros, s.magnitudes.count, s.magnitudes.mean
     (4, 1, 3, 2.3333333333333335)
     """
-    x = check(x)
+    bits, x = check_bits(bits), check(x)
     sums = moments(x)
     if sums.count > EXACT:
         _check_range(sums.max)

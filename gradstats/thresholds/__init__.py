@@ -10,7 +10,7 @@ from typing import Any
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import shown, target_count
 from gradstats.thresholds.base import Estimate, Estimator
 from gradstats.thresholds.exact import Exact, WarmExact
 from gradstats.thresholds.gaussiank import GaussianK
@@ -82,10 +82,9 @@ def make_estimator(name: str, **options: Any) -> Estimator:
     InputError
         If the name is unknown (the message lists the names) or the estimator does not take an option.
     """
-    try:
-        factory = ESTIMATORS[name]
-    except KeyError:
-        raise InputError(f"no estimator {name!r}; there are {', '.join(ESTIMATORS)}") from None
+    factory = ESTIMATORS.get(name) if isinstance(name, str) else None
+    if factory is None:
+        raise InputError(f"no estimator {shown(name)}; there are {', '.join(ESTIMATORS)}")
     try:
         return factory(**options)
     except TypeError as error:

@@ -14,7 +14,7 @@ from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, numel_of
 from gradstats.primitives import select as select_elements
 from gradstats.primitives.arrays import check, wide_dtype
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_seed, shown, target_count
 
 __all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "Rule", "check_rule"]
 
@@ -35,8 +35,8 @@ def check_rule(rule: str) -> None:
     InputError
         If it is neither ``"corrected"`` nor ``"paper"``.
     """
-    if rule not in ("corrected", "paper"):
-        raise InputError(f"rule must be corrected or paper, not {rule!r}")
+    if not isinstance(rule, str) or rule not in ("corrected", "paper"):
+        raise InputError(f"rule must be corrected or paper, not {shown(rule)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ class RandomEstimator(Estimator):
     Parameters
     ----------
     seed : int
-        Seed of the generator.
+        Seed of the generator, from 0 to 2⁶⁴ − 1.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._generator = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(check_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state."""

@@ -65,7 +65,8 @@ class WarmExact(Estimator):
         self.misses += missed
         magnitude = np.abs(as_numpy(candidates.values))
         if warm and threshold > 0:
-            self._drift = max(abs(math.log(threshold / last)), 0.9 * self._drift)
+            # a difference, because quotients of float64 leave its range
+            self._drift = max(abs(math.log(threshold) - math.log(last)), 0.9 * self._drift)
         self._threshold, self._k = threshold, k
         self._margin = min(1.5 * self._drift, self._crowded(magnitude, k, threshold))
         details = {"candidates": magnitude.size, "warm": warm, "missed": missed}
@@ -74,10 +75,11 @@ class WarmExact(Estimator):
     @staticmethod
     def _crowded(magnitude: Any, k: int, threshold: float) -> float:
         """Return the margin within which this step had 2k elements; infinite if it is not known."""
-        if magnitude.size < 2 * k or threshold <= 0:
+        finite = magnitude[np.isfinite(magnitude)]
+        if finite.size < 2 * k or threshold <= 0:
             return math.inf
-        second = float(np.partition(magnitude, magnitude.size - 2 * k)[magnitude.size - 2 * k])
-        return max(math.log(threshold / second), 1e-4) if second > 0 else math.inf
+        second = float(np.partition(finite, finite.size - 2 * k)[finite.size - 2 * k])
+        return max(math.log(threshold) - math.log(second), 1e-4) if second > 0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last threshold and what its margin depends on."""

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
 from gradstats.primitives import Array, exceedances, moments
 from gradstats.primitives.blocks import map_blocks
-from gradstats.statistics.solution import FitError, Reason
+from gradstats.primitives.ratio import check_count
+from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["GaussianK"]
@@ -23,8 +23,8 @@ class GaussianK(Estimator):
     Parameters
     ----------
     loops : int
-        Largest number of counts, each of which costs one pass; a correction follows every count but the last. The
-        authors' program has 3 with error feedback, 5 without.
+        Largest number of counts, 0 to 100, each of which costs one pass; a correction follows every count but the
+        last. The authors' program has 3 with error feedback, 5 without.
 
     Notes
     -----
@@ -38,9 +38,7 @@ class GaussianK(Estimator):
     name = "gaussiank"
 
     def __init__(self, loops: int = 3) -> None:
-        if loops < 0:
-            raise InputError(f"loops must not be negative, not {loops}")
-        self.loops = loops
+        self.loops = check_count(loops, "loops", 0, 100)
 
     def _find(self, x: Array, k: int) -> Found:
         from scipy.special import ndtri
@@ -49,7 +47,7 @@ class GaussianK(Estimator):
         finite = m.numel - m.nonfinite
         if m.count == 0:
             return Found(0.0)
-        if not m.sum_squares < math.inf:
+        if not LEAST_SQUARES < m.sum_squares < math.inf:
             raise FitError(Reason.RANGE)
         mean = sum(map_blocks(_signed_sum, x)) / finite
         std = math.sqrt(max(m.sum_squares / finite - mean * mean, 0.0))
@@ -70,7 +68,8 @@ class GaussianK(Estimator):
 
 def _signed_sum(_: int, block: NDArray[Any]) -> float:
     """Return the sum of the finite elements of a block."""
-    total = float(np.sum(block, dtype=np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.sum(block, dtype=np.float64))
     if math.isfinite(total):
         return total
     return float(np.sum(block[np.isfinite(block)], dtype=np.float64))

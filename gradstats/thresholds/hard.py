@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradstats.errors import InputError
 from gradstats.primitives import Array, top_candidates
+from gradstats.primitives.ratio import check_magnitude
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["Hard"]
@@ -24,9 +24,7 @@ class Hard(Estimator):
     name = "hard"
 
     def __init__(self, threshold: float | None = None) -> None:
-        if threshold is not None and not threshold >= 0:
-            raise InputError(f"a threshold must be a non-negative magnitude, not {threshold}")
-        self.threshold = threshold
+        self.threshold = None if threshold is None else check_magnitude(threshold)
 
     def _find(self, x: Array, k: int) -> Found:
         if self.threshold is None:

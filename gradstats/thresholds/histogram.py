@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gradstats.errors import InputError
-from gradstats.primitives import Array, histogram
+from gradstats.primitives import Array, histogram, moments
+from gradstats.primitives.arrays import wide_dtype
+from gradstats.primitives.histogram import check_bits
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["HistogramQuantile"]
@@ -20,16 +24,27 @@ class HistogramQuantile(Estimator):
 
     Notes
     -----
-    Not from a paper.
+    Not from a paper. Float64 gradients beyond float32's range are refused.
     """
 
     name = "histogram"
 
     def __init__(self, bits: int | None = None) -> None:
-        if bits is not None and not 0 <= bits <= 12:
-            raise InputError(f"bits must be from 0 to 12, not {bits}")
-        self.bits = bits
+        self.bits = None if bits is None else check_bits(bits)
 
     def _find(self, x: Array, k: int) -> Found:
         bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
-        return Found(histogram(x, bits).upper_quantile(k), {"bits": bits})
+        h = histogram(x, bits)
+        threshold = h.upper_quantile(k)
+        if wide_dtype(x) == np.float64 and (h.nonfinite or threshold == 0):
+            self._check_range(x, k, threshold)
+        return Found(threshold, {"bits": bits})
+
+    @staticmethod
+    def _check_range(x: Array, k: int, threshold: float) -> None:
+        """Refuse float64 magnitudes that float32, in which they are counted, takes for infinity or zero."""
+        m = moments(x, log=False)
+        if m.max > float(np.finfo(np.float32).max) or (threshold == 0 and m.count > k):
+            raise InputError(
+                f"magnitudes up to {m.max:.3g} leave float32's range, in which a histogram counts: rescale them"
+            )

@@ -6,11 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gradstats.errors import InputError
+import numpy as np
+
 from gradstats.primitives import Array, top_candidates
+from gradstats.primitives.arrays import wide_dtype
+from gradstats.primitives.ratio import check_number
 from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
 
 __all__ = ["MiCRO", "Rule"]
+
+
+_ENDS32, _ENDS64 = (-100.0, 88.0), (-740.0, 709.0)
+"""Ends of ln η: the ranges of float32 and of float64."""
 
 
 class MiCRO(Estimator):
@@ -39,18 +46,20 @@ class MiCRO(Estimator):
 
     def __init__(self, rule: Rule = "corrected", threshold: float | None = None) -> None:
         check_rule(rule)
-        if threshold is not None and not 0 < threshold < math.inf:
-            raise InputError(f"threshold must be a positive magnitude, not {threshold}")
         self.rule = rule
-        self._threshold = threshold
+        self._threshold = (
+            None if threshold is None else check_number(threshold, "threshold", 0, math.inf)
+        )
         # slope of ln k̂ against −ln η: 1 for the heaviest tails, tens with error feedback
         self._slope = 2.0
         self._stride = 0.0
+        self._ends = _ENDS32
         # (ln η, ln(k̂/k)) where too many and where too few were kept
         self._many: tuple[float, float] | None = None
         self._few: tuple[float, float] | None = None
 
     def _find(self, x: Array, k: int) -> Found:
+        self._ends = _ENDS64 if wide_dtype(x) == np.float64 else _ENDS32
         if not self._threshold:
             self._threshold = (
                 1 / (2 * math.sqrt(k)) if self.rule == "paper" else top_candidates(x, k)[0]
@@ -71,8 +80,7 @@ class MiCRO(Estimator):
             goal = here + 0.5 * excess / self._slope
         else:
             goal = self._search(here, excess, saturated=kept == 0 or 2 * kept > numel)
-        # the range of float32
-        self._threshold = math.exp(min(max(goal, -100.0), 88.0))
+        self._threshold = math.exp(min(max(goal, self._ends[0]), self._ends[1]))
 
     def _search(self, here: float, excess: float, *, saturated: bool) -> float:
         """Return the next ln η: inside the bracket if there is one, else further by growing strides."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradstats.errors import InputError
 from gradstats.primitives import (
     Array,
     Moments,
@@ -16,6 +15,7 @@ from gradstats.primitives import (
     select,
     top_candidates,
 )
+from gradstats.primitives.ratio import check_count
 from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
 
 __all__ = ["RedSync", "RedSyncTrimmed", "Rule"]
@@ -68,7 +68,8 @@ class RedSync(Estimator):
     ----------
     rule : {"corrected", "paper"}
         ``"corrected"`` lowers η whenever k̂ < k and bisects to float precision, so k ≤ k̂ ≤ 2k holds after every search
-        unless ties forbid it. ``"paper"`` ends when the interval is 0.2 wide, after three probes, wherever it then is.
+        unless ties forbid it. ``"paper"`` ends when the interval is ε wide, wherever it then is; the text gives no ε,
+        and 0.2, which algorithm 2 has, ends after three probes.
     interval : int
         Number of steps for which a threshold is used, at least 1.
 
@@ -85,10 +86,8 @@ class RedSync(Estimator):
 
     def __init__(self, rule: Rule = "corrected", interval: int = 5) -> None:
         check_rule(rule)
-        if interval < 1:
-            raise InputError(f"interval must be at least 1, not {interval}")
         self.rule = rule
-        self.interval = interval
+        self.interval = check_count(interval, "interval")
         self._threshold = 0.0
         self._step = 0
 
@@ -117,11 +116,16 @@ class RedSync(Estimator):
         self._threshold, self._step = state["threshold"], state["step"]
 
 
+def _mean(m: Moments) -> float:
+    """Return the mean magnitude, and the largest where the sum of float64 magnitudes leaves their range."""
+    return min(m.mean, m.max)
+
+
 def _bisect(m: Moments, k: int, counter: _Counter) -> tuple[float, int]:
     """Return a threshold that k to 2k elements reach, and the number of probes."""
     if m.count <= k:
         return 0.0, 0
-    low, high = m.mean, m.max
+    low, high = _mean(m), m.max
     if counter.count(low) < k:  # fewer than k elements reach the mean: search below it
         low, high = 0.0, low
     for probe in range(1, _MOST_PROBES + 1):
@@ -143,10 +147,11 @@ def _bisect_as_published(m: Moments, k: int, counter: _Counter) -> tuple[float, 
     """Return the threshold of the published search, and the number of probes."""
     if m.count == 0:
         return 0.0, 0
-    left, right, threshold, probes = 0.0, 1.0, m.mean, 0
+    mean = _mean(m)
+    left, right, threshold, probes = 0.0, 1.0, mean, 0
     while right - left > 0.2:
         ratio = left + (right - left) / 2
-        threshold = m.mean + ratio * (m.max - m.mean)
+        threshold = mean + ratio * (m.max - mean)
         probes += 1
         count = counter.count(threshold)
         if k < count < 2 * k:
@@ -193,11 +198,13 @@ class RedSyncTrimmed(Estimator):
     @staticmethod
     def _first_reached(x: Array, k: int, m: Moments) -> tuple[float, Selection]:
         """Return the first threshold that k elements reach, 0 if there is none, and what reaches it."""
-        tried = [m.mean + r * (m.max - m.mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0)]
+        mean = _mean(m)
+        tried = [mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0)]
         # what reaches the fourth has all that reaches the first three: one pass instead of four
         survivors = select(x, tried[3]).values
         for threshold in tried[:4]:
             if exceedances(survivors, threshold).count >= k:
                 return threshold, select(survivors, threshold)
         found = select(x, tried[4])
-        return (tried[4], found) if len(found) >= k else (0.0, select(x, 0.0))
+        reached = exceedances(found.values, 0.0).count  # without infinite ones
+        return (tried[4], found) if reached >= k else (0.0, select(x, 0.0))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
 from gradstats.primitives import Array, kth_largest, numel_of, select
 from gradstats.primitives.arrays import as_numpy, torch_index
+from gradstats.primitives.ratio import check_number
 from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Found, RandomEstimator
 
@@ -41,17 +43,13 @@ class DGC(RandomEstimator):
     name = "dgc"
 
     def __init__(self, sample_ratio: float = 0.01, tolerance: float = 4 / 3, seed: int = 0) -> None:
-        if not 0 < sample_ratio <= 1:
-            raise InputError(f"sample_ratio must be in (0, 1], not {sample_ratio}")
-        if not tolerance >= 1:
-            raise InputError(f"tolerance must be at least 1, not {tolerance}")
         super().__init__(seed)
-        self.sample_ratio = sample_ratio
-        self.tolerance = tolerance
+        self.sample_ratio = check_number(sample_ratio, "sample_ratio", 0, 1, "(]")
+        self.tolerance = check_number(tolerance, "tolerance", 1, math.inf, "[]")
 
     def _sample_indices(self, numel: int) -> NDArray[np.int64]:
         """Return the positions of one random element of each run."""
-        run = max(1, round(1 / self.sample_ratio))
+        run = max(1, round(min(1 / self.sample_ratio, 2.0**62)))
         starts = np.arange(0, numel, run)
         picks = starts + self._generator.integers(0, run, size=starts.size)
         return picks[picks < numel]
@@ -69,8 +67,12 @@ class DGC(RandomEstimator):
         found = len(candidates)
         reselected = found > self.tolerance * k
         if reselected:
+            magnitude = np.abs(as_numpy(candidates.values))
+            # infinite elements are always among them, and no threshold leaves them out
+            reselected = int(np.isfinite(magnitude).sum()) > self.tolerance * k
+        if reselected:
             threshold = kth_largest(candidates.values, k)
-            candidates = keep(candidates, np.abs(as_numpy(candidates.values)), threshold)
+            candidates = keep(candidates, magnitude, threshold)
         details = {
             "sample": int(indices.size),
             "candidates": found,

@@ -20,8 +20,10 @@ from gradstats.primitives import (
     moments,
     select,
 )
+from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.stages import (
+    MOST_STAGES,
     Quantile,
     exponential,
     gamma_closed,
@@ -35,9 +37,9 @@ from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 
-Adaptation: TypeAlias = Literal["corrected", "paper", "program"]
+Adaptation: TypeAlias = Literal["corrected", "paper", "program", "program-3"]
 _ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
-_FROM_COUNTS = ("paper", "program")
+_FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 
 
@@ -55,22 +57,25 @@ class SIDCo(Estimator):
 
     Parameters
     ----------
-    stages : int or {"corrected", "paper", "program"}
-        A fixed number of stages M ≥ 1, or the rule that adapts it.
+    stages : int or {"corrected", "paper", "program", "program-3"}
+        A fixed number of stages M, 1 to 64, or the rule that adapts it.
     first_ratio : float
         Share δ₁ of the non-zero elements that the first of several stages aims to keep, in (0, 1).
     interval : int
         Steps Q between adaptations, at least 1.
     tolerance : float or (float, float)
-        Relative error ε of the mean k̂ over Q steps that ``"paper"`` and ``"program"`` accept; a pair is (ε_L, ε_H),
+        Relative error ε of the mean k̂ over Q steps that ``"paper"`` and the programs accept; a pair is (ε_L, ε_H),
         below and above.
 
     Notes
     -----
     Source: SIDCo, algorithm 1. No fixed M is right for all gradients: on tails heavier than the model k̂ falls as M
     grows, on lighter ones (error feedback) it rises. ``"paper"`` (Adapt_Stages) assumes the second and sticks at M = 1
-    on the first. ``"program"`` turns round when the last move made things worse, as the authors' code does in modes −2
-    and −3. ``"corrected"`` computes k̂(M) for every M from one histogram every Q steps and takes the best.
+    on the first. ``"program"`` and ``"program-3"`` are modes −2 and −3 of the authors' code: a stage less where too
+    many were kept and one more where too few, until the sign of both is turned round, by −2 when the mean k̂ is
+    further off than Q steps before, by −3 unless it has moved towards k from outside the tolerance. Where nothing
+    changes from step to step, −2 sticks at M = 1 too. ``"corrected"`` computes k̂(M) for every M from one histogram
+    every Q steps and takes the best.
 
     Differs from the paper: exact zeros are a point mass π₀, so the model is fitted to the non-zero elements and asked
     for δ/(1−π₀); thresholds and excesses are of |g|, where the text subtracts from the signed vector; mean k̂ is over
@@ -84,28 +89,27 @@ class SIDCo(Estimator):
         interval: int = 5,
         tolerance: float | tuple[float, float] = 0.2,
     ) -> None:
-        if not 0 < first_ratio < 1:
-            raise InputError(f"first_ratio must be in (0, 1), not {first_ratio}")
         if isinstance(stages, str) and stages not in _ADAPTATIONS:
             raise InputError(
-                f"stages must be a number or one of {', '.join(_ADAPTATIONS)}, not {stages!r}"
+                f"stages must be a number or one of {', '.join(_ADAPTATIONS)}, not {shown(stages)}"
             )
-        if not isinstance(stages, str) and stages < 1:
-            raise InputError(f"stages must be at least 1, not {stages}")
-        low, high = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
-        if interval < 1:
-            raise InputError(f"interval must be at least 1, not {interval}")
-        if not (low > 0 and high > 0):
-            raise InputError(f"tolerance must be positive, not {tolerance}")
+        pair = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
+        if len(pair) != 2:
+            raise InputError(
+                f"tolerance must be a number or a pair of them, not {len(pair)} numbers"
+            )
+        low, high = (check_number(each, "tolerance", 0, math.inf, "(]") for each in pair)
         self.adaptation = stages if isinstance(stages, str) else None
-        self.stages = 1 if isinstance(stages, str) else stages
-        self.first_ratio = first_ratio
-        self.interval = interval
+        self.stages = (
+            1 if isinstance(stages, str) else check_count(stages, "stages", 1, MOST_STAGES)
+        )
+        self.first_ratio = check_number(first_ratio, "first_ratio", 0, 1)
+        self.interval = check_count(interval, "interval")
         self.tolerance = (low, high)
         self._step = 0
         self._kept = 0.0
         self._direction = 1
-        self._error = math.inf
+        self._last = 0.0
 
     @property
     def feedback(self) -> bool:  # type: ignore[override]
@@ -163,15 +167,19 @@ class SIDCo(Estimator):
         if self._step % self.interval:
             return
         quality, self._kept = self._kept / self.interval, 0.0
-        error = abs(quality - 1)
-        if error > self.tolerance[quality > 1]:
-            if self.adaptation == "paper":
-                self._direction = -1 if quality > 1 else 1
-            elif error > self._error:
-                self._direction = -self._direction
-            limit = most_stages(k / numel)
-            self.stages = min(max(self.stages + self._direction, 1), limit)
-        self._error = error
+        (low, high), last, self._last = self.tolerance, self._last, quality
+        if self.adaptation == "program":
+            worse = abs(quality - 1) > abs(last - 1)
+        else:  # no better than in the direction of the last step, or the last step was right
+            better = (last < 1 - low and quality > last) or (last > 1 + high and quality < last)
+            worse = not better
+        if worse and last > 0 and self.adaptation != "paper":
+            self._direction = -self._direction
+        if quality > 1 + high:
+            self.stages -= self._direction
+        elif quality < 1 - low:
+            self.stages += self._direction
+        self.stages = min(max(self.stages, 1), most_stages(k / numel))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of stages and what its adaptation depends on."""
@@ -180,13 +188,13 @@ class SIDCo(Estimator):
             "step": self._step,
             "kept": self._kept,
             "direction": self._direction,
-            "error": self._error,
+            "last": self._last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.stages, self._step, self._kept = state["stages"], state["step"], state["kept"]
-        self._direction, self._error = state["direction"], state["error"]
+        self._direction, self._last = state["direction"], state["last"]
 
 
 class SIDCoE(SIDCo):
@@ -231,8 +239,8 @@ class SIDCoGP(SIDCo):
         self, *args: Any, gamma: Literal["exact", "closed"] = "exact", **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        if gamma not in ("exact", "closed"):
-            raise InputError(f"gamma must be exact or closed, not {gamma!r}")
+        if not isinstance(gamma, str) or gamma not in ("exact", "closed"):
+            raise InputError(f"gamma must be exact or closed, not {shown(gamma)}")
         self.gamma = gamma
 
     def _models(self) -> tuple[Quantile, Quantile]:

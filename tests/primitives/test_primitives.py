@@ -19,9 +19,11 @@ from gradstats.primitives import (
     moments,
     select,
     set_num_threads,
+    top_candidates,
 )
 from gradstats.primitives.arrays import CHUNK
-from gradstats.primitives.histogram import bin_edges
+from gradstats.primitives.histogram import Histogram, bin_edges
+from gradstats.primitives.kernels import descend
 from gradstats.primitives.ratio import RATIOS
 
 SUMS = ("sum_abs", "sum_squares", "sum_log")
@@ -123,12 +125,45 @@ def test_a_sampled_bracket_that_misses_costs_a_pass_not_the_answer():
             assert kth_largest(y, k) == np.sort(y)[-k]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("border", [500, 2000, 4000, 10_000])
+def test_ties_that_fill_k_exactly(xp, dtype, border):
+    """Ranks at and beside the border of a run of equal magnitudes; of float32 in one block, and sampled."""
+    x = np.repeat([3.0, -2.0, 1.0, -0.5], np.diff([0, 500, 2000, 4000, 10_000])).astype(dtype)
+    x = np.random.default_rng(border).permutation(x)
+    ordered = np.sort(np.abs(x))[::-1]
+    for k in (border - 1, border, border + 1):
+        expected = float(ordered[k - 1]) if k <= x.size else 0.0
+        eta, kept = top_candidates(xp(x), k)
+        assert eta == expected
+        places = np.flatnonzero(np.abs(x) >= max(expected, 1e-9))
+        assert np.asarray(kept.indices).tolist() == places.tolist()
+        assert np.asarray(kept.values).tolist() == x[places].tolist()
+
+
+def test_untrimmed_candidates_have_all_that_reach_the_guess(family):
+    exact = kth_largest(family, 500)
+    eta, kept = top_candidates(family, 500, 0.9 * exact, trim=False)
+    assert eta == exact
+    expected = select(family, 0.9 * exact)
+    assert len(expected) > 500
+    assert np.array_equal(kept.indices, expected.indices)
+    assert np.array_equal(top_candidates(family, 500)[1].indices, select(family, exact).indices)
+
+
 def test_moments_count_what_they_leave_out(xp):
     x = np.array([0, -0.0, np.nan, np.inf, -np.inf, 2, -1], np.float32)
     m = moments(xp(x))
     assert (m.numel, m.count, m.zeros, m.nonfinite) == (7, 2, 2, 3)
     assert (m.sum_abs, m.sum_squares, m.max) == (3.0, 5.0, 2.0)
     assert m.zero_fraction == 0.5
+    assert (m.mean, m.variance) == (1.5, 0.25)
+    assert m.mean_log == pytest.approx(np.log(2) / 2)
+    both = m + moments(xp(np.array([-4, 0], np.float32)))
+    assert (both.numel, both.count, both.zeros, both.nonfinite, both.max) == (9, 3, 3, 3, 4.0)
+    assert (both.sum_abs, both.sum_squares, both.sum_log) == (7.0, 21.0, pytest.approx(np.log(8)))
+    with pytest.raises(InputError, match="do not add"):
+        _ = m + moments(xp(x), above=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -174,10 +209,37 @@ def test_select_equals_a_mask(family, xp):
     assert np.array_equal(np.asarray(got.values), family[expected])
 
 
-def test_zeros_and_nan_are_never_selected_but_infinity_is(xp):
-    x = np.array([0, -0.0, np.nan, np.inf, 1e-45, -2], np.float32)
-    assert np.asarray(select(xp(x), 0.0).indices).tolist() == [3, 4, 5]
-    assert np.asarray(select(xp(x), 1.0).indices).tolist() == [3, 5]
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_zeros_and_nan_are_never_selected_but_infinity_is(xp, dtype):
+    x = xp(np.array([0, -0.0, np.nan, np.inf, 1e-45, -2], np.float32).astype(dtype))
+    assert np.asarray(select(x, 0.0).indices).tolist() == [3, 4, 5]
+    assert np.asarray(select(x, 1.0).indices).tolist() == [3, 5]
+    assert np.asarray(select(x, 2.0).indices).tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_selected_values_keep_numpys_dtype(dtype, threshold):
+    x = np.random.default_rng(3).laplace(size=3000).astype(dtype)
+    kept = select(x, threshold)
+    assert kept.values.dtype == dtype
+    assert np.array_equal(kept.indices, np.flatnonzero((np.abs(x) >= threshold) & (x != 0)))
+    assert np.array_equal(kept.values, x[kept.indices])
+    assert top_candidates(x, 10)[1].values.dtype == dtype
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.02, 0.05, 0.2, 0.9])
+def test_select_finds_few_and_many_infinities_and_equals(share):
+    """Magnitudes at the threshold and infinite ones, at every place of the groups that are tested together."""
+    rng = np.random.default_rng(round(1000 * share))
+    x = rng.random(128 * 50 + 77).astype(np.float32)
+    x[rng.random(x.size) < share] = np.inf
+    x[rng.random(x.size) < share] = -2
+    x[rng.random(x.size) < share] = np.nan
+    expected = np.flatnonzero(np.abs(x) >= 2)
+    kept = select(x, 2.0)
+    assert np.array_equal(kept.indices, expected)
+    assert np.array_equal(kept.values, x[expected])
 
 
 def test_kth_largest_states_its_edges():
@@ -210,6 +272,41 @@ def test_histogram_quantiles_are_within_a_bin(family, ratio):
     k = round(ratio * family.size)
     exact = kth_largest(family, k)
     assert histogram(family).upper_quantile(k) == pytest.approx(exact, rel=1 / 128)
+
+
+@pytest.mark.parametrize(
+    ("below", "inside", "above"),
+    [(30, 100, 10), (10, 100, 30), (50, 50, 50), (0, 100, 1000), (1000, 100, 0), (0, 7, 0)],
+)
+def test_quantiles_lie_where_a_linear_density_has_them(below, inside, above):
+    """The line through the neighbouring bins' densities at their middles, never negative inside the bin."""
+    counts, i = np.zeros(bin_edges(3).size - 1, np.int64), 127 * 8 + 3
+    counts[i - 1 : i + 2] = below, inside, above
+    left, right = bin_edges(3)[i : i + 2]
+    slope = min(max((above - below) / 4 / inside, -1), 1)  # half the change from end to end
+    for k in above + inside * np.array([0.01, 0.1, 0.5, 0.9, 0.99]):
+        t = (Histogram(counts, 0, 0, 3).upper_quantile(k) - left) / (right - left)
+        beyond = (1 - t) * (1 + slope * t)  # the density 1 − slope + 2 slope t, from t to 1
+        assert above + inside * beyond == pytest.approx(k, rel=1e-9)
+
+
+def test_quantiles_of_the_first_and_the_last_bin_are_even():
+    counts = np.zeros(bin_edges(0).size - 1, np.int64)
+    counts[[0, 1, -2, -1]] = 10, 4, 3, 7
+    edges = bin_edges(0)
+    h = Histogram(counts, 0, 0, 0)
+    assert h.upper_quantile(3.5) == pytest.approx((edges[-2] + edges[-1]) / 2)
+    assert h.upper_quantile(19) == pytest.approx(edges[1] / 2, rel=1e-9, abs=0)
+
+
+def test_a_count_that_a_bin_fills_goes_on_to_the_next():
+    counts = np.array([0, 5, 0, 3, 0], np.int64)
+    assert descend(counts, 2.9) == (3, 3)
+    assert descend(counts, 3) == (1, 8)
+    assert descend(counts, 8) == (-1, 8)
+    x = np.repeat([4.0, 1.0], [3, 5]).astype(np.float32)
+    assert histogram(x).upper_quantile(3) == pytest.approx(1, rel=1 / 128)
+    assert histogram(x).upper_quantile(8) == 0  # no more than 8 are there
 
 
 def test_histogram_of_float64_beyond_float32_is_silent():

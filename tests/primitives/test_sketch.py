@@ -158,10 +158,40 @@ def test_the_largest_magnitude_is_known(bits):
     assert (np.diff(m.left) >= 0).all()
     assert (m.right >= m.left).all()
     assert m.exceedances(largest) == m.above(largest).count == 1
+    # where others lie in its cell
+    y = np.r_[np.ones(39_997), 2.0, 2.0002, 2.0005]
+    m = sketch(y, bits).magnitudes
+    assert (m.left[-2], m.right[-2], m.left[-1]) == (2.0, 2.0005, 2.0005)
+    assert m.weight.tolist() == [39_997, 2, 1]
     # where all of the last cell are at its lower end
     y = np.where(np.arange(40_000) % 2, 2.0, 1.0)
     m = sketch(y, bits).magnitudes
     assert (m.left[-1], m.right[-1], m.weight[-1]) == (2.0, 2.0, 20_000)
+
+
+def test_magnitudes_lie_evenly_inside_their_cells():
+    """The j-th of w at (j − ½)/w of the cell's width."""
+    m = Magnitudes.from_cells(np.array([0.5, 1]), np.array([1.0, 2]), np.array([2.0, 4]))
+    places = [1.875, 1.625, 1.375, 1.125, 0.875, 0.625]
+    assert m.largest(6).tolist() == places
+    assert m.largest(3).tolist() == places[:3]
+    assert [m.upper_quantile(k) for k in range(1, 8)] == [*places, 0]
+    assert m.middle.tolist() == [0.75, 1.5]
+    assert [m.exceedances(e) for e in (0, 0.75, 1, 1.25, 2.5)] == [6, 5, 4, 3, 0]
+    half = m.above(1.5)  # two in 1.5 to 2; those cut off lie at 1.25, on average
+    assert (half.count, half.sum_abs) == (2, 3.5)
+    assert half.sum_squares == pytest.approx(4 * 1.5**2 - 2 * 1.25**2)
+    assert half.sum_log == pytest.approx(4 * math.log(1.5) - 2 * math.log(1.25))
+    over = m.excesses(1.25)
+    assert (over.left.tolist(), over.right.tolist(), over.weight.tolist()) == ([0], [0.75], [3])
+
+
+def test_a_sample_fills_its_cells():
+    m = Magnitudes.from_cells(np.array([1.0, 3]), np.array([2.0, 3]), np.array([9000.0, 1000]))
+    drawn = m.sample(2000, np.random.default_rng(0)).middle
+    inside = drawn[drawn < 3]
+    assert inside.size == pytest.approx(1800, abs=4 * math.sqrt(180))
+    assert np.quantile(inside, [0.25, 0.5, 0.75]) == pytest.approx([1.25, 1.5, 1.75], abs=0.05)
 
 
 @settings(max_examples=50, deadline=None)

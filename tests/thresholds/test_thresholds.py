@@ -11,8 +11,9 @@ from scipy import stats
 
 from gradstats import open_trace, threshold
 from gradstats.errors import InputError
-from gradstats.primitives import select
+from gradstats.primitives import Moments, moments, select
 from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.statistics.stages import gamma_closed, gamma_exact, genpareto
 from gradstats.thresholds import DGC, ESTIMATORS, Exact, SIDCoE, make_estimator
 
 
@@ -249,13 +250,38 @@ def test_transcriptions_agree_on_captured_gradients(trace_path, ratio):
             assert threshold(g, ratio, name, **options) == pytest.approx(expected, rel=1e-5), name
 
 
-def test_tolerances_can_differ_below_and_above():
-    x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
-    rule = make_estimator("sidco-e", stages="paper", tolerance=(1e-6, 10.0), interval=1)
-    for _ in range(8):  # too few by chance asks for one stage more, too many is always accepted
-        before = rule.stages
-        estimate, selection = rule.select(x, 0.01)
-        assert rule.stages == before + (len(selection) < estimate.k * (1 - 1e-6))
+@pytest.mark.parametrize(
+    ("stages", "tolerance", "change"),
+    [
+        (6, (0.2, 9.0), 1),  # k̂/k is 0.29: one stage more
+        (6, (0.8, 0.2), 0),  # which is accepted below, and would not be above
+        (2, (0.2, 9.0), 0),  # k̂/k is 3.64: accepted above, and would not be below
+        (2, (9.0, 0.2), -1),
+        (2, 0.2, -1),
+        (6, 0.2, 1),
+        (1, 0.2, 0),  # k̂/k is 4.74, but there is no fewer
+        (10, 0.2, 0),  # nor are there more than halves: 2⁻¹⁰ is below 0.001
+    ],
+)
+def test_tolerances_can_differ_below_and_above(stages, tolerance, change):
+    x = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
+    rule = make_estimator("sidco-e", stages="paper", tolerance=tolerance, interval=2)
+    rule.stages = stages
+    for steps, expected in ((1, stages), (2, stages + change), (3, stages + change)):
+        _, selection = rule.select(x, 0.001)
+        assert rule.stages == expected, steps
+        assert steps > 1 or not 0.6 < len(selection) / 100 < 3
+
+
+def test_the_mean_of_an_interval_is_what_is_judged():
+    """Far too many and none in turns are less than twice as many in the mean, which is accepted."""
+    x = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
+    rule = make_estimator("sidco-e", stages="paper", tolerance=1.0, interval=2)
+    rule.stages = 2
+    for _ in range(4):
+        assert len(rule.select(x, 0.001)[1]) > 300
+        assert len(rule.select(np.zeros_like(x), 0.001)[1]) == 0
+        assert rule.stages == 2
 
 
 def test_histogram_on_captured_gradients(trace_path):
@@ -282,6 +308,67 @@ def test_gamma_closed_form_is_far_off_where_notes_say():
     closed = make_estimator("sidco-gp", stages=1, gamma="closed").estimate(x, 0.9)
     assert closed.threshold == 0
     assert closed.details["stages"][0]["outside_bound"]
+
+
+def sums_of(mean, variance, n=1000):
+    """Return moments of n magnitudes with this mean and variance."""
+    return Moments(n, n, 0, 0, n * mean, n * (variance + mean**2), 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "unreliable"),
+    [(-1.5, True), (-0.5, True), (-0.49, False), (0.0, False), (0.25, False), (0.26, True)],
+)
+def test_generalized_pareto_stages_say_where_they_are_unreliable(shape, unreliable):
+    variance = 4 / (1 - 2 * shape)
+    excess, found = genpareto(sums_of(2.0, variance), 0.0, 0.01)
+    assert found["c"] == pytest.approx(shape, abs=1e-12)
+    assert found["unreliable"] is unreliable
+    law = stats.genpareto(shape, scale=2.0 * (1 - shape))
+    assert excess == pytest.approx(law.isf(0.01), rel=1e-9)
+    assert genpareto(sums_of(2.0, 0.0), 0.0, 0.01) == (
+        2.0,
+        {"c": -np.inf, "scale": 0.0, "unreliable": True},
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "ratio", "outside"),
+    [(0.5, 1e-3, False), (0.5, 0.5, True), (2.0, 1e-3, True), (2.0, 0.5, True)],
+)
+def test_the_closed_gamma_says_where_it_is_no_bound(shape, ratio, outside):
+    x = stats.gamma(shape).rvs(50_000, random_state=0)
+    excess, found = gamma_closed(moments(x), 0.0, ratio)
+    assert found["outside_bound"] is outside
+    assert outside or excess >= gamma_exact(moments(x), 0.0, ratio)[0]
+
+
+@pytest.mark.parametrize("given", [0.0, 0.37, None])
+def test_a_hard_threshold_is_the_same_for_every_gradient(given):
+    x = np.random.default_rng(0).laplace(size=5000).astype(np.float32)
+    x[::7] = 0
+    rule = make_estimator("hard", threshold=given)
+    expected = threshold(x, 0.01) if given is None else np.float32(given)
+    for factor, ratio in ((1, 0.01), (100, 0.01), (1e-3, 0.2), (0, 0.5)):
+        estimate, kept = rule.select(x * np.float32(factor), ratio)
+        assert estimate.threshold == expected
+        assert len(kept) == np.count_nonzero((np.abs(x * factor) >= expected) & (x * factor != 0))
+
+
+def test_redsync_uses_a_threshold_five_times_and_none_of_a_zero_gradient():
+    x = np.random.default_rng(0).laplace(size=5000).astype(np.float32)
+    zeros = np.zeros_like(x)
+    for rule, after in (("corrected", True), ("paper", False)):
+        one = make_estimator("redsync", rule=rule)
+        searched = [one.estimate(x, 0.01).details["searched"] for _ in range(11)]
+        assert [i for i, s in enumerate(searched) if s] == [0, 5, 10]
+        one = make_estimator("redsync", rule=rule)
+        assert one.estimate(zeros, 0.01).threshold == 0
+        estimate, kept = one.select(x, 0.01)
+        assert estimate.details["searched"] is after
+        assert (50 <= len(kept) <= 100) if after else len(kept) == x.size
+        # from there on it is used as any other
+        assert [one.estimate(x, 0.01).details["searched"] for _ in range(4)] == [0, 0, 0, 1]
 
 
 def drifting(steps, seed=0, size=60_000):
@@ -345,6 +432,71 @@ def test_micro_as_published_drifts_and_is_slow():
     assert np.mean(kept[300:]) < 0.97  # PEERS: it settles below k
 
 
+@pytest.mark.parametrize("name", ["dgc", "redsync-trimmed", "redsync", "warm-exact", "gaussiank"])
+def test_infinite_elements_do_not_count(name):
+    """A rule that counts them believes that it has k, and sends nothing but them."""
+    x = np.random.default_rng(0).laplace(size=3000).astype(np.float32)
+    x[:61] = np.inf
+    rng, kept = np.random.default_rng(1), []
+    for _ in range(50):
+        rule = make_estimator(name, **({"seed": int(rng.integers(99))} if name == "dgc" else {}))
+        for _ in range(2):
+            estimate, selection = rule.select(x, 0.01)
+            assert len(selection) == np.count_nonzero(np.abs(x) >= estimate.threshold)
+        kept.append(len(selection) - 61)
+    assert 30 <= np.median(kept) <= 60 or name == "gaussiank"
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e300, 1e-200, 1e-305])
+@pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_float64_of_any_size(name, scale):
+    """The threshold is as many times larger as the gradient, or the error says that it must be rescaled."""
+    x = np.random.default_rng(0).laplace(size=3000)
+    rule = make_estimator(name)
+    if name in ("histogram", "gaussiank", "sidco-p"):
+        with pytest.raises(InputError, match="rescale them"):
+            rule.estimate(x * scale, 0.01)
+        return
+    for _ in range(3):
+        kept = len(rule.select(x * scale, 0.01)[1])
+        # a histogram decides the number of stages where it can
+        assert 25 <= kept <= 60
+    if not name.startswith("sidco"):
+        expected = threshold(x, 0.01, name)
+        assert threshold(x * scale, 0.01, name) / scale == pytest.approx(expected, rel=1e-9)
+
+
+def test_stages_are_bounded_at_once():
+    for stages in (65, 10**6, 10**400):
+        with pytest.raises(InputError, match="stages must be from 1 to 64, not"):
+            make_estimator("sidco-e", stages=stages)
+    with pytest.raises(InputError, match="loops must be from 0 to 100, not"):
+        make_estimator("gaussiank", loops=10**6)
+
+
+@pytest.mark.parametrize(
+    ("kept", "factor"),
+    [(111, 1.005), (110, 1.00125), (100, 1.00125), (91, 1.00125), (90, 0.995), (0, 0.995)],
+)
+def test_micro_as_published_has_three_steps(kept, factor):
+    x = np.ones(1000, np.float32)
+    x[kept:] = 0.01
+    rule = make_estimator("micro", rule="paper", threshold=0.5 if kept else 2.0)
+    before = rule.state_dict()["threshold"]
+    assert len(rule.select(x, 0.1)[1]) == kept
+    assert rule.state_dict()["threshold"] == pytest.approx(factor * before, rel=1e-12)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_redsync_trimmed_as_published_stops_at_the_first_threshold_that_k_reach(family, ratio):
+    g, k = np.abs(family.astype(float)), target_count(ratio, family.size)
+    mean = g[g > 0].mean()
+    tried = [mean + r * (g.max() - mean) for r in (0.8, 0.6, 0.4, 0.2, 0)]
+    expected = next((t for t in tried if np.count_nonzero(g >= np.float32(t)) >= k), 0.0)
+    found = threshold(family, ratio, "redsync-trimmed", rule="paper")
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 class TestAdaptiveStages:
     def run(self, x, stages, steps=60, ratio=0.001):
         rule = make_estimator("sidco-e", stages=stages)
@@ -357,11 +509,47 @@ class TestAdaptiveStages:
         paper, stuck = self.run(x, "paper")
         assert paper.stages == 1
         assert stuck[-1] > 4
-        _, turned = self.run(x, "program")
+        program, kept = self.run(x, "program")
+        assert program.stages == 1
+        assert kept[-1] == stuck[-1]  # it turns round only when the error grows
+        _, turned = self.run(x, "program-3")
         assert min(turned[20:]) < 1.5
         ours, right = self.run(x, "corrected")
         assert ours.stages == 3
         assert all(q == pytest.approx(1.2, abs=0.15) for q in right)
+
+    @pytest.mark.parametrize("mode", [-2, -3])
+    @pytest.mark.parametrize("tolerance", [0.2, (0.1, 0.4)])
+    def test_programs_modes_are_the_authors_line_by_line(self, mode, tolerance):
+        rng = np.random.default_rng(4)
+        means = np.concatenate([rng.uniform(0.3, 2.5, 80), rng.uniform(0.85, 1.2, 20)])
+        low, high = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
+        rule = make_estimator(
+            "sidco-e",
+            stages="program" if mode == -2 else "program-3",
+            interval=1,
+            tolerance=tolerance,
+        )
+        stages, update, last = 1, 1, 0.0
+        for mean in means:
+            if last > 0:
+                if mode == -2:
+                    turn = abs(mean - 1) > abs(last - 1)
+                else:
+                    rising = mean > last and last < 1 - low
+                    falling = mean < last and last > 1 + high
+                    turn = not (rising or falling)
+                update = -update if turn else update
+            if mean > 1 + high:
+                stages -= update
+            if mean < 1 - low:
+                stages += update
+            stages, last = max(min(stages, 10), 1), mean  # log 0.001 / log ½ = 9.97
+            rule._step += 1
+            rule._observe(mean, 1, 1000)
+            assert rule.stages == stages
+        state = rule.state_dict()
+        assert (state["last"], state["direction"]) == (last, update)
 
     def test_ours_is_the_best_number_of_stages_on_light_tails(self):
         x = open_trace(DATA / "resnet20-ef.zarr").read(100, kind="corrected")
@@ -456,7 +644,8 @@ def test_infinities_and_huge_magnitudes_have_an_answer_or_one_error(name):
     infinite[:61] = np.inf
     for x in (infinite, rng.laplace(size=5000) * 1e200, infinite.astype(np.float64)):
         rule = make_estimator(name)
-        if name in ("gaussiank", "sidco-p") and x.max() < np.inf:  # both need squares
+        # squares leave float64's range, and a histogram counts in float32's
+        if name in ("gaussiank", "sidco-p", "histogram") and x.max() < np.inf:
             with pytest.raises(InputError, match="rescale them"):
                 rule.select(x, 0.01)
             continue
