@@ -13,21 +13,29 @@ import typer
 from capture.lab.cli import bench_network
 from capture.options import (
     BatchSizeOption,
+    ClipKindOption,
+    ClipOption,
     DataDirOption,
     ErrorFeedbackOption,
     HiddenOption,
     LearningRateOption,
+    LearningRatesOption,
+    MomentumOption,
+    NesterovOption,
     NprocOption,
     SeedOption,
     SingleRatioOption,
     StepsOption,
     VocabOption,
+    WarmUpOption,
+    WeightDecayOption,
     WorkloadArgument,
     run_config,
     signals_end_the_command,
+    trained,
 )
 from capture.workloads.config import RunConfig
-from gradstats.cli.options import compressors, one_of
+from gradstats.cli.options import one_of
 from gradstats.cli.output import analyse, note, one_by_one
 from gradstats.errors import InputError
 
@@ -60,8 +68,8 @@ def capture(  # numpydoc ignore=PR01
     compressor: Annotated[
         str,
         typer.Option(
-            help="none, topk, an estimator, or a system such as micro or marsit.",
-            **one_of("compressor", compressors),
+            help="none, topk, an estimator, a system such as dgc or marsit, or threshold:NAME, the bare rule.",
+            **one_of("compressor", trained),
         ),
     ] = "topk",
     ratio: SingleRatioOption = 0.001,
@@ -78,6 +86,13 @@ def capture(  # numpydoc ignore=PR01
     seed: SeedOption = 0,
     batch_size: BatchSizeOption = None,
     learning_rate: LearningRateOption = None,
+    momentum: MomentumOption = None,
+    nesterov: NesterovOption = None,
+    weight_decay: WeightDecayOption = 0.0,
+    clip: ClipOption = None,
+    clip_kind: ClipKindOption = None,
+    warm_up: WarmUpOption = None,
+    lr_schedule: LearningRatesOption = None,
     hidden: HiddenOption = None,
     vocab: VocabOption = None,
     store: Annotated[
@@ -119,6 +134,13 @@ def capture(  # numpydoc ignore=PR01
             steps=steps,
             batch_size=batch_size,
             learning_rate=learning_rate,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            clip=clip,
+            clip_kind=clip_kind,
+            warm_up=warm_up,
+            lr_schedule=lr_schedule,
             hidden=hidden,
             vocab=vocab,
             compressor=compressor,

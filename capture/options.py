@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from capture.workloads.config import WORKLOADS, RunConfig
-from gradstats.cli.options import one_of
+from capture.workloads.config import WORKLOADS, ClipKind, LearningRates, RunConfig
+from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
 
 __all__ = [
     "BatchSizeOption",
+    "ClipKindOption",
+    "ClipOption",
     "DataDirOption",
     "ErrorFeedbackOption",
     "HiddenOption",
     "LearningRateOption",
+    "LearningRatesOption",
+    "MomentumOption",
+    "NesterovOption",
     "NprocOption",
     "SeedOption",
     "SingleRatioOption",
     "StepsOption",
     "VocabOption",
+    "WarmUpOption",
+    "WeightDecayOption",
     "WorkloadArgument",
     "WorkloadOption",
     "run_config",
     "signals_end_the_command",
+    "trained",
 ]
 
 _WORKLOAD: dict[str, Any] = {
@@ -51,10 +59,51 @@ ErrorFeedbackOption = Annotated[
 StepsOption = Annotated[int | None, typer.Option(help="Number of steps to train.")]
 BatchSizeOption = Annotated[int | None, typer.Option(help="Samples per process and step.")]
 LearningRateOption = Annotated[float | None, typer.Option(help="Learning rate at the start.")]
+LearningRatesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How the learning rate falls: constant, step, cosine or linear.",
+        **one_of("lr-schedule", lambda: get_args(LearningRates)),
+    ),
+]
+MomentumOption = Annotated[
+    float | None, typer.Option(help="Momentum; 0.9 for dgc and redsync if absent, else 0.")
+]
+NesterovOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Nesterov's momentum: dgc (as in PyTorch), redsync (its algorithm 4), or none.",
+        metavar="FORM",
+        **one_of("nesterov", lambda: ("none", "dgc", "redsync")),
+    ),
+]
+WeightDecayOption = Annotated[
+    float, typer.Option(help="Multiple of each parameter added to its gradient.")
+]
+ClipOption = Annotated[
+    float | None, typer.Option(help="Largest norm of the gradient; 0 for no clipping.")
+]
+ClipKindOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What is clipped: local, or averaged. local for dgc and redsync if absent.",
+        **one_of("clip-kind", lambda: get_args(ClipKind)),
+    ),
+]
+WarmUpOption = Annotated[
+    int | None, typer.Option(help="Steps of warm-up: DGC's ratios for dgc, dense for others.")
+]
 HiddenOption = Annotated[int | None, typer.Option(help="Width of the LSTM.")]
 VocabOption = Annotated[int | None, typer.Option(help="Number of words the LSTM knows.")]
 DataDirOption = Annotated[Path | None, typer.Option(help="Folder of the data set.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")]
+
+
+def trained() -> Sequence[str]:
+    """Return the names of compressors that a training takes: all, and the bare threshold rules."""
+    from gradstats.compressors import RULE, SELECTORS
+
+    return (*compressors(), *(f"{RULE}{name}" for name in SELECTORS))
 
 
 def run_config(workload: str, *, label: str | None = None, **settings: Any) -> RunConfig:

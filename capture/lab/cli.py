@@ -10,21 +10,29 @@ import typer
 from capture.lab.cluster import BURST
 from capture.options import (
     BatchSizeOption,
+    ClipKindOption,
+    ClipOption,
     DataDirOption,
     ErrorFeedbackOption,
     HiddenOption,
     LearningRateOption,
+    LearningRatesOption,
+    MomentumOption,
+    NesterovOption,
     NprocOption,
     SeedOption,
     SingleRatioOption,
     StepsOption,
     VocabOption,
+    WarmUpOption,
+    WeightDecayOption,
     WorkloadOption,
     run_config,
     signals_end_the_command,
+    trained,
 )
 from capture.workloads.config import BASELINES
-from gradstats.cli.options import FormatOption, OutputOption, compressors, one_of
+from gradstats.cli.options import FormatOption, OutputOption, one_of
 from gradstats.cli.output import emit, note
 
 __all__ = ["bench_network"]
@@ -39,14 +47,21 @@ def bench_network(  # numpydoc ignore=PR01
     compressor: Annotated[
         list[str] | None,
         typer.Option(
-            help="none, topk, …; torch-topk and powersgd are PyTorch's (repeatable). none and topk if absent.",
-            **one_of("compressor", lambda: (*compressors(), *BASELINES)),
+            help="none, topk, …; threshold:NAME is a bare rule; torch-topk and powersgd are PyTorch's (repeatable).",
+            **one_of("compressor", lambda: (*trained(), *BASELINES)),
         ),
     ] = None,
     steps: StepsOption = 30,
     ratio: SingleRatioOption = 0.001,
     batch_size: BatchSizeOption = None,
     learning_rate: LearningRateOption = None,
+    momentum: MomentumOption = None,
+    nesterov: NesterovOption = None,
+    weight_decay: WeightDecayOption = 0.0,
+    clip: ClipOption = None,
+    clip_kind: ClipKindOption = None,
+    warm_up: WarmUpOption = None,
+    lr_schedule: LearningRatesOption = None,
     data_dir: DataDirOption = None,
     seed: SeedOption = 0,
     hidden: HiddenOption = None,
@@ -81,6 +96,13 @@ def bench_network(  # numpydoc ignore=PR01
         steps=steps,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        clip=clip,
+        clip_kind=clip_kind,
+        warm_up=warm_up,
+        lr_schedule=lr_schedule,
         ratio=ratio,
         data_dir=data_dir,
         seed=seed,

@@ -14,6 +14,7 @@ from typing import Any
 from capture.lab.cluster import BURST, INTERFACE, Cluster, shaped_network
 from capture.lab.launch import launch
 from capture.workloads.config import BASELINES, DENSE, NO_EXCHANGE, RunConfig, RunResult
+from gradstats.compressors import RULE
 from gradstats.errors import InputError
 from gradstats.network import Network
 
@@ -116,7 +117,7 @@ def bench_network(
     with shaped_network(config.nproc, rate, burst) as cluster:
         computing = train_without_exchange(config, cluster)
         if on_network is not None:
-            select = [name for name in compressors if name not in BASELINES]
+            select = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
             on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
         for name in compressors:
             run = config.replace(compressor=name, label=name if config.label else "")

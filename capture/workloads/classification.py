@@ -18,7 +18,7 @@ _EVALUATED = 500
 
 
 def classification(config: RunConfig, rank: int, model: nn.Module, images: ImageSet) -> Task:
-    """Return the task of one rank: its share of the images, and the learning rates of He et al. (2016).
+    """Return the task of one rank, with its share of the images.
 
     Parameters
     ----------
@@ -47,11 +47,6 @@ def classification(config: RunConfig, rank: int, model: nn.Module, images: Image
             f"a batch of {wanted} over all processes exceeds the {len(images)} images; lower --batch-size"
         )
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    steps, rate = config.setting("steps"), config.initial_learning_rate
-
-    def learning_rate(step: int) -> float:
-        # Divided by 10 at one half and at three quarters of the run, as He et al. do.
-        return rate * 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4))
 
     def loss(network: nn.Module, step: int) -> Tensor:
         inputs, targets = images.batch(
@@ -73,4 +68,4 @@ def classification(config: RunConfig, rank: int, model: nn.Module, images: Image
         network.train()
         return right / len(targets)
 
-    return Task(model, loss, learning_rate, accuracy=accuracy if images.test else None)
+    return Task(model, loss, accuracy=accuracy if images.test else None)

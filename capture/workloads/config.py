@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from capture.schedule import Schedule, at, every
 from gradstats.errors import InputError
@@ -16,8 +17,11 @@ __all__ = [
     "DENSE",
     "NO_EXCHANGE",
     "WORKLOADS",
+    "ClipKind",
+    "LearningRates",
     "RunConfig",
     "RunResult",
+    "Training",
     "WorkloadInfo",
     "workload_info",
 ]
@@ -30,6 +34,16 @@ BASELINES = ("torch-topk", "powersgd")
 """Names that a run takes beside this project's compressors, for comparison; :mod:`capture.workloads.baselines`."""
 CIFAR10_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 """Training batches of CIFAR-10's binary version."""
+
+
+LearningRates: TypeAlias = Literal["constant", "step", "cosine", "linear"]
+"""Names of learning-rate schedules."""
+ClipKind: TypeAlias = Literal["local", "averaged"]
+"""What is clipped: each rank's gradient before it is accumulated, or the average after the exchange."""
+_SYSTEM_MOMENTUM = 0.9
+"""Momentum of systems that have one of their own, as published."""
+_SYSTEM_WARM_UP = 20
+"""Systems with a warm-up spend one step in so many on it: DGC's four epochs of 90 and RedSync's five."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,10 @@ class WorkloadInfo:
         Width of the LSTM; 0 for other models.
     vocab : int
         Number of words the LSTM knows; 0 for other models.
+    lr_schedule : {"constant", "step", "cosine", "linear"}
+        How the learning rate falls, see :meth:`RunConfig.learning_rate_at`.
+    clip : float
+        Largest norm of the gradient; 0 for no clipping.
     """
 
     name: str
@@ -67,6 +85,8 @@ class WorkloadInfo:
     files: tuple[str, ...] = ()
     hidden: int = 0
     vocab: int = 0
+    lr_schedule: LearningRates = "constant"
+    clip: float = 0.0
 
 
 WORKLOADS: dict[str, WorkloadInfo] = {
@@ -79,6 +99,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             learning_rate=0.1,
             batch_size=32,
             steps=400,
+            lr_schedule="step",
         ),
         WorkloadInfo(
             "resnet20-cifar10",
@@ -88,6 +109,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             batch_size=64,
             steps=3000,
             files=CIFAR10_FILES,
+            lr_schedule="step",
         ),
         WorkloadInfo(
             "vgg16-cifar10",
@@ -97,6 +119,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             batch_size=32,
             steps=1000,
             files=CIFAR10_FILES,
+            lr_schedule="step",
         ),
         WorkloadInfo(
             "lstm-pydoc",
@@ -107,6 +130,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             steps=400,
             hidden=200,
             vocab=4000,
+            clip=0.25,
         ),
         WorkloadInfo(
             "lstm-ptb",
@@ -118,6 +142,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             files=("ptb.train.txt",),
             hidden=1500,
             vocab=10_000,
+            clip=0.25,
         ),
     )
 }
@@ -173,6 +198,25 @@ class RunConfig:
         Kept fraction k/d.
     options : mapping
         Further options of the compressor.
+    momentum : float or None
+        Momentum m in [0, 1). If None, 0.9 for the systems ``dgc``, ``redsync`` and ``redsync-quantised``, which correct
+        it in the memory of each rank, and 0 for others, whose optimizer has it.
+    nesterov : {"none", "dgc", "redsync"} or None
+        Form of Nesterov's momentum, see :class:`gradstats.hooks.MomentumCorrection`; the optimizer knows ``"dgc"``
+        alone. If None, ``"dgc"`` for RedSync, as published, and none for others.
+    weight_decay : float
+        Multiple of the parameter added to its gradient: by these systems before it is accumulated, else by the
+        optimizer.
+    clip : float or None
+        Largest norm of the gradient; 0 for no clipping. The workload's if None.
+    clip_kind : {"local", "averaged"} or None
+        ``"local"`` clips the gradient of each of n ranks to clip/√n before it is accumulated, ``"averaged"`` what the
+        exchange returned. If None, ``"local"`` for these systems and ``"averaged"`` for others.
+    warm_up : int or None
+        Number of steps in the beginning that send more: DGC's falling ratios for ``dgc``, dense steps for others. If
+        None, one step in 20 for these systems and none for others.
+    lr_schedule : {"constant", "step", "cosine", "linear"} or None
+        How the learning rate falls, see :meth:`learning_rate_at`; as the workload's if None.
     error_feedback : bool
         Whether what is not sent is added to the next gradient, where the compressor is made for that.
     seed : int
@@ -215,6 +259,13 @@ class RunConfig:
     compressor: str = "topk"
     ratio: float = 0.001
     options: Mapping[str, Any] = field(default_factory=dict)
+    momentum: float | None = None
+    nesterov: Literal["none", "dgc", "redsync"] | None = None
+    weight_decay: float = 0.0
+    clip: float | None = None
+    clip_kind: ClipKind | None = None
+    warm_up: int | None = None
+    lr_schedule: LearningRates | None = None
     error_feedback: bool = True
     seed: int = 0
     data_dir: Path | None = None
@@ -257,6 +308,62 @@ class RunConfig:
         """The learning rate the run starts with."""
         return self.info.learning_rate if self.learning_rate is None else self.learning_rate
 
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of a step.
+
+        ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run, as in
+        He et al. (2016); ``"cosine"`` and ``"linear"`` fall to 0 at the end.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+
+        Returns
+        -------
+        float
+            Learning rate.
+        """
+        steps, schedule = self.setting("steps"), self.lr_schedule or self.info.lr_schedule
+        return (
+            self.initial_learning_rate
+            * {
+                "constant": 1.0,
+                "step": 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4)),
+                "cosine": (1 + math.cos(math.pi * step / steps)) / 2,
+                "linear": 1 - step / steps,
+            }[schedule]
+        )
+
+    @property
+    def whole_system(self) -> bool:
+        """Whether the compressor's name is a system with momentum, clipping and warm-up of its own."""
+        from gradstats.hooks.systems import SYSTEMS
+
+        return self.compressor in SYSTEMS
+
+    def training(self) -> Training:
+        """Return momentum, clipping and warm-up as they are in this run, every default filled in."""
+        system = self.whole_system
+        momentum = self.momentum
+        if momentum is None:
+            momentum = _SYSTEM_MOMENTUM if system else 0.0
+        nesterov = self.nesterov
+        if nesterov is None:
+            published = system and self.compressor.startswith("redsync") and momentum > 0
+            nesterov = "dgc" if published else "none"
+        warm_up = self.warm_up
+        if warm_up is None:
+            warm_up = self.setting("steps") // _SYSTEM_WARM_UP if system else 0
+        return Training(
+            momentum=momentum,
+            nesterov=None if nesterov == "none" else nesterov,
+            weight_decay=self.weight_decay,
+            clip=(self.info.clip if self.clip is None else self.clip) or None,
+            clip_kind=self.clip_kind or ("local" if system else "averaged"),
+            warm_up=warm_up,
+        )
+
     @property
     def schedule(self) -> Schedule:
         """The steps to capture."""
@@ -270,17 +377,26 @@ class RunConfig:
         InputError
             If a setting has a wrong value, or the data folder lacks the files.
         """
-        from gradstats.compressors import COMPRESSORS, make_compressor
+        from gradstats.compressors import COMPRESSORS, RULE, make_compressor
+        from gradstats.hooks.systems import make_state
         from gradstats.primitives.ratio import check_ratio
 
         info = self.info
         if self.compressor in (*BASELINES, NO_EXCHANGE):
             check_ratio(self.ratio)
-        elif self.compressor not in COMPRESSORS:
+        elif self.compressor not in COMPRESSORS and not self.compressor.startswith(RULE):
             known = ", ".join((*COMPRESSORS, *BASELINES))
             raise InputError(f"no compressor {self.compressor!r}; there are {known}")
+        elif self.whole_system:
+            if not self.error_feedback:
+                raise InputError(
+                    f"{self.compressor} is a whole system and has a memory: use {RULE}{self.compressor.split('-')[0]} "
+                    "for its rule alone"
+                )
+            make_state(self.compressor, self.ratio, (), compressor_options=dict(self.options))
         else:
             make_compressor(self.compressor, self.ratio, **self.options)
+        self._check_training()
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
@@ -298,6 +414,34 @@ class RunConfig:
             if not any((self.data_dir / name).is_file() for name in info.files):
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
 
+    def _check_training(self) -> None:
+        from gradstats.primitives.ratio import check_count, check_number, shown
+
+        training = self.training()
+        check_number(training.momentum, "momentum", 0, 1, "[)")
+        check_number(self.weight_decay, "weight_decay", 0, math.inf, "[)")
+        if self.clip is not None:
+            check_number(self.clip, "clip", 0, math.inf, "[)")
+        check_count(training.warm_up, "warm_up", 0)
+        for name, known in (
+            ("nesterov", ("none", "dgc", "redsync")),
+            ("clip_kind", get_args(ClipKind)),
+            ("lr_schedule", get_args(LearningRates)),
+        ):
+            given = getattr(self, name)
+            if given is not None and given not in known:
+                raise InputError(f"{name} must be one of {', '.join(known)}, not {shown(given)}")
+        if not self.whole_system and training.nesterov == "redsync":
+            raise InputError(
+                "the optimizer has no Nesterov's momentum as in RedSync: use nesterov=dgc, or a system such as redsync"
+            )
+        if training.nesterov and not training.momentum:
+            raise InputError("Nesterov's momentum needs a momentum: set it, or leave nesterov out")
+        if self.clip_kind == "local" and self.compressor in (DENSE, NO_EXCHANGE, *BASELINES[1:]):
+            raise InputError(f"{self.compressor} cannot clip locally: use clip_kind=averaged")
+        if training.warm_up and self.compressor == BASELINES[1]:
+            raise InputError(f"{self.compressor} has no warm-up here: leave it out")
+
     def metadata(self) -> dict[str, Any]:
         """Return the settings as JSON values, for the trace.
 
@@ -306,12 +450,21 @@ class RunConfig:
         dict
             Settings that describe the run to a reader of its trace.
         """
-        info, dense = self.info, self.compressor == DENSE
+        info, dense, training = self.info, self.compressor == DENSE, self.training()
         return {
             "workload": self.workload,
             "model": info.name.split("-")[0],
             "data": info.name.split("-")[1],
-            "optimizer": {"name": "SGD", "learning_rate": self.initial_learning_rate},
+            "optimizer": {
+                "name": "SGD",
+                "learning_rate": self.initial_learning_rate,
+                "lr_schedule": self.lr_schedule or info.lr_schedule,
+                **{
+                    k: v
+                    for k, v in asdict(training).items()
+                    if v and (k != "clip_kind" or training.clip)
+                },
+            },
             "compressor": self.compressor,
             "ratio": 1.0 if dense else self.ratio,
             **({"options": dict(self.options)} if self.options else {}),
@@ -336,6 +489,34 @@ class RunConfig:
             The copy; it has not been checked.
         """
         return RunConfig(**{**asdict(self), **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Momentum, clipping and warm-up of a run.
+
+    Attributes
+    ----------
+    momentum : float
+        Momentum m.
+    nesterov : {"dgc", "redsync"} or None
+        Form of Nesterov's momentum; None for momentum SGD.
+    weight_decay : float
+        Multiple of the parameter that is added to its gradient.
+    clip : float or None
+        Largest norm of the gradient; None for no clipping.
+    clip_kind : {"local", "averaged"}
+        What is clipped.
+    warm_up : int
+        Number of steps in the beginning that send more.
+    """
+
+    momentum: float
+    nesterov: Literal["dgc", "redsync"] | None
+    weight_decay: float
+    clip: float | None
+    clip_kind: ClipKind
+    warm_up: int
 
 
 @dataclass(slots=True)

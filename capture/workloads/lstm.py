@@ -123,11 +123,8 @@ def make_task(config: RunConfig, rank: int) -> Task:
             windows = range(min(_UNSEEN_WINDOWS, unseen.windows))
             return float(torch.stack([unseen.loss(network, w) for w in windows]).mean().exp())
 
-    rate = config.initial_learning_rate
     return Task(
         WordLSTM(vocab, config.setting("hidden")),
         reader.loss,
-        lambda step: rate,
-        clip=0.25,
         perplexity=None if unseen is None else perplexity,
     )

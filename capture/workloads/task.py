@@ -20,10 +20,6 @@ class Task:
         Model, initialised alike on all ranks.
     loss : callable
         Function of the DDP-wrapped model and a step, which returns the training loss of this rank's batch.
-    learning_rate : callable
-        Function of a step, which returns its learning rate.
-    clip : float or None
-        Largest norm of the averaged gradient; None for no clipping.
     accuracy : callable or None
         Function of the model, which returns the share of unseen samples it gets right; None if there are none.
     perplexity : callable or None
@@ -32,7 +28,5 @@ class Task:
 
     model: torch.nn.Module
     loss: Callable[[torch.nn.Module, int], torch.Tensor]
-    learning_rate: Callable[[int], float]
-    clip: float | None = None
     accuracy: Callable[[torch.nn.Module], float] | None = None
     perplexity: Callable[[torch.nn.Module], float] | None = None

@@ -6,7 +6,7 @@ import importlib
 import os
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from capture.workloads.config import RunConfig, RunResult
 from gradstats.compressors import SparseCompressor, make_compressor
 from gradstats.console import progress_bar
 from gradstats.hooks import CompressionState, compression_hook
+from gradstats.hooks.ratio import DGC_RATIOS
+from gradstats.hooks.systems import make_state
 
 if TYPE_CHECKING:
     from capture.workloads.task import Task
@@ -77,13 +79,22 @@ def _train(config: RunConfig) -> RunResult:
     if capture is not None:
         state, hook = capture.wrap(state, hook)
     ddp.register_comm_hook(state, hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=config.initial_learning_rate)
+    training = config.training()
+    outside = not config.whole_system  # a system corrects its momentum in the memory
+    optimizer = torch.optim.SGD(
+        ddp.parameters(),
+        lr=config.initial_learning_rate,
+        momentum=training.momentum if outside else 0.0,
+        nesterov=outside and bool(training.nesterov),
+        weight_decay=training.weight_decay if outside else 0.0,
+    )
+    clip = training.clip if training.clip_kind == "averaged" else None
     result = RunResult(numel=sum(p.numel() for p in ddp.parameters()))
     steps = config.setting("steps")
     with _Progress(config.label if rank == 0 else "", steps) as progress:
         for step in range(steps):
             started = time.perf_counter()
-            learning_rate = task.learning_rate(step)
+            learning_rate = config.learning_rate_at(step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.zero_grad()
@@ -91,8 +102,8 @@ def _train(config: RunConfig) -> RunResult:
             torch.autograd.backward(loss)
             if capture is not None:
                 capture.step(loss=loss, learning_rate=learning_rate)
-            if task.clip is not None:
-                torch.nn.utils.clip_grad_norm_(ddp.parameters(), task.clip)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip)
             optimizer.step()
             result.losses.append(loss.item())
             result.seconds.append(time.perf_counter() - started)
@@ -114,19 +125,46 @@ def _train(config: RunConfig) -> RunResult:
 def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
     if config.compressor in EXCHANGES:
         return EXCHANGES[config.compressor](config)
-    compressor = (
-        SparseCompressor(TorchTopK(config.ratio))
-        if config.compressor == "torch-topk"
-        else make_compressor(config.compressor, config.ratio, **config.options)
-    )
-    assert compressor is not None
-    state = CompressionState(
-        compressor,
-        error_feedback=config.error_feedback and compressor.feedback,
-        named_parameters=model.named_parameters(),
-        diagnose_every=config.diagnose_every,
-    )
-    bucket_mb = _STREAMED_BUCKET_MB if compressor.streams else None
+    training = config.training()
+    warm_up = training.warm_up
+    options: dict[str, Any] = {
+        "diagnose_every": config.diagnose_every,
+        "clip": training.clip if training.clip_kind == "local" else None,
+    }
+    named = model.named_parameters()
+    if config.whole_system:
+        system: dict[str, Any] = {
+            "momentum": training.momentum,
+            "nesterov": training.nesterov or False,
+            "weight_decay": training.weight_decay,
+        }
+        if warm_up and config.compressor == "dgc":
+            system["steps_per_epoch"] = -(-warm_up // len(DGC_RATIOS[:-1]))
+        elif warm_up:
+            system["dense_steps"] = warm_up
+        given = dict(config.options)
+        state = make_state(
+            config.compressor,
+            config.ratio,
+            named,
+            compressor_options=given,
+            **{**system, **options},
+        )
+    else:
+        compressor = (
+            SparseCompressor(TorchTopK(config.ratio))
+            if config.compressor == "torch-topk"
+            else make_compressor(config.compressor, config.ratio, **config.options)
+        )
+        assert compressor is not None
+        state = CompressionState(
+            compressor,
+            error_feedback=config.error_feedback and compressor.feedback,
+            named_parameters=named,
+            ratio_at=(lambda step: 1.0 if step < warm_up else None) if warm_up else None,
+            **options,
+        )
+    bucket_mb = _STREAMED_BUCKET_MB if state.compressor.streams else None
     return Exchange(state, compression_hook, bucket_mb)
 
 

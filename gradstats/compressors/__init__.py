@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradstats.errors import InputError
+from gradstats.primitives.ratio import shown
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ _HOME = {
 __all__ = [
     "COMPRESSORS",
     "LAGS",
+    "RULE",
     "SELECTORS",
     "SSDM",
     "CLTk",
@@ -115,6 +117,10 @@ has one (:attr:`Compressor.has_ratio`). Every estimator in :data:`gradstats.thre
 name."""
 
 
+RULE = "threshold:"
+"""Prefix of the bare threshold rule of a name, where the name alone is a whole system: ``threshold:dgc``."""
+
+
 def compressor_class(name: str) -> type[Compressor]:
     """Return the class of the compressor called `name`.
 
@@ -133,9 +139,14 @@ def compressor_class(name: str) -> type[Compressor]:
     InputError
         If the name is unknown; the message lists the known ones.
     """
-    found = COMPRESSORS.get(name, "SparseCompressor" if name in ESTIMATORS else None)
+    found = None
+    if isinstance(name, str):
+        rule = name in ESTIMATORS or (
+            name.startswith(RULE) and name.removeprefix(RULE) in SELECTORS
+        )
+        found = COMPRESSORS.get(name, "SparseCompressor" if rule else None)
     if found is None:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
+        raise InputError(f"no compressor {shown(name)}; there are {', '.join(COMPRESSORS)}")
     return __getattr__(found) if isinstance(found, str) else found
 
 
@@ -163,7 +174,8 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     """
     from gradstats.compressors.selectors import ThresholdSelector
 
-    estimator = make_estimator("exact" if name == "topk" else name, **options)
+    topk = isinstance(name, str) and name == "topk"
+    estimator = make_estimator("exact" if topk else name, **options)
     return ThresholdSelector(estimator, ratio)
 
 
@@ -175,7 +187,9 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     name : str
         One of :data:`COMPRESSORS`, or of :data:`gradstats.thresholds.ESTIMATORS`, which gives a selector with the
         all-gather of :class:`SparseCompressor`. ``micro`` is the whole system with exclusive partitions; its threshold
-        rule alone is ``make_selector("micro", …)``.
+        rule alone is ``threshold:micro``, and every other rule has such a name too. The systems ``dgc``, ``redsync``
+        and ``redsync-quantised`` are more than a compressor: :func:`gradstats.hooks.systems.make_state` builds them,
+        and this function only the compressor of the whole gradient that goes by their name.
     ratio : float
         Kept fraction k/d, in (0, 1]. Compressors that send signs ignore it.
     **options : Any
@@ -199,7 +213,7 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     if COMPRESSORS.get(name, "SparseCompressor") == "SparseCompressor":
         from gradstats.compressors.sparse import as_compressor
 
-        return as_compressor(make_selector(name, ratio, **options))
+        return as_compressor(make_selector(name.removeprefix(RULE), ratio, **options))
     try:
         build: Any = cls
         return build(ratio, **options) if cls.has_ratio else build(**options)  # type: ignore[no-any-return]

@@ -16,8 +16,7 @@ from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors.base import Activity, NamedSlice, Reduced, Selector
 from gradstats.compressors.layerwise import MERGE, Layerwise
 from gradstats.compressors.selectors import TopK
-from gradstats.errors import InputError
-from gradstats.primitives.ratio import check_ratio
+from gradstats.primitives.ratio import check_count, check_ratio
 
 __all__ = ["LAGS", "Delivery", "hiding_ratios", "pipelining_bound"]
 
@@ -192,12 +191,10 @@ class LAGS(Layerwise):
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
-        if calibrate < 1:
-            raise InputError(f"calibrate must be at least 1, not {calibrate}")
         super().__init__(self._top_k, merge=merge, dtype=dtype, overlap=overlap)
         self._ratio = check_ratio(ratio)  # now, not in the first backward pass
         self.adaptive = adaptive
-        self.calibrate = calibrate
+        self.calibrate = check_count(calibrate, "calibrate")
         self.ratios: dict[str, float] = {}
         self.deliveries: list[Delivery] = []
         self._measured: list[list[Delivery]] = []

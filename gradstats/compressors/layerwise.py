@@ -15,6 +15,7 @@ from gradstats.collectives.packed import GatheredSelections, SparseAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Activity, Compressor, Lane, NamedSlice, Reduced, Selector
 from gradstats.primitives import Selection
+from gradstats.primitives.ratio import check_count, check_ratio
 
 __all__ = ["MERGE", "Layerwise"]
 
@@ -54,6 +55,8 @@ class Layerwise(Compressor):
         Type that values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
     overlap : bool
         Whether to exchange during the backward pass.
+    ratio : float, optional
+        Kept fraction k/d of every layer, which a schedule may set, instead of what `choose` gave its selector.
 
     Attributes
     ----------
@@ -85,9 +88,11 @@ class Layerwise(Compressor):
         merge: int = MERGE,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
+        ratio: float | None = None,
     ) -> None:
         self.choose = choose
-        self.merge = merge
+        self._every: float | None = None if ratio is None else check_ratio(ratio)
+        self.merge = check_count(merge, "merge", 0)
         self.overlap = overlap
         self.timeline = []
         self._dtype = dtype
@@ -108,6 +113,17 @@ class Layerwise(Compressor):
         self._futures: list[Future[GatheredSelections]] = []
         self._numel = 0
         self._epoch = self._resumed = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Kept fraction k/d of every layer; None if each selector has its own."""
+        return self._every
+
+    @ratio.setter
+    def ratio(self, ratio: float | None) -> None:
+        self._every = ratio
+        for selector in self._selectors.values():
+            selector.ratio = ratio
 
     @property
     def selectors(self) -> Mapping[str, Selector]:
@@ -225,6 +241,8 @@ class Layerwise(Compressor):
     def _selector(self, name: str, numel: int) -> Selector:
         if name not in self._selectors:
             selector = self._selectors[name] = self.choose(name, numel)
+            if self._every is not None:
+                selector.ratio = self._every
             self._numels[name] = numel
             if name in self._restored:
                 selector.load_state_dict(self._restored[name])

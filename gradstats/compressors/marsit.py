@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
-from gradstats.collectives.ring import Merge, one_bit_ring, pack_bits
+from gradstats.collectives.ring import Merge, one_bit_ring
 from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.signs import (
@@ -22,10 +22,64 @@ from gradstats.compressors.signs import (
     signed,
 )
 from gradstats.errors import InputError
+from gradstats.primitives import exceedances
+from gradstats.primitives.ratio import check_count, shown
 
-__all__ = ["Marsit", "transient_merge"]
+__all__ = ["Marsit", "bernoulli_bits", "transient_merge"]
 
-_BITS = 8
+_WORD = 8
+"""Bytes of a word of random bits."""
+_DIGITS = 8
+"""Binary digits after which words without open bits are left alone."""
+_LEAST = torch.iinfo(torch.int64).min
+
+
+def bernoulli_bits(
+    length: int, numerator: int, denominator: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return packed random bits, each 1 with exactly the probability of a fraction, made 64 at a time.
+
+    A bit says whether a uniform number lies below the fraction. Both are compared digit by binary digit, those of the
+    number drawn for 64 bits in one word, until they differ: two digits for a bit on average.
+
+    Parameters
+    ----------
+    length : int
+        Number of bytes.
+    numerator : int
+        Numerator of the probability, at least 0.
+    denominator : int
+        Its denominator, above the numerator.
+    generator : torch.Generator
+        Generator of the words, on the device wanted.
+
+    Returns
+    -------
+    uint8 tensor, shape (length,)
+        Eight bits a byte.
+    """
+    words = -(-length // _WORD)
+    bits = torch.zeros(words, dtype=torch.int64, device=generator.device)
+    part, positions, rest, digits = bits, None, numerator, 0
+    open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
+    while rest and open_.numel():
+        digit, rest = divmod(2 * rest, denominator)
+        drawn = torch.empty_like(part).random_(_LEAST, None, generator=generator)
+        if digit:
+            part |= open_ & ~drawn
+            open_ &= drawn
+        else:
+            open_ &= ~drawn
+        digits += 1
+        if digits % _DIGITS == 0 and rest:  # few words still have open bits
+            if positions is not None:
+                bits[positions] |= part
+            left = open_.nonzero().view(-1)
+            positions = left if positions is None else positions[left]
+            part, open_ = torch.zeros_like(left), open_[left]
+    if positions is not None:
+        bits[positions] |= part
+    return bits.view(torch.uint8)[:length]
 
 
 def transient_merge(generator: torch.Generator) -> Merge:
@@ -54,15 +108,9 @@ def transient_merge(generator: torch.Generator) -> Merge:
     def merge(
         local: torch.Tensor, local_count: int, received_count: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        # Integers below a + b make probabilities like 1/3 exact, and are faster to draw than floats.
-        drawn = torch.randint(
-            local_count + received_count,
-            (local.numel() * _BITS,),
-            generator=generator,
-            device=local.device,
-            dtype=torch.int32,
+        take_local = bernoulli_bits(
+            local.numel(), local_count, local_count + received_count, generator
         )
-        take_local = pack_bits(drawn < local_count)
         transient = (local ^ take_local).bitwise_not_()
         return lambda received: (received & local) | ((received ^ local) & transient)
 
@@ -122,10 +170,10 @@ class Marsit(Compressor):
         shape: tuple[int, int] | None = None,
         seed: int = 0,
     ) -> None:
-        if full_every is not None and full_every < 1:
-            raise InputError(f"full_every must be at least 1, or None, not {full_every}")
-        if topology not in ("ring", "torus"):
-            raise InputError(f"topology must be 'ring' or 'torus', not {topology!r}")
+        if full_every is not None:
+            full_every = check_count(full_every, "full_every, unless it is None,")
+        if not isinstance(topology, str) or topology not in ("ring", "torus"):
+            raise InputError(f"topology must be 'ring' or 'torus', not {shown(topology)}")
         if shape is not None and topology == "ring":
             raise InputError("only a torus has a shape: pass topology='torus' or leave shape out")
         self.full_every = full_every
@@ -165,8 +213,9 @@ class Marsit(Compressor):
         started = time.perf_counter()
         numel = corrected.numel()
         generator = self._own.generator(dist.get_rank(group), corrected.device)
-        bits = sign_bits(corrected, generator)
-        total = float(torch.linalg.vector_norm(corrected, 1, dtype=torch.float64))
+        sums = exceedances(corrected, 0.0)  # one pass for Σ|g| and whether any element is zero
+        bits = corrected > 0 if sums.count == numel else sign_bits(corrected, generator)
+        total = sums.sum_abs
         selected = time.perf_counter()
         scale = (
             mean_over_ranks(total / max(1, numel), group, corrected.device)

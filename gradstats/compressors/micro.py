@@ -164,7 +164,8 @@ class MiCRO(Compressor):
             largest = chosen.abs().float()
         # The bits of positive floats, read as integers, are in the same order.
         bits = largest.view(torch.int32).long()
-        gathered = IndexAllGather()(bits, 0, group, flag=flag, expected=k)
+        most = part.numel() * dist.get_world_size(group) + 1  # partitions differ by one at most
+        gathered = IndexAllGather()(bits, 2**31 - 1, group, flag=flag, expected=k, most=most)
         magnitudes = torch.cat(gathered.indices)
         if any(gathered.flags) or not magnitudes.numel():
             return None, gathered

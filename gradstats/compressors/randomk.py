@@ -12,8 +12,7 @@ import torch
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
-from gradstats.errors import InputError
-from gradstats.primitives.ratio import check_ratio, target_count
+from gradstats.primitives.ratio import check_ratio, check_seed, target_count
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -54,12 +53,10 @@ class RandomK(Compressor):
     one_union = True
 
     def __init__(self, ratio: float, unbiased: bool = False, seed: int = 0) -> None:
-        if seed < 0:
-            raise InputError(f"seed must be at least 0, not {seed}")
         self.ratio: float = check_ratio(ratio)  # now, not in the first backward pass
         self.unbiased = unbiased
         self.feedback = not unbiased
-        self.seed = seed
+        self.seed = check_seed(seed)
         self._update = SparseUpdate()
         self._step = 0
 

@@ -15,7 +15,7 @@ from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
 from gradstats.errors import InputError
 from gradstats.primitives import Selection
-from gradstats.primitives.ratio import check_ratio
+from gradstats.primitives.ratio import check_count, check_ratio, shown
 from gradstats.thresholds.redsync import Rule
 
 __all__ = ["DENSE_BELOW", "SEARCH_ABOVE", "MeanOfSign", "RedSync", "redsync_selector"]
@@ -83,11 +83,12 @@ def redsync_selector(
     quantise: bool = False,
     search_above: int = SEARCH_ABOVE,
     rule: Rule = "corrected",
+    topk_below: int = 0,
 ) -> Selector:
     """Return the selector that RedSync uses in a message of a given size.
 
-    It is trimmed top-k below `search_above` elements, and from there on a binary search of the threshold, which is
-    reused for five steps.
+    It is plain top-k below `topk_below` elements, trimmed top-k below `search_above`, and from there on a binary
+    search of the threshold, which is reused for five steps.
 
     Parameters
     ----------
@@ -103,6 +104,8 @@ def redsync_selector(
     rule : {"corrected", "paper"}
         Rule of the thresholds, see :class:`gradstats.thresholds.RedSync` and
         :class:`gradstats.thresholds.RedSyncTrimmed`.
+    topk_below : int
+        Number of elements below which plain top-k selects: the paper's thsd1, for which it gives no number.
 
     Returns
     -------
@@ -122,7 +125,9 @@ def redsync_selector(
     elements.
     """
     estimator: thresholds.Estimator = thresholds.RedSyncTrimmed(rule)
-    if numel >= search_above:
+    if numel < topk_below:
+        estimator = thresholds.Exact()
+    elif numel >= search_above:
         estimator = thresholds.RedSync(rule, interval=1 if quantise else 5)
     selector = ThresholdSelector(estimator, ratio)
     return MeanOfSign(selector) if quantise else selector
@@ -167,9 +172,11 @@ class RedSync(Compressor):
         search_above: int = SEARCH_ABOVE,
         rule: Rule = "corrected",
     ) -> None:
+        dense_below = check_count(dense_below, "dense_below", 0)
+        search_above = check_count(search_above, "search_above", 0)
         if dense_below > search_above:
             raise InputError(
-                f"dense_below must be at most search_above ({search_above}), not {dense_below}"
+                f"dense_below must be at most search_above ({shown(search_above)}), not {shown(dense_below)}"
             )
         thresholds.RedSync(rule)  # raises on a bad rule
         self._ratio = check_ratio(ratio)

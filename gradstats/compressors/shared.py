@@ -15,6 +15,7 @@ from gradstats.compressors.base import Reduced
 from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
 from gradstats.primitives import Histogram, histogram
+from gradstats.primitives.histogram import check_bits
 from gradstats.thresholds import Hard
 
 __all__ = ["GlobalHistogram"]
@@ -58,7 +59,7 @@ class GlobalHistogram(SparseCompressor):
     ) -> None:
         self._threshold = Hard(0.0)
         super().__init__(ThresholdSelector(self._threshold, ratio), dtype, dense_above)
-        self.bits = bits
+        self.bits = check_bits(bits)
         self._histograms = RaggedAllGather()
 
     def reduce(

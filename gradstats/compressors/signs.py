@@ -20,7 +20,7 @@ from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits, unpack_bits
 from gradstats.compressors.base import Compressor, Reduced
-from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_number, check_seed
 
 __all__ = [
     "SCALE_BYTES",
@@ -102,13 +102,11 @@ class RandomStream:
     Raises
     ------
     InputError
-        If the seed is negative.
+        If the seed is not a whole number from 0 to 2⁶⁴ − 1.
     """
 
     def __init__(self, seed: int, purpose: int) -> None:
-        if seed < 0:
-            raise InputError(f"seed must be at least 0, not {seed}")
-        self._key = (seed, purpose)
+        self._key = (check_seed(seed), purpose)
         self._generator: torch.Generator | None = None
         self._state: torch.Tensor | None = None
 
@@ -242,11 +240,10 @@ def check_scale(scale: float | str) -> float | Literal["mean"]:
     InputError
         If the scale is neither ``"mean"`` nor a positive finite number.
     """
-    if scale == "mean":
+    if isinstance(scale, str) and scale == "mean":
         return "mean"
-    if isinstance(scale, str) or not (0 < scale < math.inf):
-        raise InputError(f"scale must be a positive number or 'mean', not {scale!r}")
-    return float(scale)
+    number: Any = scale
+    return check_number(number, "scale, unless it is 'mean',", 0, math.inf)
 
 
 def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
@@ -377,7 +374,7 @@ class SignCompressor(Compressor):
     Raises
     ------
     InputError
-        If the seed is negative.
+        If the seed is not a whole number from 0 to 2⁶⁴ − 1.
     """
 
     has_ratio = False

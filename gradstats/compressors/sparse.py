@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,9 @@ from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
+from gradstats.errors import InputError
 from gradstats.primitives import Selection
+from gradstats.primitives.ratio import check_number, shown
 
 __all__ = ["SparseCompressor", "as_compressor"]
 
@@ -50,7 +53,7 @@ class SparseCompressor(WithSelector, Compressor):
         self, selector: Selector, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
     ) -> None:
         self.selector = selector
-        self.dense_above = dense_above
+        self.dense_above = check_number(dense_above, "dense_above", 0, math.inf, "[]")
         self._gather = SparseAllGather(dtype)
         self._counts = RaggedAllGather()
         self._update = SparseUpdate()
@@ -167,5 +170,14 @@ def as_compressor(rule: Selector | Compressor) -> Compressor:
     -------
     Compressor
         The same object, or a :class:`SparseCompressor` around the selector.
+
+    Raises
+    ------
+    InputError
+        If it is neither.
     """
+    if not isinstance(rule, Selector | Compressor):
+        raise InputError(
+            f"a compressor or a selector is needed, not {shown(rule)}; make_compressor(name, ratio) builds one"
+        )
     return SparseCompressor(rule) if isinstance(rule, Selector) else rule

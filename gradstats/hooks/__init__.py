@@ -2,17 +2,26 @@
 
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.hook import compression_hook
-from gradstats.hooks.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from gradstats.hooks.memory import (
+    AdamCorrection,
+    ErrorFeedback,
+    Memory,
+    MomentumCorrection,
+    Nesterov,
+    NoMemory,
+)
 from gradstats.hooks.ratio import dgc_warm_up
 from gradstats.hooks.state import CompressionState, NonFinite, Scaler
 from gradstats.trace.record import StepRecord
 
 __all__ = [
+    "AdamCorrection",
     "CompressionState",
     "Diagnosis",
     "ErrorFeedback",
     "Memory",
     "MomentumCorrection",
+    "Nesterov",
     "NoMemory",
     "NonFinite",
     "Scaler",

@@ -163,6 +163,7 @@ class FlatGradient:
         """
         layout = self._layout
         self._memory.allocate(layout.numel, device, layout.dtype)
+        self._memory.allocate_dense(layout.dense_numel, device, layout.dtype)
         self.dense = torch.zeros(layout.dense_numel, dtype=layout.dtype, device=device)
         self.allocated = True
 

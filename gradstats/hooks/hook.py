@@ -13,15 +13,17 @@ release it while the interpreter shuts down would abort the process (see :mod:`g
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations at run time.
 
+from typing import NoReturn
+
 import torch
 
 # mypy does not see `dist.GradBucket`; this private path is the same class.
 from torch._C._distributed_c10d import GradBucket
 
 from gradstats.collectives.plain import all_reduce_mean
-from gradstats.errors import InputError
+from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.hooks.gradient import pairs_of
-from gradstats.hooks.state import CompressionState, HeldBucket
+from gradstats.hooks.state import CompressionState, HeldBucket, after_backward
 
 __all__ = ["compression_hook"]
 
@@ -46,8 +48,9 @@ def compression_hook(
     Raises
     ------
     NonFiniteGradientError
-        On every rank, when any rank's gradient holds NaN or infinity and the policy is to raise; memories stay as they
-        were.
+        On every rank, when any rank's gradient holds NaN or infinity and the policy is to raise. It comes out of
+        ``backward()``; memories stay as they were, and the next step can begin: zero the gradients, which each rank's
+        own are left in.
     ExchangeError
         If a rank is lost, within the process group's timeout; memories stay as they were.
     InputError
@@ -70,14 +73,34 @@ def compression_hook(
             pairs = pairs_of(bucket)
             state.held.append(HeldBucket(buffer, pairs, future))
             state.ready(pairs)
-        if bucket.is_last():
-            held, state.held = state.held, []
-            fill = state.complete([pair for each in held for pair in each.pairs])
-            for each in held:
-                if fill is not None and each.buffer.is_sparse:
-                    each.buffer._values().fill_(fill)
-                each.future.set_result(each.buffer)
+    if bucket.is_last():
+        held, state.held = state.held, []
+        try:
+            with state.naming_step():
+                fill = state.complete([pair for each in held for pair in each.pairs])
+        except NonFiniteGradientError as error:
+            _raise_later(error, held)
+            return future
+        for each in held:
+            if fill is not None and each.buffer.is_sparse:
+                each.buffer._values().fill_(fill)
+            each.future.set_result(each.buffer)
     return future
+
+
+def _raise_later(error: NonFiniteGradientError, held: list[HeldBucket]) -> None:
+    """Raise when DDP has ended the step: an error within it would make every later step of the model fail in torch."""
+
+    def fail(_: object = None) -> NoReturn:
+        raise error
+
+    if not after_backward(fail):
+        raise error
+    for each in held:
+        each.future._set_unwrap_func(
+            fail
+        )  # DDP sees the buffer; who asks the future itself sees the error
+        each.future.set_result(each.buffer)
 
 
 def _average_sparse(buffer: torch.Tensor, state: CompressionState) -> torch.Tensor:

@@ -95,6 +95,10 @@ class ParameterLayout:
             del self._names[key]
             self.dense_numel -= _close_up(self.dense_slots, key)
 
+    def dense_parts(self) -> Iterable[NamedSlice]:
+        """Return names and places of the densely averaged parameters, in order."""
+        return ((self._names[key], slot) for key, slot in self.dense_slots.items())
+
     def parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the compressed parameters, in order."""
         return zip(self.names, self.slots.values(), strict=True)

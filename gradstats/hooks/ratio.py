@@ -6,31 +6,50 @@ from collections.abc import Callable, Sequence
 
 from gradstats.compressors import Compressor
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import check_ratio
+from gradstats.primitives.ratio import check_count, check_ratio, check_ratios, shown
 
-__all__ = ["RatioSchedule", "dgc_warm_up"]
+__all__ = ["DGC_RATIOS", "RatioSchedule", "dgc_warm_up"]
+
+DGC_RATIOS = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+"""Kept fractions of DGC's epochs of warm-up, and that of the training (Lin et al. 2018)."""
 
 _PROBED = (0, *(1 << n for n in range(31)))
 """Steps at which a schedule is asked beforehand whether it needs a ratio to set."""
 
 
 def dgc_warm_up(
-    steps_per_epoch: int, ratios: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+    steps_per_epoch: int,
+    ratios: Sequence[float] = DGC_RATIOS,
+    final: float | None = None,
 ) -> Callable[[int], float | None]:
     """Return DGC's warm-up: the n-th ratio in the n-th epoch, the last one from then on (Lin et al. 2018).
 
     Parameters
     ----------
     steps_per_epoch : int
-        Steps of an epoch.
+        Steps of an epoch, at least 1.
     ratios : sequence of float
         Kept fractions k/d, in (0, 1]. A ratio of 1 is a dense step.
+    final : float, optional
+        Ratio after the warm-up, below which no ratio of the warm-up lies; the last of `ratios` if None.
 
     Returns
     -------
     callable
         Step to ratio, for :class:`gradstats.hooks.CompressionState`.
+
+    Raises
+    ------
+    InputError
+        If a ratio is outside (0, 1], or `steps_per_epoch` is below 1.
     """
+    check_count(steps_per_epoch, "steps_per_epoch")
+    ratios = check_ratios(ratios)
+    if not ratios:
+        raise InputError("a warm-up needs at least one ratio")
+    if final is not None:
+        final = check_ratio(final)
+        ratios = [*(r for r in ratios if r > final), final]
     return lambda step: ratios[min(step // steps_per_epoch, len(ratios) - 1)]
 
 
@@ -54,6 +73,8 @@ class RatioSchedule:
         self._compressor = compressor
         self._at = at
         self._own = compressor.ratio
+        if at is not None and not callable(at):
+            raise InputError(f"a schedule must be a function of the step, not {shown(at)}")
         for step in _PROBED if at is not None else ():
             self.begin(step)  # raises now, not in the middle of training
         self.begin(0)

@@ -8,23 +8,24 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced, Selector, as_compressor
-from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
+from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError, first_line
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
 from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view, zero_bad
 from gradstats.hooks.layout import ParameterLayout
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.ratio import RatioSchedule
 from gradstats.primitives import warm_up
+from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.trace.record import StepRecord
 
-__all__ = ["CompressionState", "HeldBucket", "NonFinite", "Scaler"]
+__all__ = ["CompressionState", "HeldBucket", "NonFinite", "Scaler", "after_backward"]
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero", "propagate"]
 
@@ -59,6 +60,26 @@ class HeldBucket:
     future: torch.futures.Future[torch.Tensor]
 
 
+class _Group(NamedTuple):
+    """What a memory holds of some parameters."""
+
+    key: str
+    kinds: tuple[str, ...]
+    tensors: Mapping[str, torch.Tensor]
+    slots: Mapping[str, slice]
+    sizes: Mapping[str, int]
+
+
+class _Unused(NamedTuple):
+    """A parameter that this rank did not use in a step, and the memory it had before."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    key: str
+    slot: slice
+    before: Mapping[str, torch.Tensor]
+
+
 class CompressionState:
     """State of :func:`gradstats.hooks.compression_hook`: memory, compressor, step. One for every DDP model.
 
@@ -69,7 +90,8 @@ class CompressionState:
     error_feedback : bool, optional
         Add what was not sent to the next gradient. What the compressor is made for if None.
     memory : Memory, optional
-        Other than plain error feedback, such as :class:`gradstats.hooks.MomentumCorrection`.
+        Other than plain error feedback, such as :class:`gradstats.hooks.MomentumCorrection`, whose momentum densely
+        averaged parameters have too.
     named_parameters : iterable of (str, torch.Tensor), optional
         ``model.named_parameters()``. Gives the residuals the names under which they are checkpointed, and the flat
         gradient the model's order. Without it parameters are numbered in the order of the first backward pass.
@@ -145,8 +167,11 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         warm_up()  # here, where it stalls nobody, and not in the first backward pass
-        if nonfinite not in (None, *get_args(NonFinite)):
-            raise InputError(f"nonfinite must be one of {', '.join(get_args(NonFinite))}")
+        policies = get_args(NonFinite)
+        if nonfinite is not None and not (isinstance(nonfinite, str) and nonfinite in policies):
+            raise InputError(
+                f"nonfinite must be one of {', '.join(policies)}, not {shown(nonfinite)}"
+            )
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
         self.compressor = as_compressor(compressor)
@@ -154,13 +179,13 @@ class CompressionState:
         if self.compressor.streams and named_parameters is None:
             raise InputError(f"{name} sends layer by layer and needs named_parameters")
         wanted = self.compressor.feedback if error_feedback is None else error_feedback
-        if (wanted or memory is not None) and not self.compressor.feedback:
-            raise InputError(f"{name} leaves no residual to feed back")
         self.memory = memory or (ErrorFeedback() if wanted else NoMemory())
-        self.clip = clip
+        if not self.compressor.feedback and (self.memory.needs_residual or error_feedback):
+            raise InputError(f"{name} leaves no residual to feed back")
+        self.clip = None if clip is None else check_number(clip, "clip", 0, math.inf)
         self.nonfinite = nonfinite or ("raise" if scaler is None else "propagate")
         self.scaler = scaler
-        self.diagnose_every = diagnose_every
+        self.diagnose_every = check_count(diagnose_every, "diagnose_every", 0)
         self.process_group = process_group
         self.step = 0
         self.last: StepRecord | None = None
@@ -168,7 +193,8 @@ class CompressionState:
         self.held: list[HeldBucket] = []
         """Buckets of the step in progress; the hook's."""
         self._schedule = RatioSchedule(self.compressor, ratio_at)
-        self._layout = ParameterLayout(dense_below, exclude)
+        self._layout = ParameterLayout(check_count(dense_below, "dense_below", 0), exclude)
+        weight_decay = check_number(weight_decay, "weight_decay", 0, math.inf, "[)")
         self._gradient = FlatGradient(self._layout, self.memory, weight_decay)
         self.sparse_bad = 0
         """Elements of this step's averaged sparse gradients that are not finite; the hook's."""
@@ -253,18 +279,24 @@ class CompressionState:
         -------
         dict
             One entry, ``rank0`` on rank 0, so that ``torch.distributed.checkpoint`` can save all ranks' under one
-            name: a dictionary with step, world_size, memory (tensors by kind and parameter), and compressor (bytes).
+            name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter, of
+            compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
         """
-        memory: dict[str, dict[str, torch.Tensor]] = {}
-        if self._gradient.allocated:
-            for kind, tensor in self.memory.tensors().items():
-                kept = {name: tensor[slot].clone() for name, slot in self._layout.parts()}
-                # zeros for what lost its place to a sparse gradient: a template made before that lists it
-                memory[kind] = {n: kept.get(n, blank) for n, blank in self._blank().items()}
-        elif self._restored is not None:
-            memory = dict(self._restored["memory"])
-        elif self._layout.known:  # what a distributed checkpoint loads into
-            memory = {kind: self._blank() for kind in self.memory.kinds}
+        memory: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+        for group in self._remembered():
+            if self._gradient.allocated:
+                memory[group.key] = {
+                    kind: {  # zeros for what lost its place to a sparse gradient: a template made before lists it
+                        n: tensor[group.slots[n]].clone() if n in group.slots else blank
+                        for n, blank in self._blank(group).items()
+                    }
+                    for kind, tensor in group.tensors.items()
+                }
+            elif self._restored is not None:
+                memory[group.key] = dict(self._restored.get(group.key, {}))
+            else:  # what a distributed checkpoint loads into
+                kinds = group.kinds if self._layout.known else ()
+                memory[group.key] = {kind: self._blank(group) for kind in kinds}
         # as bytes: what a compressor keeps changes its structure from step to step, which a checkpoint that is loaded
         # into a template of tensors could not follow
         stream = io.BytesIO()
@@ -274,7 +306,8 @@ class CompressionState:
             f"rank{rank}": {
                 "step": self.step,
                 "world_size": world,
-                "memory": memory,
+                **memory,
+                "memory_counts": self.memory.state_dict(),
                 "system": type(self.compressor).__name__,
                 "compressor": stream.getvalue(),
             }
@@ -317,9 +350,15 @@ class CompressionState:
             )
         if own["memory"] and self._layout.known:
             self._check_memory(own)
-        self.compressor.load_state_dict(
-            torch.load(io.BytesIO(own["compressor"]), weights_only=True)
-        )
+        try:
+            kept = torch.load(io.BytesIO(own["compressor"]), weights_only=True)
+        except Exception as error:  # whatever damaged bytes raise
+            raise InputError(
+                f"the checkpoint's compressor cannot be read: {first_line(error)}"
+            ) from None
+        self.compressor.load_state_dict(kept)
+        if own.get("memory_counts"):
+            self.memory.load_state_dict(own["memory_counts"])
         self.step = int(own["step"])
         self._agreed = False
         self._restored = own
@@ -333,6 +372,7 @@ class CompressionState:
             yield
         except BaseException as error:
             self._scale = None  # of a step that failed
+            self._used.clear()
             if isinstance(error, ExchangeError):
                 raise ExchangeError(f"step {self.step}: {error}") from error
             raise
@@ -369,6 +409,12 @@ class CompressionState:
                 raise InputError(
                     f"{name} has a sparse gradient, and {type(self.compressor).__name__} sends layer by layer: use "
                     "sparse=False, or a compressor of the whole model"
+                )
+            if self.memory.dense_kinds:
+                name = self._layout.name(parameter) if self._layout.known else "a parameter"
+                raise InputError(
+                    f"{name} has a sparse gradient, for which {type(self.memory).__name__} keeps no momentum: use "
+                    "sparse=False, or error feedback alone"
                 )
             self._layout.skip(parameter)
 
@@ -432,6 +478,7 @@ class CompressionState:
             else []
         )
         target = compressor.target(layout.numel)
+        dense_layers = self._dense_layers() if self.memory.masking and not dense_step else []
         unused = self._remember_unused(pairs)
         reduced = compressor.reduce(corrected, self.process_group, flag)
         if any(reduced.flags):
@@ -440,6 +487,7 @@ class CompressionState:
         assert reduced.residual is not None
         if layout.dense_numel:
             all_reduce_mean(self._gradient.dense, self.process_group)
+            self.memory.update_dense(self._gradient.dense)
         assert self._scale is not None
         self._gradient.write(pairs, reduced.mean, reduced.touched, self._scale)
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
@@ -456,7 +504,10 @@ class CompressionState:
                 reduced.sent,
                 reduced.residual,
             )
-        self.memory.settle(reduced.residual, reduced.sent)
+        if compressor.feedback:
+            self.memory.settle(reduced.residual, _outside(reduced.sent, dense_layers))
+        else:  # nothing is owed of what was not sent
+            self.memory.settle(reduced.residual.zero_(), None)
         dense_bytes = self._gradient.dense.numel() * self._gradient.dense.element_size()
         self._record(
             threshold=reduced.threshold,
@@ -469,7 +520,7 @@ class CompressionState:
             overlapped_seconds=reduced.overlapped_seconds,
         )
         if unused:
-            _after_backward(lambda: self._give_back(unused))
+            after_backward(lambda: self._give_back(unused))
         return None
 
     def _record(self, **numbers: Any) -> None:
@@ -502,29 +553,53 @@ class CompressionState:
             self._check_memory(self._restored)
             self._restore()
 
-    def _blank(self) -> dict[str, torch.Tensor]:
-        """Return zeros for every parameter that was ever compressed, in the model's order."""
-        return {n: torch.zeros(d, dtype=self._layout.dtype) for n, d in self._layout.all.items()}
+    def _remembered(self) -> tuple[_Group, _Group]:
+        """Return what the memory holds of compressed and of densely averaged parameters."""
+        memory, layout, exists = self.memory, self._layout, self._gradient.allocated
+        dense = dict(layout.dense_parts())
+        return (
+            _Group(
+                "memory",
+                memory.kinds,
+                memory.tensors() if exists else {},
+                dict(layout.parts()),
+                layout.all,
+            ),
+            _Group(
+                "dense_memory",
+                memory.dense_kinds,
+                memory.dense_tensors() if exists else {},
+                dense,
+                {name: slot.stop - slot.start for name, slot in dense.items()},
+            ),
+        )
+
+    def _blank(self, group: _Group) -> dict[str, torch.Tensor]:
+        """Return zeros for every parameter that a group ever had, in the model's order."""
+        return {n: torch.zeros(d, dtype=self._layout.dtype) for n, d in group.sizes.items()}
 
     def _check_memory(self, saved: Mapping[str, Any]) -> None:
-        for tensors in saved["memory"].values():
-            if list(tensors) != list(self._layout.all):
-                odd = sorted(set(tensors) ^ set(self._layout.all)) or ["order of parameters"]
-                raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
-            for name, numel in self._layout.all.items():
-                if tensors[name].numel() != numel:
-                    raise InputError(
-                        f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not {numel}"
-                    )
+        for group in self._remembered():
+            for tensors in saved.get(group.key, {}).values():
+                if list(tensors) != list(group.sizes):
+                    odd = sorted(set(tensors) ^ set(group.sizes)) or ["order of parameters"]
+                    raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
+                for name, numel in group.sizes.items():
+                    if tensors[name].numel() != numel:
+                        raise InputError(
+                            f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not {numel}"
+                        )
 
     def _restore(self) -> None:
         assert self._restored is not None
-        tensors = self.memory.tensors()
-        for tensor in tensors.values():  # a checkpoint of before the first step may hold nothing
-            tensor.zero_()
-        for kind, saved in self._restored["memory"].items():
-            for name, slot in self._layout.parts():
-                tensors[kind][slot].copy_(saved[name])
+        for group in self._remembered():
+            for (
+                tensor
+            ) in group.tensors.values():  # a checkpoint of before the first step may hold nothing
+                tensor.zero_()
+            for kind, saved in self._restored.get(group.key, {}).items():
+                for name, slot in group.slots.items():
+                    group.tensors[kind][slot].copy_(saved[name])
         self._restored = None
 
     def _rank_and_world(self) -> tuple[int, int]:
@@ -590,40 +665,67 @@ class CompressionState:
         self._record(threshold=math.nan, selected=0, bytes_sent=reduced.bytes_sent)
         return fill
 
-    def _remember_unused(
-        self, pairs: Sequence[Pair]
-    ) -> list[tuple[torch.Tensor, torch.Tensor, slice, dict[str, torch.Tensor]]]:
+    def _dense_layers(self) -> list[slice]:
+        """Return the places of layers that send all their elements: nothing of their momentum is stale."""
+        layers = (
+            self._layout.parts()
+            if self.compressor.streams
+            else [(None, slice(0, self._layout.numel))]
+        )
+        target = self.compressor.target
+        return [s for name, s in layers if target(s.stop - s.start, name) == s.stop - s.start]
+
+    def _remember_unused(self, pairs: Sequence[Pair]) -> list[_Unused]:
         """Return the memory of parameters this rank did not use: if no rank did, DDP does not apply the update."""
-        tensors = self.memory.tensors()
+        unused = [pair for pair in pairs if id(pair[0]) not in self._used]
         return [
-            (p, gradient, slot, {kind: t[slot].clone() for kind, t in tensors.items()})
-            for p, gradient in pairs
-            if id(p) not in self._used and (slot := self._layout.slots.get(id(p))) is not None
+            _Unused(*pair, group.key, slot, {k: t[slot].clone() for k, t in group.tensors.items()})
+            for group in (self._remembered() if unused else ())
+            for pair in unused
+            if (slot := group.slots.get(self._layout.name(pair[0]))) is not None
         ]
 
-    def _give_back(
-        self,
-        unused: Sequence[tuple[torch.Tensor, torch.Tensor, slice, dict[str, torch.Tensor]]],
-    ) -> None:
+    def _give_back(self, unused: Sequence[_Unused]) -> None:
         """Restore the memory of parameters whose update DDP did not apply."""
-        for parameter, gradient, slot, before in unused:
+        groups = {group.key: group for group in self._remembered()}
+        for parameter, gradient, key, slot, before in unused:
             applied = parameter.grad is not None and torch.equal(
                 flatten(parameter, gradient), real_view(parameter.grad).reshape(-1)
             )
             if not applied:
-                for kind, tensor in self.memory.tensors().items():
+                for kind, tensor in groups[key].tensors.items():
                     tensor[slot] = before[kind]
 
 
-def _after_backward(call: Callable[[], None]) -> None:
-    """Call something when DDP has put the results into the gradients."""
+def _outside(positions: torch.Tensor | None, layers: Sequence[slice]) -> torch.Tensor | None:
+    """Return the positions that are in none of some layers, which are in order and apart."""
+    if positions is None or not layers:
+        return positions
+    starts, stops = (
+        torch.tensor(ends, device=positions.device)
+        for ends in zip(*((s.start, s.stop) for s in layers), strict=True)
+    )
+    layer = torch.bucketize(positions, stops, right=True)
+    inside = positions >= starts[layer.clamp(max=len(layers) - 1)]
+    return positions[(layer == len(layers)) | ~inside]
+
+
+def after_backward(call: Callable[[], None]) -> bool:
+    """Call something when DDP has put the results into the gradients; tell whether a backward pass is under way.
+
+    Parameters
+    ----------
+    call : callable
+        Called without arguments. What it raises comes out of ``backward()``.
+    """
     engine = torch.autograd.Variable._execution_engine
     try:
         # DDP queues its own callback after this one: ours must wait for another round
         engine.queue_callback(lambda: engine.queue_callback(call))
     except RuntimeError:
         # no backward pass: in DDP's Join a rank without inputs takes part in the others' exchange
-        return
+        return False
+    return True
 
 
 def _count_bad(parts: list[torch.Tensor]) -> int:

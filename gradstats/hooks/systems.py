@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+import glob
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from gradstats.compressors import Layerwise, Selector, make_selector
+from gradstats.compressors import Layerwise, Selector, make_compressor, make_selector
 from gradstats.compressors.layerwise import MERGE
 from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE, redsync_selector
-from gradstats.hooks import CompressionState, dgc_warm_up
+from gradstats.errors import InputError
+from gradstats.hooks import CompressionState, Nesterov, dgc_warm_up
 from gradstats.hooks.memory import MomentumCorrection
+from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.primitives.ratio import check_ratio
 
-__all__ = ["dgc", "redsync"]
+__all__ = ["SYSTEMS", "dgc", "make_state", "redsync"]
 
 
 def dgc(
@@ -23,30 +26,38 @@ def dgc(
     ratio: float = 0.001,
     *,
     momentum: float = 0.9,
-    nesterov: bool = False,
+    nesterov: bool | Nesterov = False,
     clip: float | None = None,
     steps_per_epoch: int | None = None,
+    exclude: Sequence[str] = (),
+    merge: int = MERGE,
     **options: Any,
 ) -> CompressionState:
-    """Build deep gradient compression: sampled threshold, momentum correction, clipping and warm-up.
+    """Build deep gradient compression: sampled threshold, momentum correction, masking, clipping and warm-up.
 
-    The optimizer must be SGD without a momentum of its own.
+    Every layer is selected by itself. Parameters of fewer than two dimensions (biases, normalisation) are averaged
+    densely, with the same momentum. The optimizer must be SGD without a momentum of its own.
 
     Parameters
     ----------
     named_parameters : iterable of (str, torch.Tensor)
         ``model.named_parameters()``.
     ratio : float
-        Kept fraction k/d after the warm-up, in (0, 1].
+        Kept fraction k/d of every layer after the warm-up, in (0, 1].
     momentum : float
         Momentum m, in [0, 1), see :class:`gradstats.hooks.memory.MomentumCorrection`.
-    nesterov : bool
-        Whether to use Nesterov's momentum.
+    nesterov : bool or {"dgc", "redsync"}
+        Form of Nesterov's momentum, if any.
     clip : float, optional
         Norm at which the whole gradient is clipped; each of N ranks clips its own to N^(−½) of it. None for no
         clipping.
     steps_per_epoch : int, optional
-        Number of steps of an epoch. The first four epochs then keep 25, 6.25, 1.5625 and 0.4 %. None for no warm-up.
+        Number of steps of an epoch. The first four epochs then keep 25, 6.25, 1.5625 and 0.4 %, those of them that are
+        more than `ratio`. None for no warm-up.
+    exclude : sequence of str
+        Name patterns (``fnmatch``) of further parameters to average densely.
+    merge : int
+        Elements of gradient to gather before a message is sent.
     **options : Any
         Further options of :class:`gradstats.hooks.CompressionState`.
 
@@ -62,22 +73,25 @@ def dgc(
 
     Notes
     -----
-    Source: deep gradient compression (Lin et al. 2018).
+    Source: deep gradient compression (Lin et al. 2018); its program for what is averaged densely.
 
-    Differs from the paper, which selects in each layer: here one threshold serves the whole gradient.
+    Differs from the paper: messages of small layers are merged; weight decay, an option of the state, is added before
+    the accumulation, where the program gives it a momentum of its own afterwards.
     """
-    compressor = make_selector("dgc", ratio)
-    assert compressor is not None
-    ratio_at = None
-    if steps_per_epoch is not None:
-        ratio_at = dgc_warm_up(steps_per_epoch, (0.25, 0.0625, 0.015625, 0.004, ratio))
+    named = list(named_parameters)
+    vectors = [glob.escape(name) for name, p in named if p.dim() < 2]
     return CompressionState(
-        compressor,
+        Layerwise(lambda name, numel: make_selector("dgc", ratio), merge=merge, ratio=ratio),
         memory=MomentumCorrection(momentum, nesterov=nesterov),
-        named_parameters=named_parameters,
+        named_parameters=named,
+        exclude=[*exclude, *vectors],
         clip=clip,
-        ratio_at=ratio_at,
-        **options,
+        **{
+            "ratio_at": None
+            if steps_per_epoch is None
+            else dgc_warm_up(steps_per_epoch, DGC_RATIOS[:-1], ratio),
+            **options,
+        },
     )
 
 
@@ -85,21 +99,23 @@ def redsync(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     ratio: float = 0.001,
     *,
-    output_layer: Sequence[str] = (),
+    output_layer: Sequence[str] | None = None,
     quantise: bool = False,
     momentum: float = 0.9,
-    nesterov: bool = True,
+    nesterov: bool | Nesterov = True,
     clip: float | None = None,
     dense_steps: int = 0,
     dense_below: int = DENSE_BELOW,
+    topk_below: int = DENSE_BELOW,
     search_above: int = SEARCH_ABOVE,
     merge: int = MERGE,
     **options: Any,
 ) -> CompressionState:
     """Build RedSync: layer by layer, each treated according to its size, small messages fused.
 
-    Small layers are averaged densely, layers of middle size are selected by trimmed top-k, and large layers by a
-    searched threshold. The optimizer must be SGD without a momentum of its own.
+    Small layers are averaged densely, with the same momentum. Of the others the smallest are selected by plain top-k,
+    those of middle size by trimmed top-k, and large ones by a searched threshold. The optimizer must be SGD without a
+    momentum of its own.
 
     Parameters
     ----------
@@ -107,23 +123,28 @@ def redsync(
         ``model.named_parameters()``.
     ratio : float
         Kept fraction k/d of every layer, in (0, 1].
-    output_layer : sequence of str
-        Name patterns (``fnmatch``) of the parameters that are never quantised.
+    output_layer : sequence of str, optional
+        Name patterns (``fnmatch``) of the parameters that are never quantised. If None, the last parameter of at least
+        two dimensions and those after it.
     quantise : bool
         Whether to send one mean value for each layer, see :class:`gradstats.compressors.redsync.MeanOfSign`.
     momentum : float
         Momentum m, in [0, 1), see :class:`gradstats.hooks.memory.MomentumCorrection`.
-    nesterov : bool
-        Whether to use Nesterov's momentum.
+    nesterov : bool or {"dgc", "redsync"}
+        Form of Nesterov's momentum, if any: true for the one that DGC's program and PyTorch have, ``"redsync"`` for
+        algorithm 4 as published.
     clip : float, optional
         Norm at which the whole gradient is clipped; each of N ranks clips its own to N^(−½) of it. The norm is known
         only when the backward pass is over, so nothing is then sent before. None for no clipping.
     dense_steps : int
         Number of steps in the beginning that average densely.
     dense_below : int
-        Number of elements below which a layer is averaged densely.
+        Number of elements below which a layer is averaged densely: the paper's 128 KB.
+    topk_below : int
+        Number of elements below which plain top-k selects: the paper's thsd1, for which it gives no number. By
+        default plain top-k has what a smaller `dense_below` leaves to it.
     search_above : int
-        Number of elements from which on a layer's threshold is searched.
+        Number of elements from which on a layer's threshold is searched: the paper's 4 MB.
     merge : int
         Elements of gradient to gather before a message is sent (the paper's tensor fusion).
     **options : Any
@@ -144,21 +165,88 @@ def redsync(
     Source: RedSync (Fang et al. 2018), algorithms 4 and 5 and sections 5.3 to 5.6.
 
     Differs from the paper: messages are fused by the size of the gradient; the binary search runs on all elements of
-    a layer; a quantised layer keeps corrected − sent as its residual. `docs/concepts/errata.md` lists what is wrong
-    in the paper's algorithms.
+    a layer; a quantised layer keeps corrected − sent as its residual; dense layers are all-reduced together when the
+    backward pass is over. `docs/concepts/errata.md` lists what is wrong in the paper's algorithms.
     """
     check_ratio(ratio)  # now, not in the first backward pass
+    named = list(named_parameters)
+    last = max((i for i, (_, p) in enumerate(named) if p.dim() > 1), default=len(named))
+    exact = {name for name, _ in named[last:]} if output_layer is None else set()
 
     def choose(name: str, numel: int) -> Selector:
-        output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
-        return redsync_selector(numel, ratio, quantise and not output, search_above)
+        output = name in exact or any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in output_layer or ()
+        )
+        return redsync_selector(
+            numel, ratio, quantise and not output, search_above, topk_below=topk_below
+        )
 
     return CompressionState(
-        Layerwise(choose, merge=merge),
+        Layerwise(choose, merge=merge, ratio=ratio),
         memory=MomentumCorrection(momentum, nesterov=nesterov),
-        named_parameters=named_parameters,
+        named_parameters=named,
         dense_below=dense_below,
         clip=clip,
-        ratio_at=(lambda step: 1.0 if step < dense_steps else None) if dense_steps else None,
-        **options,
+        **{
+            "ratio_at": (lambda step: 1.0 if step < dense_steps else None) if dense_steps else None,
+            **options,
+        },
     )
+
+
+def _quantised(*args: Any, **options: Any) -> CompressionState:
+    return redsync(*args, **{"quantise": True, **options})
+
+
+SYSTEMS: dict[str, Callable[..., CompressionState]] = {
+    "dgc": dgc,
+    "redsync": redsync,
+    "redsync-quantised": _quantised,
+}
+"""Whole systems by name: the function that builds each."""
+
+
+def make_state(
+    name: str,
+    ratio: float,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    *,
+    compressor_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> CompressionState:
+    """Build the hook's state of a system or compressor by name.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`SYSTEMS`, or a name that :func:`gradstats.compressors.make_compressor` takes, ``threshold:dgc``
+        and the like for the bare threshold rule among them.
+    ratio : float
+        Kept fraction k/d, in (0, 1].
+    named_parameters : iterable of (str, torch.Tensor)
+        ``model.named_parameters()``.
+    compressor_options : dict, optional
+        Options of the compressor; those of a system are options of its function.
+    **options : Any
+        Options of the system's function, or of :class:`gradstats.hooks.CompressionState`.
+
+    Returns
+    -------
+    CompressionState
+        State for :func:`gradstats.hooks.compression_hook`.
+
+    Raises
+    ------
+    InputError
+        If the name or an option is unknown or out of range, or the name is ``none``, which has no state.
+    """
+    given = compressor_options or {}
+    if name in SYSTEMS:
+        try:
+            return SYSTEMS[name](named_parameters, ratio, **given, **options)
+        except TypeError as error:
+            raise InputError(f"system {name!r}: {error}") from None
+    compressor = make_compressor(name, ratio, **given)
+    if compressor is None:
+        raise InputError("none is PyTorch's own averaging: register its allreduce_hook")
+    return CompressionState(compressor, named_parameters=named_parameters, **options)

@@ -237,6 +237,16 @@ def test_schedules():
     assert every(3).count(10) == 4
     assert [s for s in range(9) if s in as_schedule([7, 2])] == [2, 7]
     assert as_schedule(at([1])).description == "at 1"
+    assert [s for s in range(9) if s in at([0])] == [0]
+    assert at([3, 0]).description == "at 0, 3"
+    assert [s for s in range(9) if s in every(3, start=5)] == [5, 8]  # and not 2
+    assert [s for s in range(9) if s in every(2, start=3)] == [3, 5, 7]
+    assert every(2, start=10).count(10) == 0
+    assert every(3, start=5).description == "every 3 from 5"
+    assert every(1).count(4) == 4
+    assert [s for s in range(101) if s in logarithmic(1)] == [0, 1, 10, 100]
+    with pytest.raises(InputError):
+        every(0)
     with pytest.raises(InputError):
         at([-1])
     with pytest.raises(InputError):

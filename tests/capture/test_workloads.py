@@ -139,6 +139,104 @@ def test_bad_settings_never_start_a_process(tmp_path):
     assert workload_info("lstm-ptb") is WORKLOADS["lstm-ptb"]
 
 
+DIGITS = {"workload": "resnet20-digits", "steps": 40}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"compressor": "topk"}, (0.0, None, None, "averaged", 0)),
+        ({"compressor": "dgc"}, (0.9, None, None, "local", 2)),
+        ({"compressor": "redsync"}, (0.9, "dgc", None, "local", 2)),
+        ({"compressor": "redsync-quantised", "momentum": 0}, (0, None, None, "local", 2)),
+        ({"compressor": "threshold:dgc"}, (0.0, None, None, "averaged", 0)),
+        ({"compressor": "dgc", "workload": "lstm-pydoc"}, (0.9, None, 0.25, "local", 2)),
+        ({"workload": "lstm-pydoc"}, (0.0, None, 0.25, "averaged", 0)),
+        ({"workload": "lstm-pydoc", "clip": 0}, (0.0, None, None, "averaged", 0)),
+        (
+            {"compressor": "dgc", "nesterov": "redsync", "momentum": 0.5, "clip": 2, "warm_up": 7},
+            (0.5, "redsync", 2, "local", 7),
+        ),
+        (
+            {"compressor": "none", "momentum": 0.5, "nesterov": "dgc", "clip_kind": "averaged"},
+            (0.5, "dgc", None, "averaged", 0),
+        ),
+    ],
+)
+def test_momentum_clipping_and_warm_up_of_a_run(settings, expected):
+    config = RunConfig(**DIGITS | settings)
+    config.check()
+    training = config.training()
+    momentum, nesterov, clip, kind, warm_up = expected
+    assert (training.momentum, training.nesterov) == (momentum, nesterov)
+    assert (training.clip, training.clip_kind, training.warm_up) == (clip, kind, warm_up)
+    optimizer = config.metadata()["optimizer"]
+    assert optimizer.get("momentum", 0) == momentum
+    json.dumps(optimizer)
+
+
+def test_learning_rates():
+    def rates(**settings):
+        config = RunConfig(**DIGITS | {"learning_rate": 2.0} | settings)
+        return [config.learning_rate_at(step) for step in (0, 19, 20, 29, 30, 39)]
+
+    steps = [2, 2, 0.2, 0.2, 0.02, 0.02]
+    assert rates() == pytest.approx(steps)
+    assert rates(workload="lstm-pydoc") == [2.0] * 6
+    assert rates(workload="lstm-pydoc", lr_schedule="step") == pytest.approx(steps)
+    assert rates(lr_schedule="constant") == [2.0] * 6
+    assert rates(lr_schedule="linear") == pytest.approx([2, 1.05, 1, 0.55, 0.5, 0.05])
+    cosine = rates(lr_schedule="cosine")
+    assert cosine[0] == 2
+    assert cosine[2] == pytest.approx(1)
+    assert cosine == sorted(cosine, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"momentum": 1.0}, "momentum must be in"),
+        ({"weight_decay": -1.0}, "weight_decay must be in"),
+        ({"clip": -1.0}, "clip must be in"),
+        ({"clip_kind": "both"}, "clip_kind must be one of local, averaged"),
+        ({"warm_up": -1}, "warm_up must be"),
+        ({"lr_schedule": "exponential"}, "lr_schedule must be one of constant, step"),
+        ({"nesterov": "torch", "momentum": 0.9}, "nesterov must be one of none, dgc, redsync"),
+        ({"nesterov": "redsync", "momentum": 0.9}, "the optimizer has no Nesterov"),
+        ({"nesterov": "dgc"}, "needs a momentum"),
+        ({"compressor": "none", "clip": 1.0, "clip_kind": "local"}, "none cannot clip locally"),
+        ({"compressor": "powersgd", "warm_up": 3}, "powersgd has no warm-up"),
+        ({"compressor": "redsync-quantised", "error_feedback": False}, "use threshold:redsync for"),
+        ({"compressor": "threshold:nonsense"}, "no compressor"),
+        ({"compressor": "dgc", "options": {"nonsense": 1}}, "system 'dgc'"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        RunConfig(**DIGITS | settings).check()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_systems_that_send_everything_are_momentum_sgd():
+    config = RunConfig(workload="resnet20-digits", steps=6, batch_size=8, weight_decay=1e-3)
+    config = config.replace(momentum=0.9, nesterov="dgc", lr_schedule="cosine", evaluate=False)
+    dense = run(config.replace(compressor="none"))
+    plain = run(config.replace(compressor="none", momentum=0, nesterov="none"))
+    for name, options in (
+        ("redsync", {"dense_below": 3000, "topk_below": 1 << 30}),
+        ("threshold:topk", {}),
+    ):
+        whole = run(config.replace(compressor=name, ratio=1.0, options=options, warm_up=2))
+        assert whole.losses == pytest.approx(dense.losses, rel=2e-3)
+        assert abs(whole.losses[-1] - plain.losses[-1]) > 0.1 * plain.losses[-1]
+    dgc = run(config.replace(compressor="dgc", ratio=0.01, warm_up=4, clip=1.0))
+    selected = [r["selected"] / r["numel"] for r in dgc.records]
+    assert selected[:3] == pytest.approx([0.25, 0.0625, 0.015625], rel=0.3)
+    assert selected[4:] == pytest.approx([0.01] * 2, rel=0.3)
+    assert dgc.records[0]["numel"] < dgc.numel  # vectors are dense
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_baselines_train_beside_the_compressors():

@@ -15,7 +15,7 @@ from workers import signs as cases
 
 from gradstats.collectives.ring import _pack, _unpack, pack_bits, split, unpack_bits
 from gradstats.compressors.cascading import Cascading
-from gradstats.compressors.marsit import Marsit, most_square, transient_merge
+from gradstats.compressors.marsit import Marsit, bernoulli_bits, most_square, transient_merge
 from gradstats.compressors.signs import (
     bits_per_element,
     matching_rate,
@@ -85,6 +85,31 @@ def test_where_bits_differ_each_side_wins_by_its_contributions(local_count, rece
             local_count + received_count
         )
         assert deviation(merged.float().mean().item(), expected, n) < SIGMAS
+
+
+@pytest.mark.parametrize(("a", "n"), [(1, 2), (1, 3), (2, 3), (3, 8), (5, 7), (1, 200), (0, 3)])
+def test_bits_made_64_at_a_time_have_exactly_their_probability(a, n):
+    count = 1_600_000
+    drawn = bernoulli_bits(count // 8, a, n, torch.Generator().manual_seed(2))
+    bits = unpack_bits(drawn, count).double()
+    assert deviation(float(bits.mean()), a / n, count) < SIGMAS
+    for apart in (1, 2, 8, 63, 64, 65, 512):  # neighbours in a byte, a word, and over words
+        product = float((bits[apart:] * bits[:-apart]).mean())
+        assert deviation(product, (a / n) ** 2, count - apart) < SIGMAS
+    for place in (0, 7, 31, 63):
+        share = float(bits[place::64].mean())
+        assert deviation(share, a / n, count // 64) < SIGMAS
+
+
+def test_a_fair_bit_takes_one_random_bit():
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    bernoulli_bits(8 * 1000, 1, 2, one)
+    torch.empty(1000, dtype=torch.int64).random_(
+        torch.iinfo(torch.int64).min, None, generator=other
+    )
+    assert torch.equal(one.get_state(), other.get_state())
+    assert bernoulli_bits(0, 1, 3, one).numel() == 0
+    assert bernoulli_bits(3, 1, 3, one).numel() == 3
 
 
 def test_stochastic_signs_are_unbiased():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -81,6 +82,33 @@ def test_nan_on_one_rank_stops_all_of_them_with_one_message():
         assert step == 2
     assert "parameter 0.weight" in results[1][0]
     assert "parameter" not in results[0][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("topk", {"find_unused_parameters": True}),
+        ("lags", {"gradient_as_bucket_view": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_a_training_goes_on_after_an_error_that_is_caught(name, options):
+    """To the bits of the same training without the refused steps."""
+    clean = run_ranks(2, partial(cases.refused_and_caught, name=name, bad_steps=0, **options))
+    caught = run_ranks(2, partial(cases.refused_and_caught, name=name, bad_steps=2, **options))
+    for (none, steps, expected), (raised, again, parameters) in zip(clean, caught, strict=True):
+        assert none == []
+        assert [message.split(":")[0] for message in raised] == [f"step {i // 2}" for i in range(6)]
+        assert all("on rank 1" in message for message in raised)
+        assert steps == again == 3
+        assert np.array_equal(parameters, expected)
+        assert np.array_equal(parameters, caught[0][2])
+
+
+def test_the_futures_of_a_refused_step_hold_the_error():
+    for asked, raised in run_ranks(2, cases.asked_futures):
+        assert raised.startswith("step 1: NaN or infinite gradient elements")
+        assert asked == [True, raised, True]
 
 
 EXIT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 
 import pytest
 import torch
@@ -15,6 +16,48 @@ from gradstats.hooks import CompressionState, dgc_warm_up
 from gradstats.hooks.memory import MomentumCorrection
 
 pytestmark = pytest.mark.distributed
+
+
+def remembered(name, *, copied):
+    """Three steps of a memory; the compressor returns the corrected buffer itself, or another tensor."""
+    memory, generator = cases.MEMORIES[name](), torch.Generator().manual_seed(0)
+    memory.allocate(6, torch.device("cpu"))
+    memory.allocate_dense(0, torch.device("cpu"))
+    slots, seen = (slice(0, 2), slice(2, 6)), []
+    for sent in ([1, 3], None, [0, 5]):
+        gradient = torch.randn(6, generator=generator)
+        before = [t.clone() for t in memory.tensors().values()]
+        previews = [memory.preview(gradient[slot], slot).clone() for slot in slots]
+        assert all(map(torch.equal, before, memory.tensors().values()))
+        for slot in slots:
+            memory.add(gradient[slot], slot)
+        assert torch.equal(torch.cat(previews), memory.corrected)
+        residual = memory.corrected.clone() if copied else memory.corrected
+        places = torch.arange(6) if sent is None else torch.tensor(sent)
+        residual[places] = 0
+        memory.settle(residual, None if sent is None else places)
+        seen.append([t.clone() for t in memory.tensors().values()])
+        if memory.residual is not None:
+            assert torch.equal(memory.residual, residual if copied else seen[-1][0])
+        if copied:  # the memory holds its own copy of it
+            residual.fill_(torch.nan)
+            assert all(map(torch.equal, seen[-1], memory.tensors().values()))
+    return seen
+
+
+@pytest.mark.parametrize("name", cases.MEMORIES)
+def test_a_memory_previews_what_it_adds_and_keeps_whatever_tensor_it_is_given(name):
+    own, other = (remembered(name, copied=copied) for copied in (False, True))
+    for step, (a, b) in enumerate(zip(own, other, strict=True)):
+        assert all(map(torch.equal, a, b))
+        if a:
+            *_, kept = a
+            zeros = [[1, 3], list(range(6)), [0, 5]][step]
+            assert kept[zeros].count_nonzero() == 0
+            assert kept.count_nonzero() == 6 - len(zeros)
+        if len(a) == 2:  # masked where it was sent, but in a dense step nothing is stale
+            masked = [] if step == 1 or name == "unmasked" else zeros
+            assert (a[0] == 0).nonzero().flatten().tolist() == masked
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -109,6 +152,39 @@ def test_a_lost_rank_is_one_clear_error(name, tmp_path):
         assert (intact, step) == ("True", "3")
         assert message.startswith("step 3: the exchange failed, a rank may be lost: ")
         assert "\n" not in message
+
+
+def test_a_checkpoint_that_is_not_plain_gets_no_advice():
+    class Code:
+        def __reduce__(self):
+            return print, ("run",)
+
+    stream = io.BytesIO()
+    torch.save({"selector": Code()}, stream)
+    state = CompressionState(TopK(0.1))
+    own = state.state_dict()["rank0"]
+    for damaged, why in (
+        (stream.getvalue(), "it holds other objects than tensors, which may run code"),
+        (own["compressor"][:100], ""),
+        (b"", ""),
+    ):
+        with pytest.raises(InputError, match=f"compressor cannot be read: {why}") as caught:
+            state.load_state_dict({"rank0": {**own, "compressor": damaged}})
+        assert "weights_only" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_hostile_schedules():
+    for at in (0.1, "0.1", [0.1]):
+        with pytest.raises(InputError, match="a schedule must be a function of the step"):
+            CompressionState(TopK(0.1), ratio_at=at)
+    for ratio in ("0.1", [0.1], 1j, float("nan"), 2, True, torch.tensor(0.1)):
+        with pytest.raises(InputError, match="ratio must be in"):
+            CompressionState(TopK(0.1), ratio_at=lambda step, ratio=ratio: ratio)
+        with pytest.raises(InputError, match="ratio must be in"):
+            dgc_warm_up(10, [0.1, ratio])
+    with pytest.raises(InputError, match="at least one ratio"):
+        dgc_warm_up(10, [])
 
 
 def test_refusals():

@@ -220,6 +220,53 @@ def nonfinite(rank, world):
     return message, untouched, state.step
 
 
+def refused_and_caught(rank, world, name, bad_steps, **options):
+    """Train on after errors that are caught; return what was raised, the steps, and the parameters."""
+    net = model()
+    ddp = DDP(net, bucket_cap_mb=0.01, **options)
+    state = CompressionState(make_compressor(name, 0.1), named_parameters=net.named_parameters())
+    ddp.register_comm_hook(state, compression_hook)
+    optimizer, raised = torch.optim.SGD(net.parameters(), 0.1), []
+    for step in range(3):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + rank))
+        bad = x.clone()
+        bad[0, 0] = float("nan") if rank == 1 else 0.0
+        for batch in [bad] * bad_steps + [x]:
+            optimizer.zero_grad()
+            try:
+                ddp(batch).square().sum().backward()
+            except NonFiniteGradientError as error:
+                raised.append(str(error))
+            else:
+                optimizer.step()
+    return raised, state.step, torch.cat([p.detach().view(-1) for p in net.parameters()]).numpy()
+
+
+def asked_futures(rank, world):
+    """Whoever asks the futures of a refused step is told, as a Capture is."""
+    net, asked = model(), []
+    ddp = DDP(net)
+    state = CompressionState(TopK(0.1), named_parameters=net.named_parameters())
+
+    def hook(state, bucket):
+        future = compression_hook(state, bucket)
+        try:
+            asked.append(torch.is_tensor(future.value()))
+        except NonFiniteGradientError as error:
+            asked.append(str(error))
+        return future
+
+    ddp.register_comm_hook(state, hook)
+    raised = ""
+    for value in (1.0, float("inf"), 1.0):
+        try:
+            ddp(torch.full((4, 40), value)).sum().backward()
+        except NonFiniteGradientError as error:
+            raised = str(error)
+        net.zero_grad()
+    return asked, raised
+
+
 def capture_run(rank, world, path, kind, schedule, steps=8, accumulate=1, store="gradients"):
     """Train under DDP with a captured hook; return what the hook saw, to compare with the trace."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

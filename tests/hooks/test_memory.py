@@ -1,0 +1,139 @@
+"""Momentum wherever a gradient is averaged: compressed, densely, in warm-up and by signs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from workers import memory as cases
+
+from gradstats.compressors import RandomK, SignSGD, TopK
+from gradstats.errors import InputError
+from gradstats.hooks import (
+    AdamCorrection,
+    CompressionState,
+    ErrorFeedback,
+    MomentumCorrection,
+)
+from gradstats.hooks.state import _outside
+
+MOMENTUM = [1, 1.9, 2.71, 3.439]
+NESTEROV = {"dgc": [1.9, 2.71, 3.439, 4.0951], "redsync": [2, 2.9, 3.71, 4.439]}
+
+
+@pytest.fixture(scope="module")
+def constant():
+    return run_ranks(2, cases.constant_gradients)
+
+
+@pytest.fixture(scope="module")
+def policies():
+    return run_ranks(2, cases.policies)
+
+
+def means(found):
+    """The updates of each parameter, step by step; within a parameter they are all the same."""
+    assert max(spread for step in found for _, spread in step) < 1e-5
+    return [
+        list(each) for each in zip(*([mean for mean, _ in step] for step in found), strict=True)
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name",
+    [*cases.COMPRESSORS, "small", "named", "all dense", "warm-up", "warm-up, then all"],
+)
+def test_a_constant_gradient_has_the_updates_of_momentum_sgd(constant, name):
+    for rank in constant:
+        for parameter in means(rank[name]):
+            assert parameter == pytest.approx(MOMENTUM, rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", ["compressed", "dense"])
+@pytest.mark.parametrize("form", ["dgc", "redsync"])
+def test_both_published_forms_of_nesterovs_momentum(constant, form, where):
+    for parameter in means(constant[0][f"{form}, {where}"]):
+        assert parameter == pytest.approx(NESTEROV[form], rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", ["compressed", "dense"])
+def test_adam_of_a_constant_gradient_has_steps_of_one(constant, where):
+    for parameter in means(constant[0][f"adam, {where}"]):
+        assert parameter == pytest.approx([1, 1, 1, 1], rel=1e-4)
+
+
+@pytest.mark.distributed
+def test_nothing_left_out_is_pytorchs_optimizer():
+    for worst in run_ranks(2, cases.against_torch):
+        assert max(worst.values()) < 1e-5
+
+
+@pytest.mark.distributed
+def test_a_refused_step_leaves_the_momentum_of_dense_parameters(policies):
+    for rank in policies:
+        for parameter in means(rank["skip"]):
+            assert parameter == pytest.approx([1, 1.9, 0, 2.71], rel=1e-5)
+        assert [step[0][0] for step in rank["propagate"]] == pytest.approx(
+            [1, 1.9, torch.inf, 2.71]
+        )
+        assert rank["skip untouched"]
+        assert rank["propagate untouched"]
+        assert not rank["zero untouched"]
+        small = [step[2][0] for step in rank["zero"]]
+        assert small == pytest.approx(
+            [1, 1.9, 0.9 * 1.9 + 0.5, 0.9 * (0.9 * 1.9 + 0.5) + 1], rel=1e-5
+        )
+
+
+@pytest.mark.distributed
+def test_momentum_counts_exchanges_and_unscaled_gradients(policies):
+    for rank in policies:
+        for parameter in means(rank["accumulated"]):
+            assert parameter == pytest.approx([2 * m for m in MOMENTUM], rel=1e-5)
+        for parameter in means(rank["scaled"]):
+            assert parameter == pytest.approx(MOMENTUM, rel=1e-5)
+        # a step in which no rank used it: no update, no momentum
+        assert rank["unused"] == [1, pytest.approx(1.9), None, pytest.approx(2.71)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_dense_momentum_survives_a_checkpoint_bit_by_bit(rule):
+    for same, replicas, message in run_ranks(2, cases.resume, rule):
+        assert same == [True, True]
+        assert replicas
+        assert message == "InputError: the checkpoint's residuals are of another model: named"
+
+
+@pytest.mark.distributed
+def test_sparse_gradients_are_refused_and_signs_are_not():
+    for message, remembers in run_ranks(1, cases.sparse):
+        assert message.startswith(
+            "InputError: 0.weight has a sparse gradient, for which MomentumCorr"
+        )
+        assert remembers
+
+
+def test_options_out_of_range():
+    with pytest.raises(InputError, match="nesterov must be true, false or one of dgc, redsync"):
+        MomentumCorrection(0.9, nesterov="torch")
+    assert MomentumCorrection(nesterov=True).nesterov == "dgc"
+    assert MomentumCorrection().nesterov is None
+    with pytest.raises(InputError, match=r"betas must be in \[0, 1\)"):
+        AdamCorrection((0.9, 1.0))
+    with pytest.raises(InputError, match="eps must be positive"):
+        AdamCorrection(eps=0.0)
+    for compressor in (SignSGD(), RandomK(0.1, unbiased=True)):
+        with pytest.raises(InputError, match="leaves no residual to feed back"):
+            CompressionState(compressor, memory=ErrorFeedback())
+    assert CompressionState(TopK(0.1), memory=AdamCorrection()).error_feedback
+
+
+def test_positions_outside_of_layers():
+    positions = torch.tensor([0, 3, 4, 9, 10, 14, 15])
+    assert _outside(positions, [slice(0, 4), slice(10, 15)]).tolist() == [4, 9, 15]
+    assert _outside(positions, [slice(4, 10)]).tolist() == [0, 3, 10, 14, 15]
+    assert _outside(None, [slice(0, 4)]) is None

@@ -1,0 +1,112 @@
+"""Names of systems are whole systems, and `threshold:NAME` is the rule alone."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from gradstats.compressors import (
+    RULE,
+    SELECTORS,
+    Layerwise,
+    SparseCompressor,
+    compressor_class,
+    make_compressor,
+)
+from gradstats.compressors.redsync import MeanOfSign, redsync_selector
+from gradstats.errors import InputError
+from gradstats.hooks import ErrorFeedback, MomentumCorrection, dgc_warm_up
+from gradstats.hooks.systems import SYSTEMS, dgc, make_state, redsync
+
+
+def model():
+    return nn.Sequential(
+        nn.Linear(40, 300), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Linear(300, 3)
+    )
+
+
+def chosen(state, name):
+    """The selector that a layer-wise state has for a parameter of the model."""
+    numels = {n: p.numel() for n, p in model().named_parameters()}
+    return state.compressor.choose(name, numels[name])
+
+
+def test_dgc_is_layer_by_layer_with_vectors_dense_and_momentum_corrected():
+    state = make_state("dgc", 0.01, model().named_parameters())
+    assert isinstance(state.compressor, Layerwise)
+    assert isinstance(state.memory, MomentumCorrection)
+    assert (state.memory.momentum, state.memory.masking) == (0.9, True)
+    assert state._layout.names == ["0.weight", "2.weight", "3.weight"]
+    assert chosen(state, "2.weight").estimator.name == "dgc"
+    assert make_state("dgc", 0.01, model().named_parameters(), exclude=["3.*"])._layout.names == [
+        "0.weight",
+        "2.weight",
+    ]
+
+
+@pytest.mark.parametrize("name", ["redsync", "redsync-quantised"])
+def test_redsync_has_four_classes_of_size_and_an_exact_output_layer(name):
+    options = {"dense_below": 500, "topk_below": 13_000, "search_above": 50_000}
+    state = make_state(name, 0.01, model().named_parameters(), **options)
+    assert "0.bias" not in state._layout.names  # dense
+    quantised = name == "redsync-quantised"
+    for parameter, estimator in (("0.weight", "exact"), ("2.weight", "redsync")):
+        selector = chosen(state, parameter)
+        assert isinstance(selector, MeanOfSign) == quantised
+        assert (selector.selector if quantised else selector).estimator.name == estimator
+    assert redsync_selector(20_000, 0.01, topk_below=13_000).estimator.name == "redsync-trimmed"
+    for output in ("3.weight", "3.bias"):
+        assert not isinstance(chosen(state, output), MeanOfSign)
+    named = redsync(model().named_parameters(), output_layer=["0.*"], quantise=True)
+    assert not isinstance(chosen(named, "0.weight"), MeanOfSign)
+    assert isinstance(chosen(named, "3.weight"), MeanOfSign)
+    assert state.memory.nesterov == "dgc"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "ratios"),
+    [
+        (0.001, [0.25, 0.0625, 0.015625, 0.004, 0.001]),
+        (0.01, [0.25, 0.0625, 0.015625, 0.01, 0.01]),
+        (0.1, [0.25, 0.1, 0.1, 0.1, 0.1]),
+        (0.5, [0.5] * 5),
+    ],
+)
+def test_dgc_never_warms_up_through_less_than_its_ratio(ratio, ratios):
+    state = dgc(model().named_parameters(), ratio, steps_per_epoch=3)
+    assert [state._schedule.of(step) for step in range(0, 15, 3)] == ratios
+    state._schedule.begin(3)
+    assert state.compressor.ratio == ratios[1]
+
+
+def test_a_ratio_of_every_layer_follows_a_schedule():
+    state = redsync(
+        model().named_parameters(), 0.1, dense_below=0, ratio_at=dgc_warm_up(1, (0.5, 0.2))
+    )
+    first = state.compressor._selector("0.weight", 12_000)
+    assert (first.ratio, first.target(12_000)) == (0.5, 6000)
+    state._schedule.begin(1)
+    assert first.ratio == state.compressor._selector("2.weight", 90_000).ratio == 0.2
+    assert Layerwise(lambda name, numel: first).ratio is None
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_bare_rule_has_a_name_of_its_own(name):
+    assert compressor_class(RULE + name) is SparseCompressor
+    bare = make_compressor(RULE + name, 0.01)
+    assert isinstance(bare, SparseCompressor)
+    state = make_state(RULE + name, 0.01, model().named_parameters())
+    assert isinstance(state.memory, ErrorFeedback)
+    assert not state._layout.dense_slots
+
+
+def test_unknown_names_and_options():
+    named = list(model().named_parameters())
+    for name in ("threshold:nonsense", "threshold:", "threshold:marsit", "nonsense"):
+        with pytest.raises(InputError, match="no compressor"):
+            make_state(name, 0.01, named)
+    for name in SYSTEMS:
+        with pytest.raises(InputError, match=f"system '{name}': .*nonsense"):
+            make_state(name, 0.01, named, compressor_options={"nonsense": 1})
+    with pytest.raises(InputError, match="PyTorch's own averaging"):
+        make_state("none", 0.01, named)
