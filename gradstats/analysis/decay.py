@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from gradstats.statistics.compressibility import (
     checked_window,
     control,
     decay_of,
+    with_blocks,
 )
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
@@ -71,8 +72,10 @@ def compressibility_records(
 
         def plan(submit: Submit, key: Key, source: Source = source, last: int = last) -> Any:
             sketches = plan_sketches(submit, source, key)
-            largest = plan_largest(submit, source, key, sketches, last)
-            return submit(_decay, source.labels(*key), largest, sketches, window)
+            # as many again below the window, which a bootstrap's replicates need
+            largest = plan_largest(submit, source, key, sketches, 2 * last)
+            layers = np.array([layer.offset for layer in source.layers], np.int64)
+            return submit(_decay, source.labels(*key), largest, sketches, window, layers)
 
         for record in evaluate(plan, subset.keys(source), client):
             records.append(record)
@@ -81,19 +84,25 @@ def compressibility_records(
     for numel in sizes:
         for name in CONTROLS:
             labels = {"trace": "control", "step": None, "rank": None, "kind": name}
-            records.append(labels | _fields(control(name, numel, window)[0]))
+            ideal = control(name, numel, window)[0]
+            records.append(labels | _fields(replace(ideal, dependence="")))
     return records
 
 
 def _decay(
     labels: dict[str, Any],
-    largest: NDArray[np.float64],
+    largest: tuple[NDArray[np.float64], NDArray[np.int64] | None],
     sketches: dict[str, Sketch],
     window: tuple[int, int] | None,
+    layers: NDArray[np.int64],
 ) -> dict[str, Any]:
-    m = sketches["all"].magnitudes
+    m, (magnitudes, positions) = sketches["all"].magnitudes, largest
     first, last = checked_window(window, m.count)
-    return labels | _fields(decay_of(largest[:last], first, m))
+    if positions is not None:
+        positions = positions[: 2 * last]
+    decay = decay_of(magnitudes[:last], first, m)
+    numel = sketches["all"].numel
+    return labels | _fields(with_blocks(decay, magnitudes[: 2 * last], positions, numel, layers))
 
 
 def _fields(decay: Compressibility) -> dict[str, Any]:

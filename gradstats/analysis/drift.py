@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
 from gradstats.analysis.quality import inner_90, spread_of
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import RATIOS, check_ratio, target_count
+from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
 from gradstats.statistics.goodness import goodness
+from gradstats.statistics.resampling import holm
 from gradstats.statistics.solution import FitError
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
@@ -67,7 +68,7 @@ class _Measuring:
             "rms": math.sqrt(m.mean_square) if m.count else math.nan,
             "max": m.max,
             **{name: getattr(decay, name) for name in ("p", "p_low", "p_high", "hill")},
-            "threshold": [m.upper_quantile(target_count(r, finite)) for r in self.ratios],
+            "threshold": [m.upper_quantile(max(target_count(r, finite), 1)) for r in self.ratios],
         }
         rows = [self._fit(model, reduced) for model in self.models]
         return found | {name: [row[name] for row in rows] for name in _BY_MODEL}
@@ -181,10 +182,9 @@ def dataset_of(
     """
     import xarray
 
+    models, ratios = check_several(models, "models"), check_ratios(ratios)
     for model in models:
-        check_method(model, method or default_method(model))
-    for ratio in ratios:
-        check_ratio(ratio)
+        check_method(model, default_method(model) if method is None else method)
     keys, parameters = subset.keys(source), subset.parameters(source)
     work = _Measuring(tuple(models), method, tuple(ratios))
 
@@ -246,6 +246,10 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
     ranks is the series. Low and high come from the dispersion over ranks and steps: standard errors of a fit take
     elements as independent, and are much too small.
 
+    Tests of short or slowly moving series reject too often. At 5 %, `kpss_p` rejects a stationary series in 14 % of 20
+    steps of white noise and 37 % of 400 steps at an autocorrelation of 0.9; `adf_p` rejects a random walk in 19, 12, 8
+    and 6 % of 20, 60, 150 and 400 steps.
+
     Parameters
     ----------
     dataset : xarray.Dataset
@@ -293,15 +297,9 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
 
 def _correct(records: list[dict[str, Any]]) -> None:
     """Add the p-values of the slopes, corrected for the number of series of each kind (Holm 1979)."""
-    tested = [r for r in records if math.isfinite(r["slope_p"])]
-    if not tested:
-        return
-    from statsmodels.stats.multitest import multipletests
-
-    for kind in {r["kind"] for r in tested}:
-        alike = [r for r in tested if r["kind"] == kind]
-        corrected = multipletests([r["slope_p"] for r in alike], method="holm")[1]
-        for record, p in zip(alike, corrected, strict=True):
+    for kind in {r["kind"] for r in records}:
+        alike = [r for r in records if r["kind"] == kind]
+        for record, p in zip(alike, holm(np.array([r["slope_p"] for r in alike])), strict=True):
             record["slope_p_holm"] = float(p)
 
 

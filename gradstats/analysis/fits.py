@@ -6,17 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
 from gradstats.statistics.goodness import bootstrap, goodness
+from gradstats.statistics.resampling import holm
 from gradstats.statistics.solution import FitError
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
 
 __all__ = ["UNTESTED", "fit_records"]
 
-UNTESTED = {"p_value": float("nan"), "p_naive": float("nan"), "subsample": 0}
+UNTESTED = {
+    "p_value": float("nan"),
+    "p_naive": float("nan"),
+    "p_holm": float("nan"),
+    "subsample": 0,
+}
 """Fields of a fit whose bootstrap was not run or failed."""
 
 _DISTANCES = ("nll", "aic", "bic", "ks", "wasserstein", "ad_upper", "tail_error")
@@ -33,11 +41,18 @@ class _Fitting:
     seed: int
 
     def __call__(self, labels: dict[str, Any], sketches: dict[str, Sketch]) -> list[dict[str, Any]]:
-        return [
+        records = [
             labels | {"layer": layer, "model": model} | self._one(model, each)
             for layer, each in sketches.items()
             for model in self.models
         ]
+        for model in self.models if self.replicates else ():
+            layers = [r for r in records if r["model"] == model and r["layer"] != "all"]
+            for record, p in zip(
+                layers, holm(np.array([r["p_value"] for r in layers])), strict=True
+            ):
+                record["p_holm"] = float(p)
+        return records
 
     def _one(self, model: str, reduced: Sketch) -> dict[str, Any]:
         method = self.method or default_method(model)
@@ -79,7 +94,8 @@ class _Fitting:
             )
         except FitError:
             return UNTESTED
-        return {"p_value": test.p_value, "p_naive": test.p_naive, "subsample": test.size}
+        tested = {"p_value": test.p_value, "p_naive": test.p_naive, "subsample": test.size}
+        return UNTESTED | tested
 
 
 def fit_records(
@@ -131,7 +147,8 @@ def fit_records(
     -------
     list of dict
         trace, step, rank, kind, layer, model, method, n, zeros, params, stderr, the fields of
-        :class:`gradstats.statistics.goodness.Goodness`, with a bootstrap p_value, p_naive and subsample, and status. A
+        :class:`gradstats.statistics.goodness.Goodness`, with a bootstrap p_value, p_naive, subsample and p_holm
+        (p_value of a layer, corrected for the number of layers), and status. A
         layer that a model cannot describe has empty numbers and the reason in ``status``.
 
     Raises

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import check_ratio
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics import pot
 from gradstats.statistics.fitting import Method
+from gradstats.statistics.resampling import holm
 from gradstats.statistics.solution import FitError
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
@@ -23,6 +26,9 @@ _NUMBERS = [
     *("ratio", "threshold", "mean_excess", "mean_excess_low", "mean_excess_high"),
     *("c", "c_low", "c_high", "scale", "scale_low", "scale_high"),
 ]
+_UNSEEN = ("n", "c", "c_low", "c_high")
+_UNCHOSEN = {"p_value": float("nan"), "p_stable": float("nan"), "chosen": False}
+_UNCHOSEN |= {"unseen_n": 0} | {f"unseen_{name}": float("nan") for name in _UNSEEN[1:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,7 @@ class _Peaks:
             fits = pot.parameter_stability(m, self.ratios, self.method)
         except FitError as error:
             record = labels | dict.fromkeys(_NUMBERS, float("nan")) | {"n": 0, "status": str(error)}
-            chosen = {"p_value": float("nan"), "chosen": False} if self.replicates else {}
-            return [record | chosen]
+            return [record | (_UNCHOSEN if self.replicates else {})]
         records = [
             labels
             | {
@@ -73,10 +78,14 @@ class _Peaks:
                 seed=self.seed,
                 method=self.method,
             )
-            found = {c.ratio: c.p_value for c in choice.candidates}
+            found = {c.ratio: c for c in choice.candidates}
             for record in records:
-                record["p_value"] = found.get(record["ratio"], float("nan"))
-                record["chosen"] = record["ratio"] == choice.ratio
+                record |= _UNCHOSEN
+                if candidate := found.get(record["ratio"]):
+                    record |= {"p_value": candidate.p_value, "p_stable": candidate.p_stable}
+                if choice.estimate and record["ratio"] == choice.ratio:
+                    unseen = {f"unseen_{f}": getattr(choice.estimate, f) for f in _UNSEEN}
+                    record |= {"chosen": True} | unseen
         return records
 
 
@@ -124,7 +133,9 @@ def pot_records(
     -------
     list of dict
         trace, step, rank, kind, ratio, threshold, n; mean_excess, c and scale (σ − cu), each with _low and _high, 95 %
-        intervals; status; with a bootstrap p_value and chosen.
+        intervals; status. With a bootstrap also p_value (of the generalized Pareto), p_stable (of one shape from there
+        on), chosen, and in the row chosen unseen_c with unseen_c_low and unseen_c_high, the shape of the unseen_n
+        excesses that the choice did not see: those intervals are not narrowed by it, c_low and c_high are.
 
     Raises
     ------
@@ -175,7 +186,9 @@ def mixture_records(
     -------
     list of dict
         trace, step, rank, kind; layer (``pooled``, ``normalised``, then the parameters' names); n, c, c_low, c_high
-        (95 % interval), status.
+        (95 % interval), p_value (of ξ = 0, an exponential tail, by the likelihood ratio), p_holm (the same of a layer,
+        corrected for the number of layers shown, of which one in twenty is below 0.05 by chance; NaN of the two
+        pooled), status.
 
     Raises
     ------
@@ -185,7 +198,16 @@ def mixture_records(
     shown = Subset(layers=layers, per_layer=True).parameters(source)
     work = partial(_mixture, at=at, method=method, shown=("pooled", "normalised", *shown))
     subset = Subset(steps, ranks, kinds, per_layer=True)
-    return each_sketched(source, subset, work, client, on_progress)
+    records = each_sketched(source, subset, work, client, on_progress)
+    gradients: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in records:
+        if r["layer"] not in ("pooled", "normalised"):
+            gradients.setdefault((r["step"], r["rank"], r["kind"]), []).append(r)
+    for layers_of in gradients.values():
+        p_values = holm(np.array([r["p_value"] for r in layers_of]))
+        for record, p in zip(layers_of, p_values, strict=True):
+            record["p_holm"] = float(p)
+    return records
 
 
 def _mixture(
@@ -198,12 +220,13 @@ def _mixture(
     try:
         found = pot.mixture({n: s for n, s in sketches.items() if n != "all"}, at, method)
     except FitError as error:
-        numbers = dict.fromkeys(("c", "c_low", "c_high"), float("nan"))
+        numbers = dict.fromkeys(("c", "c_low", "c_high", "p_value", "p_holm"), float("nan"))
         return [labels | {"layer": "pooled", "n": 0} | numbers | {"status": str(error)}]
     rows = {"pooled": found.pooled, "normalised": found.normalised, **found.layers}
     return [
         labels
         | {"layer": layer, "n": row.n, "c": row.c, "c_low": row.c_low, "c_high": row.c_high}
+        | {"p_value": row.p_exponential, "p_holm": float("nan")}
         | {"status": row.status or "; ".join(row.flags) or "ok"}
         for layer, row in rows.items()
         if layer in shown

@@ -16,6 +16,7 @@ from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.sketch import BITS, Sketch, merge, sketch
+from gradstats.statistics.compressibility import in_order
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
 
@@ -38,6 +39,9 @@ Key: TypeAlias = tuple[int, Kind, int]
 
 Submit: TypeAlias = Callable[..., Any]
 """``submit(function, *arguments)``: a plain call, or dask's, which returns futures and takes them as arguments."""
+
+Located: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64] | None]
+"""Magnitudes, and where in the gradient they lie if that is known."""
 
 T = TypeVar("T")
 
@@ -213,8 +217,8 @@ def plan_largest(submit: Submit, source: Source, key: Key, sketches: Any, count:
 
     Returns
     -------
-    ndarray of float64, or a future of it
-        Magnitudes in descending order, at most `count`.
+    (ndarray of float64, ndarray of int64 or None), or a future of it
+        Magnitudes in descending order, at most `count`, and their positions; None from a source of sketches.
     """
     if source.sketched(*key[:2]):
         return submit(_expand, sketches, count)
@@ -226,8 +230,8 @@ def plan_largest(submit: Submit, source: Source, key: Key, sketches: Any, count:
     return submit(_largest, parts, count)
 
 
-def _expand(sketches: dict[str, Sketch], count: int) -> NDArray[np.float64]:
-    return sketches["all"].magnitudes.largest(count)
+def _expand(sketches: dict[str, Sketch], count: int) -> Located:
+    return sketches["all"].magnitudes.largest(count), None
 
 
 def _beginning(sketches: dict[str, Sketch], count: int) -> float:
@@ -237,14 +241,17 @@ def _beginning(sketches: dict[str, Sketch], count: int) -> float:
     return float(m.left[i]) if i < m.left.size and count < m.count else 0.0
 
 
-def _collect(source: Source, key: Key, start: int, stop: int, low: float) -> NDArray[np.float64]:
-    kept = as_numpy(select(source.elements(*key, start, stop), low).values)
-    magnitude: NDArray[np.float64] = np.abs(kept).astype(np.float64)
-    return magnitude[np.isfinite(magnitude)]
+def _collect(source: Source, key: Key, start: int, stop: int, low: float) -> Located:
+    kept = select(source.elements(*key, start, stop), low)
+    magnitude: NDArray[np.float64] = np.abs(as_numpy(kept.values)).astype(np.float64)
+    return magnitude, as_numpy(kept.indices) + start
 
 
-def _largest(parts: list[NDArray[np.float64]], count: int) -> NDArray[np.float64]:
-    return np.sort(np.concatenate(parts))[::-1][:count] if parts else np.empty(0)
+def _largest(parts: list[tuple[NDArray[np.float64], NDArray[np.int64]]], count: int) -> Located:
+    if not parts:
+        return np.empty(0), np.empty(0, np.int64)
+    magnitudes, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return in_order(magnitudes, positions, count)
 
 
 def each_sketched(

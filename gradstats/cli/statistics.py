@@ -48,10 +48,10 @@ FITS = Table(
     ("trace", "kind"),
 )
 DECAY = Table(
-    "Decay of sorted magnitudes, 95 % intervals",
+    "Decay of sorted magnitudes, 95 % intervals: of independent elements, and by runs of neighbours",
     (
-        *("trace", "step", "rank", "kind", "p", "p_low", "p_high", "compressible"),
-        *("hill", "sigma_p", "window"),
+        *("trace", "step", "rank", "kind", "p", "p_low", "p_high", "runs_low", "runs_high"),
+        *("compressible", "hill", "sigma_p", "window"),
     ),
     (),
 )
@@ -64,8 +64,8 @@ PEAKS = Table(
     ("trace", "kind", "step"),
 )
 TAILS = Table(
-    "Tail shapes by layer",
-    ("trace", "step", "rank", "kind", "layer", "n", "c", "c_low", "c_high"),
+    "Tail shapes by layer; p: of c = 0, by Holm for all layers shown",
+    ("trace", "step", "rank", "kind", "layer", "n", "c", "c_low", "c_high", "p_holm"),
     ("trace", "kind", "step"),
 )
 DRIFT = Table(
@@ -176,6 +176,9 @@ def compressibility(  # numpydoc ignore=PR01
         undecided = Counter(r["reason"] for r in records if r["compressible"] is None)
         for reason, n in undecided.items():
             note(f"compressible –, {n} of {len(records)}: {reason}")
+        taken = [r for r in records if r["trace"] != "control"]
+        for reason, n in Counter(r["dependence"] for r in taken if r["dependence"]).items():
+            note(f"runs –, {n} of {len(taken)}: {reason}")
 
 
 def _window(text: str | None) -> tuple[int, int] | None:
@@ -228,14 +231,21 @@ def pot(  # numpydoc ignore=PR01
     else:
         table = PEAKS
         if choose:
-            test = "; p: of 1000 excesses each, and what they cannot show stays"
-            table = PEAKS.extended(test, "p_value", "chosen")
+            test = "; p: of 1000 excesses each, and what they cannot show stays; p stable: of one c from there on"
+            table = PEAKS.extended(test, "p_value", "p_stable", "chosen")
         work = one_by_one(peaks.pot_records, ratio, method=method, replicates=choose)
     records = analyse(
         "peaks", source, work, scheduler=scheduler, steps=step, ranks=rank, kinds=kind, layers=layer
     )
     table.emit(records, format, output)
     note_statuses(records, format, "layer" if table is TAILS else "ratio")
+    for r in records if format == "table" else ():
+        if r.get("chosen"):
+            note(
+                f"{r['trace']}, {r['kind']}, step {r['step']}, rank {r['rank']}: chosen {r['ratio']:g}, c = "
+                f"{r['unseen_c']:.3f} ({r['unseen_c_low']:.3f} to {r['unseen_c_high']:.3f}) by the {r['unseen_n']:,} "
+                "excesses that the choice did not see"
+            )
 
 
 def drift(  # numpydoc ignore=PR01

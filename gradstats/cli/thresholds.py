@@ -18,17 +18,18 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import Table, analyse, emit, one_by_one
+from gradstats.cli.output import Table, analyse, emit, note, one_by_one
 from gradstats.errors import InputError
 
-__all__ = ["BY_STAGE", "QUALITY", "bench", "quality"]
+__all__ = ["BY_STAGE", "DIFFERENCES", "QUALITY", "bench", "quality"]
 
 QUALITY = Table(
     "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; "
-    "floor: 1.96/√k, for independent elements of a known law",
+    "floor: 1.96/√k, for independent elements of a known law; floor fitted: of a Laplace fitted to the same elements; "
+    "in clusters of ten both are 3.2 times as wide",
     (
         *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "min", "max"),
-        *("energy_error", "n", "floor"),
+        *("energy_error", "n", "floor", "floor_fitted"),
     ),
     ("trace", "kind"),
 )
@@ -37,6 +38,15 @@ BY_STAGE = Table(
     (
         *("trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"),
         *("asked", "got", "factor", "quality"),
+    ),
+    ("trace", "kind"),
+)
+DIFFERENCES = Table(
+    "k̂/k minus that of another rule, step by step, 95 % intervals; error: of |k̂/k − 1|, below 0 is closer to k",
+    (
+        *("trace", "estimator", "versus", "ratio", "kind", "layer", "n"),
+        *("difference", "difference_low", "difference_high"),
+        *("error", "error_low", "error_high", "p_holm"),
     ),
     ("trace", "kind"),
 )
@@ -56,6 +66,10 @@ def quality(  # numpydoc ignore=PR01
         bool,
         typer.Option("--by-stage", help="Split the error of multi-stage rules over their stages."),
     ] = False,
+    versus: Annotated[
+        str | None,
+        typer.Option(help="Compare the rules with this one, step by step, instead."),
+    ] = None,
     layer: LayerOption = None,
     step: StepOption = None,
     rank: RankOption = None,
@@ -66,22 +80,34 @@ def quality(  # numpydoc ignore=PR01
     """Compare how many elements thresholds keep with how many they should: k̂/k.
 
     Rules with a state (reuse, feedback, warm start, adaptive stages) see the captured steps in order, as if they were
-    adjacent.
+    adjacent. From twenty steps on the mean has a 95 % interval, by blocks of neighbouring steps.
     """
+    from math import isfinite
+
     from gradstats.analysis import quality
     from gradstats.primitives.ratio import RATIOS
     from gradstats.thresholds import ESTIMATORS
 
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
-    work = one_by_one(
-        quality.stage_budget if by_stage else quality.quality,
-        ratio or RATIOS,
-        estimator or tuple(ESTIMATORS),
-        options=options,
-        per_layer=per_layer,
-    )
+    if by_stage and versus:
+        raise InputError("--by-stage and --versus are two tables: ask for one of them")
+    table, records_of = QUALITY, quality.quality
+    if by_stage:
+        table, records_of = BY_STAGE, quality.stage_budget
+    elif versus:
+        table, records_of = DIFFERENCES, quality.quality_series
+    names = list(dict.fromkeys([*(estimator or ESTIMATORS), *([versus] if versus else [])]))
+    work = one_by_one(records_of, ratio or RATIOS, names, options=options, per_layer=per_layer)
     records = analyse("quality", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
-    (BY_STAGE if by_stage else QUALITY).emit(records, format, output)
+    if versus:
+        records = quality.differences(records, versus)
+    elif not by_stage and any(isfinite(r["mean_low"]) for r in records):
+        intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
+        table = QUALITY.extended(intervals, "mean_low", "mean_high")
+    table.emit(records, format, output)
+    if versus and format == "table":
+        for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):
+            note(f"no interval: {status}")
 
 
 def bench(  # numpydoc ignore=PR01

@@ -6,7 +6,7 @@ so that the figures read in grey.
 
 from __future__ import annotations
 
-from gradstats.plots.decay import best_k_error, local_exponent, magnitude_decay
+from gradstats.plots.decay import best_k_error, local_exponent, magnitude_decay, window_exponent
 from gradstats.plots.fits import density, mean_excess, parameter_stability, qq, tail
 from gradstats.plots.speedups import speedup
 from gradstats.plots.style import png
@@ -36,4 +36,5 @@ __all__ = [
     "tail",
     "time_split",
     "timeline",
+    "window_exponent",
 ]

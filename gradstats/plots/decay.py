@@ -11,13 +11,18 @@ from numpy.typing import NDArray
 from gradstats.plots.style import LINES, MARKERS, PALETTE, label_of, log_ranks, ranked, tidy
 from gradstats.primitives import Array
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.compressibility import CONTROLS, control, local_exponents
+from gradstats.statistics.compressibility import (
+    CONTROLS,
+    control,
+    local_exponents,
+    window_exponents,
+)
 from gradstats.statistics.fitting import as_magnitudes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["best_k_error", "local_exponent", "magnitude_decay"]
+__all__ = ["best_k_error", "local_exponent", "magnitude_decay", "window_exponent"]
 
 
 def magnitude_decay(
@@ -161,4 +166,44 @@ def local_exponent(
     most = max([10, *(m.count for m in each.values())])
     ax.set(xlabel="rank", ylabel="local exponent p", xscale="log", xlim=(1, most), ylim=(0, 2))
     ax.legend(fontsize="small", loc="upper left")
+    return tidy(ax, title)
+
+
+def window_exponent(
+    vectors: Mapping[str, Array | Sketch | Magnitudes], ax: Axes, *, title: str | None = None
+) -> Axes:
+    """Draw the decay exponent over windows of the largest elements, by the share they hold, with controls.
+
+    A power law has one exponent in all windows. Where a curve crosses ½, the verdict depends on the window.
+
+    Parameters
+    ----------
+    vectors : mapping of str to array_like, Sketch or Magnitudes
+        Gradients by label.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+    """
+    each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    shares = np.geomspace(1e-4, 0.1, 13).tolist()
+    for i, (label, m) in enumerate(each.items()):
+        found = window_exponents(m, shares)
+        at, colour = [e.last / m.count for e in found], PALETTE[i % 10]
+        ax.plot(at, [e.p for e in found], marker=MARKERS[i], ms=4, color=colour, label=label)
+        bounds = [e.p_low for e in found], [e.p_high for e in found]
+        ax.fill_between(at, *bounds, color=colour, alpha=0.2)
+    for style, label, ideal in _controls(each):
+        found = window_exponents(ideal, shares)
+        at = [e.last / ideal.count for e in found]
+        ax.plot(at, [e.p for e in found], color="0.5", ls=style, label=label)
+    ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")
+    ax.set(xlabel="share of the non-zero elements in the window", ylabel="exponent p of the window")
+    ax.set(xscale="log", xlim=(5e-5, 0.2), ylim=(0, None))
+    ax.legend(fontsize="small")
     return tidy(ax, title)

@@ -121,22 +121,40 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
         return Verdict("Too few elements for a tail", f"It takes {FEWEST} in the largest tenth.")
     last = pooled[-1]
     step, c = last["step"], last["c"]
-    word = "Exponential" if last["c_low"] <= 0 <= last["c_high"] else "Heavy" if c > 0 else "Short"
-    headline = f"{word}: ξ = {_signed(c)}"
+    word = _heaviness(last)
+    headline = f"{word.capitalize()} in the top tenth: ξ = {_signed(c)}"
     numbers = f"Top tenth, step {step}: {_interval(last, 'c')}"
     normalised = [r for r in rows if r["layer"] == "normalised" and r["step"] == step]
     if len(measured.source.layers) > 1 and normalised:
         own = normalised[0]
         numbers += f"; with every layer divided by its mean {_interval(own, 'c')}"
-        if word == "Heavy":
+        if word == "heavy":
             mixed = own["c"] < c / 2
             headline += (
                 ", most of it from layers of different scale" if mixed else ", in the layers too"
             )
+    further = [r for r in _of(measured.peaks, kind) if r["step"] == step and r["ratio"] < 0.1]
+    further = [r for r in further if r["n"] >= FEWEST and math.isfinite(r["c_low"])]
+    if further:
+        least = further[-1]
+        headline += f"; {_heaviness(least)} in the top {_share(least)}: {_signed(least['c'])}"
+        shares = ", ".join(f"{_interval(r, 'c')} in the top {_share(r)}" for r in further)
+        numbers += f". It is about the share it is fitted to: {shares}"
     if len(pooled) > 1:
         before = ", ".join(f"{_signed(r['c'])} at step {r['step']}" for r in pooled[:-1])
         numbers += f". Pooled, {before}"
     return Verdict(headline, numbers + ". 0 is exponential.")
+
+
+def _heaviness(record: dict[str, Any]) -> str:
+    """Return what the interval of a shape says of the tail."""
+    if record["c_low"] <= 0 <= record["c_high"]:
+        return "exponential"
+    return "heavy" if record["c"] > 0 else "short"
+
+
+def _share(record: dict[str, Any]) -> str:
+    return f"{100 * record['ratio']:g}\N{NO-BREAK SPACE}%"
 
 
 def _interval(record: dict[str, Any], name: str) -> str:

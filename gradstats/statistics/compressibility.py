@@ -10,7 +10,7 @@ only where they agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, kth_largest, select
-from gradstats.primitives.arrays import check, flat_chunks
+from gradstats.primitives import Array, kth_largest, numel_of, select
+from gradstats.primitives.arrays import as_numpy, check, flat_chunks
+from gradstats.primitives.ratio import check_count, check_ratios, check_several, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
+from gradstats.statistics.dependence import NO_POSITIONS, exponent_of, over_blocks, runs_of
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.solution import Z95
 
@@ -36,7 +38,10 @@ __all__ = [
     "control",
     "decay_of",
     "default_window",
+    "in_order",
     "local_exponents",
+    "window_exponents",
+    "with_blocks",
 ]
 
 _FEWEST = 10
@@ -72,7 +77,8 @@ class Compressibility:
     p, p_low, p_high : float
         Exponent by the rank-½ regression (Gabaix and Ibragimov 2011) and its 95 % interval p(1 ± 1.96 √(2/n)), which
         allows for the dependence of order statistics; NaN with fewer than ten ranks. It takes the elements themselves
-        as independent: in clusters, as within a layer, it is far too narrow.
+        as independent: with clusters of twenty alike it covers 39 %. See `runs_low`. In a window that begins beyond
+        rank 1, the standard error is that of the gaps between its ranks.
     hill, hill_low, hill_high : float
         Hill's estimate from the same largest ranks, with the interval p(1 ± 1.96/√n).
     c1 : float
@@ -96,6 +102,14 @@ class Compressibility:
     windows : mapping of str to float
         First and last rank as text, such as ``"1-270"``, to p over these ranks, for the largest 0.1, 1 and 10 % of the
         non-zero elements (:data:`SHARES`) where those are at least 50 ranks, and for `window`.
+    runs_low, runs_high : float
+        95 % interval of `p` by a bootstrap of runs of √d neighbouring elements. It allows for elements that depend on
+        their neighbours, as `p_low` and `p_high` do not; NaN where there is none. Where clusters are longer than a
+        tenth of a run it covers 84 %.
+    layers_low, layers_high : float
+        The same by a bootstrap of whole layers; NaN where layers are not known or fewer than 20 reach into the window.
+    dependence : str
+        Why there is no interval by runs; empty if there is one.
     """
 
     p: float
@@ -111,6 +125,11 @@ class Compressibility:
     compressible: bool | None
     reason: str = Ruling.TOO_FEW.value
     windows: Mapping[str, float] = field(default_factory=dict)
+    runs_low: float = math.nan
+    runs_high: float = math.nan
+    layers_low: float = math.nan
+    layers_high: float = math.nan
+    dependence: str = NO_POSITIONS
 
 
 def default_window(count: int) -> tuple[int, int]:
@@ -125,7 +144,9 @@ def default_window(count: int) -> tuple[int, int]:
 
 
 def compressibility(
-    x: Array | Sketch | Magnitudes, window: tuple[int, int] | None = None
+    x: Array | Sketch | Magnitudes,
+    window: tuple[int, int] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Compressibility:
     """Estimate the decay exponent of a gradient's sorted magnitudes.
 
@@ -136,11 +157,14 @@ def compressibility(
         width of the cells. Zeros have no rank; NaN and infinities are left out.
     window : (int, int), optional
         First and last rank, cut to the non-zero elements; by default :func:`default_window`.
+    layers : sequence of int, optional
+        Where each layer begins in the flat gradient, ascending from 0, for an interval by whole layers.
 
     Returns
     -------
     Compressibility
-        Exponents, intervals and bounds on the window.
+        Exponents, intervals and bounds on the window. Of a sketch or magnitudes, where positions are lost, there is no
+        interval by runs or layers.
 
     Raises
     ------
@@ -160,7 +184,64 @@ def compressibility(
     x = check(x)
     m = sketch(x).magnitudes
     first, last = checked_window(window, m.count)
-    return decay_of(_largest(x, last), first, m)
+    magnitudes, positions = _largest(x, 2 * last)
+    starts = None if layers is None else checked_starts(layers)
+    return with_blocks(
+        decay_of(magnitudes[:last], first, m), magnitudes, positions, numel_of(x), starts
+    )
+
+
+def with_blocks(
+    decay: Compressibility,
+    magnitudes: NDArray[np.float64],
+    positions: NDArray[np.int64] | None,
+    numel: int,
+    layers: NDArray[np.int64] | None = None,
+) -> Compressibility:
+    """Return a decay with its intervals by blocks of elements.
+
+    Parameters
+    ----------
+    decay : Compressibility
+        Decay over its window.
+    magnitudes : ndarray of float64, shape (n,)
+        Largest magnitudes, descending, about twice as many as the last rank of the window.
+    positions : ndarray of int64, shape (n,), or None
+        Where they lie in the flat gradient; None where that is not known.
+    numel : int
+        Number of elements of the gradient, with zeros.
+    layers : ndarray of int64, optional
+        Where each layer begins, ascending from 0.
+    """
+    if positions is None or math.isnan(decay.p):
+        return decay if positions is None else replace(decay, dependence=decay.reason)
+    runs = over_blocks(magnitudes, positions, runs_of(numel), decay.window)
+    found = replace(decay, runs_low=runs[0], runs_high=runs[1], dependence=runs[2])
+    if layers is None:
+        return found
+    low, high, _ = over_blocks(magnitudes, positions, layers, decay.window)
+    return replace(found, layers_low=low, layers_high=high)
+
+
+def checked_starts(layers: Sequence[int]) -> NDArray[np.int64]:
+    """Return where layers begin as an array.
+
+    Parameters
+    ----------
+    layers : sequence of int
+        Position of each layer's first element, ascending from 0.
+
+    Raises
+    ------
+    InputError
+        If they are no whole numbers, or not ascending from 0.
+    """
+    starts = [
+        check_count(s, "where a layer begins", 0, 2**62) for s in check_several(layers, "layers")
+    ]
+    if starts[:1] != [0] or any(b <= a for a, b in pairwise(starts)):
+        raise InputError("layers must be where each layer begins, ascending from 0")
+    return np.array(starts, np.int64)
 
 
 def checked_window(window: tuple[int, int] | None, count: int) -> tuple[int, int]:
@@ -178,21 +259,42 @@ def checked_window(window: tuple[int, int] | None, count: int) -> tuple[int, int
     InputError
         If the window is not 1 ≤ first < last.
     """
-    first, last = default_window(count) if window is None else window
-    if window is not None and not 1 <= first < last:
-        raise InputError(f"a window must be two ranks, 1 ≤ first < last, not {first} and {last}")
+    if window is None:
+        return default_window(count)
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        raise InputError(f"a window must be two ranks, 1 ≤ first < last, not {shown(window)}")
+    first = check_count(window[0], "a window's first rank")
+    last = check_count(window[1], "a window's last rank", first + 1)
     return first, min(last, count)
 
 
-def _largest(x: Array, count: int) -> NDArray[np.float64]:
-    """Return the `count` largest finite magnitudes, descending; fewer if fewer are non-zero."""
-    if count < 1:
-        return np.empty(0)
-    values = select(x, kth_largest(x, count)).values
-    magnitude = np.abs(np.concatenate([c for _, c in flat_chunks(values)] or [np.empty(0)]))
-    magnitude = magnitude.astype(np.float64)
-    magnitude = magnitude[np.isfinite(magnitude)]
-    return np.sort(magnitude)[::-1][:count]
+def _largest(x: Array, count: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the `count` largest finite magnitudes, descending, and their positions; fewer if fewer are non-zero."""
+    if count < 1 or not numel_of(x):
+        return np.empty(0), np.empty(0, np.int64)
+    found = select(x, kth_largest(x, min(count, numel_of(x))))
+    magnitude = np.abs(np.concatenate([c for _, c in flat_chunks(found.values)] or [np.empty(0)]))
+    return in_order(magnitude.astype(np.float64), as_numpy(found.indices), count)
+
+
+def in_order(
+    magnitudes: NDArray[np.float64], positions: NDArray[np.int64], count: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the largest finite magnitudes, descending, and their positions.
+
+    Parameters
+    ----------
+    magnitudes : ndarray of float64, shape (n,)
+        Magnitudes in any order.
+    positions : ndarray of int64, shape (n,)
+        Their positions.
+    count : int
+        Most that are returned.
+    """
+    known = np.isfinite(magnitudes)
+    magnitudes, positions = magnitudes[known], positions[known]
+    order = np.argsort(magnitudes, kind="stable")[::-1][:count]
+    return magnitudes[order], positions[order]
 
 
 def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Compressibility:
@@ -217,17 +319,14 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     energy = m.count * m.mean_square
     logs = np.log(magnitudes)
     ranks = np.arange(first, last + 1, dtype=np.float64)
-    sizes = logs[first - 1 :] - logs[first - 1 :].mean()
-    log_ranks = np.log(ranks - 0.5)
-    covariance = -float(sizes @ (log_ranks - log_ranks.mean()))
-    # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
-    p = float(sizes @ sizes) / covariance if covariance > 0 else 0.0
-    low, high = _interval(p, n)
+    p = exponent_of(logs[first - 1 :], first)
+    low, high = _interval(p, first, last)
     # Hill's estimate takes all ranks above the last one of the window
     hill = float(logs[:-1].mean() - logs[-1])
     hill_half = Z95 / math.sqrt(last - 1)
     hill_low, hill_high = hill * (1 - hill_half), hill * (1 + hill_half)
-    c1 = float((magnitudes[first - 1 :] * ranks**p).max())
+    with np.errstate(over="ignore"):  # infinite beyond float64's range
+        c1 = float((magnitudes[first - 1 :] * ranks**p).max())
     exponent, bound = _best_k_error(magnitudes, first, energy, p, c1)
     windows = _windows(first, m) | {(first, last): p}
     ruling = _rule(windows, (first, last), m.count, hill_low, hill_high)
@@ -250,9 +349,11 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     )
 
 
-def _interval(p: float, ranks: int) -> tuple[float, float]:
-    """Return the 95 % interval of an exponent by the rank-½ regression."""
-    half = Z95 * math.sqrt(2 / ranks)
+def _interval(p: float, first: int, last: int) -> tuple[float, float]:
+    """Return the 95 % interval of an exponent by the rank-½ regression (Gabaix and Ibragimov 2011, from rank 1)."""
+    half = Z95 * (
+        math.sqrt(2 / last) if first == 1 else _relative_error(np.arange(first, last + 1))
+    )
     return p * (1 - half), p * (1 + half)
 
 
@@ -269,7 +370,7 @@ def _rule(
     if window[1] > _LARGEST_SHARE * count:
         return Ruling.TOO_WIDE
 
-    intervals = {ranks: _interval(p, ranks[1] - ranks[0] + 1) for ranks, p in windows.items()}
+    intervals = {ranks: _interval(p, *ranks) for ranks, p in windows.items()}
     shown = {low > 0.5 for low, _ in intervals.values()}
     if shown != {True}:
         return Ruling.WINDOW if True in shown else Ruling.NOT_SHOWN
@@ -278,14 +379,39 @@ def _rule(
     return Ruling.SHOWN if hill_low > 0.5 and overlap else Ruling.NOT_A_POWER_LAW
 
 
-def _windows(first: int, m: Magnitudes) -> dict[tuple[int, int], float]:
+def window_exponents(
+    x: Array | Sketch | Magnitudes, shares: Sequence[float] = SHARES
+) -> list[LocalExponent]:
+    """Estimate the exponent over windows from the largest element on, one for each share of the non-zero elements.
+
+    A power law has the same exponent in all of them.
+
+    Parameters
+    ----------
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+    shares : sequence of float
+        Shares of the non-zero elements that the windows hold, in (0, 1]. Those of fewer than 50 ranks are left out.
+
+    Returns
+    -------
+    list of LocalExponent
+        Exponents, with intervals for independent elements.
+    """
+    found = _windows(1, as_magnitudes(x), check_ratios(shares))
+    return [LocalExponent(*ranks, p, *_interval(p, *ranks)) for ranks, p in found.items()]
+
+
+def _windows(
+    first: int, m: Magnitudes, shares: Sequence[float] = SHARES
+) -> dict[tuple[int, int], float]:
     """Return p by the rank-½ regression over the largest shares of the magnitudes, from their cells."""
     from scipy.special import gammaln
 
     found = {}
     last_rank = m.weight[::-1].cumsum()  # of each cell, from the largest
     logs = np.log(m.middle[::-1])
-    for share in SHARES:
+    for share in shares:
         last = int(share * m.count)
         if last - first + 1 < _FEWEST_FOR_VERDICT:
             continue
@@ -314,7 +440,7 @@ def _best_k_error(
         return math.nan, math.nan
     left, ranks = np.sqrt(left[known]), ranks[known]
     exponent = math.log(left[0] / left[-1]) / math.log(ranks[-1] / ranks[0])
-    if p <= 0.5:
+    if p <= 0.5 or not math.isfinite(c1):
         return exponent, math.nan
     c2 = c1 / math.sqrt(2 * p - 1)
     return exponent, float((left / (c2 * ranks ** (0.5 - p))).max())
@@ -350,8 +476,9 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
     x : array_like, Sketch or Magnitudes
         Gradient, its sketch, or magnitudes.
     per_decade : int
-        Number of ranges per factor of ten.
+        Number of ranges per factor of ten, from 1 to 1000.
     """
+    per_decade = check_count(per_decade, "per_decade", 1, 1000)
     m = as_magnitudes(x)
     decades = math.log10(m.count) if m.count else 0.0
     borders = np.unique(
@@ -367,9 +494,24 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
         spread = np.log(ranks - 0.5)
         spread = spread - spread.mean()
         p = -float(spread @ logs) / float(spread @ spread)
-        half = Z95 * math.sqrt(2 / (last - first + 1))
+        half = Z95 * _relative_error(ranks)
         found.append(LocalExponent(int(first), int(last), p, p * (1 - half), p * (1 + half)))
     return found
+
+
+def _relative_error(ranks: NDArray[np.integer]) -> float:
+    """Return the standard error of an exponent by regression on some ranks, as a share of it.
+
+    Logarithms of a power law's sorted magnitudes are sums of independent gaps, p/i times a standard exponential
+    between ranks i and i + 1 (Rényi 1953). The exponent is a weighted sum of them.
+    """
+    from scipy.special import polygamma
+
+    spread = np.log(ranks - 0.5)
+    spread = spread - spread.mean()
+    weights = np.cumsum(spread)[:-1] / (spread @ spread)
+    variances = polygamma(1, ranks[:-1]) - polygamma(1, ranks[1:])
+    return math.sqrt(float(weights**2 @ variances))
 
 
 def _uniform(tail: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -419,7 +561,9 @@ def control(
     magnitudes : ndarray of float64, shape (last,)
         Magnitudes from rank 1 to the last rank of the window, descending.
     """
-    first, last = checked_window(window, numel)
+    if not isinstance(name, str) or name not in CONTROLS:
+        raise InputError(f"no control {shown(name)}; there are {', '.join(CONTROLS)}")
+    first, last = checked_window(window, check_count(numel, "numel", 1, 2**40))
     magnitudes = CONTROLS[name]((np.arange(1, last + 1) - 0.5) / numel)
     # the whole sample, in cells of ranks
     ranks = np.unique(np.rint(np.geomspace(1, numel + 1, 20_000)))[::-1]

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.ratio import check_number, check_ratio, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.solution import FitError, Flag, Reason
 
@@ -18,9 +19,11 @@ __all__ = [
     "Fit",
     "Method",
     "as_magnitudes",
+    "check_fit",
     "check_method",
     "default_method",
     "fit",
+    "fittable",
 ]
 
 Method: TypeAlias = Literal["closed", "moments", "mle", "pwm"]
@@ -48,7 +51,8 @@ class Fit:
         Method of the fit, one of :data:`METHODS`.
     stderr : mapping of str to float
         Standard errors of the parameters if elements are independent; NaN where theory has none. Elements of a gradient
-        are not independent: the dispersion over ranks and steps is the honest interval.
+        are not independent: in clusters of 10 to 20 that share a scale, 95 % intervals hold the truth 48 to 91 times of
+        100, at any size. The dispersion over ranks and steps is the honest interval.
     flags : tuple of Flag
         Warnings.
     """
@@ -105,10 +109,18 @@ class Fit:
         parameter : str
             Name of the parameter, a key of `params`.
         level : float
-            Probability that the interval holds the parameter.
+            Probability that the interval holds the parameter, in (0, 1).
+
+        Raises
+        ------
+        InputError
+            If the level is outside (0, 1), or there is no such parameter.
         """
         from scipy.special import ndtri
 
+        level = check_number(level, "level", 0, 1)
+        if not isinstance(parameter, str) or parameter not in self.params:
+            raise InputError(f"no parameter {shown(parameter)}; there are {', '.join(self.params)}")
         half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
         return self.params[parameter] - half, self.params[parameter] + half
 
@@ -120,9 +132,14 @@ class Fit:
         Parameters
         ----------
         ratio : float
-            Probability δ, the kept fraction of all elements.
+            Probability δ, the kept fraction of all elements, in (0, 1].
+
+        Raises
+        ------
+        InputError
+            If the ratio is outside (0, 1].
         """
-        conditional = ratio / (1 - self.zero_fraction)
+        conditional = check_ratio(ratio) / (1 - self.zero_fraction)
         return float(self.magnitude.isf(conditional)) if conditional < 1 else 0.0
 
 
@@ -137,6 +154,44 @@ def as_magnitudes(x: Array | Sketch | Magnitudes) -> Magnitudes:
     if isinstance(x, Magnitudes):
         return x
     return (x if isinstance(x, Sketch) else sketch(x)).magnitudes
+
+
+def fittable(x: Array | Sketch | Magnitudes) -> Magnitudes:
+    """Return the magnitudes of an array or a sketch after checking that there are some and that their squares exist.
+
+    Parameters
+    ----------
+    x : array_like, Sketch or Magnitudes
+        Gradient, its sketch, or magnitudes.
+
+    Raises
+    ------
+    FitError
+        If there is no finite non-zero element, or squares leave the range of numbers.
+    """
+    m = as_magnitudes(x)
+    if m.count == 0:
+        raise FitError(Reason.EMPTY)
+    if not 0 < m.mean_square < math.inf:
+        raise FitError(Reason.RANGE)
+    return m
+
+
+def check_fit(fit: object) -> None:
+    """Check that something is a fit.
+
+    Parameters
+    ----------
+    fit : object
+        What the user gave.
+
+    Raises
+    ------
+    InputError
+        If it is not.
+    """
+    if not isinstance(fit, Fit):
+        raise InputError(f"a Fit is needed, as gradstats.fit returns it, not {shown(fit)}")
 
 
 def check_method(model: str, method: str) -> None:
@@ -156,10 +211,10 @@ def check_method(model: str, method: str) -> None:
     """
     from gradstats.statistics.solvers import SOLVERS
 
-    if model not in MODELS:
-        raise InputError(f"no model {model!r}; there are {', '.join(MODELS)}")
-    if method not in METHODS:
-        raise InputError(f"no method {method!r}; there is {', '.join(METHODS)}")
+    if not isinstance(model, str) or model not in MODELS:
+        raise InputError(f"no model {shown(model)}; there are {', '.join(MODELS)}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise InputError(f"no method {shown(method)}; there is {', '.join(METHODS)}")
     if (model, method) not in SOLVERS:
         have = ", ".join(m for name, m in SOLVERS if name == model)
         raise InputError(f"{model} has no method {method!r}; it has {have}")
@@ -173,9 +228,8 @@ def default_method(model: str) -> Method:
     model : str
         Name, one of :data:`MODELS`.
     """
-    return (
-        "closed" if model in ("laplace", "dgamma", "double_genpareto", "norm", "lognorm") else "mle"
-    )
+    closed = ("laplace", "dgamma", "double_genpareto", "norm", "lognorm")
+    return "closed" if isinstance(model, str) and model in closed else "mle"
 
 
 def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -> Fit:
@@ -223,11 +277,7 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
     from gradstats.statistics.solvers import SOLVERS
 
     check_method(model, method)
-    m = as_magnitudes(x)
-    if m.count == 0:
-        raise FitError(Reason.EMPTY)
-    if not 0 < m.mean_square < math.inf:
-        raise FitError(Reason.RANGE)
+    m = fittable(x)
     found = SOLVERS[model, method](m)
     params = {name: float(value) for name, value in found.params.items()}
     stderr = {name: float(value) for name, value in found.stderr.items()}

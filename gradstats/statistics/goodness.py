@@ -12,9 +12,16 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.primitives.ratio import (
+    RATIOS,
+    check_count,
+    check_ratios,
+    check_seed,
+    shown,
+    target_count,
+)
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
+from gradstats.statistics.fitting import Fit, Method, as_magnitudes, check_fit, fit, fittable
 from gradstats.statistics.solution import FitError
 
 __all__ = [
@@ -99,13 +106,21 @@ def goodness(
     Goodness
         All distances.
 
+    Raises
+    ------
+    FitError
+        If there is no finite non-zero element, or squares leave the range of numbers.
+    InputError
+        If `fit` is none, or a ratio is outside (0, 1].
+
     Notes
     -----
     Of more than :data:`~gradstats.primitives.sketch.EXACT` elements, distances are exact at the edges of cells 0.05 to
     0.1 % wide. The likelihood is taken at their middles and corrected by the exact means of |g|, g² and ln|g|: exact
     for the Laplace, gamma and normal models, within about 1e-6 for the others.
     """
-    m = as_magnitudes(x)
+    check_fit(fit)
+    ratios, m = check_ratios(ratios), fittable(x)
     distances = Distances(fit, m)
     zero = fit.zero_fraction
     finite = m.count / (1 - zero)
@@ -262,8 +277,9 @@ _SPECIAL_CASES = {
 def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparison:
     """Compare two maximum-likelihood fits of the same data (Vuong 1989).
 
-    With millions of elements any difference is significant, and elements are not independent: read `difference`
-    first.
+    With millions of elements any difference is significant, and elements are not independent (in clusters of 10 to 20
+    that share a scale, 31 to 43 % of true hypotheses are rejected at 5 %): read `difference` first. Models that are
+    not nested take 2,000 elements.
 
     Parameters
     ----------
@@ -282,12 +298,14 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
     Raises
     ------
     InputError
-        If one model is a special case of the other and a fit is not by maximum likelihood, without which twice the
-        gain is not χ².
+        If one is no fit. If one model is a special case of the other and a fit is not by maximum likelihood, without
+        which twice the gain is not χ².
     """
     from scipy.stats import chi2, norm
 
-    m = as_magnitudes(x)
+    check_fit(first)
+    check_fit(second)
+    m = fittable(x)
     ratio = first.magnitude.logpdf(m.middle) - second.magnitude.logpdf(m.middle)
     difference = _mean(m, ratio)
     for special, general, gain in ((first, second, -difference), (second, first, difference)):
@@ -306,6 +324,9 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
     z = math.sqrt(m.count) * difference / deviation
     return Comparison(difference, z, 2 * float(norm.sf(abs(z))), False)
 
+
+_MOST_REPLICATES = 100_000
+"""Largest number of replicates of a bootstrap: hours."""
 
 Statistic: TypeAlias = Literal["ks", "ad"]
 
@@ -356,8 +377,9 @@ def bootstrap(
     """Test a model by parametric bootstrap (Stute, Manteiga and Quindimil 1993).
 
     A subsample of stated size is fitted. Then, `replicates` times, as many elements are drawn from the fit, refitted
-    and measured. At full size a test only says that n is large; on a subsample it says whether the misfit is visible
-    among that many elements.
+    and measured. At full size a test only says that n is large, and of elements in clusters rejects 38 to 76 % of true
+    models; on a subsample it says whether the misfit is visible among that many elements, and 500 out of 100,000 in
+    clusters reject about 5 %.
 
     Parameters
     ----------
@@ -372,7 +394,7 @@ def bootstrap(
     size : int
         Elements of the subsample; all of them if there are fewer.
     replicates : int
-        Replicates B.
+        Replicates B, at most 100,000.
     seed : int
         Seed of the subsample and the replicates; the global random state is not touched.
     on_progress : callable
@@ -390,13 +412,11 @@ def bootstrap(
     InputError
         If the model, method or statistic is unknown, or there are too few elements or replicates.
     """
-    if statistic not in ("ks", "ad"):
-        raise InputError(f"no statistic {statistic!r}; there are ks, ad")
-    if size < 2 or replicates < 1:
-        raise InputError(
-            f"a bootstrap needs a size of 2 and one replicate at least, not {size} and {replicates}"
-        )
-    rng = np.random.default_rng(seed)
+    if not isinstance(statistic, str) or statistic not in ("ks", "ad"):
+        raise InputError(f"no statistic {shown(statistic)}; there are ks, ad")
+    size = check_count(size, "a bootstrap's size", 2)
+    replicates = check_count(replicates, "a bootstrap's replicates", 1, _MOST_REPLICATES)
+    rng = np.random.default_rng(check_seed(seed))
     sample = as_magnitudes(x).sample(size, rng)
     n = sample.count
     if sample.zero_fraction:

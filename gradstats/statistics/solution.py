@@ -8,7 +8,10 @@ from enum import StrEnum
 
 from gradstats.errors import InputError
 
-__all__ = ["Z95", "FitError", "Flag", "Reason", "Solution"]
+__all__ = ["LEAST_SQUARES", "Z95", "FitError", "Flag", "Reason", "Solution"]
+
+LEAST_SQUARES = 1e-290
+"""Sum of squares below which the largest of them have lost digits at the lower end of float64's range."""
 
 Z95 = 1.959963984540054
 """Standard errors to either side of an estimate that make its 95 % normal interval."""

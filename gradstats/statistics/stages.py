@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from gradstats.errors import InputError
 from gradstats.primitives import Moments
-from gradstats.statistics.solution import FitError, Reason
+from gradstats.primitives.ratio import check_count
+from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
 
 __all__ = [
+    "MOST_STAGES",
     "Quantile",
     "exponential",
     "gamma_closed",
@@ -26,6 +27,9 @@ __all__ = [
     "run_stages",
     "stage_ratios",
 ]
+
+MOST_STAGES = 64
+"""Largest number of stages: halving 2⁶⁴ elements until one is left takes as many, each a pass over the gradient."""
 
 Quantile: TypeAlias = Callable[[Moments, float, float], tuple[float, dict[str, Any]]]
 """(moments of |g| ≥ η, η, δ) → (excess over η that a share δ of them reaches, parameters and flags)."""
@@ -51,15 +55,14 @@ def stage_ratios(ratio: float, stages: int, first: float = 0.25) -> list[float]:
     Raises
     ------
     InputError
-        If `stages` is below 1.
+        If `stages` is not from 1 to :data:`MOST_STAGES`.
 
     Examples
     --------
     >>> [round(r, 4) for r in stage_ratios(0.001, 3)]
     [0.25, 0.0632, 0.0632]
     """
-    if stages < 1:
-        raise InputError(f"stages must be at least 1, not {stages}")
+    stages = check_count(stages, "stages", 1, MOST_STAGES)
     if stages == 1 or ratio >= first:
         return [ratio]
     return [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)
@@ -84,7 +87,7 @@ def run_stages(
 ) -> Iterator[dict[str, Any]]:
     """Yield the stages of a multi-stage threshold (SIDCo algorithm 1) one after another.
 
-    Ends early when no element exceeds a stage's threshold.
+    Ends early when no element exceeds a stage's threshold. Raises FitError if sums leave the range of numbers.
 
     Parameters
     ----------
@@ -108,6 +111,8 @@ def run_stages(
             m = above(threshold)
         if m.count == 0:  # the last threshold exceeds every element: nothing left to model
             return
+        if not m.sum_abs < math.inf:
+            raise FitError(Reason.RANGE)
         excess, parameters = models[min(stage, 1)](m, threshold, ratio)
         threshold += excess
         yield {"count": m.count, "ratio": ratio, "threshold": threshold, **parameters}
@@ -225,7 +230,7 @@ def genpareto(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[s
     ratio : float
         Share δ of them to keep.
     """
-    if not m.sum_squares < math.inf:
+    if not LEAST_SQUARES < m.sum_squares < math.inf:
         raise FitError(Reason.RANGE)
     mean = max(m.mean - threshold, 0.0)
     if m.variance <= 1e-12 * mean**2 or mean == 0:

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
 from gradstats import fit, over_training
@@ -151,6 +152,34 @@ class TestDrift:
 
         assert given / 800 == pytest.approx(share, abs=noise(share, 800) + 0.005)
         assert 1 - wrong / given == pytest.approx(coverage, abs=noise(coverage, given))
+
+    @pytest.mark.parametrize(
+        ("n", "memory", "cosines"), [(60, -0.5, 4), (1000, -0.5, 10), (3000, 0.5, 21)]
+    )
+    def test_the_long_run_variance_is_that_of_few_cosines(self, n, memory, cosines):
+        """From what a regression on line and cosines explains of the residuals, of prewhitened ones if positive."""
+        rng, at = np.random.default_rng(24), np.arange(n) / 100
+        y = 0.1 * at + rng.standard_normal(n)
+        for i in range(1, n):
+            y[i] += memory * (y[i - 1] - 0.1 * at[i - 1])
+        slope, intercept = np.polyfit(at, y, 1)
+        residual, rho = y - slope * at - intercept, 0.0
+        if memory > 0:
+            rho = (n * (residual[1:] @ residual[:-1]) / (residual[:-1] @ residual[:-1]) + 2) / (
+                n - 4
+            )
+            residual = residual[1:] - rho * residual[:-1]
+        place = (np.arange(residual.size) + 0.5) / residual.size
+        line = np.column_stack([np.ones(place.size), place])
+        waves = np.cos(np.pi * np.outer(place, np.arange(2, cosines + 2)))
+        (less,), (more,) = (
+            np.linalg.lstsq(basis, residual)[1] for basis in (line, np.hstack([line, waves]))
+        )
+        variance = (less - more) / cosines / (1 - rho) ** 2
+        error = math.sqrt(variance / np.sum((at - at.mean()) ** 2))
+        half = stats.t.ppf(0.975, cosines) * error
+        p = 2 * stats.t.sf(abs(slope) / error, cosines)
+        assert _slope(at, y) == pytest.approx((slope, slope - half, slope + half, p))
 
     def test_random_walks_have_no_slope_to_speak_of(self):
         rng = np.random.default_rng(22)

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from gradstats import quality, stage_budget
-from gradstats.analysis.quality import inner_90, noise_floor, quality_series, spread_of
+from gradstats.analysis.quality import (
+    differences,
+    fitted_floor,
+    inner_90,
+    noise_floor,
+    quality_series,
+    spread_of,
+    summarise,
+)
 from gradstats.errors import InputError
 from gradstats.thresholds import ESTIMATORS
 
@@ -39,6 +47,33 @@ def test_the_noise_floor_is_that_of_a_perfect_model():
     ]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
     assert noise_floor(0) == np.inf
+
+
+@pytest.mark.parametrize(("ratio", "known"), [(0.1, 0.99), (0.01, 0.95)])
+def test_a_fitted_law_has_a_lower_floor(ratio, known):
+    """A Laplace whose scale is the sample's mean: nearly always within the floor of a known law at 0.1."""
+    rng = np.random.default_rng(1)
+    n, k = 5000, round(5000 * ratio)
+    inside = []
+    for _ in range(2000):
+        x = rng.exponential(size=n)
+        off = abs(np.sum(x >= x.mean() * np.log(1 / ratio)) / k - 1)
+        inside.append((off <= noise_floor(k), off <= fitted_floor(k, ratio)))
+    of_known, of_fitted = np.mean(inside, axis=0)
+    assert of_known >= known
+    assert of_fitted == pytest.approx(0.95, abs=0.02)
+
+
+def test_clusters_widen_the_floor():
+    """Ten neighbours alike: the floor of independent elements holds in 48 of 100 samples."""
+    rng = np.random.default_rng(2)
+    k, n = 1000, 10_000
+    off = [
+        abs(10 * np.sum(rng.exponential(size=n // 10) >= np.log(10)) / k - 1) for _ in range(2000)
+    ]
+    assert np.mean(np.array(off) <= noise_floor(k)) == pytest.approx(0.48, abs=0.04)
+    # the share of the law beyond is 0.1, not small: 1 − δ of the variance is left
+    assert np.mean(np.array(off) <= noise_floor(k, 10)) == pytest.approx(0.96, abs=0.02)
 
 
 def test_few_values_have_a_range_and_no_quantiles(trace_path):
@@ -98,6 +133,17 @@ def test_energy_error_is_measured_against_best_k(trace_path):
         assert r["energy_error"] == pytest.approx(error / best - 1, abs=1e-9)
 
 
+def test_ties_at_the_threshold_are_kept_and_best_k_has_only_k():
+    x = np.array([4, 2, -2, 2, 2, 1, 1, 0, 0, 0], np.float32)
+    (r,) = quality_series(x, (0.2,), ("exact",))
+    assert (r["k"], r["selected"], r["quality"], r["threshold"]) == (2, 5, 2.5, 2.0)
+    # 5 are sent and leave 1² + 1²; the best two leave three times 2² more
+    assert r["energy_error"] == pytest.approx(np.sqrt(2 / 14) - 1)
+    (r,) = quality_series(x, (0.5,), ("exact",))
+    assert (r["k"], r["selected"], r["quality"]) == (5, 5, 1)
+    assert r["energy_error"] == pytest.approx(0)
+
+
 def test_layers_are_measured_by_themselves(trace_path):
     records = quality(trace_path, (0.01,), ("exact", "micro"), per_layer=True, kinds=["gradient"])
     assert len(records) == 2 * 60
@@ -110,3 +156,60 @@ def test_layers_are_chosen_by_pattern(trace_path):
     assert [r["layer"] for r in records] == ["all", "fc.weight", "fc.bias"]
     with pytest.raises(InputError, match=r"no layer of resnet20(-ef)? matches nonsense; it has"):
         quality(trace_path, (0.01,), ("exact",), layers=["nonsense"])
+
+
+def played(estimator, values, ratio=0.01, layer="all"):
+    """Records of a series, as of a run of so many steps."""
+    labels = {"trace": "t", "rank": 0, "kind": "gradient", "layer": layer, "ratio": ratio}
+    return [
+        labels
+        | {"estimator": estimator, "step": step, "k": 100, "quality": value, "energy_error": 0.0}
+        for step, value in enumerate(values)
+    ]
+
+
+def test_the_mean_over_a_run_has_an_interval(trace_path):
+    rng = np.random.default_rng(0)
+    (long,) = summarise(played("a", 1 + 0.1 * rng.standard_normal(50)))
+    assert long["mean_low"] < long["mean"] < long["mean_high"]
+    assert 0.7 < (long["mean_high"] - long["mean_low"]) / (2 * 1.96 * 0.1 / 50**0.5) < 2
+    assert (long["mean_status"], long["block"] >= 1) == ("ok", True)
+    (short,) = quality(trace_path, (0.01,), ("sidco-e",), kinds=["gradient"])[:1]
+    assert short["mean_status"] == "fewer than 20 steps"
+    assert np.isnan(short["mean_low"])
+
+
+def test_rules_are_compared_step_by_step():
+    """Both follow the same ups and downs: intervals beside each other overlap, that of the difference is clear of 0."""
+    rng = np.random.default_rng(1)
+    shared = 1.3 + 0.2 * rng.standard_normal(60)
+    series = played("a", shared) + played("b", shared + 0.03 + 0.01 * rng.standard_normal(60))
+    low, high = ([r[end] for r in summarise(series)] for end in ("mean_low", "mean_high"))
+    assert max(low) < min(high)
+    (found,) = differences(series, versus="a")
+    assert (found["estimator"], found["versus"], found["n"]) == ("b", "a", 60)
+    assert 0.02 < found["difference_low"] < 0.03 < found["difference_high"] < 0.04
+    assert found["error_low"] > 0  # b is farther from k
+    assert found["p_holm"] == found["p_value"] < 1e-3
+    assert found["status"] == "ok"
+
+
+def test_differences_are_corrected_for_their_number():
+    """Nineteen rules no better than the first: one is significant by itself, none is after Holm's correction."""
+    rng = np.random.default_rng(10)
+    series = [r for i in range(20) for r in played(f"r{i}", 1 + 0.1 * rng.standard_normal(40))]
+    found = differences(series, versus="r0")
+    least = min(found, key=lambda r: r["p_value"])
+    assert least["p_value"] < 0.05
+    assert least["p_holm"] == pytest.approx(19 * least["p_value"])
+    assert least["p_holm"] > 0.05
+    assert all(r["p_holm"] >= r["p_value"] for r in found)
+
+
+def test_a_comparison_takes_two_rules():
+    with pytest.raises(InputError, match="another estimator"):
+        differences(played("a", [1.0]), versus="b")
+    (few,) = differences(played("a", [1.0, 2.0]) + played("b", [1.0, 1.0]), versus="b")
+    assert few["difference"] == 0.5
+    assert few["status"] == "fewer than 20 steps"
+    assert np.isnan(few["p_holm"])

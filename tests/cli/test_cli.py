@@ -18,6 +18,8 @@ from conftest import DATA, ROOT
 from rich.cells import cell_len
 from support.terminal import records, run
 
+from gradstats.report.verdicts import QUESTIONS
+
 COMMANDS = (
     "info",
     "fit",
@@ -187,6 +189,20 @@ ERRORS = [
         "holds none of ptb.train.txt",
     ),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"), "there are none, topk"),
+    (
+        ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "threshold:gaussian"),
+        "did you mean threshold:gaussiank?",
+    ),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--clip-kind", "both"), "no clip-kind 'both'"),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--nesterov", "torch"), "no nesterov 'torch'"),
+    (
+        ("capture", "lstm-pydoc", "--out", "x.zarr", "--lr-schedule", "fall"),
+        "no lr-schedule 'fall'",
+    ),
+    (("capture", "lstm-pydoc", "--out", "x.zarr", "--momentum", 1), "momentum must be in [0, 1)"),
+    (("bench-network", "--warm-up", -1), "warm_up must be at least 0"),
+    (("bench-network", "--clip", -1), "clip must be in"),
+    (("bench-network", "--weight-decay", -1), "weight_decay must be in"),
     (("capture", "lstm-pydoc", "--out", "x.npy"), "x.npy exists; choose another name"),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--steps", 0), "steps must be at least 1"),
     (("capture", "lstm-pydoc", "--out", "x.zarr", "--nproc", 0), "nproc must be at least 1"),
@@ -245,11 +261,56 @@ def test_odd_gradients_have_tables(name, tmp_path):
         assert max(map(cell_len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["infinite", "two", "largest", "smallest"])
-def test_odd_gradients_have_a_report(name, tmp_path):
+@pytest.mark.parametrize("name", ODD)
+def test_odd_gradients_have_the_numbers_that_numpy_has(name, tmp_path):
+    path, x = tmp_path / "x.npy", ODD[name]
+    np.save(path, x)
+    finite = np.abs(x[np.isfinite(x)].astype(float)).reshape(-1)
+    a = np.sort(finite[finite > 0])[::-1]
+    (info,) = records("info", path)
+    assert info["numel"] == x.size
+    laplace, gamma, _ = records("fit", path)
+    assert laplace["status"] == ("ok" if a.size else "nothing to fit: no finite non-zero element")
+    assert laplace["params"].get("scale", 0) == pytest.approx(a.mean() if a.size else 0)
+    equal = "all magnitudes are equal" if a.size > 1 else "a shape needs at least two"
+    assert gamma["status"].startswith(
+        "nothing to fit" if not a.size else equal if np.ptp(a) == 0 else "ok"
+    )
+    for r in records("quality", path, "--estimator", "exact"):
+        k = max(1, round(r["ratio"] * x.size))
+        threshold = a[k - 1] if a.size >= k else 0
+        kept = np.count_nonzero((np.abs(x) >= threshold) & (x != 0))
+        assert (r["k"], r["mean"]) == (k, kept / k)
+    decay = records("compressibility", path)[0]
+    assert decay["window"] == f"1-{min(50, a.size)}"
+    assert decay["reason"].startswith("too few" if a.size < 50 else "beyond the largest 5 %")
+    for r in records("pot", path):
+        assert r["n"] == (np.count_nonzero(a > r["threshold"]) if a.size else 0)
+        assert (r["c"] is None) == (r["status"] != "ok")
+
+
+@pytest.mark.parametrize(
+    ("name", "sound"),
+    [
+        ("infinite", "200 elements NaN or infinite in one step (100.00 %)"),
+        ("two", ""),
+        ("largest", ""),
+        ("smallest", "200 elements of one magnitude"),
+    ],
+)
+def test_odd_gradients_have_a_report(name, sound, tmp_path):
     np.save(tmp_path / "x.npy", ODD[name])
     done = run("report", tmp_path / "x.npy", "-o", tmp_path / "r.html")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    text = (tmp_path / "r.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    answer = text.partition("Is the data sound?")[2].partition("</tr>")[0]
+    assert f"<strong>{sound}" in answer
+    if sound:
+        assert "class=warn" in answer
+    else:
+        assert "NaN or infinite" not in answer.partition("</strong>")[0]
+    for question in QUESTIONS:
+        assert f"{question}<" in text
 
 
 def _object(path):

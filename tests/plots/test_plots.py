@@ -16,7 +16,7 @@ import gradstats
 from gradstats import plots
 from gradstats.errors import InputError
 from gradstats.statistics import pot
-from gradstats.statistics.compressibility import CONTROLS, local_exponents
+from gradstats.statistics.compressibility import CONTROLS, local_exponents, window_exponents
 from gradstats.statistics.fitting import as_magnitudes
 
 DOCS = ROOT / "docs"
@@ -68,6 +68,15 @@ def test_local_exponent(ax):
     assert np.allclose(line(ax, "x")[:, 1], [e.p for e in local_exponents(X, 1)])
 
 
+def test_window_exponent(ax):
+    plots.window_exponent({"x": X}, ax)
+    assert labels(ax)[: 1 + len(CONTROLS)] == ["x", *CONTROL_LABELS]
+    drawn = line(ax, "x")
+    assert drawn[-1, 0] == pytest.approx(0.1)
+    assert drawn[0, 0] * X.size >= 50
+    assert drawn[-1, 1] == pytest.approx(window_exponents(X, [0.1])[0].p)
+
+
 def test_peaks(ax):
     plots.mean_excess(X, ax, label="x")
     plots.mean_excess(2 * X, ax, label="2x")
@@ -100,12 +109,17 @@ def test_drift(ax, tmp_path):
 @pytest.mark.parametrize("empty", [np.zeros(10), np.empty(0)], ids=["zeros", "empty"])
 def test_nothing_to_draw_is_drawn(empty):
     figure = Figure(figsize=(8, 12))
-    axes = iter(figure.subplots(5, 2).ravel())
+    axes = iter(figure.subplots(6, 2).ravel())
     assert as_magnitudes(empty).count == 0
     plots.density(empty, [], next(axes))
     for draw in (plots.tail, plots.qq):
         draw(empty, [], next(axes))
-    for draw in (plots.magnitude_decay, plots.best_k_error, plots.local_exponent):
+    for draw in (
+        plots.magnitude_decay,
+        plots.best_k_error,
+        plots.local_exponent,
+        plots.window_exponent,
+    ):
         draw({"x": empty}, next(axes))
     few = np.arange(1.0, 5)
     for draw in (plots.mean_excess, plots.parameter_stability):

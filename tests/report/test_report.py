@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from conftest import DATA
 import gradstats
 from gradstats.errors import InputError
 from gradstats.report import write_report
-from gradstats.statistics.compressibility import control
+from gradstats.report.verdicts import QUESTIONS
+from gradstats.statistics.compressibility import Ruling, control
 from gradstats.trace.sources import ArraySource, open_source
 
 
@@ -24,7 +26,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.elements, self.rows, self._in_cell = [], [], False
+        self.elements, self.rows, self.warned, self._in_cell = [], [], [], False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -32,6 +34,8 @@ class Page(HTMLParser):
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
+            if dict(attrs).get("class") == "warn":
+                self.warned.append(self.rows[-1][0])
             self.rows[-1].append("")
             self._in_cell = True
 
@@ -104,7 +108,13 @@ def test_the_first_screen_has_the_numbers_of_the_functions(page):
         assert f"{title} {control(name, trace.numel)[0].p:.2f}" in said
     shapes = gradstats.pot.mixture({la.name: trace.read(2999)[la.slice] for la in trace.layers})
     said = page.answer("How heavy is its tail?")
-    assert said.startswith(f"Heavy: ξ = {shapes.pooled.c:.2f}, most of it from layers")
+    assert said.startswith(
+        f"Heavy in the top tenth: ξ = {shapes.pooled.c:.2f}, most of it from layers"
+    )
+    # the opposite at the ratio that thresholds are about
+    (least,) = gradstats.pot.parameter_stability(trace.read(2999), [0.001])
+    assert least.c_high < 0
+    assert f"; short in the top 0.1\N{NO-BREAK SPACE}%: −{-least.c:.2f}" in said
     assert f"divided by its mean {shapes.normalised.c:.2f}" in said
     magnitudes = np.sort(np.square(trace.read(2999).astype(float)))[::-1]
     share = magnitudes[: trace.numel // 100].sum() / magnitudes.sum()
@@ -115,6 +125,7 @@ def test_the_first_screen_has_the_numbers_of_the_functions(page):
     assert "rank 1 of 2 not captured" in page.answer("Is the data sound?")
     assert f"1 ± {1.96 / np.sqrt(270):.2f}" in page.answer("Which estimate hits k?")
     assert "4 have no power" in page.answer("Does it move?")
+    assert page.warned == []
 
 
 def test_how_it_was_made(page):
@@ -138,6 +149,39 @@ def test_bad_data_is_said_first(tmp_path):
     assert "1 constant layer" in said
     assert "No power" in page.answer("Which estimate hits k?")  # k = 4
     assert "One step only" in page.answer("Does it move?")
+    assert page.warned[0] == "Is the data sound?"
+
+
+@pytest.mark.parametrize(
+    ("x", "model", "warned"),
+    [
+        (np.random.default_rng(0).laplace(size=3000), "Laplace", []),
+        # a thousandth is 10⁴ times as large: the quantile of every model lies far off
+        (
+            np.r_[np.random.default_rng(0).laplace(size=2970), np.linspace(9e3, 1e4, 30)],
+            "-fold off",
+            ["Which model is closest?"],
+        ),
+        (np.zeros(300), "None fits", ["Is the data sound?", "Which model is closest?"]),
+    ],
+)
+def test_a_model_far_off_is_warned_of(x, model, warned, tmp_path):
+    write_report([ArraySource({"x": x})], tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert model in page.answer("Which model is closest?")
+    assert page.warned == warned
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_a_control_that_passes_is_warned_of(passes):
+    row = {"kind": "gradient", "step": 7, "p": 0.6, "p_low": 0.55, "p_high": 0.65}
+    row |= {"compressible": True, "reason": Ruling.SHOWN, "window": "1-500", "windows": {}}
+    control_row = row | {"step": None, "kind": "uniform", "compressible": passes}
+    verdict = QUESTIONS["Is it compressible?"](
+        SimpleNamespace(decay=[row, control_row]), "gradient"
+    )
+    assert (verdict.headline, verdict.warn) == ("Shown", passes)
+    assert ("passes what it must reject!" in verdict.numbers) == passes
 
 
 @pytest.mark.parametrize("x", [np.zeros(300, np.float32), np.ones(5), np.full(200, np.nan)])

@@ -10,7 +10,13 @@ from scipy import stats
 from gradstats import compressibility
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
-from gradstats.statistics.compressibility import CONTROLS, Ruling, control, local_exponents
+from gradstats.statistics.compressibility import (
+    CONTROLS,
+    Ruling,
+    control,
+    local_exponents,
+    window_exponents,
+)
 from gradstats.trace import open_trace
 
 
@@ -44,6 +50,23 @@ def test_hill_is_the_textbook_formula():
     assert compressibility(x, (1, 500)).hill == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("window", [(1, 500), (10, 500), (400, 500)])
+def test_intervals_are_those_of_the_ranks_they_take(window):
+    """The regression takes the ranks of the window, Hill's estimate all above the last one."""
+    first, last = window
+    x = np.random.default_rng(2).standard_t(3, 50_000)
+    top = np.log(np.sort(np.abs(x))[::-1][:last])
+    c = compressibility(x, window)
+    slope = np.polyfit(top[first - 1 :], np.log(np.arange(first, last + 1) - 0.5), 1)[0]
+    assert c.p == pytest.approx(-1 / slope)
+    assert c.hill == pytest.approx(np.mean(top[:-1] - top[-1]))
+    half = 1.96 * math.sqrt(2 / (last - first + 1))
+    assert (c.p_low, c.p_high) == pytest.approx((c.p * (1 - half), c.p * (1 + half)), rel=1e-4)
+    half = 1.96 / math.sqrt(last - 1)
+    ends = (c.hill * (1 - half), c.hill * (1 + half))
+    assert (c.hill_low, c.hill_high) == pytest.approx(ends, rel=1e-4)
+
+
 def test_verdicts():
     rng = np.random.default_rng(3)
     n = 1_000_000
@@ -54,6 +77,45 @@ def test_verdicts():
         found = compressibility(light)
         assert found.compressible is False
         assert found.reason == Ruling.NOT_SHOWN
+
+
+def test_an_interval_with_one_half_shows_nothing():
+    """p above ½ with its interval's end below, in every window: of 50 ranks, and of 500."""
+    c = compressibility(np.arange(1, 5001.0) ** -0.55)
+    assert set(c.windows) == {"1-50", "1-500"}
+    assert min(c.windows.values()) > 0.5
+    assert c.p_low < 0.5 < c.p < c.p_high
+    assert c.compressible is False
+    assert c.reason == Ruling.NOT_SHOWN
+
+
+def test_a_verdict_takes_50_ranks_and_at_most_a_twentieth():
+    magnitudes = np.arange(1, 1001.0) ** -0.9
+    reasons = [compressibility(magnitudes, (1, last)).reason for last in (49, 50, 51)]
+    assert reasons == [Ruling.TOO_FEW, Ruling.SHOWN, Ruling.TOO_WIDE]
+
+
+@pytest.mark.parametrize("steep", [0.4, 1.5])
+def test_hills_estimate_must_agree(steep):
+    """In ranks 1001 to 2000 a power law of 0.9, above them another: the regression does not see those, Hill does."""
+    ranks = np.arange(1, 100_001.0)
+    x = np.where(ranks <= 1000, 1000**-0.9 * (ranks / 1000) ** -steep, ranks**-0.9)
+    c = compressibility(x, (1001, 2000))
+    assert c.p_low > 0.8
+    assert c.sigma_bound < 1
+    assert c.hill_low > c.p_high if steep > 1 else 0.6 < c.hill_low < c.hill_high < c.p_low
+    assert c.reason == Ruling.NOT_A_POWER_LAW
+
+
+def test_hills_interval_must_be_above_one_half():
+    """40 steep ranks raise the regression's exponent; both intervals overlap."""
+    ranks = np.arange(1, 20_001.0)
+    c = compressibility(np.where(ranks <= 40, 40**0.49 / ranks, ranks**-0.51), (1, 1000))
+    assert c.p_low > 0.5
+    assert min(c.windows.values()) > 0.55
+    assert c.hill_low < 0.5 < c.p_low < c.hill_high
+    assert c.sigma_bound < 1
+    assert c.reason == Ruling.NOT_A_POWER_LAW
 
 
 NOISE = {
@@ -206,7 +268,10 @@ def test_local_exponents_of_a_power_law_are_the_same_everywhere():
     found = local_exponents(np.arange(1, 100_001.0) ** -0.7)
     assert len(found) >= 6
     assert all(e.p == pytest.approx(0.7, abs=0.05) for e in found[1:])
-    assert all(e.p_low < e.p < e.p_high for e in found)
+    for e in found:
+        half = 1.96 * e.p * math.sqrt(2 / (e.last - e.first + 1))
+        assert (e.p - e.p_low, e.p_high - e.p) == pytest.approx((half, half), rel=1e-4)
+    assert [e.first for e in found[1:]] == [e.last for e in found[:-1]]
     assert local_exponents(np.zeros(10)) == []
 
 
@@ -227,3 +292,52 @@ def test_windows():
     for bad in ((0, 10), (5, 5), (9, 2)):
         with pytest.raises(InputError, match="window"):
             compressibility(x, bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cluster", "least", "most"), [(1, 0.88, 1.0), (20, 0.0, 0.55)])
+def test_interval_by_runs_covers_clusters(cluster, least, most):
+    """Clusters of twenty alike: the interval for independent elements covers 39 %, that by runs 91 %."""
+    rng, runs, plain = np.random.default_rng(7), 0, 0
+    for _ in range(80):
+        x = np.repeat(rng.random(100_000 // cluster) ** -0.5, cluster)
+        c = compressibility(x * np.exp(0.01 * rng.standard_normal(x.size)))
+        runs += c.runs_low <= 0.5 <= c.runs_high
+        plain += c.p_low <= 0.5 <= c.p_high
+    assert runs / 80 >= 0.91 - 3.5 * math.sqrt(0.91 * 0.09 / 80)
+    assert least <= plain / 80 <= most
+
+
+def test_blocks_need_positions():
+    x = np.random.default_rng(1).standard_t(2, 50_000)
+    known, lost = compressibility(x), compressibility(sketch(x))
+    assert known.runs_low < known.p < known.runs_high
+    assert known.dependence == ""
+    assert math.isnan(lost.runs_low)
+    assert "where elements lie" in lost.dependence
+    assert (lost.p_low, lost.reason) == (pytest.approx(known.p_low, rel=1e-3), known.reason)
+    few = compressibility(np.where(np.arange(50_000) < 2000, 100 * x, x))  # all in nine runs
+    assert math.isnan(few.runs_low)
+    assert "fewer than 20 blocks" in few.dependence
+
+
+def test_blocks_may_be_layers():
+    x = np.random.default_rng(2).laplace(size=50_000)
+    runs = range(0, 50_000, 223)  # √50,000: layers that are the runs have their interval
+    c = compressibility(x, layers=runs)
+    assert (c.layers_low, c.layers_high) == (c.runs_low, c.runs_high)
+    other = compressibility(x, layers=range(0, 50_000, 1000))
+    assert other.runs_low == c.runs_low
+    assert other.layers_low < c.p < other.layers_high
+    assert other.layers_low != c.layers_low
+    assert math.isnan(compressibility(x).layers_low)
+    assert math.isnan(compressibility(x, layers=[0, 25_000]).layers_low)
+
+
+def test_windows_by_share():
+    x = np.random.default_rng(3).standard_t(2, 100_000)
+    found = window_exponents(x, [0.0001, 0.001, 0.01])
+    assert [(e.first, e.last) for e in found] == [(1, 100), (1, 1000)]  # ten ranks are too few
+    c = compressibility(x)
+    assert found[1].p == pytest.approx(c.p, rel=1e-3)
+    assert (found[1].p_low, found[1].p_high) == pytest.approx((c.p_low, c.p_high), rel=1e-3)

@@ -3,9 +3,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import DATA
 from scipy import stats
 from scipy.special import ndtri
 
@@ -20,10 +22,11 @@ from gradstats.statistics.pot import (
     stages,
     tail_quantile,
 )
-from gradstats.statistics.pot.choice import _forward_stop
-from gradstats.statistics.pot.peaks import covariance
+from gradstats.statistics.pot.choice import _forward_stop, _halves, _shapes, _stable
+from gradstats.statistics.pot.peaks import covariance, threshold_of
 from gradstats.statistics.pot.quantile import _extrapolate
 from gradstats.statistics.solution import FitError
+from gradstats.trace import open_trace
 
 N = 100_000
 
@@ -133,6 +136,18 @@ class TestStability:
         assert math.isnan(rows[2].c)
         assert math.isnan(rows[2].scale_high)
 
+    def test_an_exponential_tail_is_rejected_as_rarely_as_it_says(self):
+        """Far out, where a correction for fifty layers reads p: ξ√n is below 0.005 in 1.2 % of samples of 200."""
+        rng = np.random.default_rng(4)
+        p = [
+            parameter_stability(rng.exponential(size=200), [1.0])[0].p_exponential
+            for _ in range(1500)
+        ]
+        for level in (0.05, 0.005):
+            assert np.mean(np.array(p) <= level) <= level + 3.5 * math.sqrt(level / 1500)
+        assert parameter_stability(pareto(0.3), [0.1])[0].p_exponential < 1e-6
+        assert math.isnan(parameter_stability(pareto(0.3), [0.1], "pwm")[0].p_exponential)
+
     def test_flags_come_along(self):
         (row,) = parameter_stability(pareto(0.6), [0.5], "moments")
         assert any("1/4" in flag for flag in row.flags)
@@ -205,6 +220,12 @@ class TestStages:
             stages(x, 0.1, 2, "dgamma", 0.25, "pwm")
 
 
+def choice_halves_are_disjoint(m):
+    first, second = _halves(m, np.random.default_rng(0))
+    both = np.sort(np.concatenate([first.middle, second.middle]))
+    return np.array_equal(both, m.middle) and abs(first.count / m.count - 0.5) < 0.02
+
+
 class TestForwardStop:
     def test_is_the_formula(self):
         p = [0.001, 0.01, 0.02, 0.9, 0.5]
@@ -248,6 +269,65 @@ class TestChoice:
         assert choice.threshold is None
         assert choice.rejected == 2
         assert "every candidate" in choice.note
+
+    def test_shape_agrees_with_all_further_ones_on_a_captured_gradient(self):
+        """Tests of 1000 excesses each accept the largest half, whose ξ = 0.29 the largest hundredth (0.13) denies."""
+        gradient = open_trace(DATA / "resnet20.zarr").read(2999, kind="gradient")
+        ratios = [0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
+        choice = choose_threshold(gradient, ratios, replicates=39)
+        assert choice.ratio == 0.001
+        before = choice.candidates[: choice.rejected]
+        assert all(c.p_stable < 0.001 for c in before)
+        assert sum(c.p_value > 0.05 for c in before) >= 3
+        assert choice.candidates[-1].p_stable > 0.05
+        assert choice.estimate.c_low < 0 < choice.estimate.c_high
+
+    def test_one_shape_is_rejected_as_often_as_it_says(self):
+        rng, rejected = np.random.default_rng(6), 0
+        law = stats.genpareto(0.2)
+        for _ in range(200):
+            m = as_magnitudes(law.rvs(4000, random_state=rng))
+            thresholds = [threshold_of(m, k) for k in (4000, 2000, 1000, 500, 250, 125)]
+            rejected += _stable(_shapes(m, thresholds, "mle"), thresholds[0]) <= 0.1
+        assert abs(rejected / 200 - 0.1) <= 3.5 * math.sqrt(0.1 * 0.9 / 200)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("law", [stats.genpareto(-0.2), stats.expon(), stats.lognorm(1)])
+    def test_estimate_covers_whatever_was_chosen(self, law, monkeypatch):
+        """The fit of the other half, at the threshold chosen, against that of infinitely many elements."""
+        accepting = SimpleNamespace(p_value=0.5)
+        monkeypatch.setattr("gradstats.statistics.pot.choice.bootstrap", lambda *_, **__: accepting)
+        grid, rng, hits, known, chosen = (
+            (np.arange(5000) + 0.5) / 5000,
+            np.random.default_rng(2),
+            0,
+            0,
+            set(),
+        )
+        for seed in range(150):
+            choice = choose_threshold(law.isf(rng.random(10_000)), seed=seed)
+            if choice.estimate is None:
+                continue
+            known += 1
+            chosen.add(choice.ratio)
+            beyond = law.isf(law.sf(choice.threshold) * grid) - choice.threshold
+            truth = fit(np.maximum(beyond, 1e-12), "double_genpareto", "mle").params["c"]
+            hits += choice.estimate.c_low <= truth <= choice.estimate.c_high
+        assert known >= 140
+        assert len(chosen) > 1
+        assert abs(hits / known - 0.95) <= 3.5 * math.sqrt(0.95 * 0.05 / known)
+
+    def test_the_estimate_is_of_elements_that_the_choice_did_not_see(self):
+        x = pareto(0.2, 20_000)
+        choice = choose_threshold(x, [0.5, 0.1], replicates=39)
+        everything = parameter_stability(x, [choice.ratio])[0]
+        assert choice.estimate.threshold == choice.threshold == everything.threshold
+        assert choice.estimate.n == pytest.approx(everything.n / 2, rel=0.05)
+        wider = (choice.estimate.c_high - choice.estimate.c_low) / (
+            everything.c_high - everything.c_low
+        )
+        assert wider == pytest.approx(math.sqrt(2), rel=0.1)
+        assert choice_halves_are_disjoint(as_magnitudes(x))
 
     def test_is_repeatable_and_reports_progress(self):
         x = pareto(0.1, 20_000)
@@ -309,6 +389,23 @@ class TestTailQuantile:
         assert q.n == 2000
         assert abs(hits / reps - 0.95) <= 3.5 * math.sqrt(0.95 * 0.05 / reps)
 
+    @pytest.mark.parametrize("c", [-0.2, 0.2, 0.5])
+    def test_interval_covers_far_out(self, c):
+        """A hundred excesses, a quantile a hundred times rarer: the normal interval covered 80 to 86 %."""
+        law, rng = stats.genpareto(c), np.random.default_rng(3)
+        low = high = known = 0
+        for _ in range(300):
+            q = tail_quantile(law.rvs(1000, random_state=rng), 0.001, at=0.1)
+            if math.isnan(q.low):
+                continue
+            known += 1
+            low += q.high < law.isf(0.001)
+            high += q.low > law.isf(0.001)
+        assert known >= 295
+        margin = 3.5 * math.sqrt(0.95 * 0.05 / known)
+        assert abs((low + high) / known - 0.05) <= margin
+        assert low / known <= 0.025 + margin  # all of the misses were here
+
     def test_agrees_with_counting_where_there_is_something_to_count(self):
         x = pareto(0.2)
         q = tail_quantile(x, 0.001)
@@ -316,10 +413,13 @@ class TestTailQuantile:
         assert q.value == pytest.approx(q.empirical, rel=0.1)
         assert q.low < stats.genpareto(0.2).isf(0.001) < q.high
         assert q.flags == ()
-        wider = tail_quantile(x, 0.001, level=0.99)
-        assert (wider.high - wider.value) / (q.high - q.value) == pytest.approx(
-            2.5758 / 1.96, rel=1e-3
+        wider = tail_quantile(x, 0.001, level=0.99)  # farther up than down, and more so
+        up, down = (
+            (wider.high - wider.value) / (q.high - q.value),
+            (wider.value - wider.low) / (q.value - q.low),
         )
+        assert down < 2.5758 / 1.96 < up < 1.1 * 2.5758 / 1.96
+        assert down > 2.5758 / 1.96 / 1.1
 
     def test_beyond_the_data(self):
         q = tail_quantile(pareto(0.0), 1e-7)
@@ -428,27 +528,29 @@ class TestMixture:
             mixture({"a": np.ones(3)}, at=0.0)
 
 
+CALLS = {
+    "mean_excess": mean_excess,
+    "mle": parameter_stability,
+    "pwm": lambda x: parameter_stability(x, method="pwm"),
+    "laplace": lambda x: stages(x, 0.1, 3),
+    "pareto": lambda x: stages(x, 0.1, 3, "double_genpareto"),
+    "dgamma": lambda x: stages(x, 0.1, 3, "dgamma"),
+    "choice": lambda x: choose_threshold(x, replicates=19, alpha=0.1),
+    "quantile": lambda x: tail_quantile(x, 0.001, 0.5),
+    "mixture": lambda x: mixture({"a": x}),
+}
+
+
 def everything(x):
-    """Every function on one gradient; the ways they may refuse are the two errors."""
-    calls = [
-        lambda: mean_excess(x),
-        lambda: parameter_stability(x),
-        lambda: parameter_stability(x, method="pwm"),
-        lambda: stages(x, 0.1, 3),
-        lambda: stages(x, 0.1, 3, "double_genpareto"),
-        lambda: stages(x, 0.1, 3, "dgamma"),
-        lambda: choose_threshold(x, replicates=19, alpha=0.1),
-        lambda: tail_quantile(x, 0.001, 0.5),
-        lambda: mixture({"a": x}),
-    ]
-    refusals = []
-    for call in calls:
+    """Every function on one gradient: what they return, and the one line of those that refuse."""
+    found, refused = {}, {}
+    for name, call in CALLS.items():
         try:
-            call()
+            found[name] = call(x)
         except InputError as error:
-            refusals.append(str(error))
-    assert not any("\n" in refusal for refusal in refusals)
-    return len(refusals), len(calls)
+            refused[name] = str(error)
+    assert not any("\n" in refusal for refusal in refused.values())
+    return found, refused
 
 
 @pytest.mark.parametrize(
@@ -462,31 +564,73 @@ def everything(x):
     ],
 )
 def test_nothing_is_refused(x):
-    refused, calls = everything(x)
-    assert refused == calls
+    found, refused = everything(x)
+    assert found == {}
+    assert set(refused.values()) == {"nothing to fit: no finite non-zero element"}
+
+
+@pytest.mark.parametrize("x", [np.array([1e300, 2e300, 3e300]), np.array([1e-300, 3e-300])])
+def test_squares_beyond_numbers_are_refused(x):
+    found, refused = everything(x)
+    assert found == {}
+    assert all("rescale them" in refusal for refusal in refused.values())
 
 
 @pytest.mark.parametrize(
-    "x",
+    ("x", "unfit"),
     [
-        np.array([1.0]),
-        np.array([1.0, 2.0]),
-        np.arange(1.0, 6.0),
-        np.ones(1000),
-        np.append(np.ones(1000), np.nan),
-        np.repeat([1.0, 2.0], 500),
-        np.linspace(0, 1, 1000),
-        np.geomspace(1e-30, 1e30, 2000).astype(np.float32),
-        np.array([1e300, 2e300, 3e300]),
-        np.array([1e-300, 2e-300, 3e-300]),
-        np.full(60_000, 0.25, np.float32),
-        np.array([5e-324] * 10 + [1.0]),
-        stats.genpareto(3.0).rvs(3000, random_state=1),
-        stats.beta(1, 0.3).rvs(3000, random_state=1),
+        (np.array([1.0]), "at least two"),
+        (np.array([1.0, 2.0]), "at least two"),
+        (np.arange(1.0, 6.0), "no local maximum"),
+        (np.ones(1000), "nothing to fit"),
+        (np.append(np.ones(1000), np.nan), "nothing to fit"),
+        (np.repeat([1.0, 2.0], 500), "all magnitudes are equal"),
+        (np.linspace(0, 1, 1000), "no local maximum"),
+        (np.geomspace(1e-30, 1e30, 2000).astype(np.float32), ""),
+        (np.full(60_000, 0.25, np.float32), "nothing to fit"),
+        (np.array([5e-324] * 10 + [1.0]), "at least two"),
+        (stats.genpareto(3.0).rvs(3000, random_state=1), ""),
+        (stats.beta(1, 0.3).rvs(3000, random_state=1), "no local maximum"),
     ],
 )
-def test_odd_data_has_a_defined_answer(x):
-    everything(x)
+def test_odd_data_has_a_defined_answer(x, unfit):
+    """`unfit` says why the upper half has no fit by maximum likelihood."""
+    found, refused = everything(x)
+    a = np.abs(x[np.isfinite(x) & (x != 0)].astype(float))
+    assert list(refused) == (["quantile"] if unfit else [])
+    for row in found["mean_excess"]:
+        over = a[a > row.threshold] - row.threshold
+        assert row.n == over.size
+        assert math.isnan(row.mean) if row.n == 0 else row.mean == pytest.approx(over.mean())
+        assert math.isnan(row.low) == math.isnan(row.high) == (row.n < 2)
+        if row.n > 1:
+            half = 1.96 * over.std(ddof=1) / math.sqrt(row.n)
+            assert row.high - row.mean == pytest.approx(half, rel=1e-3, abs=1e-9 * row.mean)
+    first = found["mle"][0]
+    assert unfit in first.status
+    assert all(unfit in refusal for refusal in refused.values())
+    fits = [*found["mle"], *found["pwm"], found["mixture"].pooled, found["mixture"].layers["a"]]
+    for row in fits:
+        assert row.n == np.count_nonzero(a > row.threshold)
+        assert math.isfinite(row.c) == math.isfinite(row.scale) == (row.status == "")
+        assert row.status or row.n > 1
+    for name in ("laplace", "pareto", "dgamma"):
+        n, threshold = a.size, 0.0
+        for stage in found[name]:
+            assert stage.n == n
+            assert (stage.fit is None) == math.isnan(stage.achieved) == bool(stage.status)
+            if stage.fit is not None:
+                assert stage.threshold > threshold
+                n, threshold = np.count_nonzero(a > stage.threshold), stage.threshold
+                assert stage.achieved == pytest.approx(n / stage.n)
+        assert found[name] or a.size == 1  # a tenth of one element is that one
+    choice = found["choice"]
+    assert choice.ratio is None or choice.ratio in [c.ratio for c in choice.candidates]
+    assert all(math.isnan(c.p_value) == bool(c.status) for c in choice.candidates)
+    if not unfit:
+        quantile = found["quantile"]
+        assert quantile.threshold < quantile.value
+        assert quantile.n == np.count_nonzero(a > quantile.threshold)
 
 
 def test_nan_is_left_out():

@@ -1,26 +1,45 @@
-"""The choice of a threshold by a sequence of goodness-of-fit tests with error control."""
+"""The choice of a threshold by a sequence of tests with error control, and the tail beyond it from elements unseen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import (
+    check_count,
+    check_number,
+    check_ratios,
+    check_seed,
+    target_count,
+)
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Method
+from gradstats.statistics.fitting import Fit, Method, fit
 from gradstats.statistics.goodness import bootstrap
-from gradstats.statistics.pot.peaks import FEWEST, MODEL, NAN, magnitudes_of, threshold_of
+from gradstats.statistics.pot.peaks import (
+    FEWEST,
+    MODEL,
+    NAN,
+    Stability,
+    magnitudes_of,
+    stability_of,
+    threshold_of,
+)
 from gradstats.statistics.solution import FitError
 
 __all__ = ["Candidate", "ThresholdChoice", "choose_threshold"]
 
 _SMALL = 500
 """Excesses tested below which a note says that the test has little power."""
+
+_FURTHER = 4
+"""Thresholds beyond the last candidate whose shapes all candidates must agree with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,8 @@ class Candidate:
         p-value of the generalized Pareto; NaN without a fit, which counts as rejected.
     status : str
         Why there is no fit; empty if there is one.
+    p_stable : float
+        p-value of one shape ξ beyond this threshold and all further ones; NaN where no further one has a fit.
     """
 
     ratio: float
@@ -49,6 +70,13 @@ class Candidate:
     tested: int
     p_value: float
     status: str = ""
+    p_stable: float = NAN
+
+    @property
+    def p_both(self) -> float:
+        """p-value of the two tests together, 1 − (1 − p)² of the smaller (Šidák); NaN without a fit."""
+        least = self.p_value if math.isnan(self.p_stable) else min(self.p_value, self.p_stable)
+        return NAN if math.isnan(self.p_value) else 1 - (1 - least) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +99,9 @@ class ThresholdChoice:
         Options of the bootstrap.
     note : str
         Warning about the choice; empty if there is none.
+    estimate : Stability or None
+        Fit beyond the threshold chosen of the elements that the choice did not see, so that its intervals are not
+        narrowed by the choice; None without one.
     """
 
     ratio: float | None
@@ -82,6 +113,7 @@ class ThresholdChoice:
     replicates: int
     seed: int
     note: str = ""
+    estimate: Stability | None = None
 
 
 def choose_threshold(
@@ -94,21 +126,28 @@ def choose_threshold(
     method: Method = "mle",
     on_progress: Callable[[], None] = lambda: None,
 ) -> ThresholdChoice:
-    """Choose the lowest threshold whose excesses are not rejected as generalized Pareto.
+    """Choose the lowest threshold beyond which the excesses are generalized Pareto, and stay so further out.
 
-    Each candidate is tested by :func:`gradstats.goodness.bootstrap` with the upper-tail Anderson-Darling statistic on
-    a subsample of its excesses. ForwardStop (G'Sell, Wager, Chouldechova and Tibshirani 2016) rejects the first
-    k̂ = max{k : −(1/k) Σ_{i≤k} ln(1 − pᵢ) ≤ alpha} of them, and the next is chosen (Bader, Yan and Zhang 2018). Its
-    error control supposes independent p-values; those of nested excesses are not quite. A misfit that does not show
-    among `size` excesses is not found: a larger size chooses a higher threshold.
+    The elements are split in two at random. On one half each candidate is tested twice: by
+    :func:`gradstats.goodness.bootstrap` with the upper-tail Anderson-Darling statistic on a subsample of its excesses,
+    and by comparing its shape ξ with that beyond every further threshold, down to a hundred excesses. Beyond a
+    sufficient threshold ξ stays the same, and the difference of two nested estimates, one of them efficient, has the
+    difference of their variances (Hausman 1978); the largest of the differences counts (Šidák). ForwardStop (G'Sell,
+    Wager, Chouldechova and Tibshirani 2016) rejects the first k̂ = max{k : −(1/k) Σ_{i≤k} ln(1 − pᵢ) ≤ alpha} of them,
+    and the next is chosen (Bader, Yan and Zhang 2018). Its error control supposes independent p-values; those of nested
+    excesses are not quite.
+
+    The other half gives `estimate`, the fit beyond the threshold chosen: a choice makes the intervals of the elements
+    that it looked at too narrow.
 
     Parameters
     ----------
     x : array_like, Sketch or Magnitudes
         Gradient, its sketch, or magnitudes.
     ratios : sequence of float, optional
-        Exceedance ratios of the non-zero elements, in (0, 1]; by default 8 from 0.5 to 0.01, evenly in the logarithm.
-        Those that leave fewer than :data:`FEWEST` exceedances are not tested.
+        Exceedance ratios of the non-zero elements, in (0, 1]; by default 8 from 0.5 to 0.01, or to 1000 exceedances
+        where that is further, evenly in the logarithm. Those that leave fewer than :data:`FEWEST` exceedances to either
+        half are not tested.
     alpha : float
         Level of the error control, in (0, 1).
     size : int
@@ -116,7 +155,7 @@ def choose_threshold(
     replicates : int
         Replicates of each bootstrap.
     seed : int
-        Seed of the subsamples and replicates.
+        Seed of the split, the subsamples and the replicates.
     method : {"closed", "moments", "mle", "pwm"}
         Method of every fit, see :func:`gradstats.fit`.
     on_progress : callable
@@ -125,7 +164,7 @@ def choose_threshold(
     Returns
     -------
     ThresholdChoice
-        The candidate chosen and all that were tested.
+        The candidate chosen, all that were tested, and the estimate.
 
     Raises
     ------
@@ -134,22 +173,32 @@ def choose_threshold(
     InputError
         If a ratio is outside (0, 1], alpha outside (0, 1), the seed negative, or the replicates too few to reject
         anything at alpha.
+
+    Notes
+    -----
+    The interval of `estimate` is about the excesses over the threshold chosen: the ξ that a fit of infinitely many of
+    them would have. 93 to 97 % hold it for independent elements of generalized Pareto, Laplace, log-normal and
+    Student's t laws, from 10,000 elements on. Where the law is not generalized Pareto beyond any threshold, ξ still
+    moves further out by less than the elements can show: 24 % hold the limit 1/3 of Student's t with 3 degrees, 1 % the
+    limit 0 of the log-normal (σ = 1), at 20,000. Dependent elements are not allowed for.
     """
-    if not 0 < alpha < 1:
-        raise InputError(f"alpha must be in (0, 1), not {alpha}")
-    if replicates < 1 or -math.log1p(-1 / (replicates + 1)) > alpha:
+    alpha = check_number(alpha, "alpha", 0, 1)
+    check_count(replicates, "replicates")
+    if -math.log1p(-1 / (replicates + 1)) > alpha:
         raise InputError(f"{replicates} replicates are too few to reject at {alpha}: ask for more")
-    if seed < 0:
-        raise InputError(f"the seed must not be negative, not {seed}")
+    check_seed(seed)
     m = magnitudes_of(x)
-    asked = np.geomspace(0.5, 0.01, 8).tolist() if ratios is None else list(ratios)
-    asked = sorted({float(r) for r in asked}, reverse=True)
-    seeds = np.random.SeedSequence(seed).generate_state(max(len(asked), 1)).tolist()
+    if ratios is None:
+        ratios = np.geomspace(0.5, min(0.01, 1000 / m.count), 8).tolist()
+    asked = sorted(set(check_ratios(ratios)), reverse=True)
+    split, *seeds = np.random.SeedSequence(seed).generate_state(len(asked) + 1).tolist()
+    seen, unseen = _halves(m, np.random.default_rng(split))
+    at = {ratio: threshold_of(m, target_count(ratio, m.count)) for ratio in asked}
+    shapes = _shapes(seen, [*at.values(), *_further(m, asked)], method)
     candidates: list[Candidate] = []
-    for ratio, own in zip(asked, seeds, strict=False):
-        threshold = threshold_of(m, target_count(ratio, m.count))
-        over = m.excesses(threshold)
-        if over.count < FEWEST:
+    for (ratio, threshold), own in zip(at.items(), seeds, strict=True):
+        over = seen.excesses(threshold)
+        if min(over.count, unseen.excesses(threshold).count) < FEWEST:
             continue
         p_value, status = NAN, ""
         try:
@@ -165,9 +214,12 @@ def choose_threshold(
             ).p_value
         except FitError as error:
             status = str(error)
-        tested = min(size, over.count)
-        candidates.append(Candidate(ratio, threshold, over.count, tested, p_value, status))
-    rejected = _forward_stop([c.p_value for c in candidates], alpha)
+        if threshold not in shapes:  # a subsample may have a fit where all of them have none
+            p_value, status = NAN, status or "all of its excesses have no fit together"
+        beyond, tested = m.excesses(threshold).count, min(size, over.count)
+        stable = _stable(shapes, threshold)
+        candidates.append(Candidate(ratio, threshold, beyond, tested, p_value, status, stable))
+    rejected = _forward_stop([c.p_both for c in candidates], alpha)
     chosen = candidates[rejected] if rejected < len(candidates) else None
     return ThresholdChoice(
         ratio=chosen.ratio if chosen else None,
@@ -179,7 +231,57 @@ def choose_threshold(
         replicates=replicates,
         seed=seed,
         note=_note(candidates, chosen),
+        estimate=stability_of(unseen, chosen.ratio, chosen.threshold, method) if chosen else None,
     )
+
+
+def _halves(m: Magnitudes, rng: np.random.Generator) -> tuple[Magnitudes, Magnitudes]:
+    """Split magnitudes at random, each by itself, into two independent samples of about half as many."""
+    first = rng.binomial(m.weight.astype(np.int64), 0.5).astype(np.float64)
+
+    def part(weight: NDArray[np.float64]) -> Magnitudes:
+        some = weight > 0
+        return Magnitudes.from_cells(m.left[some], m.right[some], weight[some])
+
+    return part(first), part(m.weight - first)
+
+
+def _further(m: Magnitudes, asked: Sequence[float]) -> list[float]:
+    """Return thresholds beyond the last candidate, the last of them over a hundred magnitudes of each half."""
+    last, least = min(asked, default=1.0), 2 * FEWEST / m.count
+    if last <= least:
+        return []
+    ratios = np.geomspace(last, least, _FURTHER + 1)[1:]
+    return [threshold_of(m, target_count(float(r), m.count)) for r in ratios]
+
+
+def _shapes(m: Magnitudes, thresholds: Sequence[float], method: Method) -> dict[float, Fit]:
+    """Fit the excesses over each threshold, where there are enough and they have a fit."""
+    found = {}
+    for threshold in thresholds:
+        over = m.excesses(threshold)
+        if over.count >= 0.8 * FEWEST:  # about a hundred: the halves are random
+            with suppress(FitError):
+                found[threshold] = fit(over, MODEL, method)
+    return found
+
+
+def _stable(shapes: Mapping[float, Fit], threshold: float) -> float:
+    """Return the p-value of one shape beyond a threshold and all further ones."""
+    from scipy.special import ndtr
+
+    if threshold not in shapes:
+        return NAN
+    here, p_values = shapes[threshold], []
+    for other, further in shapes.items():
+        if other > threshold and further.count < here.count:
+            # an estimate that is not efficient has no such variance, but one below the sum
+            sign = -1 if here.method == "mle" else 1
+            variance = here.stderr["c"] ** 2 * (here.count / further.count + sign)
+            z = (further.params["c"] - here.params["c"]) / math.sqrt(variance)
+            p_values.append(2 * float(ndtr(-abs(z))))
+    p_values = [p for p in p_values if not math.isnan(p)]
+    return 1 - (1 - min(p_values)) ** len(p_values) if p_values else NAN
 
 
 def _forward_stop(p_values: Sequence[float], alpha: float) -> int:

@@ -47,8 +47,9 @@ def mixture(
 ) -> Mixture:
     """Tell how much of a heavy tail is only a mixture of layers of different scale.
 
-    Fifty Laplace layers whose scales are log-normal with σ = 1.5 have a pooled shape of 0.5 at the top 10 %; after each
-    is divided by its mean magnitude, the shape of all together is −0.01.
+    Fifty Laplace layers whose scales are the quantiles of a log-normal law with σ = 1.5 have a pooled shape of 0.5 at
+    the top 10 %, random draws of fifty such scales 0.42 ± 0.23; after each is divided by its mean magnitude, the shape
+    of all together is −0.01.
 
     Parameters
     ----------

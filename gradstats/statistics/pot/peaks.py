@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
+from gradstats.statistics.pot.profile import likelihood_region, shape_interval
 from gradstats.statistics.solution import Z95, FitError, Reason
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "mean_excess",
     "parameter_stability",
     "stability_at",
+    "stability_of",
     "threshold_of",
 ]
 
@@ -101,7 +103,7 @@ def threshold_of(m: Magnitudes, k: int) -> float:
 def _ratios(m: Magnitudes, ratios: Sequence[float] | None) -> list[float]:
     """Return the ratios asked for, or twenty from one half to a hundred exceedances."""
     if ratios is not None:
-        return list(ratios)
+        return check_ratios(ratios)
     least = FEWEST / m.count
     return [float(r) for r in np.geomspace(0.5, least, 20)] if least < 0.5 else [0.5]
 
@@ -138,7 +140,8 @@ def mean_excess(
     """Return the mean excess over a series of thresholds: the mean residual life plot.
 
     For generalized Pareto excesses it is a line of slope ξ/(1 − ξ): constant for Laplace gradients, rising for heavy
-    tails (Davison and Smith 1990). For ξ ≥ ½ the variance is infinite and the intervals are too short.
+    tails (Davison and Smith 1990). For ξ ≥ ½ the variance is infinite and the intervals are too
+    short; at ξ = 0.4 with 200 excesses 89 % cover, and all that miss are too low.
 
     Parameters
     ----------
@@ -185,13 +188,15 @@ class Stability:
     n : int
         Number of elements beyond it.
     c, c_low, c_high : float
-        Shape ξ and its 95 % interval.
+        Shape ξ and its 95 % interval: by profile likelihood of a likelihood fit, else a normal one.
     scale, scale_low, scale_high : float
-        Modified scale σ* = σ − ξu in the gradient's unit, and its 95 % interval.
+        Modified scale σ* = σ − ξu in the gradient's unit, and its 95 % interval, likewise.
     flags : tuple of str
         Warnings about the fit.
     status : str
         Why there is no fit and the numbers are NaN; empty if there is one.
+    p_exponential : float
+        p-value of ξ = 0, an exponential tail, by the likelihood ratio; NaN for other methods than maximum likelihood.
     """
 
     ratio: float
@@ -205,6 +210,7 @@ class Stability:
     scale_high: float = NAN
     flags: tuple[str, ...] = ()
     status: str = ""
+    p_exponential: float = NAN
 
 
 def parameter_stability(
@@ -255,6 +261,27 @@ def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -
         Number of exceedances below which nothing is fitted.
     """
     threshold = threshold_of(m, target_count(ratio, m.count))
+    return stability_of(m, ratio, threshold, method, fewest)
+
+
+def stability_of(
+    m: Magnitudes, ratio: float, threshold: float, method: Method, fewest: int = 0
+) -> Stability:
+    """Fit the excesses over a given threshold; without a fit, return NaN and a status.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Magnitudes of a gradient.
+    ratio : float
+        Share of them that the threshold stands for, which is passed on.
+    threshold : float
+        Threshold u, in the gradient's unit.
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of the fit, see :func:`gradstats.fit`.
+    fewest : int
+        Number of exceedances below which nothing is fitted.
+    """
     over = m.excesses(threshold)
     if 0 < over.count < fewest:
         return Stability(ratio, threshold, over.count, status=f"fewer than {fewest} exceedances")
@@ -267,9 +294,21 @@ def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -
     modified = scale - c * threshold
     slopes = np.array([-threshold, 1.0])
     half = Z95 * math.sqrt(float(slopes @ errors @ slopes))
-    c_low, c_high = fitted.interval("c")
-    ends = c_low, c_high, modified, modified - half, modified + half
-    return Stability(ratio, threshold, over.count, c, *ends, flags=tuple(map(str, fitted.flags)))
+    low, high = modified - half, modified + half
+    if method == "mle" and not math.isnan(half):
+        shapes, scales = likelihood_region(over, fitted)
+        on_border = scales - shapes * threshold
+        low, high = float(on_border.min()), float(on_border.max())
+    ends = *shape_interval(over, fitted), modified, low, high
+    p = NAN
+    if method == "mle" and c > -0.5:
+        from scipy.special import chdtrc
+
+        # twice what a shape gains over an exponential of the same mean
+        gain = 2 * over.count * (math.log(over.mean / scale) - c)
+        p = float(chdtrc(1, max(gain, 0.0)))
+    flags = tuple(map(str, fitted.flags))
+    return Stability(ratio, threshold, over.count, c, *ends, flags=flags, p_exponential=p)
 
 
 def covariance(fitted: Fit) -> NDArray[np.float64]:

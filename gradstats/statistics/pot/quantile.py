@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_number, check_ratio, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, fit
 from gradstats.statistics.pot.peaks import (
@@ -22,6 +22,7 @@ from gradstats.statistics.pot.peaks import (
     magnitudes_of,
     threshold_of,
 )
+from gradstats.statistics.pot.profile import likelihood_region
 
 __all__ = ["TailQuantile", "tail_quantile"]
 
@@ -43,7 +44,8 @@ class TailQuantile:
     value : float
         Magnitude by the generalized Pareto, in the gradient's unit; 0 if fewer elements are non-zero.
     low, high : float
-        Its normal interval; NaN where the fit has no standard errors.
+        Its interval: by profile likelihood of a likelihood fit, else normal for the logarithm of the excess over the
+        threshold. NaN where the fit has no standard errors.
     level : float
         Probability that the interval holds the magnitude.
     at : float
@@ -82,10 +84,12 @@ def tail_quantile(
 ) -> TailQuantile:
     """Estimate the magnitude that a share of the elements exceeds from a fit of the peaks over a lower threshold.
 
-    The quantile is u + (σ/ξ)((ζ/ratio)^ξ − 1), where ζ is the share beyond u. The interval is that of the delta method,
-    with the binomial uncertainty of ζ (Coles 2001, section 4.3.3). It supposes that the excesses are generalized Pareto
-    from u on. They are not quite, which is the larger error far beyond the data of millions of elements, and not in
-    the interval.
+    The quantile is u + (σ/ξ)((ζ/ratio)^ξ − 1), where ζ is the share beyond u. The interval is that of the profile
+    likelihood (Coles 2001, section 4.3.3), with the binomial uncertainty of ζ added in squares to each side. 93 to 97 %
+    of these hold the quantile where excesses are independent and generalized Pareto, from a hundred of them on. Those
+    of gradients are not quite Pareto, which is the larger error far beyond the data of millions of elements and not in
+    the interval (of a million normal, Student's t or layered elements 0 to 14 % hold it), and not independent (in
+    clusters 76 to 90 %).
 
     Parameters
     ----------
@@ -114,10 +118,10 @@ def tail_quantile(
     """
     from scipy.special import ndtri
 
-    if not 0 < ratio < at <= 1:
-        raise InputError(f"ratio must be above 0 and below at = {at} ≤ 1, not {ratio}")
-    if not 0 < level < 1:
-        raise InputError(f"level must be in (0, 1), not {level}")
+    ratio, at = check_ratio(ratio), check_ratio(at, "at")
+    if ratio >= at:
+        raise InputError(f"ratio must be below at = {at}, not {ratio}")
+    level = check_number(level, "level", 0, 1)
     m = magnitudes_of(x)
     numel = finite_of(m)
     threshold = threshold_of(m, target_count(at, numel))
@@ -131,18 +135,27 @@ def tail_quantile(
         flags.append(f"fewer than {_SEEN} elements beyond: extrapolated")
     if over.count < FEWEST:
         flags.append(f"fitted to fewer than {FEWEST} excesses")
-    value, half = 0.0, NAN
+    value, low, high = 0.0, NAN, NAN
     if ratio < share:
-        excess, slopes, by_share = _extrapolate(c, scale, math.log(share / ratio))
+        reach = math.log(share / ratio)
+        excess, slopes, by_share = _extrapolate(c, scale, reach)
         value = threshold + excess
-        variance = float(slopes @ covariance(fitted) @ slopes)
-        variance += by_share**2 * (1 - share) / (share * numel)
-        half = float(ndtri(0.5 + level / 2)) * math.sqrt(variance)
+        z = float(ndtri(0.5 + level / 2))
+        if method == "mle" and not math.isnan(fitted.stderr["c"]):
+            with np.errstate(over="ignore"):
+                near = _excesses(*likelihood_region(over, fitted, level), reach)
+            below, above = excess - near.min(), near.max() - excess
+        else:
+            factor = math.exp(z * math.sqrt(float(slopes @ covariance(fitted) @ slopes)) / excess)
+            below, above = excess - excess / factor, excess * factor - excess
+        # both sources of error, in squares, on either side (Zou and Donner 2008)
+        by_count = z * by_share * math.sqrt((1 - share) / (share * numel))
+        low, high = value - math.hypot(below, by_count), value + math.hypot(above, by_count)
     return TailQuantile(
         ratio=ratio,
         value=value,
-        low=value - half,
-        high=value + half,
+        low=low,
+        high=high,
         level=level,
         at=at,
         threshold=threshold,
@@ -151,6 +164,14 @@ def tail_quantile(
         empirical=empirical,
         flags=tuple(flags),
     )
+
+
+def _excesses(
+    c: NDArray[np.float64], scale: NDArray[np.float64], reach: float
+) -> NDArray[np.float64]:
+    """Return (σ/ξ)(r^ξ − 1) for reach = ln r, shape by shape."""
+    y = np.where(c == 0, 1e-12, c * reach)
+    return scale * reach * np.expm1(y) / y
 
 
 def _extrapolate(c: float, scale: float, reach: float) -> tuple[float, NDArray[np.float64], float]:

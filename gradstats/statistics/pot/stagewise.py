@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import check_number, shown, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, fit
 from gradstats.statistics.goodness import Distances
@@ -96,10 +96,9 @@ def stages(
     InputError
         If the model is another, it has no such method, or a ratio or the number of stages is out of range.
     """
-    if model not in _LATER:
-        raise InputError(f"no stages with {model!r}; there are {', '.join(_LATER)}")
-    if not 0 < first < 1:
-        raise InputError(f"the first stage's share must be in (0, 1), not {first}")
+    if not isinstance(model, str) or model not in _LATER:
+        raise InputError(f"no stages with {shown(model)}; there are {', '.join(_LATER)}")
+    first = check_number(first, "the first stage's share", 0, 1)
     m = magnitudes_of(x)
     k = target_count(ratio, finite_of(m))
     shares = stage_ratios(min(k / m.count, 1.0), n_stages, first)

@@ -1,0 +1,105 @@
+"""Intervals of a decay's exponent that allow for dependence between elements: a bootstrap of whole blocks of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.statistics.resampling import block_counts
+
+__all__ = ["FEWEST_BLOCKS", "NO_POSITIONS", "exponent_of", "over_blocks", "runs_of"]
+
+FEWEST_BLOCKS = 20
+"""Blocks with an element in the window below which there is no interval."""
+
+NO_POSITIONS = "a sketch does not say where elements lie"
+"""Why a decay from a sketch has no interval over blocks."""
+
+_REPLICATES, _SEED = 199, 0
+
+
+def runs_of(numel: int) -> NDArray[np.int64]:
+    """Return where runs of √numel neighbouring elements begin.
+
+    Parameters
+    ----------
+    numel : int
+        Number of elements of the gradient, with zeros.
+    """
+    return np.arange(0, numel, max(math.isqrt(numel), 1))
+
+
+def exponent_of(logs: NDArray[np.float64], first: int) -> float:
+    """Return the exponent p of sorted magnitudes by the rank-½ regression (Gabaix and Ibragimov 2011).
+
+    Parameters
+    ----------
+    logs : ndarray of float64
+        Logarithms of the magnitudes from `first` to the last rank of the window, descending.
+    first : int
+        First rank of the window.
+    """
+    log_ranks = np.log(np.arange(first, first + logs.size) - 0.5)
+    sizes = logs - logs.mean()
+    covariance = -float(sizes @ (log_ranks - log_ranks.mean()))
+    # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
+    return float(sizes @ sizes) / covariance if covariance > 0 else 0.0
+
+
+def over_blocks(
+    magnitudes: NDArray[np.float64],
+    positions: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    window: tuple[int, int],
+) -> tuple[float, float, str]:
+    """Return the 95 % interval of p by a bootstrap of blocks of elements.
+
+    As many blocks as there are, are drawn with replacement, and p is estimated from the same ranks of what they hold.
+    The interval is p·exp(±t sd), with the standard deviation of ln p over 199 replicates and the quantile of t with
+    half as many degrees of freedom as blocks have elements in the window. It allows for dependence within a block, not
+    for that between blocks. With runs of √d, 90 to 95 % cover where the window holds fifty clusters or more, each
+    shorter than a tenth of a run; for independent elements of 10,000 or fewer it is 89 %.
+
+    Parameters
+    ----------
+    magnitudes : ndarray of float64, shape (n,)
+        Largest magnitudes, descending: those of the window, and about as many below it, which replicates need.
+    positions : ndarray of int64, shape (n,)
+        Where in the gradient they lie.
+    starts : ndarray of int64, shape (blocks,)
+        First element of each block, ascending from 0.
+    window : (int, int)
+        First and last rank.
+
+    Returns
+    -------
+    low, high : float
+        Ends; NaN where there is no interval.
+    reason : str
+        Why there is none; empty if there is one.
+    """
+    from scipy.special import stdtrit
+
+    first, last = window
+    block = np.searchsorted(starts, positions, side="right") - 1
+    inside = np.unique(block[:last]).size
+    if inside < FEWEST_BLOCKS:
+        return (
+            math.nan,
+            math.nan,
+            f"fewer than {FEWEST_BLOCKS} blocks have an element in the window",
+        )
+    logs = np.log(magnitudes)
+    p = exponent_of(logs[first - 1 : last], first)
+    found = []
+    for counts in block_counts(starts.size, _REPLICATES, np.random.default_rng(_SEED)):
+        drawn = np.repeat(logs, counts[block])[first - 1 : last]
+        if drawn.size > (last - first) / 2:
+            found.append(exponent_of(drawn, first))
+    logged = np.log(np.array([each for each in found if each > 0]))
+    if p <= 0 or logged.size < _REPLICATES / 2:
+        return math.nan, math.nan, "replicates have no exponent"
+    factor = math.exp(float(stdtrit(inside / 2 - 1, 0.975)) * float(logged.std(ddof=1)))
+    return p / factor, p * factor, ""

@@ -1,0 +1,134 @@
+"""Intervals that allow for dependence, from blocks of neighbours, and p-values corrected for their number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FEWEST_IN_SERIES", "MeanInterval", "block_counts", "holm", "mean_interval"]
+
+FEWEST_IN_SERIES = 20
+"""Values below which the mean of a series has no interval: there are too few blocks of any length."""
+
+_NEAR_UNIT_ROOT = 8
+"""Values times (1 − autocorrelation) below which the mean of a series has no interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeanInterval:
+    """The interval of the mean of a series.
+
+    Attributes
+    ----------
+    mean : float
+        Mean of the finite values; NaN if there are none.
+    low, high : float
+        Ends of its interval; NaN where there is none.
+    p_value : float
+        Two-sided p-value of a mean of zero; NaN where there is no interval.
+    length : int
+        Values in a block; 0 where there is no interval.
+    reason : str
+        Why there is no interval; empty if there is one.
+    """
+
+    mean: float
+    low: float = math.nan
+    high: float = math.nan
+    p_value: float = math.nan
+    length: int = 0
+    reason: str = ""
+
+
+def mean_interval(series: NDArray[np.floating], level: float = 0.95) -> MeanInterval:
+    """Return the interval of the mean of a series by the circular block bootstrap (Politis and Romano 1992).
+
+    The variance of the bootstrap's mean has a closed form, so nothing is drawn: b/n times the variance of the means of
+    all n blocks of b neighbours, the last of which go on at the start. Quantiles are those of t with n/b − 1 degrees of
+    freedom. The block's length follows the autocorrelation ρ as for an AR(1) (Andrews 1991), 1.7 times as long, at most
+    n/4.
+
+    Parameters
+    ----------
+    series : ndarray, shape (n,)
+        Values in order; those that are not finite are left out.
+    level : float
+        Probability that the interval holds the mean.
+
+    Returns
+    -------
+    MeanInterval
+        Interval, or the reason why there is none: fewer than :data:`FEWEST_IN_SERIES` values, or n(1 − ρ) below 8,
+        where a series of this length cannot be told from a random walk.
+
+    Notes
+    -----
+    Of the intervals given at 95 %, 92 to 97 % cover the mean of white noise from 20 values on, and of an AR(1) of n
+    values with n(1 − ρ) of 20 or more; 83 % at ρ = 0.8 of 20 values, 92 % at 0.9 of 100, 91 % for independent
+    log-normal values (σ = 0.7) of 20.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    y = np.asarray(series, np.float64)
+    y = y[np.isfinite(y)]
+    n, mean = y.size, float(y.mean()) if y.size else math.nan
+    if n < FEWEST_IN_SERIES:
+        return MeanInterval(mean, reason=f"fewer than {FEWEST_IN_SERIES} steps")
+    y = y - mean
+    energy = float(y @ y)
+    if energy <= 1e-24 * n * mean**2:  # constant, up to rounding
+        return MeanInterval(mean, mean, mean, float(mean == 0), 1)
+    rho = min(max(float(y[1:] @ y[:-1]) / energy + 1 / n, 0.0), 1.0)  # corrected for its bias
+    if n * (1 - rho) < _NEAR_UNIT_ROOT:
+        return MeanInterval(mean, reason="wanders like a random walk")
+    best = 2 * (4 * rho**2 / (1 - rho**2) ** 2 * n) ** (1 / 3)
+    length = int(min(max(math.ceil(best), 1), n // 4))
+    ring = np.cumsum(np.concatenate([[0.0], y, y[: length - 1]]))
+    means = (ring[length:] - ring[:-length]) / length
+    freedom = n / length - 1
+    # around the mean of n/b blocks, as a sample variance
+    error = math.sqrt(float(np.square(means).mean()) / freedom)
+    half = float(stdtrit(freedom, 0.5 + level / 2)) * error
+    p_value = 2 * float(stdtr(freedom, -abs(mean) / error))
+    return MeanInterval(mean, mean - half, mean + half, p_value, length)
+
+
+def block_counts(blocks: int, replicates: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return how often each block is drawn in each replicate of a block bootstrap.
+
+    Parameters
+    ----------
+    blocks : int
+        Number of blocks, of which as many are drawn with replacement.
+    replicates : int
+        Number of replicates.
+    rng : numpy.random.Generator
+        Source of the draws.
+
+    Returns
+    -------
+    ndarray of int64, shape (replicates, blocks)
+        Counts; each row sums to `blocks`.
+    """
+    return rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=replicates)
+
+
+def holm(p_values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return p-values corrected for their number (Holm 1979); NaN stays and does not count.
+
+    Parameters
+    ----------
+    p_values : ndarray, shape (n,)
+        Results of n tests.
+    """
+    p = np.asarray(p_values, np.float64)
+    corrected = np.full(p.shape, math.nan)
+    known = np.isfinite(p)
+    if known.any():
+        from statsmodels.stats.multitest import multipletests
+
+        corrected[known] = multipletests(p[known], method="holm")[1]
+    return corrected
