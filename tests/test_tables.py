@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 
 import numpy as np
 import pytest
@@ -29,6 +30,48 @@ def test_rendering_of_numbers_and_nothing():
     assert render([], "csv") == ""
     for format in ("table", "markdown", "latex"):
         assert isinstance(render([], format), str)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.00099, "9.9e-04"),
+        (0.001, "0.0010"),
+        (-0.001, "-0.0010"),
+        (0.0999, "0.100"),
+        (0.099, "0.099"),
+        (0.0123, "0.012"),
+        (0.1, "0.100"),
+        (-0.125, "-0.125"),
+        (0.9, "0.900"),
+        (1.0, "1.00"),
+        (9.87, "9.87"),
+        (10.0, "10.0"),
+        (99.94, "99.9"),
+        (100.0, "100"),
+        (1234.5, "1234"),
+        (9999.0, "9999"),
+        (1e4, "1.0e+04"),
+        (-12345.0, "-1.2e+04"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (True, "yes"),
+        (False, "no"),
+        (12345, "12345"),
+        ({"loc": 0.0, "a": 0.05}, "a=0.050"),
+        ({"loc": 0.5}, "loc=0.500"),
+    ],
+)
+def test_numbers_have_three_digits_and_two_below_a_tenth(value, text):
+    assert format_value(value) == text
+
+
+def test_a_ratio_is_shown_as_it_was_typed():
+    rows = [{"ratio": r, "n": r} for r in (0.1, 0.0625, 1e-05)]
+    cells = [line.split("|")[1:3] for line in render(rows, "markdown").splitlines()[2:]]
+    assert [a.strip() for a, _ in cells] == ["0.1", "0.0625", "1e-05"]
+    assert [b.strip() for _, b in cells] == ["0.100", "0.062", "1.0e-05"]
 
 
 LAYER = "blocks.0.attention.projection.weight"
@@ -102,3 +145,9 @@ def test_names_from_outside_do_nothing_but_stand_there():
     for format in ("table", "markdown", "latex"):
         assert all(c.isprintable() for c in render(records, format).replace("\n", ""))
     assert json.loads(render(records, "json"))[3]["layer"] == HOSTILE["terminal"]
+
+
+@pytest.mark.parametrize("begin", "=+-@\t\r")
+def test_no_text_is_a_formula_to_a_spreadsheet(begin):
+    text = render([{"layer": f"{begin}1+1", "n": -1.5}], "csv")
+    assert text == f"layer,n\n'{begin}1+1,-1.5"
