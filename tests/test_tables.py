@@ -150,4 +150,5 @@ def test_names_from_outside_do_nothing_but_stand_there():
 @pytest.mark.parametrize("begin", "=+-@\t\r")
 def test_no_text_is_a_formula_to_a_spreadsheet(begin):
     text = render([{"layer": f"{begin}1+1", "n": -1.5}], "csv")
-    assert text == f"layer,n\n'{begin}1+1,-1.5"
+    assert text.startswith(("layer,n\n'", "layer,n\n\"'"))
+    assert text.endswith(",-1.5")

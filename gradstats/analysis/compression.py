@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gradstats.trace import Trace
+from gradstats.trace import Trace, open_trace
 from gradstats.trace.record import StepRecord
 
 __all__ = ["compression"]
@@ -16,13 +17,13 @@ _COUNTS = ("target", "numel", "bytes_sent", "union")
 _SECONDS = ("select_seconds", "communicate_seconds", "overlapped_seconds")
 
 
-def compression(trace: Trace, *, per_layer: bool = False) -> list[dict[str, Any]]:
+def compression(trace: Trace | str | Path, *, per_layer: bool = False) -> list[dict[str, Any]]:
     """Return what one of this package's compressors recorded of the captured steps of a run.
 
     Parameters
     ----------
-    trace : Trace
-        Trace captured with one of this package's compressors. Others give no records.
+    trace : Trace, str or Path
+        Trace captured with one of this package's compressors, or its path. Others give no records.
     per_layer : bool, optional
         Return one record per layer, of the diagnosed steps (``CompressionState(diagnose_every=…)``).
 
@@ -39,7 +40,8 @@ def compression(trace: Trace, *, per_layer: bool = False) -> list[dict[str, Any]
     --------
     ``pandas.DataFrame(gradstats.compression(gradstats.open_trace("run.zarr")))``
     """
-    return _layers(trace) if per_layer else _steps(trace)
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    return _layers(opened) if per_layer else _steps(opened)
 
 
 def _steps(trace: Trace) -> list[dict[str, Any]]:

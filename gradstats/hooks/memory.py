@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import torch
 
 from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_number
 
 __all__ = [
     "AdamCorrection",
@@ -427,8 +428,7 @@ class MomentumCorrection(_Accumulating):
         nesterov: bool | Nesterov = False,
         masking: bool = True,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise InputError(f"momentum must be in [0, 1), not {momentum}")
+        momentum = check_number(momentum, "momentum", 0, 1, "[)")
         if nesterov not in (False, True, *get_args(Nesterov)):
             forms = ", ".join(get_args(Nesterov))
             raise InputError(f"nesterov must be true, false or one of {forms}, not {nesterov!r}")

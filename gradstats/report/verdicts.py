@@ -76,7 +76,7 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
         if most:
             found.append(f"{most:,} elements {text} in one step ({_percent(most / d, 2)})")
     tie = max((r["largest_tie"] or 0 for r in rows), default=0)
-    if tie > 0.001 * d:
+    if tie > max(1, 0.001 * d):
         found.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
     constant = {name for r in rows for name in r["constant"]}
     if constant:

@@ -469,7 +469,7 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
     """Estimate the exponent over successive ranges of ranks, from the largest element to the smallest.
 
     A power law has the same exponent everywhere; that of a light tail starts low and rises. Ranges with fewer than ten
-    ranks are left out.
+    ranks are left out. Intervals are normal: that of the first range, of about ten ranks, covers 86 % of the time.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, TraceError, first_line
 from gradstats.primitives import Moments
+from gradstats.primitives.ratio import shown
 from gradstats.primitives.sketch import Sketch
 from gradstats.trace.format import (
     BITS,
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     import xarray
 
 __all__ = ["Trace", "open_trace"]
+
+_LONGEST = 4096
+"""Characters that a path may have."""
 
 
 class Trace:
@@ -56,11 +60,17 @@ class Trace:
 
     Raises
     ------
+    InputError
+        If `path` is no path, or has several lines.
     TraceError
         If there is no trace, it is of another version, or nothing of it can be read.
     """
 
     def __init__(self, path: str | Path) -> None:
+        text = str(path)
+        odd = len(text) > _LONGEST or len(text.splitlines()) > 1 or "\0" in text
+        if not isinstance(path, str | Path) or odd:  # errors repeat it, in one line
+            raise InputError(f"a trace is opened by the path of its folder, not {shown(path)}")
         self.path = Path(path)
         self.attrs = root_attributes(self.path)
         self.layers = layout(self.path, self.attrs)
@@ -490,6 +500,8 @@ def open_trace(path: str | Path) -> Trace:
 
     Raises
     ------
+    InputError
+        If `path` is no path, or has several lines.
     TraceError
         If there is none at `path`, it is of another version, or damaged; one line says which.
     """

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from gradstats.errors import GradstatsError, InputError, first_line
 from gradstats.primitives import Array
 from gradstats.primitives.arrays import check, flat_chunks, is_tensor, numel_of
+from gradstats.primitives.ratio import check_several
 from gradstats.primitives.sketch import Sketch
 from gradstats.trace import Kind, Layer, Trace, is_trace, open_trace
 
@@ -251,6 +252,11 @@ class Subset:
         Patterns of parameter names, as in :mod:`fnmatch`. Giving any implies `per_layer`.
     per_layer : bool
         Whether each parameter is looked at by itself, too.
+
+    Raises
+    ------
+    InputError
+        If one of them is no list.
     """
 
     steps: Sequence[int] | None = None
@@ -258,6 +264,12 @@ class Subset:
     kinds: Sequence[Kind] | None = None
     layers: Sequence[str] | None = None
     per_layer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "ranks", "kinds", "layers"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, check_several(given, name))
 
     def keys(self, source: Source) -> list[tuple[int, Kind, int]]:
         """Return the keys of a source's gradients that are in the subset.

@@ -61,6 +61,14 @@ def test_exceedances_are_the_same_sums(family, xp, above):
     assert np.isfinite(exceedances(xp(hostile), 1e-3).sum_abs)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_an_element_at_the_threshold_is_above_it(xp, dtype):
+    x = xp(np.array([3, -2, 2, 1, 0, np.nan, 1.5], dtype))
+    for m in (moments(x, above=2.0), exceedances(x, 2.0)):
+        assert (m.count, m.sum_abs, m.sum_squares, m.above) == (3, 7.0, 17.0, 2.0)
+    assert moments(x, above=2.0).max == 3
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_no_bit(threads):
     x = np.random.default_rng(1).standard_t(3, 3_000_000).astype(np.float32)

@@ -102,6 +102,10 @@ def test_largest_and_excesses_and_scaling():
     assert over.mean_square == pytest.approx((true**2).mean(), rel=1e-3)
     assert m.scaled(3.0).upper_quantile(100) == pytest.approx(3 * m.upper_quantile(100))
     assert m.scaled(3.0).mean_log == pytest.approx(m.mean_log + math.log(3))
+    three = m.scaled(3.0)
+    assert three.mean_square == pytest.approx(9 * m.mean_square)
+    assert (three.mean, three.max) == pytest.approx((3 * m.mean, 3 * m.max))
+    assert three.zero_fraction == m.zero_fraction
     assert m.excesses(1e30).count == 0
 
 

@@ -403,6 +403,7 @@ def mean_square_of(model, shape):
     ("model", "mean_square", "n", "flags"),
     [
         ("double_genpareto", mean_square_of("double_genpareto", 0.24), 1000, ()),
+        ("double_genpareto", 3.0, 1000, (Flag.MOMENTS,)),  # ¼, and the fourth moment is infinite
         ("double_genpareto", mean_square_of("double_genpareto", 0.26), 1000, (Flag.MOMENTS,)),
         ("t", mean_square_of("t", 4.1), 1000, ()),
         ("t", mean_square_of("t", 3.9), 1000, (Flag.TAIL,)),

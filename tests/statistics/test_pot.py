@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import DATA
-from scipy import stats
+from scipy import optimize, stats
 from scipy.special import ndtri
 
 from gradstats import thresholds
@@ -105,14 +105,27 @@ class TestStability:
         assert all(row.c_low <= 0 <= row.c_high for row in rows)
         assert all(row.scale_low <= 1 <= row.scale_high for row in rows)
 
-    def test_modified_scales_interval_is_the_delta_method(self):
+    def test_modified_scales_interval_is_that_of_the_likelihood(self):
         row = parameter_stability(pareto(0.1), [0.1])[0]
-        f = fit(as_magnitudes(pareto(0.1)).excesses(row.threshold), "double_genpareto", "mle")
+        over = as_magnitudes(pareto(0.1)).excesses(row.threshold)
+        f = fit(over, "double_genpareto", "mle")
         c, s, n, u = f.params["c"], f.params["scale"], row.n, row.threshold
-        # var σ + u² var ξ − 2u cov
-        variance = (2 * s**2 * (1 + c) + u**2 * (1 + c) ** 2 + 2 * u * s * (1 + c)) / n
         assert row.scale == pytest.approx(s - c * u, rel=1e-3)
-        assert row.scale_high - row.scale == pytest.approx(1.96 * math.sqrt(variance), rel=1e-3)
+
+        def loss(shape, modified):
+            return (
+                -stats.genpareto(shape, scale=modified + shape * u).logpdf(over.middle)
+                @ over.weight
+            )
+
+        # at either end, the best shape loses half of chi-squared's 95 % quantile
+        for end in (row.scale_low, row.scale_high):
+            best = optimize.minimize_scalar(loss, args=(end,), bounds=(c - 0.2, c + 0.2)).fun
+            assert best - loss(c, row.scale) == pytest.approx(stats.chi2(1).ppf(0.95) / 2, rel=0.02)
+        # with many excesses it is nearly the delta method's: var σ + u² var ξ − 2u cov
+        variance = (2 * s**2 * (1 + c) + u**2 * (1 + c) ** 2 + 2 * u * s * (1 + c)) / n
+        width = 2 * 1.96 * math.sqrt(variance)
+        assert row.scale_high - row.scale_low == pytest.approx(width, rel=0.02)
 
     @pytest.mark.parametrize(
         ("method", "c"),

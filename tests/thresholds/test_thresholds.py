@@ -593,6 +593,27 @@ class TestAdaptiveStages:
         assert len(errors) == 36
         assert np.mean(errors) < 0.145
 
+    def test_a_number_of_stages_chosen_once_costs_accuracy_later(self):
+        """Chosen at step 10 and kept until step 2999, M costs what the page on thresholds says: 0.34 for 0.12."""
+        kept, fresh = [], []
+        for name in ("resnet20", "resnet20-ef"):
+            trace = open_trace(DATA / f"{name}.zarr")
+            for kind in trace.kinds(0):
+                for ratio in RATIOS:
+                    estimator = make_estimator("sidco-gp")
+                    for step in trace.steps():
+                        g = trace.read(step, 0, kind)
+                        for each, errors in (
+                            (estimator, kept),
+                            (make_estimator("sidco-gp"), fresh),
+                        ):
+                            estimate, selection = each.select(g, ratio)
+                            if step > 10:
+                                errors.append(abs(np.log(len(selection) / estimate.k)))
+        assert len(kept) == len(fresh) == 27
+        assert np.mean(kept) == pytest.approx(0.343, abs=0.005)
+        assert np.mean(fresh) == pytest.approx(0.124, abs=0.005)
+
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("rule", [None, "paper"])

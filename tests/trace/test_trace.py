@@ -14,10 +14,13 @@ import xarray
 from forked import CONTEXT
 from support.traces import LAYERS, NUMEL, gradient, write
 
+import gradstats
 from gradstats import open_trace
 from gradstats.errors import InputError, TraceError
 from gradstats.trace import KINDS, SCHEMA, TraceWriter, create_trace, is_trace
 from gradstats.trace import writer as trace_writer
+from gradstats.trace.export import save_safetensors
+from gradstats.trace.sources import Subset
 
 
 @pytest.fixture
@@ -360,3 +363,27 @@ def test_sigkill_at_50_random_moments_loses_only_uncommitted_steps(tmp_path):
         committed.append(len(steps))
     assert sum(n > 0 for n in committed) > 25
     assert len(set(committed)) > 10
+
+
+@pytest.mark.parametrize(
+    "path", [None, 5, b"run.zarr", ["run.zarr"], "a\nb.zarr", "x" * 100_000, "\0"]
+)
+def test_what_is_no_path_is_said_in_one_short_line(path):
+    for call in (
+        open_trace,
+        gradstats.compression,
+        lambda p: save_safetensors(p, "a.safetensors", 0),
+    ):
+        with pytest.raises(
+            InputError, match=r"^a trace is opened by the path of its folder, not "
+        ) as caught:
+            call(path)
+        assert len(str(caught.value)) < 200
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["steps", "ranks", "kinds", "layers"])
+@pytest.mark.parametrize("value", [5, "gradient", 1.5, object()])
+def test_what_is_no_list_selects_nothing(field, value):
+    with pytest.raises(InputError, match=f"{field} must be a list or a tuple, not "):
+        Subset(**{field: value})

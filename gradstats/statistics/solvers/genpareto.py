@@ -40,7 +40,7 @@ def by_moments(m: Magnitudes) -> Solution:
         return {"c": c, "scale": scale}
 
     params = rule(m.mean, m.mean_square)
-    unreliable = params["c"] > 0.25  # from there on the estimate has no variance
+    unreliable = params["c"] >= 0.25  # from there on the estimate has no variance
     flags = (Flag.MOMENTS,) if unreliable else ()
     c = params["c"]
     stderr = (
