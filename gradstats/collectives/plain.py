@@ -69,7 +69,9 @@ def all_gather(
     group : torch.distributed.ProcessGroup or None
         The ranks; the default group if None.
     """
-    _released(lambda: dist.all_gather_single(gathered, message, group=group), gathered, message)
+    # of this name since PyTorch 2.13 only, which warns of the old one
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    _released(lambda: gather(gathered, message, group=group), gathered, message)
 
 
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Trace:
 
     def __init__(self, path: str | Path) -> None:
         text = str(path)
-        odd = len(text) > _LONGEST or len(text.splitlines()) > 1 or "\0" in text
+        odd = len(text) > _LONGEST or len(text.splitlines()) > 1
         if not isinstance(path, str | Path) or odd:  # errors repeat it, in one line
             raise InputError(f"a trace is opened by the path of its folder, not {shown(path)}")
         self.path = Path(path)

@@ -365,6 +365,7 @@ def test_an_unclosed_capture_in_a_plain_loop(tmp_path):
 
 INTERRUPTED = """
 import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
 import torch
 from capture import Capture
 from gradstats.trace import TraceWriter
