@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/campaign.py [PART ...] [--trials N] [--write]
 
 Every part is a kind of trial (``benchmarks/faults``), numbered and seeded by its number. What happened is stored in
-docs/results/campaign.jsonl after every batch, and no trial is repeated, so the program can be interrupted; with
-``--trials`` a part goes on to that number. Trials run in a process of their own: one that dies or hangs is a fault
-too. The table is printed at the end; ``--write`` also puts it into docs/reliability.md.
+docs/results/campaign.jsonl after every batch, and no trial is repeated, so the program can be interrupted; a batch
+whose line is taken out runs again. With ``--trials`` a part goes on to that number. Trials run in a process of their
+own: one that dies or hangs is a fault too. The table is printed at the end; ``--write`` also puts it into
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -157,17 +158,18 @@ def main() -> None:
     with Progress(console=Console(stderr=True)) as progress:
         for name in options.parts or PARTS:
             part = PARTS[name]
-            first = sum(row["trials"] for row in stored(FILE) if row["part"] == name)
             total = part.trials if options.trials is None else options.trials
-            task = progress.add_task(name, total=max(total, first), completed=first)
+            done = {row["first"]: row["trials"] for row in stored(FILE) if row["part"] == name}
+            task = progress.add_task(name, total=total, completed=min(sum(done.values()), total))
+            first = 0
             while first < total:
-                numbers = range(first, min(first + part.batch, total))
-                row = run(name, numbers, lambda task=task: progress.advance(task))
-                store(FILE, row)
-                for fault in row["faults"]:
-                    progress.console.print(
-                        f"{name} {fault['trial']}: {fault['what']}", markup=False
-                    )
+                numbers = range(first, min(first + done.get(first, part.batch), total))
+                if first not in done:
+                    row = run(name, numbers, lambda task=task: progress.advance(task))
+                    store(FILE, row)
+                    for fault in row["faults"]:
+                        said = f"{name} {fault['trial']}: {fault['what']}"
+                        progress.console.print(said, markup=False)
                 first = numbers.stop
     text = table(stored(FILE))
     print(text)

@@ -32,6 +32,9 @@ class ExchangeError(GradstatsError):
     """A failed exchange, most likely because a rank was lost. Memories are as they were before the step."""
 
 
+_LONGEST = 300
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, without its advice to run what a file holds.
 
@@ -43,11 +46,11 @@ def first_line(error: BaseException) -> str:
     Returns
     -------
     str
-        First line of its text, or the name of its type where it has none.
+        First line of its text, cut after 300 characters, or the name of its type where it has none.
     """
-    text = str(error).strip().splitlines()
-    if any(
-        "weights_only" in line for line in text
-    ):  # torch says that switching it off "will likely succeed"
+    text = str(error).strip()
+    if "weights_only" in text:  # torch says that switching it off "will likely succeed"
         return "it holds other objects than tensors, which may run code; save tensors or a state_dict alone"
-    return text[0] if text else type(error).__name__
+    first = text.splitlines() or [type(error).__name__]
+    # zipfile repeats what a damaged archive has in the place of a name
+    return first[0] if len(first[0]) <= _LONGEST else f"{first[0][:_LONGEST]}…"

@@ -242,9 +242,9 @@ def pot(  # numpydoc ignore=PR01
     for r in records if format == "table" else ():
         if r.get("chosen"):
             note(
-                f"{r['trace']}, {r['kind']}, step {r['step']}, rank {r['rank']}: chosen {r['ratio']:g}, c = "
-                f"{r['unseen_c']:.3f} ({r['unseen_c_low']:.3f} to {r['unseen_c_high']:.3f}) by the {r['unseen_n']:,} "
-                "excesses that the choice did not see"
+                f"{r['trace']}, {r['kind']}, step {r['step']}, rank {r['rank']}: chosen {r['ratio']:g}\n"
+                f"  c = {r['unseen_c']:.3f} ({r['unseen_c_low']:.3f} to {r['unseen_c_high']:.3f}) by the "
+                f"{r['unseen_n']:,} excesses that the choice did not see"
             )
 
 

@@ -176,6 +176,18 @@ def test_a_task_carries_the_path_and_not_the_file(tmp_path, suffix):
     assert np.array_equal(in_memory.elements(0, "gradient", 0, 0, 300_000), values)
 
 
+def test_what_another_library_says_is_cut_short(tmp_path):
+    """zipfile repeats what is in the place of a name: here two thousand bytes."""
+    path = tmp_path / "a.npz"
+    np.savez(path, a=np.ones(2000, np.uint8))
+    raw = path.read_bytes()
+    at = raw.index(b"PK\x03\x04") + 26  # length of the name in the header before the data
+    path.write_bytes(raw[:at] + (1500).to_bytes(2, "little") + raw[at + 2 :])
+    with pytest.raises(InputError, match=r"^cannot read .*…$") as caught:
+        open_source(path)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_no_advice_to_run_what_a_file_holds(tmp_path):
     """torch says of such files that loading them with ``weights_only=False`` will likely succeed."""

@@ -365,9 +365,7 @@ def test_sigkill_at_50_random_moments_loses_only_uncommitted_steps(tmp_path):
     assert len(set(committed)) > 10
 
 
-@pytest.mark.parametrize(
-    "path", [None, 5, b"run.zarr", ["run.zarr"], "a\nb.zarr", "x" * 100_000]
-)
+@pytest.mark.parametrize("path", [None, 5, b"run.zarr", ["run.zarr"], "a\nb.zarr", "x" * 100_000])
 def test_what_is_no_path_is_said_in_one_short_line(path):
     for call in (
         open_trace,
