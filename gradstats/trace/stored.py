@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -150,6 +151,26 @@ class StoredArray:
             return set()
         return {int(n) for n in names if n.isdecimal() and len(n) < 19}
 
+    def holds_beyond(self, chunk: int) -> bool:
+        """Tell whether a chunk of step numbers has some beyond the array's length, which its metadata says.
+
+        Parameters
+        ----------
+        chunk : int
+            Index of a chunk.
+
+        Returns
+        -------
+        bool
+            True if steps were committed that the length hides. A writer that has just grown the array hides none.
+        """
+        rows = max(self.shape[0] - chunk * self.chunk[0], 0)
+        if self._packed or rows >= self.chunk[0] or not self.holds(chunk):
+            return False
+        numbers = np.fromfile(self._folder / "c" / str(chunk), "<i8", self.chunk[0])
+        grown = json.loads((self._folder / "zarr.json").read_bytes())["shape"] != list(self.shape)
+        return bool((numbers[rows:] >= 0).any()) and not grown
+
 
 class RankGroup:
     """The group of one rank.
@@ -279,15 +300,21 @@ class RankGroup:
                 continue  # an error for those who ask for that column
         for i in sorted(expected):
             low, high = i * size, min((i + 1) * size, steps.shape[0])
-            if high <= low:
-                continue
             try:
+                if steps.holds_beyond(i):
+                    raise ValueError(f"there are steps beyond its length, {steps.shape[0]}")
+                if high <= low:
+                    continue
                 if not steps.holds(i):
                     raise ValueError("a chunk is missing")
                 numbers = np.asarray(steps.zarr[low:high]).tolist()
             except Exception as error:
                 self.gaps.append(
-                    str(self.damaged("step", f"rows {low} to {high - 1}: {first_line(error)}"))
+                    str(
+                        self.damaged(
+                            "step", f"rows {low} to {max(high - 1, low)}: {first_line(error)}"
+                        )
+                    )
                 )
                 continue
             self.rows |= {s: low + row for row, s in enumerate(numbers) if s >= 0}

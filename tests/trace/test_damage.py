@@ -89,6 +89,20 @@ def test_lost_step_numbers_are_never_no_data(path, damage):
     assert "steps=64" in repr(trace)
 
 
+@pytest.mark.parametrize("length", [0, 1, 64, 69])
+def test_a_length_that_hides_committed_steps(path, length):
+    """One changed byte of the metadata, which has no checksum, must not read as a shorter run."""
+    file = path / "rank00000/step/zarr.json"
+    about = json.loads(file.read_text())
+    assert about["shape"] == [len(STEPS)]
+    about["shape"] = [length]
+    file.write_text(json.dumps(about))
+    trace = open_trace(path)
+    message = raised(lambda: trace.steps(0))
+    assert f"there are steps beyond its length, {length}" in message
+    assert trace.steps(1) == STEPS[:3]
+
+
 @pytest.mark.parametrize("lost", ["zarr.json", "c", "."])
 @pytest.mark.parametrize("name", ["loss", "gradient", "compression", "gradient_zeros", "step"])
 def test_a_lost_array(path, name, lost):
