@@ -42,7 +42,15 @@ class WrongAnswer(AssertionError):
 
 
 def verdict(call: Call) -> str:
-    """Make a call and return "right", "refused", or what is wrong with how it ended."""
+    """Make a call and return "right", "refused", or what is wrong with how it ended.
+
+    One that took long, or much memory, is made again: the first call of its kind imports libraries and compiles.
+    """
+    ended = _once(call)
+    return _once(call) if ended.startswith(("right,", "refused,")) else ended
+
+
+def _once(call: Call) -> str:
     before, started = _begin_peak(), time.process_time()
     try:
         with warnings.catch_warnings():
