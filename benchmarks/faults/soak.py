@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 import warnings
 from pathlib import Path
+
+import numpy as np
 
 from capture import Capture, CaptureWarning
 from faults.kills import Known, expected
@@ -24,7 +25,10 @@ def _resident() -> int:
 def soak(number: int, folder: Path, steps: int = 100_000) -> str:
     """Capture many steps; compare the last third of the run with the middle one."""
     net = Known()
-    memory, files, threads, seconds = [], [], [], []
+    memory, files, threads = [], [], []
+    seconds = np.full(
+        steps, np.nan
+    )  # of its full size from the start, so that it is not what grows
     warnings.simplefilter("ignore", CaptureWarning)  # training may wait for the disk
     with Capture(folder / "run.zarr", net, kinds=["gradient"], total_steps=steps) as capture:
         for step in range(steps):
@@ -32,13 +36,13 @@ def soak(number: int, folder: Path, steps: int = 100_000) -> str:
             net.zero_grad()
             net(step % 64, 0).backward()
             capture.step(loss=step / 2)
-            seconds.append(time.perf_counter() - started)
+            seconds[step] = time.perf_counter() - started
             if step % (steps // PARTS) == 0:
                 memory.append(_resident())
                 files.append(len(os.listdir("/proc/self/fd")))
                 threads.append(threading.active_count())
     third = steps // 3
-    middle, last = (statistics.median(s) for s in (seconds[third:-third], seconds[-third:]))
+    middle, last = np.median(seconds[third:-third]), np.median(seconds[-third:])
     tenth = PARTS // 3
     grown = max(memory[-tenth:]) - max(memory[tenth:-tenth])
     assert grown < 4 << 20, f"{grown} bytes more in memory"
