@@ -26,7 +26,8 @@ def test_nothing_is_lost_false_or_raw(name):
 
 def test_a_long_capture_is_flat(monkeypatch):
     monkeypatch.setitem(campaign.PARTS, "soak", campaign.Part("faults.soak.short", "", 1, 1))
-    assert campaign.run("soak", range(1))["outcomes"] == {"flat": 1}
+    row = campaign.run("soak", range(1))
+    assert row["outcomes"] == {"flat": 1}, row["faults"]
 
 
 def test_a_fault_is_counted_and_the_rest_goes_on(monkeypatch):
