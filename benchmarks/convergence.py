@@ -18,7 +18,7 @@ from pathlib import Path
 
 from records import DOCS, RESULTS, Row, put, store, stored
 
-from capture.workloads import RunConfig, run, workload_info
+from capture.workloads import RunConfig, RunResult, run, workload_info
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import COMPRESSORS
 
@@ -41,6 +41,11 @@ def one(compressor: str, options: argparse.Namespace) -> Row:
             label=compressor,
         )
     )
+    return {"compressor": compressor, **measures(result)}
+
+
+def measures(result: RunResult, last: int = LAST) -> Row:
+    """Return the fields of a row that a run gave, with the loss of its last steps."""
     records = result.records
     warm = slice(len(result.seconds) // 10, None)  # the first tenth warms up
 
@@ -53,10 +58,11 @@ def one(compressor: str, options: argparse.Namespace) -> Row:
     split = {f: mean([r[f"{f}_seconds"] for r in records[warm]]) for f in ("select", "communicate")}
     step = statistics.median(result.seconds[warm])
     return {
-        "compressor": compressor,
-        "loss": mean([loss if math.isfinite(loss) else 1e9 for loss in result.losses[-LAST:]]),
+        "loss": mean([loss if math.isfinite(loss) else 1e9 for loss in result.losses[-last:]]),
         "accuracy": result.accuracy,
         "perplexity": result.perplexity,
+        "word_error_rate": result.word_error_rate,
+        "character_error_rate": result.character_error_rate,
         "quality": per_k("selected"),
         "build_up": per_k("union"),
         "bytes": mean([r["bytes_sent"] for r in records]) if records else 4.0 * result.numel,

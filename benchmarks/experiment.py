@@ -28,8 +28,6 @@ from gradstats.network.rates import format_rate
 
 # topk and exact are the same
 SYSTEMS = [name for name in (*COMPRESSORS, *BASELINES) if name != "exact"]
-OPTIONS = {"lags": {"calibrate": 2}}
-"""With so few calibration steps LAGS has chosen its ratios before steps are counted."""
 LAST = 5
 """How many of the last steps the training loss is averaged over."""
 
@@ -152,7 +150,7 @@ def main() -> None:
         check(config, missing)
         with shaped_network(config.nproc, setting["rate"]) as network:
             for name in missing:
-                run = config.replace(compressor=name, label=name, options=OPTIONS.get(name, {}))
+                run = config.replace(compressor=name, label=name)
                 try:
                     record, losses = train(run, network, setting["compute"])
                     row = {**record, "losses": [round(loss, 4) for loss in losses]}

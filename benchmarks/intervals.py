@@ -7,7 +7,7 @@ standing. Laws are the models' own with independent elements, layers of differen
 share a scale. Every case is stored in docs/results/coverage.jsonl as soon as it ends, and is not repeated, so the
 program can be interrupted; ``--again WORD`` repeats the cases whose name contains the word. Replicate i of a case
 draws from ``numpy.random.default_rng([seed, i])`` with the seed stored. ``--write`` puts the tables into
-docs/coverage.md. All cases take about 20 minutes on one core. (The file is not called coverage.py: Numba imports a
+docs/coverage.md. All cases take most of an hour. (The file is not called coverage.py: Numba imports a
 module of that name.)
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import xarray
 from numpy.typing import NDArray
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import DOCS, RESULTS, Row, keep, put, store, stored
 from recovery import TRUTHS
 from rich.console import Console
 from rich.progress import track
@@ -776,7 +775,7 @@ def main() -> None:
     if options.again:
         kept = [r for r in kept if options.again not in r["case"]]
     if len(kept) < len(rows):
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        keep(path, kept)
     done = set(map(key_of, kept))
     missing = [c for c in cases() if options.only in c.name and c.key not in done]
     for case in track(missing, "simulating", console=Console(stderr=True)):

@@ -20,7 +20,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from records import DOCS, RESULTS, ROOT, Row, put, store, stored
+import pytest
+from records import DOCS, RESULTS, ROOT, Row, keep, put, store, stored
 from rich.console import Console
 from rich.progress import track
 
@@ -39,32 +40,63 @@ def key(row: Row) -> tuple[str, str, str]:
     return row["file"], row["old"], row["new"]
 
 
+def noticed(
+    file: Path, text: str, tests: list[str], copy: Path, limit: float = LIMIT_S
+) -> tuple[str, str]:
+    """Run tests while a file has another text.
+
+    Parameters
+    ----------
+    file : Path
+        The file, in a copy of the repository. It has its own text again afterwards.
+    text : str
+        The text with a fault.
+    tests : list of str
+        What pytest runs, until something fails.
+    copy : Path
+        Root of the copy.
+    limit : float
+        Seconds after which the fault counts as noticed.
+
+    Returns
+    -------
+    result : str
+        ``"killed"`` or ``"survived"``.
+    by : str
+        The test that failed; ``"time"`` at the limit.
+    """
+    before = file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no"]
+    try:
+        done = subprocess.run(
+            [*command, *tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(copy / "compiled")},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "killed", "time"
+    finally:
+        file.write_text(before, encoding="utf-8")
+    if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return "survived", ""
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    return "killed", failed[0] if failed else f"code {done.returncode}"
+
+
 def plant(fault: Row, copy: Path) -> Row:
     """Run the tests of a module with a fault in it; say which one noticed."""
     target = copy / fault["file"]
     text = target.read_text(encoding="utf-8")
     if text.count(fault["old"]) != 1:
         return {**fault, "result": "gone", "by": ""}
-    target.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no"]
-    try:
-        done = subprocess.run(
-            [*command, *fault["tests"]],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(copy / "compiled")},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {**fault, "result": "killed", "by": "time"}
-    finally:
-        target.write_text(text, encoding="utf-8")
-    if done.returncode == 0:
-        return {**fault, "result": "survived", "by": ""}
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    return {**fault, "result": "killed", "by": failed[0] if failed else f"code {done.returncode}"}
+    changed = text.replace(fault["old"], fault["new"])
+    result, by = noticed(target, changed, fault["tests"], copy)
+    return {**fault, "result": result, "by": by}
 
 
 def table(rows: list[Row]) -> str:
@@ -95,7 +127,7 @@ def main() -> None:
     if options.again:
         again = {key(fault) for fault in faults}
         kept = [row for row in stored(FILE) if key(row) not in again]
-        FILE.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        keep(FILE, kept)
     done = {key(row) for row in stored(FILE)}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from pages import DOCS, RESULTS, ROOT, put
 
-__all__ = ["DOCS", "RESULTS", "ROOT", "Row", "dump", "put", "store", "stored"]
+__all__ = ["DOCS", "RESULTS", "ROOT", "Row", "dump", "keep", "put", "store", "stored"]
 
 Row = dict[str, Any]
 
@@ -26,6 +27,11 @@ def store(path: Path, row: Row) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as stream:
         stream.write(json.dumps(row) + "\n")
+
+
+def keep(path: Path, rows: Iterable[Row]) -> None:
+    """Leave these rows in a file of rows, and no others."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def dump(path: Path, rows: list[Row]) -> None:

@@ -28,8 +28,6 @@ from gradstats.tables import render
 
 WORKLOAD = {"workload": "lstm-ptb", "hidden": 400, "vocab": 10_000, "batch_size": 8}
 SYSTEMS = ("none", "topk", "sidco-e", "redsync-quantised", "micro", "signsgd", "lags")
-OPTIONS = {"lags": {"calibrate": 2}}
-"""With so few calibration steps LAGS has chosen its ratios before steps are counted."""
 FITTED_AT = "200mbit"
 RATES = ("50mbit", "100mbit", "500mbit")
 CURVE = [round(10 ** (7 + i / 6)) for i in range(15)]
@@ -71,7 +69,7 @@ def measured_steps(options: argparse.Namespace, nproc: int, compute: float) -> l
         with shaped_network(nproc, rate) as network:
             for name in missing:
                 label = f"{nproc} workers, {format_rate(rate / 1e6)}, {name}"
-                settings = {"compressor": name, "label": label, "options": OPTIONS.get(name, {})}
+                settings = {"compressor": name, "label": label}
                 record, _ = train(configuration(options, nproc, **settings), network, compute)
                 store(path, record)
     return [row for row in stored(path) if row["nproc"] == nproc]

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +20,11 @@ from capture.options import (
     HiddenOption,
     LearningRateOption,
     LearningRatesOption,
+    LearningRateWarmUpOption,
     MomentumOption,
     NesterovOption,
     NprocOption,
+    RecipeOption,
     SeedOption,
     SingleRatioOption,
     StepsOption,
@@ -35,11 +37,20 @@ from capture.options import (
     trained,
 )
 from capture.workloads.config import RunConfig
-from gradstats.cli.options import one_of
-from gradstats.cli.output import analyse, note, one_by_one
+from capture.workloads.registry import WORKLOADS, WorkloadInfo
+from gradstats.cli.options import (
+    FormatOption,
+    IndicesOption,
+    OutputOption,
+    ValuesOption,
+    one_of,
+)
+from gradstats.cli.output import Table, analyse, note, one_by_one
 from gradstats.errors import InputError
 
 __all__ = ["register"]
+
+_WORKLOADS = Table("Reference trainings", ("workload", "parameters", "papers", "files"), ())
 
 
 def register(app: typer.Typer) -> None:
@@ -52,6 +63,7 @@ def register(app: typer.Typer) -> None:
     """
     app.command("capture", rich_help_panel="Capture")(capture)
     app.command("demo", rich_help_panel="Capture")(demo)
+    app.command("workloads", rich_help_panel="Capture")(workloads)
     app.command("bench-network", rich_help_panel="Thresholds")(bench_network)
 
 
@@ -65,6 +77,7 @@ def capture(  # numpydoc ignore=PR01
     workload: WorkloadArgument,
     out: Annotated[Path, typer.Option(help="Trace to create, NAME.zarr.", show_default=False)],
     nproc: NprocOption = 2,
+    recipe: RecipeOption = "short",
     compressor: Annotated[
         str,
         typer.Option(
@@ -73,6 +86,8 @@ def capture(  # numpydoc ignore=PR01
         ),
     ] = "topk",
     ratio: SingleRatioOption = 0.001,
+    indices: IndicesOption = "plain",
+    values: ValuesOption = "float32",
     error_feedback: ErrorFeedbackOption = True,
     steps: StepsOption = None,
     every: Annotated[int, typer.Option(help="Capture every S-th step.", metavar="S")] = 10,
@@ -88,11 +103,12 @@ def capture(  # numpydoc ignore=PR01
     learning_rate: LearningRateOption = None,
     momentum: MomentumOption = None,
     nesterov: NesterovOption = None,
-    weight_decay: WeightDecayOption = 0.0,
+    weight_decay: WeightDecayOption = None,
     clip: ClipOption = None,
     clip_kind: ClipKindOption = None,
     warm_up: WarmUpOption = None,
     lr_schedule: LearningRatesOption = None,
+    lr_warm_up: LearningRateWarmUpOption = None,
     hidden: HiddenOption = None,
     vocab: VocabOption = None,
     store: Annotated[
@@ -130,6 +146,7 @@ def capture(  # numpydoc ignore=PR01
     _run(
         run_config(
             workload,
+            recipe=recipe,
             nproc=nproc,
             steps=steps,
             batch_size=batch_size,
@@ -141,10 +158,13 @@ def capture(  # numpydoc ignore=PR01
             clip_kind=clip_kind,
             warm_up=warm_up,
             lr_schedule=lr_schedule,
+            lr_warm_up=lr_warm_up,
             hidden=hidden,
             vocab=vocab,
             compressor=compressor,
             ratio=ratio,
+            indices=indices,
+            values=values,
             error_feedback=error_feedback,
             seed=seed,
             data_dir=data_dir,
@@ -177,10 +197,77 @@ def _run(config: RunConfig) -> None:
         unseen = f", {100 * result.accuracy:.1f} % of unseen right,"
     elif not math.isnan(result.perplexity):
         unseen = f", perplexity {result.perplexity:.0f} on unseen text,"
+    elif not math.isnan(result.word_error_rate):
+        unseen = (
+            f", {100 * result.word_error_rate:.0f} % of words and "
+            f"{100 * result.character_error_rate:.0f} % of characters wrong in unseen speech,"
+        )
     note(
         f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}{unseen} "
         f"in {sum(result.seconds):.0f} s; captured in {config.out}"
     )
+
+
+def workloads(  # numpydoc ignore=PR01
+    workload: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="Show the layers of this one.",
+            show_default=False,
+            **one_of("workload", lambda: tuple(WORKLOADS)),
+        ),
+    ] = None,
+    gradient: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run backward passes on random inputs, show their times, and store the gradient, "
+            "a source for other commands.",
+            metavar="FILE.npz",
+        ),
+    ] = None,
+    batch_size: BatchSizeOption = None,
+    seed: SeedOption = 0,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """List the reference trainings of the papers, or the layers of one model.
+
+    Layers come in the order of the flat gradient: name, shape, number of elements, number of elements before it.
+    """
+    if workload is None:
+        if gradient is not None:
+            raise InputError("name the workload whose gradient is to be stored")
+        records = [_facts(info) for info in WORKLOADS.values()]
+        return _WORKLOADS.emit(records, format, output)
+    from capture.workloads.layouts import backward_pass, layout
+
+    records = layout(workload)
+    if gradient is not None:
+        import numpy as np
+
+        values, layers = backward_pass(workload, batch_size=batch_size, seed=seed)
+        try:
+            with gradient.open("wb") as stream:
+                np.savez(stream, **{n: v.numpy() for n, v in values.items()})  # type: ignore[arg-type]
+        except OSError as error:
+            raise InputError(f"cannot write {gradient}: {error}") from None
+        times = {layer.name: layer.backward for layer in layers}
+        records = [{**record, "backward": times[record["layer"]]} for record in records]
+    columns = tuple(records[0])
+    title = f"{sum(r['numel'] for r in records):,} parameters"
+    return Table(title, columns, ()).emit(records, format, output)
+
+
+def _facts(info: WorkloadInfo) -> dict[str, Any]:
+    """Return a workload as a record."""
+    papers = ", ".join(f"{p} ({n})" if n else p for p, n in info.papers.items())
+    return {
+        "workload": info.name,
+        "parameters": info.parameters,
+        "papers": papers or None,
+        "files": info.files[0] if info.files else None,
+    }
 
 
 def demo(  # numpydoc ignore=PR01

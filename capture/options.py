@@ -9,7 +9,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from capture.workloads.config import WORKLOADS, ClipKind, LearningRates, RunConfig
+from capture.workloads.config import ClipKind, NesterovForm, Recipe, RunConfig
+from capture.workloads.registry import WORKLOADS, LearningRates
 from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
 
@@ -21,10 +22,12 @@ __all__ = [
     "ErrorFeedbackOption",
     "HiddenOption",
     "LearningRateOption",
+    "LearningRateWarmUpOption",
     "LearningRatesOption",
     "MomentumOption",
     "NesterovOption",
     "NprocOption",
+    "RecipeOption",
     "SeedOption",
     "SingleRatioOption",
     "StepsOption",
@@ -62,23 +65,35 @@ LearningRateOption = Annotated[float | None, typer.Option(help="Learning rate at
 LearningRatesOption = Annotated[
     str | None,
     typer.Option(
-        help="How the learning rate falls: constant, step, cosine or linear.",
+        help="How the learning rate falls: constant, step, thirds, cosine, linear or annealed.",
         **one_of("lr-schedule", lambda: get_args(LearningRates)),
     ),
 ]
+LearningRateWarmUpOption = Annotated[
+    int | None, typer.Option(help="Steps in which the learning rate rises to its value.")
+]
 MomentumOption = Annotated[
-    float | None, typer.Option(help="Momentum; 0.9 for dgc and redsync if absent, else 0.")
+    float | None,
+    typer.Option(help="Momentum; 0.9 for dgc and redsync if absent, else the workload's."),
 ]
 NesterovOption = Annotated[
     str | None,
     typer.Option(
         help="Nesterov's momentum: dgc (as in PyTorch), redsync (its algorithm 4), or none.",
         metavar="FORM",
-        **one_of("nesterov", lambda: ("none", "dgc", "redsync")),
+        **one_of("nesterov", lambda: get_args(NesterovForm)),
     ),
 ]
 WeightDecayOption = Annotated[
-    float, typer.Option(help="Multiple of each parameter added to its gradient.")
+    float | None,
+    typer.Option(help="Multiple of each parameter added to its gradient; 0 if absent."),
+]
+RecipeOption = Annotated[
+    str,
+    typer.Option(
+        help="Training where no option sets it: short, for minutes on a CPU, or paper, as published.",
+        **one_of("recipe", lambda: get_args(Recipe)),
+    ),
 ]
 ClipOption = Annotated[
     float | None, typer.Option(help="Largest norm of the gradient; 0 for no clipping.")
@@ -106,7 +121,14 @@ def trained() -> Sequence[str]:
     return (*compressors(), *(f"{RULE}{name}" for name in SELECTORS))
 
 
-def run_config(workload: str, *, label: str | None = None, **settings: Any) -> RunConfig:
+def run_config(
+    workload: str,
+    *,
+    label: str | None = None,
+    indices: str = "plain",
+    values: str = "float32",
+    **settings: Any,
+) -> RunConfig:
     """Return the settings of a run started at the terminal.
 
     Parameters
@@ -115,6 +137,10 @@ def run_config(workload: str, *, label: str | None = None, **settings: Any) -> R
         One of :data:`capture.workloads.WORKLOADS`.
     label : str, optional
         Text before the progress bar, which ``--quiet`` takes away; the workload if None.
+    indices : str
+        What positions are on the wire: an option of the compressor unless it is the default.
+    values : str
+        What values are on the wire, in the same way.
     **settings : object
         Other fields of :class:`capture.workloads.RunConfig`.
 
@@ -123,6 +149,10 @@ def run_config(workload: str, *, label: str | None = None, **settings: Any) -> R
     RunConfig
         The settings; they have not been checked.
     """
+    coded = {"indices": indices} if indices != "plain" else {}
+    coded |= {"values": values} if values != "float32" else {}
+    if coded:
+        settings["options"] = coded
     shown = workload if label is None else label
     return RunConfig(workload=workload, label="" if messages().quiet else shown, **settings)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 __all__ = [
     "ExchangeError",
     "GradstatsError",
@@ -9,6 +12,7 @@ __all__ = [
     "NonFiniteGradientError",
     "TraceError",
     "first_line",
+    "unknown",
 ]
 
 
@@ -33,6 +37,8 @@ class ExchangeError(GradstatsError):
 
 
 _LONGEST = 300
+_LONGEST_NAME = 80
+_LONGEST_LIST = 600
 
 
 def first_line(error: BaseException) -> str:
@@ -54,3 +60,32 @@ def first_line(error: BaseException) -> str:
     first = text.splitlines() or [type(error).__name__]
     # zipfile repeats what a damaged archive has in the place of a name
     return first[0] if len(first[0]) <= _LONGEST else f"{first[0][:_LONGEST]}…"
+
+
+def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
+    """Return the error for a name that nothing has: those there are, and the one that was perhaps meant.
+
+    Parameters
+    ----------
+    what : str
+        What has such names, in the singular.
+    given : object
+        What the user gave for a name.
+    names : iterable of str
+        The names there are.
+
+    Returns
+    -------
+    InputError
+        To be raised.
+    """
+    names, hint = list(names), ""
+    shown = f"of type {type(given).__name__}"
+    if isinstance(given, str):
+        shown = repr(given) if len(given) <= _LONGEST_NAME else f"{given[:_LONGEST_NAME]!r}…"
+        near = get_close_matches(given[:_LONGEST_NAME], names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+    listed = ", ".join(names)
+    if len(listed) > _LONGEST_LIST:
+        listed = ", ".join([*names[:5], f"{len(names) - 5} more"])
+    return InputError(f"no {what} {shown}; there are {listed}{hint}")

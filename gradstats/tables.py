@@ -9,9 +9,12 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-__all__ = ["FORMATS", "Format", "Record", "format_value", "render", "visible"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["FORMATS", "Format", "Record", "Records", "format_value", "render", "visible"]
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
@@ -19,6 +22,27 @@ _LABELS = {"trace", "step", "rank", "kind", "layer", "estimator", "model", "rati
 _LABELS |= {"quantity", "numel", "window", "n", "threads"}
 _LONGEST = 30  # characters that a word, such as a layer's name, may have before it is broken
 FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+class Records(list[dict[str, Any]]):
+    """Flat records of the same fields: a list that notebooks show as a table."""
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return the records as a data frame.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each record, a column for each field.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(self)
+
+    def _repr_html_(self) -> str:
+        """Return the table that Jupyter shows."""
+        html: str = self.to_dataframe().map(format_value).to_html(max_rows=60)
+        return html
 
 
 def render(

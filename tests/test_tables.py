@@ -9,8 +9,11 @@ import math
 
 import numpy as np
 import pytest
+from conftest import DATA
 
-from gradstats.tables import format_value, render
+import gradstats
+from gradstats.tables import Records, format_value, render
+from gradstats.thresholds.bench import bench
 
 
 def test_rendering_of_numbers_and_nothing():
@@ -152,3 +155,30 @@ def test_no_text_is_a_formula_to_a_spreadsheet(begin):
     text = render([{"layer": f"{begin}1+1", "n": -1.5}], "csv")
     assert text.startswith(("layer,n\n'", "layer,n\n\"'"))
     assert text.endswith(",-1.5")
+
+
+def test_records_are_a_list_and_a_data_frame():
+    records = Records([{"layer": "<b>", "scale": 0.000123456}, {"layer": "fc", "scale": math.nan}])
+    assert records == [{"layer": "<b>", "scale": 0.000123456}, records[1]]
+    frame = records.to_dataframe()
+    assert frame["layer"].tolist() == ["<b>", "fc"]
+    assert frame["scale"][0] == 0.000123456
+    html = records._repr_html_()
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+    assert format_value(0.000123456) in html
+    assert Records()._repr_html_()
+
+
+def test_every_public_function_that_returns_records_returns_these():
+    data = DATA / "resnet20-ef.zarr"
+    one = {"ratios": (0.01,), "steps": [10]}
+    for made in (
+        gradstats.quality(data, estimators=["exact"], **one),
+        gradstats.quality_series(data, estimators=["exact"], **one),
+        gradstats.stage_budget(data, estimators=["sidco-e"], **one),
+        gradstats.compression(data),
+        bench([1000], [0.1], estimators=["exact"], repeats=1, references=False),
+    ):
+        assert type(made) is Records
+        assert len(made.to_dataframe()) == len(made)

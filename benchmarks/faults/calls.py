@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import numpy as np
-from support.hostile import Call, calls, verdict
+from support.hostile import Call, calls, figures, verdict
 
 
 def hostile(number: int, folder: Path) -> str:
@@ -20,4 +20,5 @@ def hostile(number: int, folder: Path) -> str:
 
 @functools.lru_cache(2)
 def _calls(seed: int) -> list[tuple[str, Call]]:
-    return list(calls(np.random.default_rng(seed)))
+    rng = np.random.default_rng(seed)
+    return [*calls(rng), *calls(rng, figures)]

@@ -36,6 +36,8 @@ SYSTEMS: dict[str, Callable[[], Compressor]] = {
     # its ratios otherwise depend on times that it measures
     "lags": lambda: LAGS(0.02, adaptive=False),
     "layerwise": lambda: Layerwise(lambda name, numel: make_selector("warm-exact", 0.02)),
+    "coded": functools.partial(make_compressor, "topk", 0.02, indices="rice", values="int4"),
+    "coded-micro": functools.partial(make_compressor, "micro", 0.02, indices="rice"),
     "bfloat16": lambda: SparseCompressor(make_selector("sidco-e", 0.02), torch.bfloat16),
 }
 MEMORIES: dict[str, Callable[[], Any]] = {

@@ -32,7 +32,13 @@ from capture.options import (
     trained,
 )
 from capture.workloads.config import BASELINES
-from gradstats.cli.options import FormatOption, OutputOption, one_of
+from gradstats.cli.options import (
+    FormatOption,
+    IndicesOption,
+    OutputOption,
+    ValuesOption,
+    one_of,
+)
 from gradstats.cli.output import emit, note
 
 __all__ = ["bench_network"]
@@ -47,12 +53,14 @@ def bench_network(  # numpydoc ignore=PR01
     compressor: Annotated[
         list[str] | None,
         typer.Option(
-            help="none, topk, …; threshold:NAME is a bare rule; torch-topk and powersgd are PyTorch's (repeatable).",
+            help="none, topk, …; threshold:NAME: a bare rule; torch-topk, powersgd, torch-bf16: PyTorch (repeatable).",
             **one_of("compressor", lambda: (*trained(), *BASELINES)),
         ),
     ] = None,
     steps: StepsOption = 30,
     ratio: SingleRatioOption = 0.001,
+    indices: IndicesOption = "plain",
+    values: ValuesOption = "float32",
     batch_size: BatchSizeOption = None,
     learning_rate: LearningRateOption = None,
     momentum: MomentumOption = None,
@@ -85,6 +93,7 @@ def bench_network(  # numpydoc ignore=PR01
     Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are not
     touched, and nothing is left behind. compute is the step without an exchange, communicate is what the exchange
     adds to it, bytes is what left a rank's interface. Times are seconds per step; the first 3 steps are not counted.
+    lags measures how to send in further steps, before those that are counted.
     """
     from capture.lab import run
     from gradstats.network.rates import parse_rate
@@ -104,6 +113,8 @@ def bench_network(  # numpydoc ignore=PR01
         warm_up=warm_up,
         lr_schedule=lr_schedule,
         ratio=ratio,
+        indices=indices,
+        values=values,
         data_dir=data_dir,
         seed=seed,
         hidden=hidden,

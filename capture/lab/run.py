@@ -14,7 +14,7 @@ from typing import Any
 from capture.lab.cluster import BURST, INTERFACE, Cluster, shaped_network
 from capture.lab.launch import launch
 from capture.workloads.config import BASELINES, DENSE, NO_EXCHANGE, RunConfig, RunResult
-from gradstats.compressors import RULE
+from gradstats.compressors import RULE, compressor_class, make_compressor
 from gradstats.errors import InputError
 from gradstats.network import Network
 
@@ -87,7 +87,9 @@ def bench_network(
     -------
     list of dict
         One per compressor. Times are seconds per step, medians over the steps after :data:`WARM_UP`, averaged over
-        the ranks. Exchanges that are PyTorch's own, such as ``none`` and ``powersgd``, do not record their parts.
+        the ranks. A compressor that measures how to send (:attr:`gradstats.compressors.Compressor.settling`) does so
+        in further steps before them. Exchanges that are PyTorch's own, such as ``none`` and ``powersgd``, do not record
+        their parts.
 
         - ``compressor``, ``nproc``, ``rate`` (Mbit/s), ``ratio`` (NaN for PyTorch's exchanges);
         - ``seconds``: the whole step.
@@ -120,7 +122,7 @@ def bench_network(
             select = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
             on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
         for name in compressors:
-            run = config.replace(compressor=name, label=name if config.label else "")
+            run = _with(config, name).replace(label=name if config.label else "")
             record, _ = train(run, cluster, computing.seconds)
             records.append(record)
     return records
@@ -142,9 +144,17 @@ def check(config: RunConfig, compressors: Sequence[str]) -> None:
         If a run cannot work, or is too short.
     """
     for name in compressors:
-        config.replace(compressor=name).check()
+        _with(config, name).check()
     if config.setting("steps") <= WARM_UP:
         raise InputError(f"steps must be more than {WARM_UP}: the first {WARM_UP} are not counted")
+
+
+def _with(config: RunConfig, name: str) -> RunConfig:
+    """Return the settings with another compressor; PyTorch's exchanges send what they send, without a codec."""
+    given = dict(config.options)
+    if name in (DENSE, *BASELINES):
+        given = {key: value for key, value in given.items() if key not in ("indices", "values")}
+    return config.replace(compressor=name, options=given)
 
 
 def train_without_exchange(config: RunConfig, cluster: Cluster) -> Computing:
@@ -236,16 +246,19 @@ def train(
     losses : list of float
         Training loss at every step, the mean over the ranks.
     """
-    results, sent = zip(*launch(cluster, _train, config.replace(evaluate=False)), strict=True)
+    steps, settling = config.setting("steps"), _settling(config)
+    run = config.replace(evaluate=False, steps=settling + steps)
+    results, sent = zip(*launch(cluster, _train, run), strict=True)
     recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
-    seconds = fmean(_median(result.seconds) for result in results)
+    seconds = fmean(_median(result.seconds, settling) for result in results)
 
     def measured(name: str) -> float:
         if not recorded:
             return math.nan
-        return fmean(_median([r[name] for r in result.records]) for result in results)
+        return fmean(_median([r[name] for r in result.records], settling) for result in results)
 
     losses = [fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
+    losses = losses[:steps]  # as many as any other compressor has
     last = math.ceil(len(losses) / 10)
     record = {
         "compressor": config.compressor,
@@ -257,8 +270,8 @@ def train(
         "select": 0.0 if config.compressor == DENSE else measured("select_seconds"),
         "communicate": measured("communicate_seconds") if recorded else seconds - compute,
         "overlapped": measured("overlapped_seconds"),
-        "bytes": round(fmean(_median(counts) for counts in sent)),
-        "quality": _quality([r for result in results for r in result.records]),
+        "bytes": round(fmean(_median(counts, settling) for counts in sent)),
+        "quality": _quality([r for result in results for r in result.records[settling:]]),
         "loss": fmean(losses[-last:]),
     }
     return record, losses
@@ -269,8 +282,17 @@ def _quality(records: Sequence[Mapping[str, Any]]) -> float:
     return fmean(each) if each else math.nan
 
 
-def _median(steps: Sequence[float]) -> float:
-    return median(steps[WARM_UP:])
+def _median(steps: Sequence[float], settling: int = 0) -> float:
+    return median(steps[settling + WARM_UP :])
+
+
+def _settling(config: RunConfig) -> int:
+    """Return the number of steps in which the compressor may still measure how to send; none of them is counted."""
+    others = (NO_EXCHANGE, *BASELINES)
+    if config.compressor in others or not compressor_class(config.compressor).streams:
+        return 0
+    compressor = make_compressor(config.compressor, config.ratio, **config.options)
+    return 0 if compressor is None else compressor.settling
 
 
 def _train(config: RunConfig) -> tuple[RunResult, list[int]]:

@@ -1,18 +1,12 @@
-"""Reference training runs, one model per file, started through torchrun's own API.
+"""Reference training runs, started through torchrun's own API.
 
 Importing this package loads names and defaults only; torch loads when a run starts.
 """
 
 from __future__ import annotations
 
-from capture.workloads.config import (
-    BASELINES,
-    WORKLOADS,
-    RunConfig,
-    RunResult,
-    WorkloadInfo,
-    workload_info,
-)
+from capture.workloads.config import BASELINES, RunConfig, RunResult
+from capture.workloads.registry import WORKLOADS, WorkloadInfo, workload_info
 
 __all__ = [
     "BASELINES",

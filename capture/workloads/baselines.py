@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from capture.tap import Hook
@@ -16,7 +19,7 @@ from capture.workloads.config import DENSE, NO_EXCHANGE, RunConfig
 from gradstats.compressors import TopK
 from gradstats.primitives import Selection
 
-__all__ = ["EXCHANGES", "Exchange", "TorchTopK", "waiting_hook"]
+__all__ = ["EXCHANGES", "Exchange", "TorchTopK", "bf16_hook", "waiting_hook"]
 
 _FIRST_COMPRESSED = 2
 """First step that PowerSGD compresses. PyTorch's default is 1,000, and it refuses less than 2 with a memory."""
@@ -87,6 +90,24 @@ def waiting_hook(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     return future
 
 
+def bf16_hook(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradient in bfloat16, by PyTorch's hook; DDP lets that one itself run with NCCL only.
+
+    Parameters
+    ----------
+    state : None
+        State; there is none.
+    bucket : GradBucket
+        Gradients of this rank.
+
+    Returns
+    -------
+    Future
+        The average, in the gradient's type.
+    """
+    return bf16_compress_hook(state, bucket)  # type: ignore[arg-type]  # None: the default group
+
+
 def _powersgd(config: RunConfig) -> Exchange:
     options = {"start_powerSGD_iter": _FIRST_COMPRESSED} | dict(config.options)
     state = PowerSGDState(None, use_error_feedback=config.error_feedback, **options)
@@ -97,5 +118,6 @@ EXCHANGES: dict[str, Callable[[RunConfig], Exchange]] = {
     DENSE: lambda config: Exchange(None, allreduce_hook),
     NO_EXCHANGE: lambda config: Exchange(None, waiting_hook),
     "powersgd": _powersgd,
+    "torch-bf16": lambda config: Exchange(None, bf16_hook),
 }
 """Exchanges that are hooks of their own, by name. They keep no record of what a step takes."""

@@ -1,4 +1,4 @@
-"""Reference runs as data: the workloads and their defaults, the settings of a run, and its result."""
+"""Reference runs as data: the settings of a run, and its result."""
 
 from __future__ import annotations
 
@@ -9,167 +9,39 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from capture.schedule import Schedule, at, every
-from gradstats.errors import InputError
+from capture.workloads.registry import LearningRates, WorkloadInfo, workload_info
+from gradstats.errors import InputError, unknown
 
 __all__ = [
     "BASELINES",
-    "CIFAR10_FILES",
     "DENSE",
     "NO_EXCHANGE",
-    "WORKLOADS",
     "ClipKind",
-    "LearningRates",
+    "NesterovForm",
+    "Recipe",
     "RunConfig",
     "RunResult",
     "Training",
-    "WorkloadInfo",
-    "workload_info",
 ]
 
 DENSE = "none"
 """Name of a run without compression: PyTorch's own all-reduce."""
 NO_EXCHANGE = "no-exchange"
 """Name of a run that exchanges nothing: its ranks train by themselves, but wait for each other in every step."""
-BASELINES = ("torch-topk", "powersgd")
+BASELINES = ("torch-topk", "powersgd", "torch-bf16")
 """Names that a run takes beside this project's compressors, for comparison; :mod:`capture.workloads.baselines`."""
-CIFAR10_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
-"""Training batches of CIFAR-10's binary version."""
 
 
-LearningRates: TypeAlias = Literal["constant", "step", "cosine", "linear"]
-"""Names of learning-rate schedules."""
 ClipKind: TypeAlias = Literal["local", "averaged"]
 """What is clipped: each rank's gradient before it is accumulated, or the average after the exchange."""
+NesterovForm: TypeAlias = Literal["none", "dgc", "redsync"]
+"""No Nesterov's momentum, or one of the forms that :class:`gradstats.hooks.MomentumCorrection` has."""
+Recipe: TypeAlias = Literal["short", "paper"]
+"""Where settings come from that are not given: the workload's own defaults, or the papers' training."""
 _SYSTEM_MOMENTUM = 0.9
 """Momentum of systems that have one of their own, as published."""
 _SYSTEM_WARM_UP = 20
 """Systems with a warm-up spend one step in so many on it: DGC's four epochs of 90 and RedSync's five."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadInfo:
-    """A workload's description and defaults.
-
-    Attributes
-    ----------
-    name : str
-        Name on the command line, model and data joined by a dash.
-    description : str
-        One line for the terminal.
-    module : str
-        Module whose ``make_task`` builds model and data.
-    learning_rate : float
-        Learning rate at the start.
-    batch_size : int
-        Samples per process and step.
-    steps : int
-        Steps to train.
-    files : tuple of str
-        Files of which the data folder must hold at least one; empty if the data is embedded.
-    hidden : int
-        Width of the LSTM; 0 for other models.
-    vocab : int
-        Number of words the LSTM knows; 0 for other models.
-    lr_schedule : {"constant", "step", "cosine", "linear"}
-        How the learning rate falls, see :meth:`RunConfig.learning_rate_at`.
-    clip : float
-        Largest norm of the gradient; 0 for no clipping.
-    """
-
-    name: str
-    description: str
-    module: str
-    learning_rate: float
-    batch_size: int
-    steps: int
-    files: tuple[str, ...] = ()
-    hidden: int = 0
-    vocab: int = 0
-    lr_schedule: LearningRates = "constant"
-    clip: float = 0.0
-
-
-WORKLOADS: dict[str, WorkloadInfo] = {
-    info.name: info
-    for info in (
-        WorkloadInfo(
-            "resnet20-digits",
-            "ResNet-20 on scikit-learn's digits, enlarged to 16×16 (embedded)",
-            "capture.workloads.resnet20",
-            learning_rate=0.1,
-            batch_size=32,
-            steps=400,
-            lr_schedule="step",
-        ),
-        WorkloadInfo(
-            "resnet20-cifar10",
-            "ResNet-20 on CIFAR-10, binary version",
-            "capture.workloads.resnet20",
-            learning_rate=0.1,
-            batch_size=64,
-            steps=3000,
-            files=CIFAR10_FILES,
-            lr_schedule="step",
-        ),
-        WorkloadInfo(
-            "vgg16-cifar10",
-            "VGG16 on CIFAR-10, binary version, 14,982,987 parameters",
-            "capture.workloads.vgg16",
-            learning_rate=0.01,
-            batch_size=32,
-            steps=1000,
-            files=CIFAR10_FILES,
-            lr_schedule="step",
-        ),
-        WorkloadInfo(
-            "lstm-pydoc",
-            "2-layer word LSTM on the English text of CPython's pydoc topics (embedded)",
-            "capture.workloads.lstm",
-            learning_rate=5.0,
-            batch_size=20,
-            steps=400,
-            hidden=200,
-            vocab=4000,
-            clip=0.25,
-        ),
-        WorkloadInfo(
-            "lstm-ptb",
-            "2-layer word LSTM on the Penn Treebank, 66,034,000 parameters at full size",
-            "capture.workloads.lstm",
-            learning_rate=5.0,
-            batch_size=20,
-            steps=1000,
-            files=("ptb.train.txt",),
-            hidden=1500,
-            vocab=10_000,
-            clip=0.25,
-        ),
-    )
-}
-
-
-def workload_info(name: str) -> WorkloadInfo:
-    """Return the workload of a name.
-
-    Parameters
-    ----------
-    name : str
-        One of :data:`WORKLOADS`.
-
-    Returns
-    -------
-    WorkloadInfo
-        Description and defaults.
-
-    Raises
-    ------
-    InputError
-        If there is no such workload; the message lists all.
-    """
-    try:
-        return WORKLOADS[name]
-    except KeyError:
-        raise InputError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +51,10 @@ class RunConfig:
     Attributes
     ----------
     workload : str
-        One of :data:`WORKLOADS`. It gives the defaults of the next five settings, which are None until set.
+        One of :data:`capture.workloads.WORKLOADS`.
+    recipe : {"short", "paper"}
+        Where settings come from that are None: ``"short"`` is the workload's own defaults, for minutes on a CPU;
+        ``"paper"`` the training of the first paper that has this workload, as far as it is published.
     steps : int or None
         Steps to train.
     batch_size : int or None
@@ -200,13 +75,13 @@ class RunConfig:
         Further options of the compressor.
     momentum : float or None
         Momentum m in [0, 1). If None, 0.9 for the systems ``dgc``, ``redsync`` and ``redsync-quantised``, which correct
-        it in the memory of each rank, and 0 for others, whose optimizer has it.
+        it in the memory of each rank, and the workload's for others, whose optimizer has it.
     nesterov : {"none", "dgc", "redsync"} or None
         Form of Nesterov's momentum, see :class:`gradstats.hooks.MomentumCorrection`; the optimizer knows ``"dgc"``
         alone. If None, ``"dgc"`` for RedSync, as published, and none for others.
-    weight_decay : float
+    weight_decay : float or None
         Multiple of the parameter added to its gradient: by these systems before it is accumulated, else by the
-        optimizer.
+        optimizer. None is 0, unless the recipe has one.
     clip : float or None
         Largest norm of the gradient; 0 for no clipping. The workload's if None.
     clip_kind : {"local", "averaged"} or None
@@ -215,8 +90,10 @@ class RunConfig:
     warm_up : int or None
         Number of steps in the beginning that send more: DGC's falling ratios for ``dgc``, dense steps for others. If
         None, one step in 20 for these systems and none for others.
-    lr_schedule : {"constant", "step", "cosine", "linear"} or None
+    lr_schedule : {"constant", "step", "thirds", "cosine", "linear", "annealed"} or None
         How the learning rate falls, see :meth:`learning_rate_at`; as the workload's if None.
+    lr_warm_up : int or None
+        Number of steps in the beginning in which the learning rate rises to its value; as the workload's if None.
     error_feedback : bool
         Whether what is not sent is added to the next gradient, where the compressor is made for that.
     seed : int
@@ -250,6 +127,7 @@ class RunConfig:
     """
 
     workload: str
+    recipe: Recipe = "short"
     nproc: int = 2
     steps: int | None = None
     batch_size: int | None = None
@@ -260,12 +138,13 @@ class RunConfig:
     ratio: float = 0.001
     options: Mapping[str, Any] = field(default_factory=dict)
     momentum: float | None = None
-    nesterov: Literal["none", "dgc", "redsync"] | None = None
-    weight_decay: float = 0.0
+    nesterov: NesterovForm | None = None
+    weight_decay: float | None = None
     clip: float | None = None
     clip_kind: ClipKind | None = None
     warm_up: int | None = None
     lr_schedule: LearningRates | None = None
+    lr_warm_up: int | None = None
     error_feedback: bool = True
     seed: int = 0
     data_dir: Path | None = None
@@ -287,8 +166,22 @@ class RunConfig:
         """The workload's defaults."""
         return workload_info(self.workload)
 
+    def _chosen(self, name: str) -> Any:
+        """Return a setting as given, or else as the recipe or the workload has it; None where none of them does."""
+        value = getattr(self, name)
+        if value is None and self.recipe == "paper":
+            value = self.info.recipe.get(name)
+            epochs = self.info.recipe.get("epochs" if name == "steps" else f"{name}_epochs")
+            if epochs is not None:
+                value = self._epochs(epochs)
+        return getattr(self.info, name, None) if value is None else value
+
+    def _epochs(self, count: int) -> int:
+        """Return the number of steps in epochs of the whole data set."""
+        return -(-count * self.info.epoch // (self.setting("batch_size") * self.nproc))
+
     def setting(self, name: Literal["steps", "batch_size", "hidden", "vocab"]) -> int:
-        """Return a setting, or the workload's default where it is not set.
+        """Return a setting, or the default of recipe and workload where it is not set.
 
         Parameters
         ----------
@@ -300,19 +193,26 @@ class RunConfig:
         int
             Value that the run uses.
         """
-        value = getattr(self, name)
-        return int(getattr(self.info, name) if value is None else value)
+        return int(self._chosen(name))
 
     @property
     def initial_learning_rate(self) -> float:
         """The learning rate the run starts with."""
-        return self.info.learning_rate if self.learning_rate is None else self.learning_rate
+        return float(self._chosen("learning_rate"))
+
+    @property
+    def decay(self) -> LearningRates:
+        """How the learning rate falls in this run."""
+        return self._chosen("lr_schedule")  # type: ignore[no-any-return]
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step.
 
         ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run, as in
-        He et al. (2016); ``"cosine"`` and ``"linear"`` fall to 0 at the end.
+        He et al. (2016); ``"thirds"`` is divided by 10 at each third, and once more at eight ninths, as in Gross and
+        Wilber (2016) for ImageNet; ``"cosine"`` and ``"linear"`` fall to 0 at the end; ``"annealed"`` is divided by
+        1.01 in each of 150 parts of the run, as DeepSpeech is trained. In the first :attr:`lr_warm_up` steps it rises
+        to this from near 0.
 
         Parameters
         ----------
@@ -324,16 +224,17 @@ class RunConfig:
         float
             Learning rate.
         """
-        steps, schedule = self.setting("steps"), self.lr_schedule or self.info.lr_schedule
-        return (
-            self.initial_learning_rate
-            * {
-                "constant": 1.0,
-                "step": 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4)),
-                "cosine": (1 + math.cos(math.pi * step / steps)) / 2,
-                "linear": 1 - step / steps,
-            }[schedule]
-        )
+        steps = self.setting("steps")
+        factor: float = {
+            "constant": 1.0,
+            "step": 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4)),
+            "thirds": 0.1 ** sum(9 * step >= part * steps for part in (3, 6, 8)),
+            "cosine": (1 + math.cos(math.pi * step / steps)) / 2,
+            "linear": 1 - step / steps,
+            "annealed": 1.01 ** -(150 * step // steps),
+        }[self.decay]
+        rise = min(1.0, (step + 1) / max(1, int(self._chosen("lr_warm_up"))))
+        return self.initial_learning_rate * rise * factor
 
     @property
     def whole_system(self) -> bool:
@@ -347,19 +248,19 @@ class RunConfig:
         system = self.whole_system
         momentum = self.momentum
         if momentum is None:
-            momentum = _SYSTEM_MOMENTUM if system else 0.0
+            momentum = _SYSTEM_MOMENTUM if system else self._chosen("momentum")
         nesterov = self.nesterov
         if nesterov is None:
             published = system and self.compressor.startswith("redsync") and momentum > 0
-            nesterov = "dgc" if published else "none"
-        warm_up = self.warm_up
+            nesterov = "dgc" if published else self._chosen("nesterov") or "none"
+        warm_up = self._chosen("warm_up")
         if warm_up is None:
             warm_up = self.setting("steps") // _SYSTEM_WARM_UP if system else 0
         return Training(
             momentum=momentum,
             nesterov=None if nesterov == "none" else nesterov,
-            weight_decay=self.weight_decay,
-            clip=(self.info.clip if self.clip is None else self.clip) or None,
+            weight_decay=self._chosen("weight_decay") or 0.0,
+            clip=self._chosen("clip") or None,
             clip_kind=self.clip_kind or ("local" if system else "averaged"),
             warm_up=warm_up,
         )
@@ -382,11 +283,18 @@ class RunConfig:
         from gradstats.primitives.ratio import check_ratio
 
         info = self.info
+        if self.recipe not in get_args(Recipe):
+            raise InputError(
+                f"recipe must be one of {', '.join(get_args(Recipe))}, not {self.recipe!r}"
+            )
+        if self.recipe == "paper" and not info.recipe:
+            raise InputError(f"no paper trains {self.workload}: leave the recipe out")
         if self.compressor in (*BASELINES, NO_EXCHANGE):
             check_ratio(self.ratio)
+            if not {"indices", "values"}.isdisjoint(self.options):
+                raise InputError(f"{self.compressor} has no codec: leave indices and values out")
         elif self.compressor not in COMPRESSORS and not self.compressor.startswith(RULE):
-            known = ", ".join((*COMPRESSORS, *BASELINES))
-            raise InputError(f"no compressor {self.compressor!r}; there are {known}")
+            raise unknown("compressor", self.compressor, (*COMPRESSORS, *BASELINES))
         elif self.whole_system:
             if not self.error_feedback:
                 raise InputError(
@@ -402,7 +310,7 @@ class RunConfig:
         for name in ("steps", "batch_size"):
             if self.setting(name) < 1:
                 raise InputError(f"{name} must be at least 1, not {self.setting(name)}")
-        if info.hidden and min(self.setting("hidden"), self.setting("vocab")) < 2:
+        if any(getattr(info, name) and self.setting(name) < 2 for name in ("hidden", "vocab")):
             raise InputError("hidden and vocab must be at least 2")
         if self.out is not None:
             _ = self.schedule  # raises for a negative step, or `every` below 1
@@ -411,7 +319,7 @@ class RunConfig:
                 raise InputError(
                     f"{self.workload} reads {info.files[0]}, …: name their folder with --data-dir"
                 )
-            if not any((self.data_dir / name).is_file() for name in info.files):
+            if not any((self.data_dir / name).exists() for name in info.files):
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
 
     def _check_training(self) -> None:
@@ -419,12 +327,13 @@ class RunConfig:
 
         training = self.training()
         check_number(training.momentum, "momentum", 0, 1, "[)")
-        check_number(self.weight_decay, "weight_decay", 0, math.inf, "[)")
+        check_number(training.weight_decay, "weight_decay", 0, math.inf, "[)")
         if self.clip is not None:
             check_number(self.clip, "clip", 0, math.inf, "[)")
         check_count(training.warm_up, "warm_up", 0)
+        check_count(self._chosen("lr_warm_up"), "lr_warm_up", 0)
         for name, known in (
-            ("nesterov", ("none", "dgc", "redsync")),
+            ("nesterov", get_args(NesterovForm)),
             ("clip_kind", get_args(ClipKind)),
             ("lr_schedule", get_args(LearningRates)),
         ):
@@ -439,7 +348,7 @@ class RunConfig:
             raise InputError("Nesterov's momentum needs a momentum: set it, or leave nesterov out")
         if self.clip_kind == "local" and self.compressor in (DENSE, NO_EXCHANGE, *BASELINES[1:]):
             raise InputError(f"{self.compressor} cannot clip locally: use clip_kind=averaged")
-        if training.warm_up and self.compressor == BASELINES[1]:
+        if training.warm_up and self.compressor in BASELINES[1:]:
             raise InputError(f"{self.compressor} has no warm-up here: leave it out")
 
     def metadata(self) -> dict[str, Any]:
@@ -458,7 +367,8 @@ class RunConfig:
             "optimizer": {
                 "name": "SGD",
                 "learning_rate": self.initial_learning_rate,
-                "lr_schedule": self.lr_schedule or info.lr_schedule,
+                "lr_schedule": self.decay,
+                **({"lr_warm_up": rise} if (rise := self._chosen("lr_warm_up")) else {}),
                 **{
                     k: v
                     for k, v in asdict(training).items()
@@ -472,7 +382,7 @@ class RunConfig:
             "seed": self.seed,
             "steps": self.setting("steps"),
             "batch_size": self.setting("batch_size"),
-            **({k: self.setting(k) for k in ("hidden", "vocab")} if info.hidden else {}),
+            **{k: self.setting(k) for k in ("hidden", "vocab") if getattr(info, k)},
         }
 
     def replace(self, **changes: Any) -> RunConfig:
@@ -536,6 +446,10 @@ class RunResult:
         Share of the unseen samples that the final model gets right; NaN where there are none.
     perplexity : float
         Perplexity of the final model on unseen text; NaN where there is none.
+    word_error_rate : float
+        Word error rate of the final model on unseen utterances; NaN where there are none.
+    character_error_rate : float
+        Character error rate of the final model on unseen utterances; NaN where there are none.
     timeline : list of dict
         Fields of :class:`gradstats.compressors.layerwise.Activity`, for the last step of a layer-wise compressor.
     numel : int
@@ -549,6 +463,8 @@ class RunResult:
     records: list[dict[str, Any]] = field(default_factory=list)
     accuracy: float = float("nan")
     perplexity: float = float("nan")
+    word_error_rate: float = float("nan")
+    character_error_rate: float = float("nan")
     timeline: list[dict[str, Any]] = field(default_factory=list)
     numel: int = 0
     checksum: float = 0.0

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from capture.workloads.config import RunConfig
 from capture.workloads.task import Task
-from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
+from capture.workloads.text import load_ptb, load_pydoc, load_wikitext, words_to_ids
 from gradstats.errors import InputError
 
-__all__ = ["WordLSTM", "make_task"]
+__all__ = ["WordLSTM", "example", "make_model", "make_task"]
 
 _WINDOW = 35
 """Words that backpropagation through time goes back."""
+_VALIDATION = ("ptb.valid.txt", "wiki.valid.tokens")
+"""Files of text that is never trained on."""
 _UNSEEN_COLUMNS, _UNSEEN_WINDOWS = 20, 30
 """The validation text is read in 20 columns, of which the first 30 windows are predicted: 21,000 words."""
 
@@ -89,6 +91,38 @@ class _Reader:
         return F.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
 
 
+def make_model(config: RunConfig) -> WordLSTM:
+    """Build the model of a run.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run, checked.
+
+    Returns
+    -------
+    WordLSTM
+        Model with the run's width and vocabulary.
+    """
+    return WordLSTM(config.setting("vocab"), config.setting("hidden"))
+
+
+def example(config: RunConfig) -> tuple[Tensor, None]:
+    """Return random inputs of the model.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run.
+
+    Returns
+    -------
+    tuple
+        One window of words, and no state.
+    """
+    return torch.randint(config.setting("vocab"), (_WINDOW, config.setting("batch_size"))), None
+
+
 def make_task(config: RunConfig, rank: int) -> Task:
     """Build the model and this rank's share of the data.
 
@@ -104,27 +138,21 @@ def make_task(config: RunConfig, rank: int) -> Task:
     Task
         Model and data of this rank.
     """
-    if config.workload == "lstm-ptb":
-        assert config.data_dir is not None
-        words = load_ptb(config.data_dir)
-    else:
-        words = load_pydoc()
+    load = {"lstm-ptb": load_ptb, "lstm-wikitext2": load_wikitext}.get(config.workload)
+    folder = config.data_dir
+    words = load(folder) if load and folder else load_pydoc()
     vocab, columns = config.setting("vocab"), config.setting("batch_size")
     reader = _Reader(words_to_ids(words, vocab), columns, rank * columns, config.nproc * columns)
     unseen = None
-    folder = config.data_dir if config.workload == "lstm-ptb" else None
-    if folder is not None and (folder / "ptb.valid.txt").is_file():
-        ids = words_to_ids(load_ptb(folder, "valid"), vocab, words)
+    if load and folder and any((folder / name).is_file() for name in _VALIDATION):
+        ids = words_to_ids(load(folder, "valid"), vocab, words)
         unseen = _Reader(ids, _UNSEEN_COLUMNS, 0, _UNSEEN_COLUMNS)
 
-    def perplexity(network: nn.Module) -> float:
+    def perplexity(network: nn.Module) -> dict[str, float]:
         assert unseen is not None
         with torch.no_grad():
             windows = range(min(_UNSEEN_WINDOWS, unseen.windows))
-            return float(torch.stack([unseen.loss(network, w) for w in windows]).mean().exp())
+            losses = torch.stack([unseen.loss(network, w) for w in windows])
+        return {"perplexity": float(losses.mean().exp())}
 
-    return Task(
-        WordLSTM(vocab, config.setting("hidden")),
-        reader.loss,
-        perplexity=None if unseen is None else perplexity,
-    )
+    return Task(make_model(config), reader.loss, None if unseen is None else perplexity)

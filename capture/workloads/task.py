@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Task"]
+from capture.workloads.config import RunConfig
+from gradstats.errors import InputError
+
+__all__ = ["Task", "check_batch"]
 
 
 @dataclass(slots=True)
@@ -20,13 +23,36 @@ class Task:
         Model, initialised alike on all ranks.
     loss : callable
         Function of the DDP-wrapped model and a step, which returns the training loss of this rank's batch.
-    accuracy : callable or None
-        Function of the model, which returns the share of unseen samples it gets right; None if there are none.
-    perplexity : callable or None
-        Function of the model, which returns its perplexity on unseen text; None if there is none.
+    evaluate : callable or None
+        Function of the model, which returns measures on unseen data by their names in :class:`RunResult`; None if
+        there are no such data.
     """
 
     model: torch.nn.Module
     loss: Callable[[torch.nn.Module, int], torch.Tensor]
-    accuracy: Callable[[torch.nn.Module], float] | None = None
-    perplexity: Callable[[torch.nn.Module], float] | None = None
+    evaluate: Callable[[torch.nn.Module], dict[str, float]] | None = None
+
+
+def check_batch(config: RunConfig, count: int, what: str) -> int:
+    """Return the samples of a process and step, if all processes together find as many.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run.
+    count : int
+        Number of samples there are.
+    what : str
+        What samples are, in the plural.
+
+    Raises
+    ------
+    InputError
+        If there are fewer samples than a batch of all processes.
+    """
+    size = config.setting("batch_size")
+    if size * config.nproc > count:
+        raise InputError(
+            f"a batch of {size * config.nproc} over all processes exceeds the {count} {what}; lower --batch-size"
+        )
+    return size

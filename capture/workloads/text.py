@@ -11,7 +11,7 @@ import torch
 
 from gradstats.errors import InputError
 
-__all__ = ["load_ptb", "load_pydoc", "words_to_ids"]
+__all__ = ["load_ptb", "load_pydoc", "load_wikitext", "words_to_ids"]
 
 _UNKNOWN, _END = "<unk>", "<eos>"
 
@@ -54,7 +54,33 @@ def load_ptb(folder: Path, part: Literal["train", "valid", "test"] = "train") ->
     InputError
         If the file cannot be read or is empty.
     """
-    file = folder / f"ptb.{part}.txt"
+    return _read(folder / f"ptb.{part}.txt")
+
+
+def load_wikitext(folder: Path, part: Literal["train", "valid", "test"] = "train") -> list[str]:
+    """Return the words of one of WikiText-2's files, which hold a paragraph or a heading per line.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens``.
+    part : {"train", "valid", "test"}
+        File to read.
+
+    Returns
+    -------
+    list of str
+        The words; every line ends with a sign for the end of a sentence.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read or is empty.
+    """
+    return _read(folder / f"wiki.{part}.tokens")
+
+
+def _read(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

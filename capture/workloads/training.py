@@ -112,10 +112,9 @@ def _train(config: RunConfig) -> RunResult:
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
-    if task.accuracy is not None and config.evaluate and rank == 0:
-        result.accuracy = task.accuracy(task.model)
-    if task.perplexity is not None and config.evaluate and rank == 0:
-        result.perplexity = task.perplexity(task.model)
+    if task.evaluate is not None and config.evaluate and rank == 0:
+        for name, value in task.evaluate(task.model).items():
+            setattr(result, name, value)
     if compression is not None:
         result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
     result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradstats.tables import Records
 from gradstats.trace import Trace, open_trace
 from gradstats.trace.record import StepRecord
 
@@ -17,7 +18,7 @@ _COUNTS = ("target", "numel", "bytes_sent", "union")
 _SECONDS = ("select_seconds", "communicate_seconds", "overlapped_seconds")
 
 
-def compression(trace: Trace | str | Path, *, per_layer: bool = False) -> list[dict[str, Any]]:
+def compression(trace: Trace | str | Path, *, per_layer: bool = False) -> Records:
     """Return what one of this package's compressors recorded of the captured steps of a run.
 
     Parameters
@@ -29,7 +30,7 @@ def compression(trace: Trace | str | Path, *, per_layer: bool = False) -> list[d
 
     Returns
     -------
-    list of dict
+    Records
         Of a step: trace, step, rank, threshold, selected (k̂), target (k), quality (k̂/k), union, build_up (union/k),
         density (union/d), bytes, bits_per_element, select, communicate, overlapped (seconds), residual_norm, error_norm
         (mean of residual_norm over the captured ranks; MiCRO, equation 1), matching_rate (Marsit, figure 1 b). Of a
@@ -38,10 +39,10 @@ def compression(trace: Trace | str | Path, *, per_layer: bool = False) -> list[d
 
     Examples
     --------
-    ``pandas.DataFrame(gradstats.compression(gradstats.open_trace("run.zarr")))``
+    ``gradstats.compression("run.zarr").to_dataframe()``
     """
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    return _layers(opened) if per_layer else _steps(opened)
+    return Records(_layers(opened) if per_layer else _steps(opened))
 
 
 def _steps(trace: Trace) -> list[dict[str, Any]]:

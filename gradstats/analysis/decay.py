@@ -19,6 +19,7 @@ from gradstats.statistics.compressibility import (
     decay_of,
     with_blocks,
 )
+from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
 
@@ -34,7 +35,7 @@ def compressibility_records(
     kinds: Sequence[Kind] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Return the decay of every gradient, then of controls of the same size and window.
 
     Parameters
@@ -54,7 +55,7 @@ def compressibility_records(
 
     Returns
     -------
-    list of dict
+    Records
         trace, step, rank, kind and the fields of :class:`gradstats.statistics.compressibility.Compressibility`. A
         control has its name as kind; its trace is ``control``, its step and rank are None.
 
@@ -64,7 +65,7 @@ def compressibility_records(
         If the window does not fit, or nothing matches.
     """
     subset = Subset(steps, ranks, kinds)
-    records = []
+    records = Records()
     sizes: dict[int, None] = {}
     for source in sources:
         # a window of the non-zero elements lies within that of all

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
 from gradstats.analysis.quality import inner_90, spread_of
-from gradstats.errors import InputError
+from gradstats.errors import unknown
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
 from gradstats.statistics.goodness import goodness
-from gradstats.statistics.resampling import holm
+from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
+from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
@@ -239,7 +240,7 @@ def _scalars(
     return {name: (("step", "rank"), array) for name, array in arrays.items()}
 
 
-def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> list[dict[str, Any]]:
+def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Records:
     """Quantify how a run's quantities move, which a warm-started threshold relies on.
 
     Positive quantities are followed on a logarithmic scale, so that slopes and changes are relative. The mean over
@@ -259,7 +260,7 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
 
     Returns
     -------
-    list of dict
+    Records
         trace, quantity (with its ratio or model), kind, layer; n (steps); spacing, the most common distance between
         steps; mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
         fewer than 20 values); slope, slope_low, slope_high: change per 100 steps by least squares and its 95 %
@@ -276,11 +277,10 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
         If a quantity is unknown.
     """
     names = list(quantities) or ["mean", "threshold", "shape", "p"]
-    records: list[dict[str, Any]] = []
+    records = Records()
     for name in names:
         if name not in dataset or "layer" not in dataset[name].dims:
-            have = ", ".join(str(v) for v in dataset if "layer" in dataset[v].dims)
-            raise InputError(f"no quantity {name!r}; there are {have}")
+            raise unknown("quantity", name, [str(v) for v in dataset if "layer" in dataset[v].dims])
         array, first = dataset[name], len(records)
         other = [str(d) for d in array.dims if d in ("ratio", "model")]
         stacked = array.stack(case=["kind", "layer", *other])
@@ -291,16 +291,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> li
                 labels = {"trace": dataset.attrs.get("source"), "quantity": label}
                 labels |= {"kind": str(case[0]), "layer": str(case[1])}
                 records.append(labels | _drift(dataset["step"].values, values))
-        _correct(records[first:])
+        add_holm(records[first:], "slope_p", "slope_p_holm", ("kind",))
     return records
-
-
-def _correct(records: list[dict[str, Any]]) -> None:
-    """Add the p-values of the slopes, corrected for the number of series of each kind (Holm 1979)."""
-    for kind in {r["kind"] for r in records}:
-        alike = [r for r in records if r["kind"] == kind]
-        for record, p in zip(alike, holm(np.array([r["slope_p"] for r in alike])), strict=True):
-            record["slope_p_holm"] = float(p)
 
 
 def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, Any]:

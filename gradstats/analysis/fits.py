@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
 from gradstats.statistics.goodness import bootstrap, goodness
-from gradstats.statistics.resampling import holm
+from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
+from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
 
@@ -46,12 +45,9 @@ class _Fitting:
             for layer, each in sketches.items()
             for model in self.models
         ]
-        for model in self.models if self.replicates else ():
-            layers = [r for r in records if r["model"] == model and r["layer"] != "all"]
-            for record, p in zip(
-                layers, holm(np.array([r["p_value"] for r in layers])), strict=True
-            ):
-                record["p_holm"] = float(p)
+        if self.replicates:
+            layers = (r for r in records if r["layer"] != "all")
+            add_holm(layers, "p_value", "p_holm", ("model",))
         return records
 
     def _one(self, model: str, reduced: Sketch) -> dict[str, Any]:
@@ -113,7 +109,7 @@ def fit_records(
     per_layer: bool = False,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Fit models to every gradient of a source, whole (layer ``all``) and optionally by layer.
 
     Parameters
@@ -145,7 +141,7 @@ def fit_records(
 
     Returns
     -------
-    list of dict
+    Records
         trace, step, rank, kind, layer, model, method, n, zeros, params, stderr, the fields of
         :class:`gradstats.statistics.goodness.Goodness`, with a bootstrap p_value, p_naive, subsample and p_holm
         (p_value of a layer, corrected for the number of layers), and status. A

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from gradstats.tables import Records
 from gradstats.trace.sources import Source, TraceSource
 
 __all__ = ["info_records"]
 
 
-def info_records(source: Source) -> list[dict[str, Any]]:
+def info_records(source: Source) -> Records:
     """Return what a source holds.
 
     Parameters
@@ -19,11 +18,11 @@ def info_records(source: Source) -> list[dict[str, Any]]:
 
     Returns
     -------
-    list of dict
+    Records
         One record per gradient: trace, step, rank, kind, numel. From a trace also stored (``gradient`` or
         ``sketch``), zeros and nonfinite (elements), loss, learning_rate, threshold, selected (k̂; None where unknown).
     """
-    records = []
+    records = Records()
     scalars = {}
     if isinstance(source, TraceSource):
         scalars = {rank: source.trace.scalars(rank) for rank in source.trace.ranks}

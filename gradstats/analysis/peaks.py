@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import check_ratio
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics import pot
 from gradstats.statistics.fitting import Method
-from gradstats.statistics.resampling import holm
+from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
+from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
 
@@ -102,7 +101,7 @@ def pot_records(
     kinds: Sequence[Kind] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Return the peaks over a series of thresholds of every gradient of a source.
 
     Parameters
@@ -131,7 +130,7 @@ def pot_records(
 
     Returns
     -------
-    list of dict
+    Records
         trace, step, rank, kind, ratio, threshold, n; mean_excess, c and scale (σ − cu), each with _low and _high, 95 %
         intervals; status. With a bootstrap also p_value (of the generalized Pareto), p_stable (of one shape from there
         on), chosen, and in the row chosen unseen_c with unseen_c_low and unseen_c_high, the shape of the unseen_n
@@ -160,7 +159,7 @@ def mixture_records(
     layers: Sequence[str] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Return the tail shapes of every gradient: pooled, pooled after normalising layers, and layer by layer.
 
     Parameters
@@ -184,7 +183,7 @@ def mixture_records(
 
     Returns
     -------
-    list of dict
+    Records
         trace, step, rank, kind; layer (``pooled``, ``normalised``, then the parameters' names); n, c, c_low, c_high
         (95 % interval), p_value (of ξ = 0, an exponential tail, by the likelihood ratio), p_holm (the same of a layer,
         corrected for the number of layers shown, of which one in twenty is below 0.05 by chance; NaN of the two
@@ -199,14 +198,8 @@ def mixture_records(
     work = partial(_mixture, at=at, method=method, shown=("pooled", "normalised", *shown))
     subset = Subset(steps, ranks, kinds, per_layer=True)
     records = each_sketched(source, subset, work, client, on_progress)
-    gradients: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for r in records:
-        if r["layer"] not in ("pooled", "normalised"):
-            gradients.setdefault((r["step"], r["rank"], r["kind"]), []).append(r)
-    for layers_of in gradients.values():
-        p_values = holm(np.array([r["p_value"] for r in layers_of]))
-        for record, p in zip(layers_of, p_values, strict=True):
-            record["p_holm"] = float(p)
+    each = (r for r in records if r["layer"] not in ("pooled", "normalised"))
+    add_holm(each, "p_value", "p_holm", ("step", "rank", "kind"))
     return records
 
 

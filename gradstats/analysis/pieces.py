@@ -17,6 +17,7 @@ from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.sketch import BITS, Sketch, merge, sketch
 from gradstats.statistics.compressibility import in_order
+from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset
 
@@ -260,7 +261,7 @@ def each_sketched(
     work: Callable[[dict[str, Any], dict[str, Sketch]], list[dict[str, Any]]],
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Return the records that a piece of work makes of every gradient's sketches.
 
     Parameters
@@ -278,10 +279,10 @@ def each_sketched(
 
     Returns
     -------
-    list of dict
+    Records
         Records of all gradients, in order.
     """
-    records: list[dict[str, Any]] = []
+    records = Records()
     parameters = subset.parameters(source)
 
     def plan(submit: Submit, key: Key) -> Any:

@@ -14,8 +14,9 @@ from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
-from gradstats.statistics.resampling import holm, mean_interval
+from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
+from gradstats.tables import Records
 from gradstats.thresholds import Estimate, Estimator, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
@@ -130,7 +131,7 @@ def quality_series(
     per_layer: bool = False,
     options: Options | None = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Replay estimators over every gradient of a source, one record each.
 
     Each estimator has one instance per ratio, rank and kind, which sees the steps in order, as it would in training.
@@ -158,7 +159,7 @@ def quality_series(
 
     Returns
     -------
-    list of dict
+    Records
         trace, step, rank, kind, layer, estimator, ratio, numel, k, selected (k̂), quality (k̂/k), energy_error
         (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold.
 
@@ -181,7 +182,7 @@ def series_of(
     *,
     options: Options | None = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Return the records of :func:`quality_series` of a source that is open.
 
     Parameters
@@ -201,10 +202,10 @@ def series_of(
 
     Returns
     -------
-    list of dict
+    Records
         Records as in :func:`quality_series`.
     """
-    records = []
+    records = Records()
     best: _BestK | None = None
     for played in _replay(source, subset, ratios, estimators, options, on_progress):
         if best is None or best.values is not played.values:
@@ -282,9 +283,8 @@ class _BestK:
 
 
 def _energy(values: NDArray[np.float64]) -> float:
-    with np.errstate(
-        over="ignore"
-    ):  # beyond float64's range it is infinite, and the error not known
+    # beyond float64's range it is infinite, and the error not known
+    with np.errstate(over="ignore"):
         return float(np.square(values).sum())
 
 
@@ -300,7 +300,7 @@ def quality(
     per_layer: bool = False,
     options: Options | None = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Compare the number of elements that estimated thresholds keep with the target, k̂/k.
 
     Parameters
@@ -326,7 +326,7 @@ def quality(
 
     Returns
     -------
-    list of dict
+    Records
         One record per trace, estimator, ratio, kind and layer (``all`` is the whole gradient): mean of k̂/k over steps
         and ranks; mean_low and mean_high, the 95 % interval of the mean by blocks of neighbouring steps
         (:func:`gradstats.statistics.resampling.mean_interval`; block is their length, and mean_status says why there is
@@ -359,7 +359,7 @@ def quality(
     )
 
 
-def summarise(series: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(series: Iterable[dict[str, Any]]) -> Records:
     """Reduce the records of :func:`quality_series` to those of :func:`quality`.
 
     Parameters
@@ -369,7 +369,7 @@ def summarise(series: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Returns
     -------
-    list of dict
+    Records
         Records as in :func:`quality`.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -377,7 +377,7 @@ def summarise(series: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         labels = ("trace", "estimator", "ratio", "kind", "layer")
         key = tuple(record[label] for label in labels)
         groups.setdefault(key, []).append(record)
-    return [_summary(records) for records in groups.values()]
+    return Records(_summary(records) for records in groups.values())
 
 
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def _by_step(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64
     return np.array([np.mean(steps[step]) for step in sorted(steps)])
 
 
-def differences(series: Iterable[dict[str, Any]], versus: str) -> list[dict[str, Any]]:
+def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     """Compare every rule with one of them, step by step, on the same gradients.
 
     Both rules see the same gradient, so its own ups and downs cancel in the difference, which two intervals beside each
@@ -435,7 +435,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> list[dict[str,
 
     Returns
     -------
-    list of dict
+    Records
         One record per trace, estimator, ratio, kind and layer: versus; n (steps); difference, the mean over steps of
         k̂/k of the estimator minus that of `versus`, with its 95 % interval difference_low and difference_high; error,
         the same of |k̂/k − 1|, below 0 where the estimator is closer to k, with error_low and error_high; p_value of no
@@ -454,7 +454,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> list[dict[str,
         groups.setdefault(key, {}).setdefault(record["estimator"], []).append(far)
     if any(versus not in rules or len(rules) < 2 for rules in groups.values()):
         raise InputError(f"a comparison takes {versus!r} and another estimator: ask for both")
-    found = []
+    found = Records()
     for (trace, ratio, kind, layer), rules in groups.items():
         for name, records in rules.items():
             if name == versus:
@@ -477,10 +477,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> list[dict[str,
                 "status": kept.reason or error.reason or "ok",
             }
             found.append(record)
-    for together in {(r["trace"], r["kind"]) for r in found}:
-        alike = [r for r in found if (r["trace"], r["kind"]) == together]
-        for record, p in zip(alike, holm(np.array([r["p_value"] for r in alike])), strict=True):
-            record["p_holm"] = float(p)
+    add_holm(found, "p_value", "p_holm", ("trace", "kind"))
     return found
 
 
@@ -496,7 +493,7 @@ def stage_budget(
     per_layer: bool = False,
     options: Options | None = None,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Split the error of multi-stage thresholds over their stages.
 
     Each stage asks for a share of what the last one left, and gets another. The product of got/asked over the stages
@@ -525,7 +522,7 @@ def stage_budget(
 
     Returns
     -------
-    list of dict
+    Records
         trace, step, rank, kind, layer, estimator, ratio, stage (from 1), asked, got, factor (got/asked), quality (the
         product of the factors up to this stage).
 
@@ -536,7 +533,7 @@ def stage_budget(
     """
     subset = Subset(steps, ranks, kinds, layers, per_layer)
     opened = open_source(source)
-    records = []
+    records = Records()
     for played in _replay(opened, subset, ratios, estimators, options, on_progress):
         stages = played.estimate.details.get("stages", [])
         counts = [stage["count"] for stage in stages] + [len(played.selection)]

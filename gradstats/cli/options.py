@@ -8,11 +8,12 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from gradstats.errors import InputError
+from gradstats.errors import unknown
 
 __all__ = [
     "EstimatorOption",
     "FormatOption",
+    "IndicesOption",
     "KindOption",
     "LayerOption",
     "MethodOption",
@@ -25,6 +26,7 @@ __all__ = [
     "SchedulerOption",
     "SourceArgument",
     "StepOption",
+    "ValuesOption",
     "compressors",
     "one_of",
 ]
@@ -52,18 +54,10 @@ def one_of(what: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
     def check(value: Any) -> Any:
         for given in [value] if isinstance(value, str) else value or ():
             if given not in names():
-                raise _unknown(what, given, names())
+                raise unknown(what, given, names())
         return value
 
     return {"autocompletion": complete, "callback": check}
-
-
-def _unknown(what: str, given: str, names: Sequence[str]) -> InputError:
-    from difflib import get_close_matches
-
-    near = get_close_matches(given, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return InputError(f"no {what} {given!r}; there are {', '.join(names)}{hint}")
 
 
 def compressors() -> Sequence[str]:
@@ -89,6 +83,18 @@ def _formats() -> Sequence[str]:
     from gradstats.tables import FORMATS
 
     return FORMATS
+
+
+def _indices() -> Sequence[str]:
+    from gradstats.collectives.codec import INDICES
+
+    return INDICES
+
+
+def _values() -> Sequence[str]:
+    from gradstats.collectives.codec import VALUES
+
+    return VALUES
 
 
 def _kinds() -> Sequence[str]:
@@ -154,6 +160,19 @@ SchedulerOption = Annotated[
     str | None,
     typer.Option(
         "--scheduler", help="Address of a dask cluster that does the work.", metavar="ADDRESS"
+    ),
+]
+IndicesOption = Annotated[
+    str,
+    typer.Option(
+        help="How positions travel: plain, or rice (coded gaps).", **one_of("indices", _indices)
+    ),
+]
+ValuesOption = Annotated[
+    str,
+    typer.Option(
+        help="How values travel: float32, float16, bfloat16, int8, int4 or int2.",
+        **one_of("values", _values),
     ),
 ]
 PerLayerOption = Annotated[

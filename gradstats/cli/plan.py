@@ -14,9 +14,11 @@ import typer
 
 from gradstats.cli.options import (
     FormatOption,
+    IndicesOption,
     OutputOption,
     RatioOption,
     SourceArgument,
+    ValuesOption,
     compressors,
     one_of,
 )
@@ -59,6 +61,15 @@ def plan(  # numpydoc ignore=PR01
             **one_of("compressor", compressors),
         ),
     ] = None,
+    indices: IndicesOption = "plain",
+    values: ValuesOption = "float32",
+    baseline: Annotated[
+        str,
+        typer.Option(
+            help="What compressors are compared with: none, DDP's averaging, or bf16, PyTorch's of bfloat16.",
+            **one_of("baseline", lambda: ("none", "bf16")),
+        ),
+    ] = "none",
     bandwidth: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,6 +96,7 @@ def plan(  # numpydoc ignore=PR01
     Threshold rules are taken to send as many elements as they keep of the source's gradients.
     """
     from gradstats import network
+    from gradstats.collectives import Codec
     from gradstats.network.rates import format_rate, parse_rate
     from gradstats.trace.sources import open_sources
 
@@ -102,10 +114,14 @@ def plan(  # numpydoc ignore=PR01
         ratio or (0.001,),
         compressor or (),
         rates=[parse_rate(text) for text in bandwidth or ()],
+        codec=Codec(indices, values),
+        baseline=baseline,
     )
     if figure is not None:
         _draw(records, points, figure)
     columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "break_even", "limit"]
+    if (indices, values) != ("plain", "float32"):
+        columns += ["bytes", "codec_break_even"]
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.packed import index_dtype
-from gradstats.collectives.ragged import RaggedAllGather, check_positions, damaged
+from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.collectives.ragged import RaggedAllGather, damaged
 
 __all__ = ["GatheredIndices", "IndexAllGather"]
 
@@ -36,7 +36,12 @@ class GatheredIndices:
 
 
 class IndexAllGather:
-    """All-gather of `[number | indices]`, whose length may differ from rank to rank.
+    """All-gather of `[number | indices]`, whose length may differ from rank to rank; coded ones are counted first.
+
+    Parameters
+    ----------
+    codec : Codec
+        What positions are.
 
     Attributes
     ----------
@@ -44,7 +49,8 @@ class IndexAllGather:
         The exchange underneath. Its ``capacity`` is the only state that a checkpoint needs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec = PLAIN) -> None:
+        self.codec = codec
         self.words = RaggedAllGather()
 
     def __call__(
@@ -56,6 +62,7 @@ class IndexAllGather:
         flag: int = 0,
         expected: int = 1,
         most: int | None = None,
+        span: int | None = None,
     ) -> GatheredIndices:
         """Send this rank's positions and receive those of all ranks.
 
@@ -75,6 +82,8 @@ class IndexAllGather:
             Number of indices to make room for in the very first call, equal on all ranks.
         most : int, optional
             Largest number of indices that a rank can have sent; `numel` if None.
+        span : int, optional
+            Number of elements that the positions of the first call are among; `numel` if None.
 
         Returns
         -------
@@ -86,19 +95,24 @@ class IndexAllGather:
         ExchangeError
             If a message is damaged, or a rank is lost.
         """
-        dtype = index_dtype(numel)
-        attached = torch.tensor([number], device=indices.device).view(torch.int32)
-        words = torch.cat([attached, indices.to(dtype).contiguous().view(torch.int32)])
-        width = dtype.itemsize // 4
-        limit = 1 + (numel if most is None else most) * width
-        gathered = self.words(words, group, flag, 1 + expected * width, limit)
-        positions = []
+        coded = self.codec != PLAIN
+        head = [torch.tensor([number], device=indices.device).view(torch.int32)]
+        if coded:
+            head.append(head[0].new_tensor([indices.numel()]))
+        room = len(head) + self.codec.index_words(expected, span or numel, numel)
+        limit = 4 + PLAIN.index_words(numel if most is None else most, numel)
+        words = torch.cat([*head, self.codec.pack_indices(indices, numel)])
+        gathered = self.words(words, group, flag, room, limit)
+        width, positions = PLAIN.index_words(1, numel), []
         for rank, each in enumerate(gathered.words):
-            if not len(each) or (len(each) - 1) % width:
+            rest = each[len(head) :]
+            if len(each) < len(head) or (not coded and len(rest) % width):
                 raise damaged(rank, "it ends in the middle of a position")
-            # Cloned, as the indices start at an odd offset, which a view as 64-bit integers refuses.
-            positions.append(each[1:].clone().view(dtype).long())
-            check_positions(positions[-1], numel, rank)
+            count = int(each[1]) if coded else len(rest) // width
+            found, used = self.codec.unpack_indices(rest, count, numel, rank)
+            if used != len(rest):
+                raise damaged(rank, f"its {count} positions end before it does")
+            positions.append(found)
         return GatheredIndices(
             indices=positions,
             numbers=[float(each[:1].view(torch.float32)) for each in gathered.words],

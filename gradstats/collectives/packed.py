@@ -1,7 +1,7 @@
 """Sparse selections packed into words, and their all-gather.
 
 A selection is `[count, number of values | indices | values]` in 32-bit words; a message holds several, one after the
-other. Indices take 32 bits where that is enough, values take 32 or 16, or one value stands for all.
+other. What indices and values are is the :class:`Codec`'s; or one value stands for all.
 """
 
 from __future__ import annotations
@@ -12,51 +12,26 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.ragged import RaggedAllGather, check_positions, damaged
-from gradstats.errors import InputError
+from gradstats.collectives.codec import PLAIN, Codec, as_codec
+from gradstats.collectives.ragged import RaggedAllGather, damaged
 from gradstats.primitives import Selection
 
-__all__ = [
-    "VALUE_DTYPES",
-    "GatheredSelections",
-    "SparseAllGather",
-    "index_dtype",
-    "pack",
-    "unpack",
-]
-
-VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types that values may travel as."""
+__all__ = ["GatheredSelections", "SparseAllGather", "pack", "unpack"]
 
 _HEADER = 2
-_INT32_LIMIT = 2**31
 
 
-def index_dtype(numel: int) -> torch.dtype:
-    """Return the integer type that holds every position of a gradient.
-
-    Parameters
-    ----------
-    numel : int
-        Number of elements of the gradient.
-
-    Returns
-    -------
-    torch.dtype
-        ``torch.int32`` below 2³¹ elements, else ``torch.int64``.
-    """
-    return torch.int32 if numel < _INT32_LIMIT else torch.int64
-
-
-def pack(selection: Selection, numel: int) -> torch.Tensor:
+def pack(selection: Selection, numel: int, codec: Codec = PLAIN) -> torch.Tensor:
     """Return a selection as int32 words.
 
     Parameters
     ----------
     selection : Selection
-        Positions below `numel`, and values of the type that they travel as.
+        Positions below `numel`, and values as :meth:`Codec.rounded` returns them.
     numel : int
         Number of elements of the dense gradient. It decides the width of an index.
+    codec : Codec
+        What positions and values are.
 
     Returns
     -------
@@ -67,15 +42,10 @@ def pack(selection: Selection, numel: int) -> torch.Tensor:
     header = torch.tensor(
         [indices.numel(), values.numel()], dtype=torch.int32, device=indices.device
     )
-    if values.itemsize == 2 and values.numel() % 2:
-        values = torch.cat([values, values.new_zeros(1)])
-    positions = indices.to(index_dtype(numel)).contiguous()
-    return torch.cat([header, positions.view(torch.int32), values.contiguous().view(torch.int32)])
+    return torch.cat([header, codec.pack_indices(indices, numel), codec.pack_values(values)])
 
 
-def unpack(
-    words: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32, rank: int = 0
-) -> list[Selection]:
+def unpack(words: torch.Tensor, numel: int, codec: Codec = PLAIN, rank: int = 0) -> list[Selection]:
     """Return the selections that :func:`pack` put one after the other.
 
     Parameters
@@ -84,8 +54,8 @@ def unpack(
         Any number of packed selections.
     numel : int
         Number of elements of the dense gradient.
-    dtype : torch.dtype
-        The type that values travelled as.
+    codec : Codec
+        What positions and values are.
     rank : int
         Rank that sent them.
 
@@ -99,27 +69,22 @@ def unpack(
     ExchangeError
         If no rank can have packed these words. Values carry no checksum of their own: the network's has to do.
     """
-    width, selections, start = index_dtype(numel), [], 0
-
-    def take(count: int, dtype: torch.dtype) -> torch.Tensor:
-        nonlocal start
-        length = -(-count * dtype.itemsize // words.itemsize)
-        # Cloned, as words may start at an odd offset, which a view as 64-bit integers refuses.
-        part = words[start : start + length].clone().view(dtype)[:count]
-        start += length
-        return part
-
+    selections, start = [], 0
     while start < words.numel():
-        left = 4 * (words.numel() - start - _HEADER)
+        left = words.numel() - start - _HEADER
         if left < 0:
             raise damaged(rank, "it ends in the middle of a header")
-        count, number = take(_HEADER, torch.int32).tolist()
-        room = count * width.itemsize + number * dtype.itemsize
-        if count < 0 or number not in (count, 1) or room > left:
-            raise damaged(rank, f"it claims {count} positions and {number} values in {left} bytes")
-        indices = take(count, width).long()
-        check_positions(indices, numel, rank)
-        selections.append(Selection(indices, take(number, dtype).float()))
+        count, number = words[start : start + _HEADER].tolist()
+        claim = f"it claims {count} positions and {number} values in {4 * left} bytes"
+        if count < 0 or number not in (count, 1) or codec.value_words(number) > left:
+            raise damaged(rank, claim)
+        start += _HEADER
+        indices, used = codec.unpack_indices(words[start:], count, numel, rank)
+        start += used
+        if codec.value_words(number) > words.numel() - start:
+            raise damaged(rank, claim)
+        selections.append(Selection(indices, codec.unpack_values(words[start:], number)))
+        start += codec.value_words(number)
     return selections
 
 
@@ -150,8 +115,8 @@ class SparseAllGather:
 
     Parameters
     ----------
-    dtype : torch.dtype
-        Type that values travel as, one of :data:`VALUE_DTYPES`.
+    codec : Codec or torch.dtype
+        What positions and values are; a type for plain positions and values of this type.
 
     Attributes
     ----------
@@ -161,33 +126,22 @@ class SparseAllGather:
     Raises
     ------
     InputError
-        If `dtype` is none of :data:`VALUE_DTYPES`.
+        If values cannot travel as this type.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        if dtype not in VALUE_DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in VALUE_DTYPES)
-            raise InputError(f"values travel as {names}, not {dtype}")
-        self.dtype = dtype
+    def __init__(self, codec: Codec | torch.dtype = PLAIN) -> None:
+        self.codec = as_codec(codec)
         self.words = RaggedAllGather()
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values as they will travel.
+        """Return values as they will arrive, see :meth:`Codec.rounded`.
 
         Parameters
         ----------
         values : tensor, shape (n,)
             Values of any floating dtype.
-
-        Returns
-        -------
-        tensor, shape (n,)
-            The values in this exchange's dtype. Those too large for it become its largest number.
         """
-        if self.dtype == torch.float32 and values.dtype != torch.float64:
-            return values.to(torch.float32)
-        largest = torch.finfo(self.dtype).max
-        return values.clamp(-largest, largest).to(self.dtype)
+        return self.codec.rounded(values)
 
     def __call__(
         self,
@@ -197,6 +151,7 @@ class SparseAllGather:
         flag: int = 0,
         expected: tuple[int, int] = (1, 1),
         device: torch.device | str = "cpu",
+        span: int | None = None,
     ) -> GatheredSelections:
         """Send this rank's selections and receive those of all ranks.
 
@@ -214,6 +169,8 @@ class SparseAllGather:
             Numbers of positions and values to make room for in the very first call, equal on all ranks.
         device : torch.device or str
             Device of the message.
+        span : int, optional
+            Number of elements that the positions of the first call are among; `numel` if None.
 
         Returns
         -------
@@ -226,15 +183,16 @@ class SparseAllGather:
             If a message is damaged, or a rank is lost.
         """
         words = [torch.empty(0, dtype=torch.int32, device=device)]
-        words += [pack(selection, numel) for selection in selections]
+        words += [pack(selection, numel, self.codec) for selection in selections]
         positions, values = expected
-        room = positions * index_dtype(numel).itemsize + values * self.dtype.itemsize
+        room = self.codec.index_words(positions, span or numel, numel)
+        room += _HEADER + self.codec.value_words(values)
         # no more selections than elements, and none of them twice
-        limit = max(numel, 1) * (2 * _HEADER + index_dtype(numel).itemsize // 4)
-        gathered = self.words(torch.cat(words), group, flag, _HEADER + -(-room // 4), limit)
+        limit = max(numel, 1) * (3 * _HEADER + PLAIN.index_words(1, numel))
+        gathered = self.words(torch.cat(words), group, flag, room, limit)
         return GatheredSelections(
             selections=[
-                unpack(each, numel, self.dtype, rank) for rank, each in enumerate(gathered.words)
+                unpack(each, numel, self.codec, rank) for rank, each in enumerate(gathered.words)
             ],
             flags=gathered.flags,
             bytes_sent=gathered.bytes_sent,

@@ -5,11 +5,11 @@ The classes, and torch with them, are loaded when first used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gradstats.errors import InputError
-from gradstats.primitives.ratio import shown
+from gradstats.errors import InputError, unknown
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ __all__ = [
     "ThresholdSelector",
     "TopK",
     "as_compressor",
+    "codecs",
     "compressor_class",
     "make_compressor",
     "make_selector",
@@ -98,6 +99,7 @@ SELECTORS = ("topk", *ESTIMATORS)
 
 COMPRESSORS: dict[str, str | type[Compressor]] = {
     "none": "DenseCompressor",
+    "dense-bf16": "DenseCompressor",
     **dict.fromkeys(SELECTORS, "SparseCompressor"),
     "micro": "MiCRO",
     "cltk": "CLTk",
@@ -112,9 +114,9 @@ COMPRESSORS: dict[str, str | type[Compressor]] = {
 }
 """Names that :func:`make_compressor` and the command line take, and the class behind each (or its name, until used).
 
-``none`` is PyTorch's dense averaging. To add a compressor, put its class here; the ratio is its first argument if it
-has one (:attr:`Compressor.has_ratio`). Every estimator in :data:`gradstats.thresholds.ESTIMATORS` is one under its
-name."""
+``none`` is PyTorch's dense averaging, and ``dense-bf16`` one of bfloat16 values. To add a compressor, put its class
+here; the ratio is its first argument if it has one (:attr:`Compressor.has_ratio`). Every estimator in
+:data:`gradstats.thresholds.ESTIMATORS` is one under its name."""
 
 
 RULE = "threshold:"
@@ -146,8 +148,55 @@ def compressor_class(name: str) -> type[Compressor]:
         )
         found = COMPRESSORS.get(name, "SparseCompressor" if rule else None)
     if found is None:
-        raise InputError(f"no compressor {shown(name)}; there are {', '.join(COMPRESSORS)}")
+        raise unknown("compressor", name, COMPRESSORS)
     return __getattr__(found) if isinstance(found, str) else found
+
+
+def codecs(name: str) -> tuple[str, ...]:
+    """Return what a :class:`gradstats.collectives.Codec` may change of what a compressor sends.
+
+    Parameters
+    ----------
+    name : str
+        A name that :func:`make_compressor` takes.
+
+    Returns
+    -------
+    tuple of str
+        ``"indices"`` and ``"values"``, one of them, or none.
+    """
+    coded = compressor_class(name).codecs
+    return ("indices",) if name == "redsync-quantised" else coded  # one value stands for all
+
+
+def with_codec(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which ``indices`` and ``values`` have become the ``codec`` that a compressor takes.
+
+    Parameters
+    ----------
+    name : str
+        A name that :func:`make_compressor` takes.
+    options : mapping of str to object
+        Options as a user gives them.
+
+    Returns
+    -------
+    dict
+        The options; without a codec if none was given, or the compressor has nothing to code.
+
+    Raises
+    ------
+    InputError
+        If there is no such codec, or it changes what the compressor does not send.
+    """
+    coded = {key: options[key] for key in ("indices", "values") if key in options}
+    others = {key: value for key, value in options.items() if key not in coded}
+    if not coded:
+        return others
+    from gradstats.collectives.codec import Codec, check_codec
+
+    codec = check_codec(Codec(**coded), name, codecs(name))
+    return others | ({"codec": codec} if codecs(name) else {})
 
 
 def make_selector(name: str, ratio: float, **options: Any) -> Selector:
@@ -193,7 +242,8 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     ratio : float
         Kept fraction k/d, in (0, 1]. Compressors that send signs ignore it.
     **options : Any
-        Options of the compressor or of its estimator.
+        Options of the compressor or of its estimator. Every compressor takes ``indices`` and ``values``, what these
+        are on the wire (:class:`gradstats.collectives.Codec`), but only that which it sends may be coded.
 
     Returns
     -------
@@ -206,14 +256,20 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
         If the name or an option is unknown, or the ratio is outside (0, 1].
     """
     cls = compressor_class(name)
+    options = with_codec(name, options)
     if name == "none":
         return None
     if name == "redsync-quantised":
         options["quantise"] = True
+    if name == "dense-bf16":
+        from torch import bfloat16
+
+        options.setdefault("dtype", bfloat16)
     if COMPRESSORS.get(name, "SparseCompressor") == "SparseCompressor":
         from gradstats.compressors.sparse import as_compressor
 
-        return as_compressor(make_selector(name.removeprefix(RULE), ratio, **options))
+        given = {"codec": options.pop("codec")} if "codec" in options else {}
+        return as_compressor(make_selector(name.removeprefix(RULE), ratio, **options), **given)
     try:
         build: Any = cls
         return build(ratio, **options) if cls.has_ratio else build(**options)  # type: ignore[no-any-return]

@@ -69,10 +69,13 @@ class Selector(_Checkpointed, ABC):
         Kept fraction k/d, which a schedule may set; None for a rule without one.
     single_value : bool
         Whether the rule sends one value that stands for all selected elements.
+    whole : bool
+        Whether the rule selects every element, so that a layer needs no positions.
     """
 
     ratio: float | None = None
     single_value: bool = False
+    whole: bool = False
 
     @abstractmethod
     def select(self, gradient: torch.Tensor) -> Selection:
@@ -181,10 +184,14 @@ class Compressor(_Checkpointed, ABC):
         Whether it takes layers as they become ready (:meth:`push`), and so needs their names.
     has_ratio : bool
         Whether it sends a fraction of the elements. Sign compressors and dense averaging do not.
+    codecs : tuple of str
+        What a :class:`gradstats.collectives.Codec` may change of what it sends: ``"indices"``, ``"values"``.
     one_union : bool
         Whether all ranks together send about k positions, so that the union does not grow with the number of ranks.
     ratio : float or None
         Kept fraction k/d, which a schedule may set; None for a compressor without one.
+    settling : int
+        Number of steps at the start of a run in which it may still measure how to send; no benchmark counts them.
     timeline : list of Activity
         How the last step's time was spent; empty unless the compressor streams.
     """
@@ -193,7 +200,9 @@ class Compressor(_Checkpointed, ABC):
     streams: ClassVar[bool] = False
     has_ratio: ClassVar[bool] = True
     one_union: ClassVar[bool] = False
+    codecs: ClassVar[tuple[str, ...]] = ()
     ratio: float | None = None
+    settling: int = 0
     timeline: list[Activity] = []  # noqa: RUF012 — replaced, never added to
 
     @abstractmethod

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.packed import index_dtype
+from gradstats.collectives.codec import PLAIN, Codec, check_codec
 from gradstats.collectives.plain import all_gather_flags, broadcast
+from gradstats.collectives.ragged import damaged
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.selectors import TopK
@@ -18,6 +19,8 @@ from gradstats.compressors.selectors import TopK
 __all__ = ["CLTk"]
 
 _FLAG_BYTES = 4
+_COUNT = 1
+"""Words before the positions."""
 
 
 class CLTk(Compressor):
@@ -30,11 +33,13 @@ class CLTk(Compressor):
     ----------
     ratio : float
         Kept fraction k/d, in (0, 1].
+    codec : Codec
+        What positions are on the wire. Values are added up on the way, and stay float32.
 
     Raises
     ------
     InputError
-        If the ratio is outside (0, 1].
+        If the ratio is outside (0, 1], or values are coded.
 
     Notes
     -----
@@ -50,9 +55,11 @@ class CLTk(Compressor):
     """
 
     one_union = True
+    codecs = ("indices",)
 
-    def __init__(self, ratio: float) -> None:
+    def __init__(self, ratio: float, codec: Codec = PLAIN) -> None:
         self._top = TopK(ratio)
+        self._codec = check_codec(codec, "cltk", self.codecs)
         self._update = SparseUpdate()
         self._step = 0
 
@@ -75,19 +82,24 @@ class CLTk(Compressor):
             return Reduced(flags)
         leader = self._step % dist.get_world_size(group)
         k = self._top.target(corrected.numel())
-        message = torch.zeros(1 + k, dtype=index_dtype(corrected.numel()), device=corrected.device)
+        numel = corrected.numel()
+        room = _COUNT + self._codec.index_words(k, numel)  # a broadcast's length is known to all
+        message = torch.zeros(room, dtype=torch.int32, device=corrected.device)
         before = time.perf_counter()
         threshold, leading = float("nan"), dist.get_rank(group) == leader
         if leading:
             indices, threshold = self._choose(corrected, k)
             message[0] = indices.numel()
-            message[1 : 1 + indices.numel()] = indices
+            words = self._codec.pack_indices(indices, numel)
+            message[_COUNT : _COUNT + words.numel()] = words
         chosen = time.perf_counter()
         broadcast(message, leader, group)
-        indices = message[1 : 1 + int(message[0])].long()
+        count = int(message[0])
+        if not 0 <= count <= k:
+            raise damaged(leader, f"it claims {count} positions, of {k} at most")
+        indices, _ = self._codec.unpack_indices(message[_COUNT:], count, numel, leader)
         mean = self._update.average(corrected, indices, group)
         self._step += 1
-        count = indices.numel()
         sent = count * corrected.element_size() + _FLAG_BYTES
         return Reduced(
             flags=flags,

@@ -5,23 +5,44 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.codec import PLAIN, Codec, as_codec
 from gradstats.collectives.packed import GatheredSelections, SparseAllGather
+from gradstats.collectives.plain import all_reduce
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Activity, Compressor, Lane, NamedSlice, Reduced, Selector
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import check_count, check_ratio
 
-__all__ = ["MERGE", "Layerwise"]
+__all__ = ["MERGE", "Layerwise", "sends_dense"]
 
 
 MERGE = 1 << 16
 """Default number of elements of gradient that are gathered before a message is sent."""
+
+
+def sends_dense(count: int, values: int, numel: int, total: int, codec: Codec = PLAIN) -> bool:
+    """Return whether a layer's values alone take fewer bytes than the selection with its positions.
+
+    Parameters
+    ----------
+    count : int
+        Number of positions that the selection aims at.
+    values : int
+        Number of values: as many as positions, or 1 if one value stands for all.
+    numel : int
+        Elements of the layer.
+    total : int
+        Elements of the whole gradient, in which positions are counted.
+    codec : Codec
+        What positions and values of the selection are. A dense layer's values travel as float32.
+    """
+    return codec.index_words(count, numel, total) + codec.value_words(values) > numel
 
 
 @dataclass(slots=True)
@@ -33,6 +54,7 @@ class _Message:
     numel: int = 0
     target: list[int] = field(default_factory=lambda: [0, 0])
     selections: list[Selection] = field(default_factory=list)
+    dense: list[Selection] = field(default_factory=list)
     flag: int = 0
 
 
@@ -41,7 +63,8 @@ class Layerwise(Compressor):
 
     Layers come in the order in which backpropagation delivers them (:meth:`push`); the selections of those smaller
     than `merge` wait for the next ones. On the CPU the exchange runs in a thread of its own while the backward pass
-    continues; on other devices it runs in line.
+    continues; on other devices it runs in line. A layer whose target takes more bytes with its positions than all of
+    its values take without is sent whole, by an all-reduce (:func:`sends_dense`).
 
     Parameters
     ----------
@@ -51,8 +74,8 @@ class Layerwise(Compressor):
     merge : int
         Elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last message of a
         step holds what is left.
-    dtype : torch.dtype
-        Type that values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
+    codec : Codec or torch.dtype
+        What positions and values are on the wire, see :class:`SparseCompressor`.
     overlap : bool
         Whether to exchange during the backward pass.
     ratio : float, optional
@@ -66,27 +89,29 @@ class Layerwise(Compressor):
     Raises
     ------
     InputError
-        In the first step, if `dtype` is none of the three.
+        If values cannot travel as the type given.
 
     Notes
     -----
     Source: LAGS-SGD (Shi et al. 2020), algorithm 1, for any selector and without a rule for the ratios;
     :class:`gradstats.compressors.LAGS` has both.
 
-    Differs from the paper: messages are merged by the size of the gradient, not of the selections.
+    Differs from the paper: messages are merged by the size of the gradient, not of the selections; and the paper has no
+    layers that are sent whole.
 
     DDP delivers buckets: give it a small ``bucket_cap_mb``, or each step has one delivery and nothing overlaps. While
     messages are in flight, nothing else may use the process group.
     """
 
     streams = True
+    codecs = ("indices", "values")
 
     def __init__(
         self,
         choose: Callable[[str, int], Selector],
         *,
         merge: int = MERGE,
-        dtype: torch.dtype = torch.float32,
+        codec: Codec | torch.dtype = PLAIN,
         overlap: bool = True,
         ratio: float | None = None,
     ) -> None:
@@ -95,7 +120,7 @@ class Layerwise(Compressor):
         self.merge = check_count(merge, "merge", 0)
         self.overlap = overlap
         self.timeline = []
-        self._dtype = dtype
+        self._codec = as_codec(codec)
         self._selectors: dict[str, Selector] = {}
         self._numels: dict[str, int] = {}
         self._restored: Mapping[str, Any] = {}
@@ -138,6 +163,15 @@ class Layerwise(Compressor):
         flag: int = 0,
     ) -> None:
         """Take layers whose gradient is complete, select in them, and send if enough has come together."""
+        self._take(corrected, layers, group, flag)
+
+    def _take(
+        self,
+        corrected: torch.Tensor,
+        layers: Sequence[NamedSlice],
+        group: dist.ProcessGroup | None,
+        flag: int,
+    ) -> None:
         self._begin(corrected)
         started = self._now()
         self._record("backward", layers, self._resumed, started)
@@ -145,20 +179,28 @@ class Layerwise(Compressor):
         message.pushed = True
         message.flag |= flag
         for name, slot in layers:
-            selector = self._selector(name, slot.stop - slot.start)
-            target = selector.target(slot.stop - slot.start)
-            message.target[0] += target
-            message.target[1] += 1 if selector.single_value else target
-            message.numel += slot.stop - slot.start
+            numel, gather = slot.stop - slot.start, self._gather(len(self._futures))
+            selector = self._selector(name, numel)
+            dense = self._whole(selector, numel)
+            if not dense:
+                target = selector.target(numel)
+                message.target[0] += target
+                message.target[1] += 1 if selector.single_value else target
+            message.numel += numel
             message.layer = name
             if flag:
                 continue
-            chosen = selector.select(corrected[slot])
-            gather = self._gather(len(self._futures))
-            selection = Selection(chosen.indices + slot.start, gather.rounded(chosen.values))
-            message.selections.append(selection)
+            if dense:
+                positions = torch.arange(slot.start, slot.stop, device=corrected.device)
+                selection = Selection(positions, corrected[slot].float(), 0.0)
+                message.dense.append(selection)
+            else:
+                chosen = selector.select(corrected[slot])
+                positions, rounded = chosen.indices + slot.start, gather.rounded(chosen.values)
+                selection = Selection(positions, rounded, chosen.threshold)
+                message.selections.append(selection)
             self._sent.append(selection)
-            self._thresholds.append(chosen.threshold)
+            self._thresholds.append(selection.threshold)
         self._resumed = self._now()
         self._record("select", layers, started, self._resumed)
         if message.numel >= max(1, self.merge):
@@ -169,7 +211,7 @@ class Layerwise(Compressor):
     ) -> Reduced:
         """Send what is left, wait for all messages, and add up; a gradient never pushed counts as one layer."""
         if self._before is None:
-            self.push(corrected, [("", slice(0, corrected.numel()))], group, flag)
+            self._take(corrected, [("", slice(0, corrected.numel()))], group, flag)
         self._pending.flag |= flag
         # Decided by the layout alone, which all ranks share; a flag may belong to a parameter that is not compressed.
         if self._pending.pushed or not self._futures:
@@ -235,8 +277,17 @@ class Layerwise(Compressor):
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the target count of a layer, or of all layers met so far together."""
         if layer is None:
-            return sum(s.target(self._numels[name]) for name, s in self._selectors.items())
-        return self._selectors[layer].target(numel) if layer in self._selectors else 0
+            return sum(self.target(self._numels[name], name) for name in self._selectors)
+        if layer not in self._selectors:
+            return 0
+        selector = self._selectors[layer]
+        return numel if self._whole(selector, numel) else selector.target(numel)
+
+    def _whole(self, selector: Selector, numel: int) -> bool:
+        """Tell whether all of a layer is sent: by its target, which all ranks share, not by what one has selected."""
+        target = selector.target(numel)
+        values = 1 if selector.single_value else target
+        return selector.whole or sends_dense(target, values, numel, self._numel, self._codec)
 
     def _selector(self, name: str, numel: int) -> Selector:
         if name not in self._selectors:
@@ -253,7 +304,7 @@ class Layerwise(Compressor):
     def _gather(self, message: int) -> SparseAllGather:
         """Return the exchange for the n-th message of a step."""
         while message >= len(self._gathers):
-            self._gathers.append(SparseAllGather(self._dtype))
+            self._gathers.append(SparseAllGather(self._codec))
         return self._gathers[message]
 
     def _send(self, group: dist.ProcessGroup | None) -> None:
@@ -264,10 +315,22 @@ class Layerwise(Compressor):
         def exchange() -> GatheredSelections:
             started = self._now()
             gathered = gather(
-                message.selections, numel, group, message.flag, expected, update.vector.device
+                message.selections,
+                numel,
+                group,
+                message.flag,
+                expected,
+                update.vector.device,
+                message.numel,
             )
             for rank in gathered.selections:
                 update.add(rank)
+            if message.dense and not any(gathered.flags):
+                positions = torch.cat([each.indices for each in message.dense])
+                values = all_reduce(torch.cat([each.values for each in message.dense]), group)
+                update.add([Selection(positions, values)])
+                sent = gathered.bytes_sent + values.numel() * values.element_size()
+                gathered = replace(gathered, bytes_sent=sent)
             self.timeline.append(
                 Activity("communicate", message.layer, started, self._now(), message.numel)
             )

@@ -149,8 +149,9 @@ class Marsit(Compressor):
     Source: Marsit (Wu et al. 2022), algorithm 1.
 
     Differs from the paper: its η_s = 1/√(T·D) is for updates that already include the learning rate; here the rate
-    multiplies the update afterwards, so η_s has the size of a gradient. The paper does not say what sgn(0) is: here
-    it is a fair coin that each rank throws for itself.
+    multiplies the update afterwards, so η_s has the size of a gradient. The paper's rate falls by ten at every
+    full-precision round: ``torch.optim.lr_scheduler.StepLR(optimizer, full_every, 0.1)``. It does not say what sgn(0)
+    is: here it is a fair coin that each rank throws for itself.
 
     Between full-precision rounds every rank's compensation is a random walk of steps η_s, because the bit often is not
     its own. With ``"mean"``, η_s grows with the compensation, about as the square root of the number of rounds, and so

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
+from gradstats.collectives.codec import PLAIN, Codec, check_codec
 from gradstats.collectives.indices import GatheredIndices, IndexAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
@@ -65,11 +66,13 @@ class MiCRO(Compressor):
     threshold : float, optional
         Threshold η to start with. By default ``"corrected"`` starts with the exact k-th largest magnitude of the first
         gradients, each rank looking at its partition, and ``"paper"`` with 1/(2√k), whatever the gradient's scale.
+    codec : Codec
+        What positions are on the wire. Values are added up on the way, and stay float32.
 
     Raises
     ------
     InputError
-        If the ratio is outside (0, 1], the rule is unknown, or the threshold is not positive.
+        If the ratio is outside (0, 1], the rule is unknown, the threshold is not positive, or values are coded.
 
     Notes
     -----
@@ -84,14 +87,19 @@ class MiCRO(Compressor):
     """
 
     one_union = True
+    codecs = ("indices",)
 
     def __init__(
-        self, ratio: float, rule: Rule = "corrected", threshold: float | None = None
+        self,
+        ratio: float,
+        rule: Rule = "corrected",
+        threshold: float | None = None,
+        codec: Codec = PLAIN,
     ) -> None:
         self.ratio: float = check_ratio(ratio)  # now, not in the first backward pass
         self.rule = rule
         self._controller = thresholds.MiCRO(rule, threshold)
-        self._gather = IndexAllGather()
+        self._gather = IndexAllGather(check_codec(codec, "micro", self.codecs))
         self._update = SparseUpdate()
         self._step = 0
 
@@ -124,7 +132,8 @@ class MiCRO(Compressor):
                 largest = float(part.abs().max())
         chosen = time.perf_counter()
         expected = -(-5 * k // (4 * world))
-        gathered = self._gather(indices, numel, group, largest, flag, expected)
+        span = -(-numel // world)
+        gathered = self._gather(indices, numel, group, largest, flag, expected, span=span)
         if any(gathered.flags):
             return Reduced(gathered.flags)
         union = torch.cat(gathered.indices)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats import thresholds
+from gradstats.collectives.codec import PLAIN, Codec, as_codec
 from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
 from gradstats.compressors.dense import DenseCompressor
 from gradstats.compressors.selectors import ThresholdSelector
@@ -149,6 +150,8 @@ class RedSync(Compressor):
     rule : {"corrected", "paper"}
         Rule of the thresholds, see :class:`gradstats.thresholds.RedSync` and
         :class:`gradstats.thresholds.RedSyncTrimmed`.
+    codec : Codec or torch.dtype
+        What positions and values are on the wire, see :class:`SparseCompressor`. Dense messages have none.
 
     Raises
     ------
@@ -164,6 +167,8 @@ class RedSync(Compressor):
     :class:`gradstats.hooks.memory.MomentumCorrection`.
     """
 
+    codecs = ("indices", "values")
+
     def __init__(
         self,
         ratio: float,
@@ -171,6 +176,7 @@ class RedSync(Compressor):
         dense_below: int = DENSE_BELOW,
         search_above: int = SEARCH_ABOVE,
         rule: Rule = "corrected",
+        codec: Codec | torch.dtype = PLAIN,
     ) -> None:
         dense_below = check_count(dense_below, "dense_below", 0)
         search_above = check_count(search_above, "search_above", 0)
@@ -184,6 +190,7 @@ class RedSync(Compressor):
         self.dense_below = dense_below
         self.search_above = search_above
         self.rule: Rule = rule
+        self.codec = as_codec(codec)
         self._chosen: Compressor | None = None
         self._restored: Mapping[str, Any] | None = None
 
@@ -207,9 +214,10 @@ class RedSync(Compressor):
             numel = corrected.numel()
             self._chosen = DenseCompressor()
             if numel >= self.dense_below:
-                self._chosen = SparseCompressor(
-                    redsync_selector(numel, self.ratio, self.quantise, self.search_above, self.rule)
+                selector = redsync_selector(
+                    numel, self.ratio, self.quantise, self.search_above, self.rule
                 )
+                self._chosen = SparseCompressor(selector, self.codec)
             if self._restored is not None:
                 self._chosen.load_state_dict(self._restored)
                 self._restored = None

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from gradstats.compressors.base import Selector
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import check_ratio
 from gradstats.thresholds import Estimator, Exact
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["Everything", "ThresholdSelector", "TopK"]
 
-__all__ = ["ThresholdSelector", "TopK"]
+
+class Everything(Selector):
+    """Selection of all elements: for a layer that is averaged densely beside others that are not."""
+
+    whole = True
+
+    def select(self, gradient: torch.Tensor) -> Selection:
+        """Select every element."""
+        return Selection(torch.arange(gradient.numel(), device=gradient.device), gradient, 0.0)
+
+    def target(self, numel: int) -> int:
+        """Return the number of elements, whatever a schedule says of the ratio."""
+        return numel
 
 
 class ThresholdSelector(Selector):

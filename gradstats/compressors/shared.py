@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.collectives.ragged import GatheredWords, RaggedAllGather
 from gradstats.compressors.base import Reduced
 from gradstats.compressors.selectors import ThresholdSelector
@@ -33,15 +34,15 @@ class GlobalHistogram(SparseCompressor):
         Kept fraction k/d of the average rank, in (0, 1].
     bits : int
         Bits of the histogram, see :func:`gradstats.histogram`; 10 resolves the threshold to 0.1 %.
-    dtype : torch.dtype
-        Type that values travel as: float32, float16 or bfloat16.
+    codec : Codec or torch.dtype
+        What positions and values are on the wire, see :class:`SparseCompressor`.
     dense_above : float
         Share of the gradient's elements above which all are all-reduced densely, see :class:`SparseCompressor`.
 
     Raises
     ------
     InputError
-        If the ratio is outside (0, 1] or `dtype` is none of the three.
+        If the ratio is outside (0, 1] or values cannot travel as this type.
 
     Notes
     -----
@@ -54,11 +55,11 @@ class GlobalHistogram(SparseCompressor):
         self,
         ratio: float,
         bits: int = 10,
-        dtype: torch.dtype = torch.float32,
+        codec: Codec | torch.dtype = PLAIN,
         dense_above: float = 1.0,
     ) -> None:
         self._threshold = Hard(0.0)
-        super().__init__(ThresholdSelector(self._threshold, ratio), dtype, dense_above)
+        super().__init__(ThresholdSelector(self._threshold, ratio), codec, dense_above)
         self.bits = check_bits(bits)
         self._histograms = RaggedAllGather()
 

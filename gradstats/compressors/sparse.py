@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives import SparseAllGather
+from gradstats.collectives import Codec, SparseAllGather
+from gradstats.collectives.codec import PLAIN
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
@@ -29,8 +30,9 @@ class SparseCompressor(WithSelector, Compressor):
     ----------
     selector : Selector
         The rule that selects. Its state belongs to this compressor from now on.
-    dtype : torch.dtype
-        Type that values travel as: float32, float16 or bfloat16. What rounding takes off stays in the residual.
+    codec : Codec or torch.dtype
+        What positions and values are on the wire; a type for plain positions and values of this type. What rounding
+        takes off stays in the residual.
     dense_above : float
         Share of the gradient's elements. If the selections of all ranks in the step before came to more, they are
         all-reduced as one dense vector; from 1 on that moves fewer bytes. Infinity for never.
@@ -38,23 +40,25 @@ class SparseCompressor(WithSelector, Compressor):
     Raises
     ------
     InputError
-        If `dtype` is none of the three.
+        If values cannot travel as this type.
 
     Notes
     -----
     Source: the packed message of RedSync (Fang et al. 2018), section 5.3: lengths, indices and values in one
     all-gather.
 
-    Differs from the paper: messages of all ranks are padded to one length, which they derive from the lengths seen so
-    far, and beyond `dense_above` the exchange is dense.
+    Differs from the paper: positions and values may be coded, messages of all ranks are padded to one length, which
+    they derive from the lengths seen so far, and beyond `dense_above` the exchange is dense.
     """
 
+    codecs = ("indices", "values")
+
     def __init__(
-        self, selector: Selector, dtype: torch.dtype = torch.float32, dense_above: float = 1.0
+        self, selector: Selector, codec: Codec | torch.dtype = PLAIN, dense_above: float = 1.0
     ) -> None:
         self.selector = selector
         self.dense_above = check_number(dense_above, "dense_above", 0, math.inf, "[]")
-        self._gather = SparseAllGather(dtype)
+        self._gather = SparseAllGather(codec)
         self._counts = RaggedAllGather()
         self._update = SparseUpdate()
         self._last = 0
@@ -107,9 +111,8 @@ class SparseCompressor(WithSelector, Compressor):
             return Reduced(gathered.flags)
         self._last = sum(len(each) for rank in gathered.selections for each in rank)
         self._update.begin(corrected)
-        for (
-            rank
-        ) in gathered.selections:  # in the same order, and so to the same bits, on every rank
+        # in the same order, and so to the same bits, on every rank
+        for rank in gathered.selections:
             self._update.add(rank)
         union = self._update.divide(len(gathered.flags))
         return Reduced(
@@ -158,13 +161,15 @@ class SparseCompressor(WithSelector, Compressor):
         self._last = state["last"]
 
 
-def as_compressor(rule: Selector | Compressor) -> Compressor:
+def as_compressor(rule: Selector | Compressor, codec: Codec = PLAIN) -> Compressor:
     """Return a compressor as it is, and a selector inside a :class:`SparseCompressor`.
 
     Parameters
     ----------
     rule : Selector or Compressor
         What a user gives to :class:`gradstats.hooks.CompressionState`.
+    codec : Codec
+        What a selector's positions and values are on the wire.
 
     Returns
     -------
@@ -180,4 +185,4 @@ def as_compressor(rule: Selector | Compressor) -> Compressor:
         raise InputError(
             f"a compressor or a selector is needed, not {shown(rule)}; make_compressor(name, ratio) builds one"
         )
-    return SparseCompressor(rule) if isinstance(rule, Selector) else rule
+    return SparseCompressor(rule, codec) if isinstance(rule, Selector) else rule

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradstats.compressors.contraction import random_ratio
 from gradstats.compressors.signs import matching_rate
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -34,8 +35,8 @@ class Diagnosis:
     delta : ndarray of float64, shape (layers,)
         δ_l of LAGS-SGD's eq. 21: the squared distance of the update from the dense mean, divided by what k̂ random
         elements would leave on average, (1 − k̂/d) times the squared norm of the mean. The paper draws the random
-        elements once; this is the expectation. Its assumption 1 holds where δ_l ≤ 1. NaN where everything was sent or
-        the mean is zero.
+        elements once; this is the expectation, and :func:`gradstats.compressors.contraction.random_ratio` offers the
+        draw. Its assumption 1 holds where δ_l ≤ 1. NaN where everything was sent or the mean is zero.
     matching_rate : float
         Share of elements whose sign is the same in the update and the dense mean (Marsit, figure 1b); see
         :func:`gradstats.compressors.signs.matching_rate`.
@@ -93,18 +94,17 @@ def diagnose(
     if sent is not None:
         below = np.searchsorted(np.sort(sent.cpu().numpy()), ends)
         selected = np.diff(below, prepend=0)
-    missed = [float((dense_mean[s] - update[s]).double().square().sum()) for s in slots]
-    energy = [float(dense_mean[s].double().square().sum()) for s in slots]
-    random = (1 - selected / np.maximum(numel, 1)) * energy
-    with np.errstate(divide="ignore", invalid="ignore"):
-        delta = np.where(random > 0, missed / random, np.nan)
+    delta = [
+        random_ratio(dense_mean[s], update[s], int(count))
+        for s, count in zip(slots, selected, strict=True)
+    ]
     return Diagnosis(
         step=step,
         layers=names,
         numel=numel,
         selected=selected,
         target=np.array(list(targets), dtype=np.int64),
-        delta=delta,
+        delta=np.array(delta, dtype=np.float64),
         matching_rate=matching_rate(update, dense_mean),
         residual_norm=float(residual.double().norm()),
     )

@@ -97,9 +97,8 @@ def _raise_later(error: NonFiniteGradientError, held: list[HeldBucket]) -> None:
     if not after_backward(fail):
         raise error
     for each in held:
-        each.future._set_unwrap_func(
-            fail
-        )  # DDP sees the buffer; who asks the future itself sees the error
+        # DDP sees the buffer; who asks the future itself sees the error
+        each.future._set_unwrap_func(fail)
         each.future.set_result(each.buffer)
 
 

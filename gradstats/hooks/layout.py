@@ -9,8 +9,30 @@ import torch
 
 from gradstats.compressors.base import NamedSlice
 from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_several, shown
 
-__all__ = ["ParameterLayout"]
+__all__ = ["ParameterLayout", "check_patterns"]
+
+
+def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
+    """Return name patterns of parameters as a tuple if they are some.
+
+    Parameters
+    ----------
+    patterns : sequence of str
+        What the user gave.
+    name : str
+        Name of the argument.
+
+    Raises
+    ------
+    InputError
+        If they are no sequence, or one is no text.
+    """
+    for pattern in (several := check_several(patterns, name)):
+        if not isinstance(pattern, str):
+            raise InputError(f"{name} must be name patterns such as '*.bias', not {shown(pattern)}")
+    return tuple(several)
 
 
 class ParameterLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import torch
 
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import check_number
+from gradstats.primitives.ratio import check_number, check_several, shown
 
 __all__ = [
     "AdamCorrection",
@@ -340,15 +341,18 @@ class _Accumulating(Memory):
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
         """Write what has accumulated, and this step, into :attr:`corrected`."""
-        first, *others = self._rule.terms(gradient, slot)
-        out = torch.add(self._accumulated[slot], first, out=self.corrected[slot])
-        for each in others:
-            out.add_(each)
+        self._added(self._rule.terms(gradient, slot), slot, self.corrected[slot])
 
     def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
         """Return what will have accumulated."""
-        first, *others = self._rule.preview(gradient, slot)
-        out = self._accumulated[slot] + first
+        return self._added(self._rule.preview(gradient, slot), slot)
+
+    def _added(
+        self, terms: Sequence[torch.Tensor], slot: slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what has accumulated plus the terms of a step, added in their order."""
+        first, *others = terms
+        out = torch.add(self._accumulated[slot], first, out=out)
         for each in others:
             out.add_(each)
         return out
@@ -429,9 +433,15 @@ class MomentumCorrection(_Accumulating):
         masking: bool = True,
     ) -> None:
         momentum = check_number(momentum, "momentum", 0, 1, "[)")
-        if nesterov not in (False, True, *get_args(Nesterov)):
+        if not isinstance(nesterov, bool | str) or nesterov not in (
+            False,
+            True,
+            *get_args(Nesterov),
+        ):
             forms = ", ".join(get_args(Nesterov))
-            raise InputError(f"nesterov must be true, false or one of {forms}, not {nesterov!r}")
+            raise InputError(
+                f"nesterov must be true, false or one of {forms}, not {shown(nesterov)}"
+            )
         self.momentum = momentum
         self.nesterov: Nesterov | None = "dgc" if nesterov is True else nesterov or None
         rule, dense_rule = (_Momentum(momentum, self.nesterov) for _ in range(2))
@@ -474,11 +484,14 @@ class AdamCorrection(_Accumulating):
         eps: float = 1e-8,
         masking: bool = False,
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise InputError(f"betas must be in [0, 1), not {betas}")
-        if not eps > 0:
-            raise InputError(f"eps must be positive, not {eps}")
-        self._adam = _Adam(betas, eps), _Adam(betas, eps)
+        decays = [
+            check_number(beta, "each of betas", 0, 1, "[)")
+            for beta in check_several(betas, "betas")
+        ]
+        if len(decays) != 2:
+            raise InputError(f"betas must be two numbers, not {len(decays)}")
+        both, eps = (decays[0], decays[1]), check_number(eps, "eps", 0, math.inf)
+        self._adam = _Adam(both, eps), _Adam(both, eps)
         super().__init__(*self._adam, masking)
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def dgc_warm_up(
     InputError
         If a ratio is outside (0, 1], or `steps_per_epoch` is below 1.
     """
-    check_count(steps_per_epoch, "steps_per_epoch")
+    steps_per_epoch = check_count(steps_per_epoch, "steps_per_epoch")
     ratios = check_ratios(ratios)
     if not ratios:
         raise InputError("a warm-up needs at least one ratio")

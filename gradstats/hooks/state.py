@@ -18,7 +18,7 @@ from gradstats.compressors import Compressor, DenseCompressor, Reduced, Selector
 from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError, first_line
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
 from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view, zero_bad
-from gradstats.hooks.layout import ParameterLayout
+from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.ratio import RatioSchedule
 from gradstats.primitives import warm_up
@@ -172,6 +172,7 @@ class CompressionState:
             raise InputError(
                 f"nonfinite must be one of {', '.join(policies)}, not {shown(nonfinite)}"
             )
+        exclude = check_patterns(exclude, "exclude")
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
         self.compressor = as_compressor(compressor)
@@ -593,9 +594,8 @@ class CompressionState:
     def _restore(self) -> None:
         assert self._restored is not None
         for group in self._remembered():
-            for (
-                tensor
-            ) in group.tensors.values():  # a checkpoint of before the first step may hold nothing
+            # a checkpoint of before the first step may hold nothing
+            for tensor in group.tensors.values():
                 tensor.zero_()
             for kind, saved in self._restored.get(group.key, {}).items():
                 for name, slot in group.slots.items():

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
-from gradstats.compressors import Layerwise, Selector, make_compressor, make_selector
+from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.compressors import Layerwise, Selector, make_compressor, make_selector, with_codec
 from gradstats.compressors.layerwise import MERGE
 from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE, redsync_selector
+from gradstats.compressors.selectors import Everything
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, Nesterov, dgc_warm_up
+from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import MomentumCorrection
 from gradstats.hooks.ratio import DGC_RATIOS
-from gradstats.primitives.ratio import check_ratio
+from gradstats.primitives.ratio import check_count, check_ratio
 
 __all__ = ["SYSTEMS", "dgc", "make_state", "redsync"]
 
@@ -31,6 +34,7 @@ def dgc(
     steps_per_epoch: int | None = None,
     exclude: Sequence[str] = (),
     merge: int = MERGE,
+    codec: Codec = PLAIN,
     **options: Any,
 ) -> CompressionState:
     """Build deep gradient compression: sampled threshold, momentum correction, masking, clipping and warm-up.
@@ -58,6 +62,8 @@ def dgc(
         Name patterns (``fnmatch``) of further parameters to average densely.
     merge : int
         Elements of gradient to gather before a message is sent.
+    codec : Codec
+        What positions and values are on the wire, see :class:`gradstats.compressors.SparseCompressor`.
     **options : Any
         Further options of :class:`gradstats.hooks.CompressionState`.
 
@@ -80,18 +86,17 @@ def dgc(
     """
     named = list(named_parameters)
     vectors = [glob.escape(name) for name, p in named if p.dim() < 2]
+    if steps_per_epoch is not None:
+        options.setdefault("ratio_at", dgc_warm_up(steps_per_epoch, DGC_RATIOS[:-1], ratio))
     return CompressionState(
-        Layerwise(lambda name, numel: make_selector("dgc", ratio), merge=merge, ratio=ratio),
+        Layerwise(
+            lambda name, numel: make_selector("dgc", ratio), merge=merge, codec=codec, ratio=ratio
+        ),
         memory=MomentumCorrection(momentum, nesterov=nesterov),
         named_parameters=named,
-        exclude=[*exclude, *vectors],
+        exclude=[*check_patterns(exclude, "exclude"), *vectors],
         clip=clip,
-        **{
-            "ratio_at": None
-            if steps_per_epoch is None
-            else dgc_warm_up(steps_per_epoch, DGC_RATIOS[:-1], ratio),
-            **options,
-        },
+        **options,
     )
 
 
@@ -109,13 +114,14 @@ def redsync(
     topk_below: int = DENSE_BELOW,
     search_above: int = SEARCH_ABOVE,
     merge: int = MERGE,
+    codec: Codec = PLAIN,
     **options: Any,
 ) -> CompressionState:
     """Build RedSync: layer by layer, each treated according to its size, small messages fused.
 
-    Small layers are averaged densely, with the same momentum. Of the others the smallest are selected by plain top-k,
-    those of middle size by trimmed top-k, and large ones by a searched threshold. The optimizer must be SGD without a
-    momentum of its own.
+    Small layers are averaged densely, during the backward pass and with the same momentum. Of the others the smallest
+    are selected by plain top-k, those of middle size by trimmed top-k, and large ones by a searched threshold. The
+    optimizer must be SGD without a momentum of its own.
 
     Parameters
     ----------
@@ -147,6 +153,8 @@ def redsync(
         Number of elements from which on a layer's threshold is searched: the paper's 4 MB.
     merge : int
         Elements of gradient to gather before a message is sent (the paper's tensor fusion).
+    codec : Codec
+        What positions and values are on the wire, see :class:`gradstats.compressors.SparseCompressor`.
     **options : Any
         Further options of :class:`gradstats.hooks.CompressionState`.
 
@@ -165,32 +173,35 @@ def redsync(
     Source: RedSync (Fang et al. 2018), algorithms 4 and 5 and sections 5.3 to 5.6.
 
     Differs from the paper: messages are fused by the size of the gradient; the binary search runs on all elements of
-    a layer; a quantised layer keeps corrected − sent as its residual; dense layers are all-reduced together when the
-    backward pass is over. `docs/concepts/errata.md` lists what is wrong in the paper's algorithms.
+    a layer; a quantised layer keeps corrected − sent as its residual. `docs/concepts/errata.md` lists what is wrong in
+    the paper's algorithms.
     """
     check_ratio(ratio)  # now, not in the first backward pass
     named = list(named_parameters)
-    last = max((i for i, (_, p) in enumerate(named) if p.dim() > 1), default=len(named))
-    exact = {name for name, _ in named[last:]} if output_layer is None else set()
+    if output_layer is None:
+        last = max((i for i, (_, p) in enumerate(named) if p.dim() > 1), default=len(named))
+        output_layer = [glob.escape(name) for name, _ in named[last:]]
+    output_layer = check_patterns(output_layer, "output_layer")
+    topk_below = check_count(topk_below, "topk_below", 0)
+    search_above = check_count(search_above, "search_above", 0)
+    dense_below = check_count(dense_below, "dense_below", 0)
+    if dense_steps := check_count(dense_steps, "dense_steps", 0):
+        options.setdefault("ratio_at", lambda step: 1.0 if step < dense_steps else None)
 
     def choose(name: str, numel: int) -> Selector:
-        output = name in exact or any(
-            fnmatch.fnmatchcase(name, pattern) for pattern in output_layer or ()
-        )
+        if numel < dense_below:
+            return Everything()
+        output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
         return redsync_selector(
             numel, ratio, quantise and not output, search_above, topk_below=topk_below
         )
 
     return CompressionState(
-        Layerwise(choose, merge=merge, ratio=ratio),
+        Layerwise(choose, merge=merge, codec=codec, ratio=ratio),
         memory=MomentumCorrection(momentum, nesterov=nesterov),
         named_parameters=named,
-        dense_below=dense_below,
         clip=clip,
-        **{
-            "ratio_at": (lambda step: 1.0 if step < dense_steps else None) if dense_steps else None,
-            **options,
-        },
+        **options,
     )
 
 
@@ -240,8 +251,11 @@ def make_state(
     InputError
         If the name or an option is unknown or out of range, or the name is ``none``, which has no state.
     """
-    given = compressor_options or {}
+    given = (
+        with_codec(name, compressor_options or {}) if name in SYSTEMS else compressor_options or {}
+    )
     if name in SYSTEMS:
+        given = with_codec(name, given)
         try:
             return SYSTEMS[name](named_parameters, ratio, **given, **options)
         except TypeError as error:

@@ -20,10 +20,11 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
         Records of :func:`gradstats.network.plan` for one number of workers and one rate, the fastest first.
     """
     best, *others = records
-    dense = next(r for r in records if r["compressor"] == "none")
+    dense = next(r for r in records if r["compressor"] == r["baseline"])
+    called = "dense" if dense["compressor"] == "none" else _label(dense)
     where = f"{best['workers']} workers at {format_rate(best['rate'])}: "
     if best is dense:
-        text = f"{where}don't compress. Dense takes {_duration(dense)}"
+        text = f"{where}don't compress. {called.capitalize()} takes {_duration(dense)}"
         if not others:
             return f"{text}."
         return (
@@ -31,14 +32,14 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
             f"limited by {others[0]['limit']}. {_worth(others[0])}"
         )
     text = (
-        f"{where}{_label(best)}. It takes {_duration(best)} instead of dense {_duration(dense)}, "
+        f"{where}{_label(best)}. It takes {_duration(best)} instead of {called} {_duration(dense)}, "
         f"{best['speedup']:.3g} times as fast ({best['speedup_low']:.3g} to "
         f"{best['speedup_high']:.3g}), limited by {best['limit']}. {_worth(best)}"
     )
     if best["basis"] == "trace":
         text += f" It keeps {best['quality']:.3g} of the k asked for."
     if best["speedup_low"] <= 1:
-        text += " The interval includes 1: dense may be as fast."
+        text += f" The interval includes 1: {called} may be as fast."
     return text
 
 
@@ -53,10 +54,17 @@ def _duration(record: Mapping[str, Any]) -> str:
 
 
 def _worth(record: Mapping[str, Any]) -> str:
-    """Say at which bandwidths a compressor is faster than dense."""
-    bandwidth = record["break_even"]
+    """Say at which bandwidths a compressor, and its codec, save time."""
+    text = f"It pays {_below(record['break_even'])}."
+    if (record["indices"], record["values"]) == ("plain", "float32"):
+        return text
+    pays = _below(record["codec_break_even"])
+    return f"{text} Its codec ({record['indices']}, {record['values']}) pays {pays}."
+
+
+def _below(bandwidth: float) -> str:
     if math.isnan(bandwidth):
-        return "It pays on fast links only."
+        return "on fast links only"
     if math.isinf(bandwidth):
-        return "It pays whatever the bandwidth."
-    return f"It pays below {format_rate(bandwidth)}." if bandwidth else "It pays at no bandwidth."
+        return "whatever the bandwidth"
+    return f"below {format_rate(bandwidth)}" if bandwidth else "at no bandwidth"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 import numpy as np
 
-from gradstats.collectives.packed import index_dtype
+from gradstats.collectives.codec import PLAIN, Codec, check_codec
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.torus import check_torus
-from gradstats.compressors import SparseCompressor, compressor_class
+from gradstats.compressors import SparseCompressor, codecs, compressor_class
 from gradstats.compressors.marsit import most_square
 from gradstats.compressors.micro import partition
 from gradstats.compressors.redsync import DENSE_BELOW
@@ -24,6 +24,7 @@ __all__ = [
     "SLOWEST",
     "Exchange",
     "break_even",
+    "coding",
     "exchange",
     "ragged_bytes",
     "selection_words",
@@ -38,12 +39,18 @@ _FLAG = Work("all_gather", 4)
 _SCALE_BYTES = 4
 _FULL = 4
 """Bytes of a float32."""
+_HALF = 2
+"""Bytes of a bfloat16."""
 SLOWEST = 1e6
 """A break-even is looked for in networks from this many times slower to this many times faster than the given one."""
 
 
-def selection_words(count: int, values: int, numel: int, value_bytes: int = 4) -> int:
+def selection_words(
+    count: int, values: int, numel: int, codec: Codec = PLAIN, span: int | None = None
+) -> int:
     """Return the number of 32-bit words of a packed selection, see :func:`gradstats.collectives.packed.pack`.
+
+    Of coded positions it is the largest number, which a message has room for.
 
     Parameters
     ----------
@@ -53,12 +60,31 @@ def selection_words(count: int, values: int, numel: int, value_bytes: int = 4) -
         Number of values: as many as positions, or 1 if one value stands for all.
     numel : int
         Elements of the dense gradient. It decides the width of an index.
-    value_bytes : int
-        Bytes of a value: 4, or 2 for 16-bit values.
+    codec : Codec
+        What positions and values are.
+    span : int, optional
+        Elements of the part that the selection is from; `numel` if None.
     """
-    return (
-        _HEADER + count * index_dtype(numel).itemsize // _WORD + -(-values * value_bytes // _WORD)
-    )
+    positions = codec.index_words(count, numel if span is None else span, numel)
+    return _HEADER + positions + codec.value_words(values)
+
+
+def coding(codec: Codec, step: Literal["encode", "decode"], count: float) -> Iterator[Work]:
+    """Yield the work of a codec beyond copying words, for one message.
+
+    Parameters
+    ----------
+    codec : Codec
+        What positions and values are.
+    step : {"encode", "decode"}
+        Whether a message is written or read.
+    count : float
+        Number of positions and values.
+    """
+    if codec.indices != PLAIN.indices:
+        yield Work(f"{step}:{codec.indices}", count)
+    if codec.values.startswith("int"):
+        yield Work(f"{step}:{codec.values}", count)
 
 
 def ragged_bytes(words: Sequence[Sequence[int]], expected: int) -> list[list[int]]:
@@ -153,7 +179,7 @@ def exchange(
     world: int = 2,
     *,
     selected: int | Sequence[int] | None = None,
-    value_bytes: Literal[2, 4] = 4,
+    codec: Codec = PLAIN,
     dense_above: float = 1.0,
     full_every: int | None = 100,
     topology: Literal["ring", "torus"] = "ring",
@@ -175,8 +201,8 @@ def exchange(
     selected : int or sequence of int, optional
         Elements that each rank selects, k̂: one number for all ranks, or one for each. For ``micro`` they are those of
         a rank's partition. By default every rank selects k.
-    value_bytes : {4, 2}
-        Bytes of a value in the sparse all-gather, see :class:`gradstats.compressors.SparseCompressor`.
+    codec : Codec
+        What positions and values are on the wire, see :class:`gradstats.compressors.SparseCompressor`.
     dense_above : float
         If all ranks together select more than this share of d, they all-reduce the dense vector instead, see
         :class:`gradstats.compressors.SparseCompressor`.
@@ -195,9 +221,10 @@ def exchange(
     Raises
     ------
     InputError
-        If the name is unknown or an option is out of range.
+        If the name is unknown, an option is out of range, or the codec changes what the compressor does not send.
     """
     sparse_rule = compressor_class(name) is SparseCompressor  # raises for an unknown name
+    codec = check_codec(codec, name, codecs(name))
     if world < 1 or numel < 1:
         raise InputError(
             f"an exchange needs ranks and elements, at least 1 each, not {world} and {numel}"
@@ -215,17 +242,18 @@ def exchange(
         return _dense(name, numel, world)
 
     def sparse(single: bool = False) -> Exchange:
-        return _sparse(name, numel, k, counts, single, value_bytes, dense_above)
+        return _sparse(name, numel, k, counts, single, codec, dense_above)
 
     def signs() -> Exchange:
         return _signs(name, numel, world)
 
     formulas: dict[str, Callable[[], Exchange]] = {
         "none": dense,
+        "dense-bf16": lambda: _dense_bf16(numel, world),
         "lags": sparse,
         "redsync-quantised": dense if numel < DENSE_BELOW else lambda: sparse(single=True),
-        "micro": lambda: _micro(numel, k, counts),
-        "cltk": lambda: _cltk(numel, world, counts[0]),
+        "micro": lambda: _micro(numel, k, counts, codec),
+        "cltk": lambda: _cltk(numel, world, counts[0], codec),
         "randomk": lambda: _randomk(numel, world, counts[0]),
         "signsgd": signs,
         "ef-signsgd": signs,
@@ -244,13 +272,27 @@ def _dense(name: str, numel: int, world: int) -> Exchange:
     return Exchange(name, numel, world, numel, _FULL * numel, communicate=communicate)
 
 
+def _dense_bf16(numel: int, world: int) -> Exchange:
+    reduce = Work("all_reduce", _HALF * numel)
+    return Exchange(
+        "dense-bf16",
+        numel,
+        world,
+        numel,
+        _HALF * numel,
+        select=(Work("select:dense-bf16", numel),),
+        communicate=(_FLAG, reduce),
+        unpack=(Work("average", numel),),
+    )
+
+
 def _sparse(
     name: str,
     numel: int,
     k: int,
     counts: list[int],
     single: bool,
-    value_bytes: int,
+    codec: Codec,
     dense_above: float,
 ) -> Exchange:
     world, mean = len(counts), sum(counts) / len(counts)
@@ -267,8 +309,8 @@ def _sparse(
             communicate=(Work("all_gather", flags), Work("all_reduce", _FULL * numel)),
             unpack=(Work("average", numel),),
         )
-    words = [selection_words(c, 1 if single else c, numel, value_bytes) for c in counts]
-    room = selection_words(k, 1 if single else k, numel, value_bytes)
+    words = [selection_words(c, 1 if single else c, numel, codec) for c in counts]
+    room = selection_words(k, 1 if single else k, numel, codec)
     messages = ragged_bytes([words] * 2, room)[-1]
     return Exchange(
         name,
@@ -277,17 +319,23 @@ def _sparse(
         mean,
         sum(messages),
         select=select,
-        pack=(Work("pack", max(counts)),),
+        pack=(Work("pack", max(counts)), *coding(codec, "encode", max(counts))),
         communicate=tuple(Work("all_gather", m) for m in messages),
-        unpack=(Work("unpack", mean, world),),
+        unpack=(
+            Work("unpack", mean, world),
+            *(work._replace(times=world) for work in coding(codec, "decode", mean)),
+        ),
     )
 
 
-def _micro(numel: int, k: int, counts: list[int]) -> Exchange:
+def _micro(numel: int, k: int, counts: list[int], codec: Codec) -> Exchange:
     world, union = len(counts), sum(counts)
-    width = index_dtype(numel).itemsize // _WORD
-    words = [1 + c * width for c in counts]
-    messages = ragged_bytes([words] * 2, 1 + -(-5 * k // (4 * world)) * width)[-1]
+    part = -(-numel // world)
+
+    def words(count: int) -> int:
+        return (1 if codec == PLAIN else 2) + codec.index_words(count, part, numel)
+
+    messages = ragged_bytes([[words(c) for c in counts]] * 2, words(-(-5 * k // (4 * world))))[-1]
     values = [Work("all_reduce", _FULL * union)] if union else []
     return Exchange(
         "micro",
@@ -296,14 +344,14 @@ def _micro(numel: int, k: int, counts: list[int]) -> Exchange:
         union / world,
         sum(messages) + _FULL * union,
         select=(Work("select:micro", numel / world),),
-        pack=(Work("pack", max(counts)),),
+        pack=(Work("pack", max(counts)), *coding(codec, "encode", max(counts))),
         communicate=(*(Work("all_gather", m) for m in messages), *values),
-        unpack=(Work("unpack", union),),
+        unpack=(Work("unpack", union), *coding(codec, "decode", union)),
     )
 
 
-def _cltk(numel: int, world: int, k: int) -> Exchange:
-    positions = (1 + k) * index_dtype(numel).itemsize
+def _cltk(numel: int, world: int, k: int, codec: Codec) -> Exchange:
+    positions = _WORD * (1 + codec.index_words(k, numel))
     return Exchange(
         "cltk",
         numel,
@@ -311,8 +359,9 @@ def _cltk(numel: int, world: int, k: int) -> Exchange:
         k,
         _FLAG.size + _FULL * k + positions / world,
         select=(Work("select:cltk", numel),),
+        pack=tuple(coding(codec, "encode", k)),
         communicate=(_FLAG, Work("broadcast", positions), Work("all_reduce", _FULL * k)),
-        unpack=(Work("unpack", k),),
+        unpack=(Work("unpack", k), *coding(codec, "decode", k)),
     )
 
 

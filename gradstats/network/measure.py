@@ -42,6 +42,8 @@ _STEP = 4
 _SHORTEST_S = 2e-3
 """Shortest time that is measured. Shorter calls are repeated up to it, but at most :data:`_MOST` times."""
 _MOST = 200
+_OF_SENT = ("pack", "unpack", "encode", "decode")
+"""Local work on what is sent."""
 _MATRIX = 512
 """Rows of the matrices multiplied during collectives: large, so that the thread seldom needs the interpreter."""
 
@@ -206,7 +208,7 @@ def measure(
             local[f"select:{name}"] = _selecting(name, ratio, gradients, repeats, alone)
     for operation, seconds in local.items():
         # nobody sends a whole gradient as positions and values
-        end = -1 if operation in ("pack", "unpack") else None
+        end = -1 if operation.split(":")[0] in _OF_SENT else None
         lines.append(fit_line(operation, 1, sizes[:end], seconds[:end]))
     about = {
         "world_size": everybody,

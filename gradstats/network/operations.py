@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.codec import VALUES, Codec
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
 from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
@@ -114,6 +116,9 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
     memory = ErrorFeedback()
     memory.allocate(size, device)
 
+    drawn = np.random.default_rng(0).choice(numel, size, replace=False, shuffle=False)
+    positions = torch.from_numpy(np.sort(drawn)).to(device)
+
     def unpacking() -> None:
         update.begin(dense)
         update.add(unpack(words, numel))
@@ -132,7 +137,26 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
         "average": lambda: torch.zeros_like(gradient).div_(2),
         "unpack_signs": lambda: total.add_(signed(unpack_bits(packed, size), 0.0, total.dtype)),
         "merge_signs": lambda: merge(packed, 1, 1)(packed),
+        **_coding(positions, gradient, numel),
     }
+
+
+def _coding(positions: torch.Tensor, values: torch.Tensor, numel: int) -> dict[str, Call]:
+    """Return the calls in which positions and values are coded and decoded."""
+    rice = Codec("rice")
+    stream = rice.pack_indices(positions, numel)
+    calls: dict[str, Call] = {
+        "encode:rice": lambda: rice.pack_indices(positions, numel),
+        "decode:rice": lambda: rice.unpack_indices(stream, positions.numel(), numel),
+    }
+    for codec in (Codec(values=name) for name in VALUES if name.startswith("int")):
+        words = codec.pack_values(values)
+        # bound now, as the loop goes on
+        calls[f"encode:{codec.values}"] = lambda c=codec: c.pack_values(c.rounded(values))  # type: ignore[misc]
+        calls[f"decode:{codec.values}"] = lambda c=codec, w=words: c.unpack_values(  # type: ignore[misc]
+            w, values.numel()
+        )
+    return calls
 
 
 def decoding(name: str, size: int, world: int, device: torch.device) -> Call:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.compression import compression
 from gradstats.analysis.quality import quality
-from gradstats.compressors import COMPRESSORS, RULE, compressor_class
+from gradstats.collectives.codec import PLAIN, Codec, check_codec
+from gradstats.compressors import COMPRESSORS, RULE, codecs, compressor_class
 from gradstats.errors import InputError
 from gradstats.network.exchange import SLOWEST, Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Network, Work, middle_95
@@ -21,21 +22,32 @@ from gradstats.network.timeline import (
     Message,
     Timeline,
     deliveries,
-    layer_ratios,
+    lags_way,
     simulate,
 )
 from gradstats.network.union import union_growth
-from gradstats.primitives.ratio import check_ratio, target_count
+from gradstats.primitives.ratio import check_ratio, shown, target_count
+from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
 
-__all__ = ["plan"]
+__all__ = ["BASELINES", "plan"]
 
 _BACKWARD = 2 / 3
 """Share of the backward pass in a step's computing: two of a layer's three matrix products belong to it."""
 _BUCKET = 25 * 2**20 // 4
 """Elements of a DDP bucket, which DDP all-reduces while the backward pass goes on."""
+_NOTHING = 1e-9
+"""Share of a step that counts as no gain."""
+_DENSE = {"none": 4, "torch-bf16": 2}
+"""Exchanges of DDP itself, bucket by bucket, and their bytes for each element."""
+BASELINES = {"none": "none", "bf16": "torch-bf16"}
+"""Names of what compressors are compared with, and the exchange behind each."""
+
+
+_Way: TypeAlias = tuple[Sequence[LayerTime], Mapping[str, float]]
+"""Layers as they are sent, and the ratio of each; none for a compressor that does not choose them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +60,39 @@ class _System:
     layers: Sequence[LayerTime]
     forward: float
     exchange: Exchange
+    codec: Codec = PLAIN
 
     @property
     def streams(self) -> bool:
         """Whether it sends layer by layer, at ratios that it chooses by the network."""
-        return compressor_class(self.name).streams
+        return self.name not in _DENSE and compressor_class(self.name).streams
 
-    def ratios(self, network: Network) -> dict[str, float]:
-        """Return the ratio of every layer; empty for a compressor of the whole gradient."""
+    def way(self, network: Network) -> _Way:
+        """Return how it sends; only a compressor that streams has a choice."""
         if not self.streams or self.ratio is None:
-            return {}
-        return layer_ratios(network, self.layers, self.world, self.ratio, selection=self.name)
+            return self.layers, {}
+        return lags_way(
+            network,
+            self.layers,
+            self.world,
+            self.ratio,
+            self.forward,
+            selection=self.name,
+            codec=self.codec,
+        )
 
-    def messages(self, network: Network, ratios: Mapping[str, float]) -> list[Message]:
-        if self.name == "none":
-            return deliveries(network, self.layers, self.world, None, merge=_BUCKET)
+    def messages(self, network: Network, way: _Way) -> list[Message]:
+        if self.name in _DENSE:
+            size = _DENSE[self.name]
+            return deliveries(
+                network, self.layers, self.world, None, merge=_BUCKET, dense_bytes=size
+            )
         memory = self._memory(network)
         if self.streams:
-            found = deliveries(network, self.layers, self.world, ratios, selection=self.name)
+            layers, ratios = way
+            found = deliveries(
+                network, layers, self.world, ratios, selection=self.name, codec=self.codec
+            )
             share = memory / self.exchange.numel
             return [replace(m, select=m.select + share * m.numel) for m in found]
         split = self.exchange.split(network)
@@ -83,15 +110,15 @@ class _System:
 
     def _memory(self, network: Network) -> float:
         """Return the seconds of the hook's own passes: adding the residual, and copying the average back."""
-        if self.name == "none":
+        if self.name in _DENSE:
             return 0.0
         return network.seconds([Work("memory", self.exchange.numel)], self.world)
 
-    def timeline(self, network: Network, ratios: Mapping[str, float]) -> Timeline:
-        return simulate(self.messages(network, ratios), self.forward)
+    def timeline(self, network: Network, way: _Way) -> Timeline:
+        return simulate(self.messages(network, way), self.forward)
 
     def seconds(self, network: Network) -> float:
-        return self.timeline(network, self.ratios(network)).seconds
+        return self.timeline(network, self.way(network)).seconds
 
     def predicted(self, networks: Sequence[Network], dense: NDArray[np.float64]) -> dict[str, Any]:
         """Return the fields of a record.
@@ -99,11 +126,11 @@ class _System:
         The first network is the fitted one, and the others are drawn from it; `dense` has the seconds of a dense step
         on each.
         """
-        ratios = self.ratios(networks[0])
-        seconds = np.array([self.timeline(n, ratios).seconds for n in networks])
+        way = self.way(networks[0])
+        seconds = np.array([self.timeline(n, way).seconds for n in networks])
         low, high = _drawn_interval(seconds)
         speedup_low, speedup_high = _drawn_interval(dense / seconds)
-        split, messages = self._split(networks[0], ratios), self.messages(networks[0], ratios)
+        split, messages = self._split(networks[0], way), self.messages(networks[0], way)
         return {
             "seconds": float(seconds[0]),
             "low": low,
@@ -115,21 +142,23 @@ class _System:
             **split,
             "bytes": sum(m.bytes_sent for m in messages),
             "selected": sum(m.sent for m in messages),
-            "layers": ratios,
+            "layers": {layer.name: way[1].get(layer.name, way[1].get("")) for layer in self.layers}
+            if way[1]
+            else {},
         }
 
-    def _split(self, network: Network, ratios: Mapping[str, float]) -> dict[str, float]:
+    def _split(self, network: Network, way: _Way) -> dict[str, float]:
         """Return the seconds of each part of a step, and how much of its exchange is hidden."""
 
         def exchanging(n: Network) -> float:
-            return sum(m.communicate for m in self.messages(n, ratios))
+            return sum(m.communicate for m in self.messages(n, way))
 
         pack, fixed = exchanging(_unlinked(network)), exchanging(network.slowed(0))
-        timeline = self.timeline(network, ratios)
+        timeline = self.timeline(network, way)
         return {
             "compute": self.forward + timeline.lane("backward"),
             "memory": self._memory(network),
-            "select": timeline.lane("select") - self._memory(network),
+            "select": max(0.0, timeline.lane("select") - self._memory(network)),
             "pack": pack,
             "latency": max(0.0, fixed - pack),
             "transfer": max(0.0, timeline.lane("communicate") - fixed),
@@ -161,13 +190,13 @@ def _limit(split: Mapping[str, float]) -> str:
     return max(kept, key=lambda part: kept[part] * split[part])
 
 
-def _break_even(network: Network, dense: _System, system: _System) -> float:
-    """Return the break-even bandwidth in Mbit/s; NaN for dense, and where compression gains on fast links only."""
-    if system is dense:
-        return math.nan
+def _break_even(network: Network, other: _System, system: _System) -> float:
+    """Return the bandwidth in Mbit/s below which a system is faster than another; NaN if on fast links only."""
 
     def gain(n: Network) -> float:
-        return dense.seconds(n) - system.seconds(n)
+        seconds = system.seconds(n)
+        # where both come to the same, nothing is gained
+        return other.seconds(n) - seconds - _NOTHING * seconds
 
     found = break_even(network, gain)
     if math.isinf(found) and gain(network.slowed(SLOWEST)) < 0:
@@ -227,7 +256,9 @@ def plan(
     *,
     rates: Sequence[float] = (),
     draws: int = 200,
-) -> list[dict[str, Any]]:
+    codec: Codec = PLAIN,
+    baseline: str = "none",
+) -> Records:
     """Predict the step time of every compressor, dense averaging included.
 
     Parameters
@@ -249,18 +280,27 @@ def plan(
         Bandwidths of the links in bit/s; latencies stay as they are. If empty, the bandwidth that was measured.
     draws : int
         How many networks are drawn for the intervals.
+    codec : Codec
+        What positions and values are on the wire, of the compressors that send them. If `compressors` are named, all of
+        them must be able to use it.
+    baseline : {"none", "bf16"}
+        What compressors are compared with: DDP's dense averaging, or that of bfloat16 values by its
+        ``bf16_compress_hook``, which is then in the plan as ``torch-bf16``.
 
     Returns
     -------
-    list of dict
+    Records
         One record for each number of workers, rate, compressor and ratio; the fastest of each number and rate first.
 
         - compressor, workers, and ratio, which is None for a compressor without one.
         - rate, the bandwidth in Mbit/s.
         - seconds of a step, and its 95 % interval low and high.
-        - speedup over dense, and its 95 % interval speedup_low and speedup_high.
-        - break_even, the bandwidth in Mbit/s below which it is faster than dense. Infinity means at any bandwidth, 0
-          means never, and NaN means only on faster links, or dense itself.
+        - speedup over the baseline, and its 95 % interval speedup_low and speedup_high.
+        - break_even, the bandwidth in Mbit/s below which it is faster than the baseline. Infinity means at any
+          bandwidth, 0 means never, and NaN means only on faster links, or the baseline itself.
+        - baseline, the name of that exchange; indices and values, what they are on the wire.
+        - codec_break_even, the bandwidth in Mbit/s below which the codec gains more time than it takes; NaN without
+          one.
         - limit, the part that takes most of the step.
         - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
           unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
@@ -269,7 +309,8 @@ def plan(
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
         - union, the number of positions that all workers send together; NaN if unknown.
-        - layers, the ratio of each layer if the compressor chooses them, else empty.
+        - layers, the ratio of each layer if the compressor chooses them, else empty. They are equal where it sends the
+          gradient as a whole.
         - recommended, whether it is the fastest.
 
     Raises
@@ -291,6 +332,10 @@ def plan(
         raise InputError(f"compute must be seconds above 0, not {compute}")
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
+    if baseline not in BASELINES:
+        raise InputError(f"baseline must be {' or '.join(BASELINES)}, not {shown(baseline)}")
+    for name in compressors:
+        check_codec(codec, name, ("indices", "values") if name == "none" else codecs(name))
     measured = {line.operation for line in network.lines}
     names = compressors or [
         name
@@ -299,8 +344,12 @@ def plan(
     ]
     chosen = [
         (name, ratio)
-        for name in dict.fromkeys(["none", *names])
-        for ratio in (dict.fromkeys(ratios) if compressor_class(name).has_ratio else [None])
+        for name in dict.fromkeys([BASELINES[baseline], "none", *names])
+        for ratio in (
+            dict.fromkeys(ratios)
+            if name not in _DENSE and compressor_class(name).has_ratio
+            else [None]
+        )
     ]
     qualities = _measured_quality(opened, names, ratios)
     unions = _unions(opened, ratios)
@@ -317,13 +366,38 @@ def plan(
         kept = qualities.get((name, ratio))
         k = target_count(ratio, opened.numel) if ratio else opened.numel
         selected = None if kept is None else min(opened.numel, round(kept * k))
-        one = exchange(name, opened.numel, ratio or 1.0, world, selected=selected)
-        return _System(name, ratio, world, layers, compute - backward, one)
+        own = PLAIN if name in _DENSE else codec.only(codecs(name))
+        one = exchange(
+            "none" if name in _DENSE else name,
+            opened.numel,
+            ratio or 1.0,
+            world,
+            selected=selected,
+            codec=own,
+        )
+        return _System(name, ratio, world, layers, compute - backward, one, own)
 
-    records = []
+    def plain(coded: _System) -> _System:
+        one = exchange(
+            coded.name,
+            opened.numel,
+            coded.ratio or 1.0,
+            coded.world,
+            selected=round(coded.exchange.selected),
+        )
+        return replace(coded, exchange=one, codec=PLAIN)
+
+    records = Records()
     for world in dict.fromkeys(workers):
         systems = [system(name, ratio, world) for name, ratio in chosen]
-        breaks = [_break_even(network, systems[0], each) for each in systems]
+        breaks = [
+            math.nan if each is systems[0] else _break_even(network, systems[0], each)
+            for each in systems
+        ]
+        coding_pays = [
+            math.nan if each.codec == PLAIN else _break_even(network, plain(each), each)
+            for each in systems
+        ]
         for rate in dict.fromkeys(rates) or [network.rate]:
             # Networks are drawn as measured; only then the links get another rate.
             networks = [n.slowed(network.rate / rate) for n in (network, *drawn)]
@@ -333,13 +407,17 @@ def plan(
                 | each.predicted(networks, dense)
                 | {
                     "break_even": bandwidth,
+                    "baseline": systems[0].name,
+                    "indices": each.codec.indices,
+                    "values": each.codec.values,
+                    "codec_break_even": below,
                     "quality": math.nan
                     if each.streams
                     else qualities.get((each.name, each.ratio), 1.0),
                     "basis": _basis(each, qualities),
                     "union": _union(each, unions),
                 }
-                for each, bandwidth in zip(systems, breaks, strict=True)
+                for each, bandwidth, below in zip(systems, breaks, coding_pays, strict=True)
             ]
             found.sort(key=lambda record: record["seconds"])
             records += [r | {"recommended": r is found[0]} for r in found]

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gradstats.collectives.packed import index_dtype
-from gradstats.compressors.base import Activity, Lane
-from gradstats.compressors.lags import Delivery, hiding_ratios, pipelining_bound
-from gradstats.compressors.layerwise import MERGE
-from gradstats.network.exchange import ragged_bytes, selection_words
+from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.compressors.base import Activity
+from gradstats.compressors.lags import (
+    Costs,
+    Delivery,
+    Timeline,
+    Way,
+    by_layer,
+    hiding_ratios,
+    preferred,
+    reference,
+    simulate,
+    ways,
+)
+from gradstats.compressors.layerwise import MERGE, sends_dense
+from gradstats.network.exchange import coding, ragged_bytes, selection_words
 from gradstats.network.model import Network, Work
 from gradstats.primitives.ratio import target_count
 
@@ -19,6 +30,7 @@ __all__ = [
     "Message",
     "Timeline",
     "deliveries",
+    "lags_way",
     "layer_ratios",
     "layer_times",
     "simulate",
@@ -96,8 +108,12 @@ def deliveries(
     *,
     selection: str = "topk",
     merge: int = MERGE,
+    codec: Codec = PLAIN,
+    dense_bytes: int = 4,
 ) -> list[Message]:
     """Predict the messages of a layer-wise step, see :class:`gradstats.compressors.Layerwise`.
+
+    Layers whose values alone take fewer bytes than their selection are all-reduced, as there.
 
     Parameters
     ----------
@@ -113,6 +129,10 @@ def deliveries(
         One of :data:`gradstats.compressors.SELECTORS`.
     merge : int
         Elements of gradient that are gathered before a message is sent; 0 sends one message for each layer.
+    codec : Codec
+        What positions and values of selections are on the wire.
+    dense_bytes : int
+        Bytes of a value where `ratio` is None: 4, or 2 for bfloat16, to which two passes over the gradient convert.
 
     Returns
     -------
@@ -126,19 +146,37 @@ def deliveries(
     for message in _merged(layers, merge):
         elements = sum(layer.numel for layer in message)
         if ratio is None:
-            counts, lengths = [elements], [4 * elements]
-            select, works, local = 0.0, [Work("all_reduce", 4 * elements)], []
+            counts, lengths = [elements], [dense_bytes * elements]
+            select, works, local = 0.0, [Work("all_reduce", lengths[0])], []
+            if dense_bytes < 4:
+                local = [Work("average", elements, 2)]
         else:
             kept = [ratio[each.name] if isinstance(ratio, Mapping) else ratio for each in message]
             counts = [target_count(r, each.numel) for r, each in zip(kept, message, strict=True)]
-            words = sum(selection_words(k, k, numel) for k in counts)
-            room = selection_words(sum(counts), sum(counts), numel)
+            whole = [
+                sends_dense(k, k, each.numel, numel, codec)
+                for k, each in zip(counts, message, strict=True)
+            ]
+            dense = sum(each.numel for each, w in zip(message, whole, strict=True) if w)
+            parts = [(k, e.numel) for k, e, w in zip(counts, message, whole, strict=True) if not w]
+            sparse = [k for k, _ in parts]
+            counts = [*sparse, dense]
+            words = sum(selection_words(k, k, numel, codec, span) for k, span in parts)
+            room = selection_words(sum(sparse), sum(sparse), numel, codec, elements)
             lengths = ragged_bytes([[words]] * 2, room)[-1]
             works = [Work(_gather(network), length) for length in lengths]
-            local = [Work("pack", sum(counts)), Work("unpack", sum(counts), world)]
-            select = network.seconds(
-                (Work(f"select:{selection}", each.numel) for each in message), world
-            )
+            local = [
+                Work("pack", sum(sparse)),
+                *coding(codec, "encode", sum(sparse)),
+                Work("unpack", sum(sparse), world),
+                *(w._replace(times=world) for w in coding(codec, "decode", sum(sparse))),
+            ]
+            if dense:
+                lengths = [*lengths, 4 * dense]
+                works.append(Work("all_reduce", 4 * dense))
+                local.append(Work("average", dense))
+            selected = (e.numel for e, w in zip(message, whole, strict=True) if not w)
+            select = network.seconds((Work(f"select:{selection}", n) for n in selected), world)
         exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
         if network.crowded and local:
             # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
@@ -190,102 +228,90 @@ def layer_ratios(
         Ratio by name of the layer.
     """
     messages = deliveries(network, layers, world, smallest, selection=selection, merge=merge)
-    width = index_dtype(sum(layer.numel for layer in layers)).itemsize + 4
-    gather, pack, unpack = (network.line(o, world) for o in (_gather(network), "pack", "unpack"))
+    costs = _costs(network, world, sum(layer.numel for layer in layers), smallest)
     ratios = hiding_ratios(
         [m.numel for m in messages],
         [*(m.backward for m in messages[1:]), 0.0],
         [m.select for m in messages],
-        gather.fixed + pack.fixed + world * unpack.fixed,
-        _ROOM * width * gather.slope + pack.slope + world * unpack.slope,
+        costs.latency,
+        costs.per_element,
         smallest,
     )
-    return {
-        name: float(ratio)
-        for message, ratio in zip(messages, ratios, strict=True)
-        for name in message.layers
-    }
+    return by_layer(messages, ratios)
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A simulated step.
-
-    Attributes
-    ----------
-    forward : float
-        Seconds before the backward pass.
-    activities : tuple of Activity
-        Activities from the beginning of the backward pass on.
-    """
-
-    forward: float
-    activities: tuple[Activity, ...]
-
-    def lane(self, lane: Lane) -> float:
-        """Return the seconds spent on one kind of activity.
-
-        Parameters
-        ----------
-        lane : {"backward", "select", "communicate"}
-            Kind of activity.
-        """
-        return sum(a.end - a.start for a in self.activities if a.lane == lane)
-
-    @property
-    def seconds(self) -> float:
-        """Length of the whole step in seconds."""
-        return self.forward + max((a.end for a in self.activities), default=0.0)
-
-    @property
-    def hidden(self) -> float:
-        """Communication that goes on during the backward pass and selection, in seconds."""
-        computing = self.lane("backward") + self.lane("select")
-        return self.forward + computing + self.lane("communicate") - self.seconds
-
-    @property
-    def bound(self) -> float:
-        """Largest speed-up that pipelining can reach (LAGS-SGD, eq. 20); selection counts as backward pass."""
-        computing = self.lane("backward") + self.lane("select")
-        return pipelining_bound(self.forward, computing, self.lane("communicate"))
+def _costs(network: Network, world: int, numel: int, ratio: float, codec: Codec = PLAIN) -> Costs:
+    """Return what LAGS measures in a run: the lines of an exchange among the workers."""
+    gather, pack, unpack = (network.line(o, world) for o in (_gather(network), "pack", "unpack"))
+    reduce, average = (network.line(o, world) for o in ("all_reduce", "average"))
+    k = target_count(ratio, numel)
+    width = 4 * (codec.index_words(k, numel) + codec.value_words(k)) / k
+    return Costs(
+        gather.fixed + pack.fixed + world * unpack.fixed,
+        _ROOM * width * gather.slope + pack.slope + world * unpack.slope,
+        reduce.fixed + average.fixed,
+        4 * reduce.slope + average.slope,
+    )
 
 
-def simulate(
-    messages: Sequence[Delivery], forward: float = 0.0, *, overlap: bool = True
-) -> Timeline:
-    """Simulate a step in two threads, as :class:`gradstats.compressors.Layerwise` runs it.
+def _sent_as(
+    way: Way, layers: Sequence[LayerTime], messages: Sequence[Delivery]
+) -> tuple[list[LayerTime], dict[str, float]]:
+    """Return layers, or one that holds them all, and their ratios as a way to send takes them."""
+    if way.whole:
+        one = LayerTime(
+            "", sum(layer.numel for layer in layers), sum(layer.backward for layer in layers)
+        )
+        return [one], {"": way.ratios[0]}
+    return list(layers), by_layer(messages, way.ratios)
 
-    The first thread alternates between the backward pass of a message and its selection. The second sends the messages
-    in order, each as soon as it is selected and the one before has arrived. Neither thread slows the other down: where
-    they share cores or memory bandwidth, a real step takes longer.
+
+def lags_way(
+    network: Network,
+    layers: Sequence[LayerTime],
+    world: int,
+    smallest: float = 0.001,
+    forward: float = 0.0,
+    *,
+    selection: str = "lags",
+    merge: int = MERGE,
+    codec: Codec = PLAIN,
+) -> tuple[list[LayerTime], dict[str, float]]:
+    """Return how LAGS sends a step's gradient, predicted by the rules that it follows in a run.
 
     Parameters
     ----------
-    messages : sequence of Delivery
-        Messages predicted by :func:`deliveries`, or measured: :attr:`gradstats.compressors.LAGS.deliveries`.
+    network : Network
+        Cost model.
+    layers : sequence of LayerTime
+        Layers in the order of the backward pass.
+    world : int
+        Number of workers.
+    smallest : float
+        Smallest fraction to keep, 1/c_u in the paper.
     forward : float
-        Seconds before the backward pass.
-    overlap : bool
-        Whether messages are sent during the backward pass. If False, they wait until it is over.
+        Seconds of the step outside of backward pass and exchange.
+    selection : str
+        One of :data:`gradstats.compressors.COMPRESSORS`.
+    merge : int
+        Elements of gradient that are gathered before a message is sent.
+    codec : Codec
+        What positions and values of selections are on the wire.
 
     Returns
     -------
-    Timeline
-        Start and end of everything in the step.
+    layers : list of LayerTime
+        The same layers; or one without a name that holds them all, if one message of the whole gradient is faster.
+    ratios : dict of str to float
+        Ratio by name of the layer; 1 where all values are sent.
     """
-    activities = []
-
-    def add(lane: Lane, message: Delivery, start: float, seconds: float) -> float:
-        end = start + seconds
-        activities.append(Activity(lane, message.layers[-1], start, end, message.numel))
-        return end
-
-    ready, now = [], 0.0
-    for message in messages:
-        now = add("backward", message, now, message.backward)
-        now = add("select", message, now, message.select)
-        ready.append(now)
-    free = 0.0 if overlap else now
-    for message, selected in zip(messages, ready, strict=True):
-        free = add("communicate", message, max(free, selected), message.communicate)
-    return Timeline(forward, tuple(activities))
+    options: dict[str, Any] = {"selection": selection, "merge": merge, "codec": codec}
+    messages = deliveries(network, layers, world, smallest, **options)
+    costs = _costs(network, world, sum(layer.numel for layer in layers), smallest, codec)
+    known = ways(messages, costs, smallest)
+    found = [_sent_as(way, layers, messages) for way in known]
+    seconds = [
+        simulate(deliveries(network, sent, world, ratios, **options), forward).seconds
+        for sent, ratios in found
+    ]
+    return found[preferred(known, [[s] for s in seconds], reference(known, seconds))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from gradstats.primitives import Array
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.compressibility import (
     CONTROLS,
+    LocalExponent,
+    checked_window,
     control,
     local_exponents,
     window_exponents,
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["best_k_error", "local_exponent", "magnitude_decay", "window_exponent"]
+
+_Points: TypeAlias = tuple[list[float], list[LocalExponent]]
+"""Places on the axis, and the exponents to draw there."""
 
 
 def magnitude_decay(
@@ -52,6 +58,7 @@ def magnitude_decay(
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
     numel = max([2, *(m.count for m in each.values())])  # size of the controls
+    checked_window(window, numel)
     for i, (label, m) in enumerate(each.items()):
         ranks, magnitudes = ranked(m)
         if ranks.size:
@@ -63,7 +70,7 @@ def magnitude_decay(
         ax.plot(ranks, relative, color="0.5", ls=LINES[i], label=f"control: {label_of(name)}")
     ranks = log_ranks(numel)
     ax.plot(ranks, ranks**-0.5, color="black", lw=1, ls=(0, (1, 3)), label="rank^(−½)")
-    if window:
+    if window is not None:
         ax.axvspan(*window, color="0.92", zorder=0)
     ax.set(
         xlabel="rank",
@@ -116,7 +123,7 @@ def _controls(each: Mapping[str, Magnitudes]) -> Iterator[tuple[Any, str, Magnit
 
 def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return ranks k and σ_k over the norm, cell by cell from the largest."""
-    kept = np.cumsum((m.weight * m.middle**2)[::-1])
+    kept = np.cumsum((m.weight * (m.middle / m.max) ** 2)[::-1])
     ranks = np.cumsum(m.weight[::-1])
     picks = np.unique(np.searchsorted(ranks, log_ranks(m.count)).clip(0, ranks.size - 1))
     left = np.sqrt(np.maximum(1 - kept[picks] / kept[-1], 0.0))
@@ -151,18 +158,12 @@ def local_exponent(
         The axes given.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
-    for i, (label, m) in enumerate(each.items()):
+
+    def estimate(m: Magnitudes) -> _Points:
         found = local_exponents(m, per_decade)
-        centres = [np.sqrt(e.first * e.last) for e in found]
-        colour = PALETTE[i % 10]
-        ax.plot(centres, [e.p for e in found], marker=MARKERS[i], ms=4, color=colour, label=label)
-        bounds = [e.p_low for e in found], [e.p_high for e in found]
-        ax.fill_between(centres, *bounds, color=colour, alpha=0.2)
-    for style, label, ideal in _controls(each):
-        found = local_exponents(ideal, per_decade)
-        centres = [np.sqrt(e.first * e.last) for e in found]
-        ax.plot(centres, [e.p for e in found], color="0.5", ls=style, label=label)
-    ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")
+        return [math.sqrt(e.first * e.last) for e in found], found
+
+    _exponents(ax, each, estimate)
     most = max([10, *(m.count for m in each.values())])
     ax.set(xlabel="rank", ylabel="local exponent p", xscale="log", xlim=(1, most), ylim=(0, 2))
     ax.legend(fontsize="small", loc="upper left")
@@ -192,18 +193,29 @@ def window_exponent(
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
     shares = np.geomspace(1e-4, 0.1, 13).tolist()
-    for i, (label, m) in enumerate(each.items()):
+
+    def estimate(m: Magnitudes) -> _Points:
         found = window_exponents(m, shares)
-        at, colour = [e.last / m.count for e in found], PALETTE[i % 10]
-        ax.plot(at, [e.p for e in found], marker=MARKERS[i], ms=4, color=colour, label=label)
-        bounds = [e.p_low for e in found], [e.p_high for e in found]
-        ax.fill_between(at, *bounds, color=colour, alpha=0.2)
-    for style, label, ideal in _controls(each):
-        found = window_exponents(ideal, shares)
-        at = [e.last / ideal.count for e in found]
-        ax.plot(at, [e.p for e in found], color="0.5", ls=style, label=label)
-    ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")
+        return [e.last / m.count for e in found], found
+
+    _exponents(ax, each, estimate)
     ax.set(xlabel="share of the non-zero elements in the window", ylabel="exponent p of the window")
     ax.set(xscale="log", xlim=(5e-5, 0.2), ylim=(0, None))
     ax.legend(fontsize="small")
     return tidy(ax, title)
+
+
+def _exponents(
+    ax: Axes, each: Mapping[str, Magnitudes], estimate: Callable[[Magnitudes], _Points]
+) -> None:
+    """Draw exponents with their intervals, those of the controls in grey and without, and the line at ½."""
+    for i, (label, m) in enumerate(each.items()):
+        at, found = estimate(m)
+        colour = PALETTE[i % 10]
+        ax.plot(at, [e.p for e in found], marker=MARKERS[i], ms=4, color=colour, label=label)
+        bounds = [e.p_low for e in found], [e.p_high for e in found]
+        ax.fill_between(at, *bounds, color=colour, alpha=0.2)
+    for style, label, ideal in _controls(each):
+        at, found = estimate(ideal)
+        ax.plot(at, [e.p for e in found], color="0.5", ls=style, label=label)
+    ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from gradstats.plots.style import LINES, PALETTE, label_of, next_colour, plain_log, ranked, tidy
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import RATIOS
+from gradstats.primitives.arrays import as_numpy, check
+from gradstats.primitives.ratio import RATIOS, check_number
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics import pot
 from gradstats.statistics.fitting import Fit, as_magnitudes
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["density", "mean_excess", "parameter_stability", "qq", "tail"]
+
+_LARGEST = 1e250
+"""Where axes end at the latest: Matplotlib's overflow beyond."""
 
 
 def density(
@@ -44,11 +48,13 @@ def density(
     matplotlib.axes.Axes
         The axes given.
     """
-    values = np.asarray(x, np.float32).reshape(-1)
+    coverage = check_number(coverage, "coverage", 0, 1, "(]")
+    values = as_numpy(check(x)).reshape(-1)
     values = values[np.isfinite(values)]
     nonzero = values[values != 0]
     # a float64 limit makes float64 bins: float32 overflows on the range of the largest and merges the smallest
-    limit = np.float64(np.quantile(np.abs(nonzero), coverage) if nonzero.size else 1.0)
+    limit = np.quantile(np.abs(nonzero), coverage) if nonzero.size else 1.0
+    limit = np.float64(np.clip(np.float64(limit), 1 / _LARGEST, _LARGEST))
     counts, edges = np.histogram(nonzero, bins=150, range=(-limit, limit))
     widths = np.diff(edges)
     centres = (edges[:-1] + edges[1:]) / 2
@@ -104,7 +110,8 @@ def tail(
         low, high = _beyond(picks, n)
         band = ax.fill_between(magnitudes, low * n / total, high * n / total, color="0.75", lw=0)
         band.set(zorder=0.5, label=_BAND)
-        grid = np.geomspace(magnitudes[-1], magnitudes[0] * 2, 300)
+        right = min(float(magnitudes[0]) * 2, _LARGEST)
+        grid = np.geomspace(magnitudes[-1], right, 300)
         for i, fitted in enumerate(fits):
             survival = (1 - fitted.zero_fraction) * fitted.magnitude.sf(grid)
             ax.plot(
@@ -114,7 +121,7 @@ def tail(
                 color=PALETTE[i],
                 label=label_of(fitted.model),
             )
-        ax.set_xlim(m.upper_quantile(0.8 * n), float(magnitudes[0]) * 2)
+        ax.set_xlim(m.upper_quantile(0.8 * n), right)
     for ratio in RATIOS:
         ax.axhline(ratio, color="0.7", lw=0.7, zorder=0)
     ax.set(
@@ -181,9 +188,10 @@ def qq(
             band.set_label("_" if i else _BAND)
             style = {"ls": LINES[i % len(LINES)], "color": PALETTE[i]}
             ax.plot(expected, magnitudes, label=label_of(fitted.model), **style)
-        limits = m.upper_quantile(0.8 * m.count), float(magnitudes[0]) * 3
+        right = min(float(magnitudes[0]) * 3, _LARGEST)
+        limits = m.upper_quantile(0.8 * m.count), right
         ax.plot(limits, limits, color="0.3", lw=0.8, label="equal")
-        ax.set(xscale="log", yscale="log", xlim=limits, ylim=limits)
+        ax.set(xlim=limits, ylim=limits, xscale="log", yscale="log")
         plain_log(ax.xaxis)
         plain_log(ax.yaxis)
         ax.legend(fontsize="small")

@@ -35,6 +35,7 @@ def warm_up() -> None:
     Without this call the first use of a primitive waits for it. Building the state of a live compressor calls it, so
     that no hook has to wait.
     """
-    from gradstats.primitives import kernels
+    from gradstats.primitives import codec, kernels
 
     kernels.warm_up()
+    codec.warm_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -219,13 +220,10 @@ def check_several(values: Iterable[T], name: str) -> list[T]:
     InputError
         If they are no iterable.
     """
-    try:
+    # tensors and arrays without a dimension say that they are not iterable only when they are asked
+    with suppress(TypeError):
         if not isinstance(values, str | bytes):
             return list(values)
-    except (
-        TypeError
-    ):  # not iterable, which tensors and arrays without a dimension say when they are asked
-        pass
     raise InputError(f"{name} must be a list or a tuple, not {shown(values)}")
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array, kth_largest, numel_of, select
-from gradstats.primitives.arrays import as_numpy, check, flat_chunks
+from gradstats.primitives.arrays import as_numpy, check
 from gradstats.primitives.ratio import check_count, check_ratios, check_several, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.dependence import NO_POSITIONS, exponent_of, over_blocks, runs_of
@@ -273,8 +273,8 @@ def _largest(x: Array, count: int) -> tuple[NDArray[np.float64], NDArray[np.int6
     if count < 1 or not numel_of(x):
         return np.empty(0), np.empty(0, np.int64)
     found = select(x, kth_largest(x, min(count, numel_of(x))))
-    magnitude = np.abs(np.concatenate([c for _, c in flat_chunks(found.values)] or [np.empty(0)]))
-    return in_order(magnitude.astype(np.float64), as_numpy(found.indices), count)
+    magnitudes = np.abs(as_numpy(found.values)).astype(np.float64)
+    return in_order(magnitudes, as_numpy(found.indices), count)
 
 
 def in_order(
@@ -562,7 +562,7 @@ def control(
         Magnitudes from rank 1 to the last rank of the window, descending.
     """
     if not isinstance(name, str) or name not in CONTROLS:
-        raise InputError(f"no control {shown(name)}; there are {', '.join(CONTROLS)}")
+        raise unknown("control", name, CONTROLS)
     first, last = checked_window(window, check_count(numel, "numel", 1, 2**40))
     magnitudes = CONTROLS[name]((np.arange(1, last + 1) - 0.5) / numel)
     # the whole sample, in cells of ranks

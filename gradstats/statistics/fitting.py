@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_number, check_ratio, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
@@ -120,7 +120,7 @@ class Fit:
 
         level = check_number(level, "level", 0, 1)
         if not isinstance(parameter, str) or parameter not in self.params:
-            raise InputError(f"no parameter {shown(parameter)}; there are {', '.join(self.params)}")
+            raise unknown("parameter", parameter, self.params)
         half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
         return self.params[parameter] - half, self.params[parameter] + half
 
@@ -212,7 +212,7 @@ def check_method(model: str, method: str) -> None:
     from gradstats.statistics.solvers import SOLVERS
 
     if not isinstance(model, str) or model not in MODELS:
-        raise InputError(f"no model {shown(model)}; there are {', '.join(MODELS)}")
+        raise unknown("model", model, MODELS)
     if not isinstance(method, str) or method not in METHODS:
         raise InputError(f"no method {shown(method)}; there is {', '.join(METHODS)}")
     if (model, method) not in SOLVERS:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FEWEST_IN_SERIES", "MeanInterval", "block_counts", "holm", "mean_interval"]
+__all__ = [
+    "FEWEST_IN_SERIES",
+    "MeanInterval",
+    "add_holm",
+    "block_counts",
+    "holm",
+    "mean_interval",
+]
 
 FEWEST_IN_SERIES = 20
 """Values below which the mean of a series has no interval: there are too few blocks of any length."""
@@ -132,3 +141,27 @@ def holm(p_values: NDArray[np.floating]) -> NDArray[np.float64]:
 
         corrected[known] = multipletests(p[known], method="holm")[1]
     return corrected
+
+
+def add_holm(
+    records: Iterable[dict[str, Any]], p_value: str, corrected: str, labels: Sequence[str]
+) -> None:
+    """Add to records their p-values corrected for the number of those with the same labels.
+
+    Parameters
+    ----------
+    records : iterable of dict
+        Records with a p-value and labels. Each gets one more field.
+    p_value : str
+        Field of the p-value.
+    corrected : str
+        Field to add.
+    labels : sequence of str
+        Fields that tell one family of tests from another.
+    """
+    families: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        families.setdefault(tuple(record[label] for label in labels), []).append(record)
+    for family in families.values():
+        for record, p in zip(family, holm(np.array([r[p_value] for r in family])), strict=True):
+            record[corrected] = float(p)

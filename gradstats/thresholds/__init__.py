@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import shown, target_count
+from gradstats.primitives.ratio import target_count
 from gradstats.thresholds.base import Estimate, Estimator
 from gradstats.thresholds.exact import Exact, WarmExact
 from gradstats.thresholds.gaussiank import GaussianK
@@ -84,7 +84,7 @@ def make_estimator(name: str, **options: Any) -> Estimator:
     """
     factory = ESTIMATORS.get(name) if isinstance(name, str) else None
     if factory is None:
-        raise InputError(f"no estimator {shown(name)}; there are {', '.join(ESTIMATORS)}")
+        raise unknown("estimator", name, ESTIMATORS)
     try:
         return factory(**options)
     except TypeError as error:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gradstats.primitives import set_num_threads, warm_up
 from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS, Estimator, make_estimator
 
 __all__ = ["REFERENCES", "bench", "sample_gradient"]
@@ -80,7 +81,7 @@ def bench(
     repeats: int = 7,
     references: bool = True,
     on_progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Records:
     """Time every estimator with its selection, interleaved in one run.
 
     Parameters
@@ -102,7 +103,7 @@ def bench(
 
     Returns
     -------
-    list of dict
+    Records
         One per combination, with ``compressor`` (the estimator or reference), ``numel``, ``ratio``, ``threads``,
         ``seconds`` (median), ``streams`` (median seconds over those of ``torch.sum`` of the same buffer),
         ``streams_mean`` (the same with the mean, for rules that search every few steps), ``quality`` (mean k̂/k),
@@ -120,7 +121,7 @@ def bench(
     start or a reused threshold is not simply right.
     """
     warm_up()
-    records = []
+    records = Records()
     before = torch.get_num_threads()
     try:
         for n_threads in threads:

@@ -11,7 +11,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -92,6 +92,31 @@ STATISTICS = ("count", "zeros", "nonfinite", "sum_abs", "sum_squares", "sum_log"
 _ROWS = 1024  # rows per chunk of a scalar: a write is one file of 8 kB
 _TABLE = 1 << 16  # bytes per chunk of compression columns, about
 _METADATA = 1 << 26  # largest zarr.json that is read: a layout of half a million parameters
+
+
+_LONG_NAMES = {
+    "gradient": "gradient as autograd left it",
+    "corrected": "gradient plus what error feedback added",
+    "counts": "elements by magnitude",
+    "moments": "sums over the elements",
+    "zeros": "zero elements",
+    "nonfinite": "NaN and infinite elements",
+    "loss": "training loss",
+    "learning_rate": "learning rate",
+    "threshold": "selection threshold",
+    "selected": "elements selected",
+    "step": "training step",
+    "compression": "what the compressor said of the step",
+    "layer_compression": "what the compressor said of each parameter",
+}
+_COUNTED = ("counts", "zeros", "nonfinite", "selected", "step")
+
+
+def _labels(name: str) -> dict[str, str]:
+    """Return the attributes by which xarray labels an array: a long name, and the unit of counts."""
+    kind, _, what = name.rpartition("_")
+    long = _LONG_NAMES.get(name) or f"{_LONG_NAMES[what]} of the {_LONG_NAMES[kind]}"
+    return {"long_name": long, **({"units": "1"} if what in _COUNTED else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +345,10 @@ def array_specs(
                 )
             )
     scalar("step", "int64", -1)
-    return {spec.name: spec for spec in found}
+    return {
+        spec.name: replace(spec, attributes={**spec.attributes, **_labels(spec.name)})
+        for spec in found
+    }
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:

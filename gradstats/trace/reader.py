@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError, TraceError, first_line
+from gradstats.errors import InputError, TraceError, first_line, unknown
 from gradstats.primitives import Moments
 from gradstats.primitives.ratio import shown
 from gradstats.primitives.sketch import Sketch
@@ -18,6 +18,7 @@ from gradstats.trace.format import (
     KINDS,
     STATISTICS,
     Kind,
+    Layer,
     count_nonfinite,
     from_bfloat16,
     layout,
@@ -26,6 +27,7 @@ from gradstats.trace.format import (
 from gradstats.trace.stored import RankGroup, StoredArray
 
 if TYPE_CHECKING:
+    import pandas as pd
     import xarray
 
 __all__ = ["Trace", "open_trace"]
@@ -241,7 +243,9 @@ class Trace:
             raise self._damaged(kind, step, rank, error) from error
         return values
 
-    def read(self, step: int, rank: int = 0, kind: Kind = "gradient") -> NDArray[np.float32]:
+    def read(
+        self, step: int, rank: int = 0, kind: Kind = "gradient", layer: str | None = None
+    ) -> NDArray[np.float32]:
         """Return one captured gradient, bit-exact as captured (bfloat16: as rounded).
 
         Parameters
@@ -252,18 +256,77 @@ class Trace:
             Rank that captured it.
         kind : Kind
             ``"gradient"`` or ``"corrected"``.
+        layer : str, optional
+            Name of a parameter; all of them if None.
 
         Returns
         -------
         ndarray of float32, shape (numel,)
-            All parameters one after the other.
+            All parameters one after the other; of one layer, in the shape of the parameter.
 
         Raises
         ------
+        InputError
+            If there is no such layer.
         TraceError
             If it was not captured, or as a sketch only, or its data is damaged.
         """
-        return self._elements(step, rank, kind, 0, self.numel)
+        if layer is None:
+            return self._elements(step, rank, kind, 0, self.numel)
+        place = self._layer(layer)
+        values = self.read_slice(step, rank, kind, place.slice.start, place.slice.stop)
+        return values.reshape(place.shape)
+
+    def _layer(self, name: str) -> Layer:
+        """Return the place of a parameter."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise unknown("layer", name, [layer.name for layer in self.layers])
+
+    def __getitem__(self, layer: str) -> xarray.DataArray:
+        """Return the gradients of one layer over all ranks, kinds and steps that hold them in full.
+
+        Parameters
+        ----------
+        layer : str
+            Name of a parameter.
+
+        Returns
+        -------
+        xarray.DataArray
+            Dimensions rank, kind and step with their labels, then ``dim_0``, … of the parameter; NaN where a rank did
+            not capture a kind in a step.
+
+        Raises
+        ------
+        InputError
+            If there is no such layer.
+        TraceError
+            If there are only sketches, or data is damaged.
+        """
+        import xarray
+
+        place, ranks, steps = self._layer(layer), self.ranks, self.steps()
+        start, stop = place.slice.start, place.slice.stop
+        kinds = [k for k in KINDS if any(self.has_gradients(r, k) for r in ranks)]
+        if not kinds:
+            raise TraceError(
+                f"{self.path} holds only sketches: Trace.sketches gives their distributions"
+            )
+        values = np.full((len(ranks), len(kinds), len(steps), *place.shape), np.nan, np.float32)
+        for i, rank in enumerate(ranks):
+            for j, kind in enumerate(kinds):
+                for n, step in enumerate(steps):
+                    if self.has_gradients(rank, kind) and step in self._rank(rank).rows:
+                        part = self.read_slice(step, rank, kind, start, stop)
+                        values[i, j, n] = part.reshape(place.shape)
+        return xarray.DataArray(
+            values,
+            {"rank": ranks, "kind": kinds, "step": steps},
+            ["rank", "kind", "step", *(f"dim_{i}" for i in range(len(place.shape)))],
+            layer,
+        )
 
     def chunk_numel(self, rank: int = 0, kind: Kind = "gradient") -> int:
         """Return the elements per chunk on the disk: what :meth:`read_slice` reads at least.
@@ -457,6 +520,28 @@ class Trace:
             for kind in (k for k in KINDS if self.has_gradients(rank, k)):
                 for step in self.steps(rank):
                     yield step, rank, kind, self.read(step, rank, kind)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return all that was stored of the steps besides gradients: loss, thresholds, what the compressor said.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each rank and step, in this order; columns :meth:`scalars` and :meth:`compression`.
+
+        Raises
+        ------
+        TraceError
+            If a column is damaged.
+        """
+        import pandas as pd
+
+        frames = [
+            pd.DataFrame({"rank": rank, **self.scalars(rank), **self.compression(rank)})
+            for rank in self.ranks
+        ]
+        every = pd.concat(frames) if frames else pd.DataFrame({"rank": [], "step": []})
+        return every.set_index(["rank", "step"]).sort_index()
 
     def to_datatree(self) -> xarray.DataTree:
         """Open the trace as a dask-backed :class:`xarray.DataTree`, one node per rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -62,7 +61,7 @@ class StoredArray:
     """
 
     def __init__(self, folder: Path, root: Path, spec: ArraySpec) -> None:
-        self._folder = folder
+        self._folder, self._root = folder, root
         about = read_metadata(folder / "zarr.json", root)
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
@@ -168,8 +167,10 @@ class StoredArray:
         if self._packed or rows >= self.chunk[0] or not self.holds(chunk):
             return False
         numbers = np.fromfile(self._folder / "c" / str(chunk), "<i8", self.chunk[0])
-        grown = json.loads((self._folder / "zarr.json").read_bytes())["shape"] != list(self.shape)
-        return bool((numbers[rows:] >= 0).any()) and not grown
+        if not (numbers[rows:] >= 0).any():
+            return False
+        now = read_metadata(self._folder / "zarr.json", self._root)["shape"]
+        return bool(now == list(self.shape))
 
 
 class RankGroup:
@@ -309,13 +310,8 @@ class RankGroup:
                     raise ValueError("a chunk is missing")
                 numbers = np.asarray(steps.zarr[low:high]).tolist()
             except Exception as error:
-                self.gaps.append(
-                    str(
-                        self.damaged(
-                            "step", f"rows {low} to {max(high - 1, low)}: {first_line(error)}"
-                        )
-                    )
-                )
+                why = f"rows {low} to {max(high - 1, low)}: {first_line(error)}"
+                self.gaps.append(str(self.damaged("step", why)))
                 continue
             self.rows |= {s: low + row for row, s in enumerate(numbers) if s >= 0}
 

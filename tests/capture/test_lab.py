@@ -18,8 +18,10 @@ import pytest
 from conftest import ROOT
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from capture.lab.cluster import LabError, shaped_network
+from capture.lab import run
+from capture.lab.cluster import Cluster, LabError, shaped_network
 from capture.lab.run import measure_network
+from capture.workloads.config import RunConfig, RunResult
 from capture.workloads.launch import RunFailedError
 from gradstats.cli import main
 from gradstats.errors import GradstatsError
@@ -29,6 +31,7 @@ from gradstats.network.rates import parse_rate
 
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 LAB = (GRADSTATS, "bench-network", "--nproc", "2", "--rate", "50")
+LANES = ("communicate_seconds", "overlapped_seconds")
 
 
 def ip(*words):
@@ -226,6 +229,39 @@ def test_a_training_says_where_its_time_goes(lab):
     assert dense["communicate"] == pytest.approx(dense["seconds"] - dense["compute"])
     assert topk["select"] > 0 == dense["select"]
     assert dense["overlapped"] is None
+
+
+def test_steps_in_which_a_compressor_measures_are_not_counted(monkeypatch):
+    asked = []
+
+    def launch(cluster, function, config):
+        asked.append(config.steps)
+        settling = config.steps - 10  # slow, long and lossy until it has chosen
+        values = [9.0] * settling + [1.0] * 10
+        records = [{"select_seconds": v, "selected": v, "target": 1} for v in values]
+        records = [r | dict.fromkeys(LANES, r["select_seconds"]) for r in records]
+        losses = [float(step) for step in range(config.steps)]
+        result = RunResult(losses=losses, seconds=values, records=records)
+        return [(result, values)]
+
+    monkeypatch.setattr(run, "launch", launch)
+    cluster = Cluster(("a",), "198.18.0.1", 10**6)
+    config = RunConfig(workload="resnet20-digits", nproc=1, steps=10)
+    for name, options, settling in (
+        ("topk", {}, 0),
+        ("lags", {}, 121),
+        ("lags", {"calibrate": 3}, 19),
+        ("lags", {"adaptive": False}, 0),
+        ("powersgd", {}, 0),
+    ):
+        record, losses = run.train(
+            config.replace(compressor=name, options=options), cluster, compute=0.5
+        )
+        assert asked.pop() == 10 + settling
+        assert record["seconds"] == record["bytes"] == record["quality"] == 1
+        assert record["select"] == record["communicate"] == 1
+        assert record["loss"] == 9  # of the tenth step, as that of all others
+        assert losses == list(range(10))
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ COMMANDS = (
     "plan",
     "report",
     "capture",
+    "workloads",
     "demo",
 )
 EF = str(DATA / "resnet20-ef.zarr")
@@ -188,7 +189,10 @@ ERRORS = [
         ("capture", "lstm-ptb", "--out", "x.zarr", "--data-dir", "/tmp"),
         "holds none of ptb.train.txt",
     ),
-    (("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"), "there are none, topk"),
+    (
+        ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"),
+        "there are none, dense-bf16, topk",
+    ),
     (
         ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "threshold:gaussian"),
         "did you mean threshold:gaussiank?",
@@ -454,7 +458,7 @@ COMPLETIONS = [
     ("fit x.zarr --method m", ["moments", "mle"]),
     ("drift x.zarr --quantity thr", ["threshold"]),
     ("info x.zarr --format l", ["latex"]),
-    ("capture lstm", ["lstm-pydoc", "lstm-ptb"]),
+    ("capture lstm-p", ["lstm-pydoc", "lstm-ptb"]),
     ("capture lstm-ptb --compressor mar", ["marsit"]),
     ("comp", ["compressibility", "compression"]),
 ]

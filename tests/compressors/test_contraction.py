@@ -1,4 +1,4 @@
-"""The k-contraction of every selector, on gradients with tails of every kind."""
+"""The k-contraction of every selector, on gradients with tails of every kind, and the bounds that rest on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from gradstats.compressors import SELECTORS, make_selector
-from gradstats.compressors.contraction import contraction
+from gradstats.compressors.contraction import (
+    cascading_bound,
+    compensation_bound,
+    contraction,
+    convergence_bound,
+    random_ratio,
+    rate_iterations,
+    residual_bound,
+    within_tolerance,
+)
 from gradstats.errors import InputError
 
 D = 100_000
@@ -69,3 +78,139 @@ def test_the_edges():
     assert (few.holds, few.holds_measured) == (False, True)
     with pytest.raises(InputError, match=r"what was sent has shape \(3,\), not \(4,\)"):
         contraction(torch.ones(4), torch.ones(3), 0.5)
+
+
+def test_how_often_k_is_within_its_tolerance():
+    kept = [80, 120, 79, 121, 100]
+    assert within_tolerance(kept, 100) == 0.6
+    assert within_tolerance(kept, 100, low=0.21) == 0.8
+    assert within_tolerance(kept, 100, high=0.3) == 0.8
+    assert within_tolerance(kept, 100, window=2) == 1  # the fifth step is left out
+    assert within_tolerance([0, 400], 100, window=2) == 0
+    assert math.isnan(within_tolerance(kept, 100, window=6))
+    for wrong in ({"low": 1.0}, {"high": -0.1}, {"window": 0}):
+        with pytest.raises(InputError):
+            within_tolerance(kept, 100, **wrong)
+
+
+def test_the_bounds_in_closed_form():
+    assert rate_iterations(0.01, 0.5) == pytest.approx(4e4)
+    assert rate_iterations(0.01) * 0.8**-2 == pytest.approx(rate_iterations(0.01, 0.2))
+    assert rate_iterations(0.012) < rate_iterations(0.01)
+    # dense: theorem II of Karimireddy et al. without its second term; a tenth of the elements: 360 σ²L²/(I + 1) more
+    dense = (4 * 2 + 3 * 5) / (2 * 10)
+    assert convergence_bound(2, 3, 5, 1.0, 99) == pytest.approx(dense)
+    assert convergence_bound(2, 3, 5, 0.1, 99) == pytest.approx(dense + 360 * 9 * 5 / 100)
+    assert cascading_bound(50, 3, 2.0) == pytest.approx(100**3 * 4 / 3)
+    assert cascading_bound(50, 2, 1.0, parts=2) == pytest.approx(50**2 / 2)
+    assert cascading_bound(10**9, 100, 1.0) == math.inf
+    for call in (
+        lambda: rate_iterations(0.0),
+        lambda: rate_iterations(0.1, 1.0),
+        lambda: convergence_bound(1, 1, 1, 0.1, 0),
+        lambda: residual_bound([0.1], 1, 2.0),
+        lambda: residual_bound([0.1], 1, 0.5, eta=0.0),
+        lambda: cascading_bound(0, 2, 1.0),
+    ):
+        with pytest.raises(InputError):
+            call()
+
+
+def test_error_feedback_on_a_quadratic_keeps_its_bound():
+    """f(x) = ½ Σ λ x², λ ≤ 1, with noise: eq. 43 with the contraction of the worst step."""
+    rng, d, steps = np.random.default_rng(2), 200, 400
+    curvature = torch.from_numpy(rng.uniform(0.1, 1, d))
+    x = torch.from_numpy(rng.standard_normal(d)) / 4
+    gap = float((curvature * x.square()).sum() / 2)
+    memory, rate = torch.zeros(d, dtype=torch.float64), 1 / math.sqrt(steps + 1)
+    selector, worst, least, second = make_selector("topk", 0.05), 1.0, math.inf, 0.0
+    for _ in range(steps + 1):
+        exact = curvature * x
+        least = min(least, float(exact.square().sum()))
+        g = exact + 0.01 * torch.from_numpy(rng.standard_normal(d))
+        second = max(second, float(g.square().sum()))
+        corrected = rate * g + memory
+        selection = selector.select(corrected)
+        sent = torch.zeros_like(corrected)
+        sent[selection.indices] = selection.values
+        worst = min(worst, 1 - contraction(corrected, sent, 0.05).left)
+        memory, x = corrected - sent, x - sent
+    assert worst >= 0.05
+    assert least <= convergence_bound(gap, 1.0, second, worst, steps)
+
+
+def test_a_random_draw_has_the_expectation_that_replaces_it():
+    generator = torch.Generator().manual_seed(0)
+    total = torch.randn(500, generator=generator)
+    sent = torch.where(total.abs() > 1.5, total, 0)
+    count = int(sent.count_nonzero())
+    drawn = [1 / random_ratio(total, sent, count, generator) for _ in range(400)]
+    expected = 1 / random_ratio(total, sent, count)
+    assert abs(np.mean(drawn) - expected) < 5 * np.std(drawn) / 20
+    assert np.std(drawn) > 0
+    assert random_ratio(3 * total, 3 * sent, count) == pytest.approx(1 / expected)
+    assert math.isnan(random_ratio(total, total, 500))
+    assert math.isnan(random_ratio(total, total, 500, generator))
+    assert math.isnan(random_ratio(torch.zeros(4), torch.zeros(4), 1))
+
+
+def test_layers_contract_by_the_largest_ratio():
+    """LAGS-SGD's lemma 1: the sum of four ranks' layers keeps 1/c_max at least, where each layer keeps 1/c_l."""
+    rng = np.random.default_rng(3)
+    ranks = [torch.from_numpy(rng.standard_t(3, 3000)) for _ in range(4)]
+    layers = [(slice(0, 1000), 0.1), (slice(1000, 1200), 0.05), (slice(1200, 3000), 0.5)]
+    total, sent = torch.stack(ranks).sum(0), torch.zeros(3000, dtype=torch.float64)
+    deltas = []
+    for part, ratio in layers:
+        for x in ranks:
+            selection = make_selector("topk", ratio).select(x[part])
+            sent[part.start + selection.indices] += selection.values
+        count = round(ratio * (part.stop - part.start))
+        deltas.append(random_ratio(total[part], sent[part], count))
+    assert max(deltas) <= 1
+    found = contraction(total, sent, min(ratio for _, ratio in layers))
+    assert found.holds
+    # and no ratio above the least one would do for every layer
+    assert all(contraction(total[part], sent[part], ratio).holds for part, ratio in layers)
+
+
+def test_the_compensation_of_marsit_keeps_its_bound():
+    """Marsit's eq. 7, with signs that are as wrong as they can be: every update goes the other way."""
+    rng, every = np.random.default_rng(5), 8
+    compensation, gradients, updates = np.zeros(100), [], []
+    for _ in range(every):
+        bound = compensation_bound(gradients, updates, every)
+        assert compensation @ compensation <= bound
+        g = 1 + rng.standard_normal(100)
+        update = -np.abs(g).mean() * np.sign(g + compensation)
+        compensation = compensation + g - update
+        gradients.append(g @ g)
+        updates.append(update @ update)
+    assert compensation_bound(gradients, updates, every) == pytest.approx(
+        54 * (sum(gradients) + sum(updates))
+    )
+    assert compensation @ compensation > sum(gradients) + sum(updates)
+    assert compensation_bound([], [], 1) == 0
+    with pytest.raises(InputError):
+        compensation_bound([1.0], [1.0], 0)
+
+
+@pytest.mark.parametrize("eta", [None, 0.05, 1.0])
+def test_the_distance_from_dense_training_keeps_its_bound(eta):
+    """LAGS-SGD's corollary 1, with top-k whose contraction is known and gradients of norm 1."""
+    rng, ratio = np.random.default_rng(4), 0.2
+    rates = [0.1] * 30 + [0.01] * 10
+    memory, selector = torch.zeros(300, dtype=torch.float64), make_selector("topk", ratio)
+    for i, rate in enumerate(rates, 1):
+        g = torch.from_numpy(rng.standard_normal(300))
+        corrected = rate * g / g.norm() + memory
+        selection = selector.select(corrected)
+        memory = corrected.clone()
+        memory[selection.indices] = 0
+        bound = residual_bound(rates[:i], 1.0, ratio, eta)
+        assert float(memory.square().sum()) <= bound * (1 + 1e-12)
+    assert residual_bound(rates, 1.0, ratio) <= residual_bound(rates, 1.0, ratio, 0.1)
+    assert residual_bound(rates, 1.0, 1.0) == 0
+    # the last step's rate counts once contracted, the one before twice
+    assert residual_bound([0.0, 1.0], 1.0, 0.5, 0.5) == pytest.approx(0.75 / 0.5)
+    assert residual_bound([1.0, 0.0], 1.0, 0.5, 0.5) == pytest.approx(0.75**2 / 0.5)

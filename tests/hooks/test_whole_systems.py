@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ranks import run_ranks
 from torch import nn
+from workers import layerwise
 
 from gradstats.compressors import (
     RULE,
@@ -48,7 +50,8 @@ def test_dgc_is_layer_by_layer_with_vectors_dense_and_momentum_corrected():
 def test_redsync_has_four_classes_of_size_and_an_exact_output_layer(name):
     options = {"dense_below": 500, "topk_below": 13_000, "search_above": 50_000}
     state = make_state(name, 0.01, model().named_parameters(), **options)
-    assert "0.bias" not in state._layout.names  # dense
+    assert chosen(state, "0.bias").whole  # dense, as it comes
+    assert not chosen(state, "0.weight").whole
     quantised = name == "redsync-quantised"
     for parameter, estimator in (("0.weight", "exact"), ("2.weight", "redsync")):
         selector = chosen(state, parameter)
@@ -57,7 +60,7 @@ def test_redsync_has_four_classes_of_size_and_an_exact_output_layer(name):
     assert redsync_selector(20_000, 0.01, topk_below=13_000).estimator.name == "redsync-trimmed"
     for output in ("3.weight", "3.bias"):
         assert not isinstance(chosen(state, output), MeanOfSign)
-    named = redsync(model().named_parameters(), output_layer=["0.*"], quantise=True)
+    named = redsync(model().named_parameters(), dense_below=0, output_layer=["0.*"], quantise=True)
     assert not isinstance(chosen(named, "0.weight"), MeanOfSign)
     assert isinstance(chosen(named, "3.weight"), MeanOfSign)
     assert state.memory.nesterov == "dgc"
@@ -110,3 +113,20 @@ def test_unknown_names_and_options():
             make_state(name, 0.01, named, compressor_options={"nonsense": 1})
     with pytest.raises(InputError, match="PyTorch's own averaging"):
         make_state("none", 0.01, named)
+
+
+@pytest.mark.distributed
+def test_dense_layers_of_redsync_are_averaged_as_they_come_with_momentum():
+    for far, early, targets, numel in run_ranks(2, layerwise.dense_parts):
+        assert far < 1e-6  # as under DDP and torch.optim.SGD
+        assert early > 0  # messages that left before the backward pass was over
+        assert {(target, selected) for target, selected, _ in targets} == {(numel, numel)}
+        assert all(sent >= 4 * numel for _, _, sent in targets)
+
+
+@pytest.mark.distributed
+def test_a_layer_that_travels_whole_keeps_its_momentum():
+    """At ratios above one half all values are sent: nothing of the momentum is stale then, and masking none of it."""
+    for updates in run_ranks(2, layerwise.half_dense):
+        assert [len(each) for each in updates] == [1] * 4
+        assert [each[0] for each in updates] == pytest.approx([1, 1.9, 2.71, 3.439])

@@ -9,10 +9,11 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
-from support.networks import ALPHA, BETA, measured_network, reports
+from support.networks import ALPHA, BETA, CODED, measured_network, reports
 from workers import network as cases
 
-from gradstats.compressors import COMPRESSORS, SELECTORS
+from gradstats.collectives import Codec
+from gradstats.compressors import COMPRESSORS, SELECTORS, codecs
 from gradstats.errors import InputError
 from gradstats.network import Network, break_even, exchange, interval
 from gradstats.network.exchange import ragged_bytes, selection_words
@@ -92,7 +93,7 @@ def test_marsit_moves_as_many_bytes_as_predicted(world, numel, topology):
 @each_numel
 def test_bytes_of_half_precision_and_of_selections_too_large_to_be_sparse(world, numel):
     _, sent, _ = steps(world, "half", numel)
-    half = exchange("topk", numel, cases.RATIO, world, value_bytes=2)
+    half = exchange("topk", numel, cases.RATIO, world, codec=Codec(values="float16"))
     assert (sent == half.bytes_sent).all()
     _, sent, _ = steps(world, "dense above", numel)
     predicted = exchange("topk", numel, 0.9, world)
@@ -123,11 +124,13 @@ def test_redsync_equations_1_and_2(world):
     )
 
 
-LOCAL = ("pack", "unpack", "unpack_signs", "merge_signs")
+LOCAL = ("pack", "unpack", "unpack_signs", "merge_signs", "average")
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize("name", ["cltk", "randomk", "micro", "signsgd", "cascading", "marsit", "dgc"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["cltk", "randomk", "micro", "signsgd", "cascading", "marsit", "dense-bf16", "dgc"]
+)
 def test_seconds_in_closed_form(name, world):
     """Flag or header, collectives over rings, and local work, from the papers' counts of messages."""
     d, k, n, select, local = 10_001, 100, world, 3e-9, 7e-9
@@ -159,10 +162,36 @@ def test_seconds_in_closed_form(name, world):
         # the scale, one bit per element there and back, and merging at every hop of the first round
         "marsit": d * select + flag + gather(8) + hops(2 * (n - 1), math.ceil(packed / n))
         + 8 * math.ceil(packed / n) * (n - 1) * local + d * local,
+        "dense-bf16": d * select + flag + reduce(2 * d) + d * local,
         "dgc": d * select + k * local + gather(4 * (2 + 2 + 2 * k)) + n * k * local,
     }  # fmt: skip
     one = exchange(name, d, k / d, world, full_every=None)
     assert one.seconds(network) == pytest.approx(expected[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("name", ["topk", "cltk", "micro", "redsync-quantised", "randomk", "lags"])
+def test_a_codec_costs_its_steps_and_saves_its_bytes(name, world):
+    """Coding takes time by element of each message, and only what a compressor sends is coded."""
+    d, ratio, encode, decode = 1_000_000, 0.01, 3e-9, 5e-9
+    k = target_count(ratio, d)
+    costs = {f"encode:{c}": encode for c in CODED} | {f"decode:{c}": decode for c in CODED}
+    network = Network.of_link(ALPHA, BETA, costs)
+    codec = Codec("rice", "int8").only(codecs(name))
+    plain, coded = (exchange(name, d, ratio, world, codec=c) for c in (Codec(), codec))
+    rice, integers = "indices" in codecs(name), "values" in codecs(name)
+    messages, own = (1, -(-k // world)) if name == "micro" else (world, k)
+    messages = 1 if name == "cltk" else messages
+    steps = (rice + integers) * (own * encode + messages * k * decode)
+    assert coded.split(network)["pack"] + coded.split(network)["unpack"] == pytest.approx(steps)
+    if rice:
+        assert coded.bytes_sent < plain.bytes_sent
+        # 8.55 bits a position instead of 32 (8.23 with a quarter more of them), and a byte a value; CLT-k's positions
+        # are broadcast by one rank in turn
+        share = {"cltk": 1 / world, "micro": 1.25 / world}.get(name, 1)
+        bits = 8.23 if name == "micro" else 8.55
+        saved = k * ((32 - bits) / 8 * share + (3 - 4 / 256) * integers)
+        assert plain.bytes_sent - coded.bytes_sent == pytest.approx(saved, rel=0.01)
 
 
 def test_indices_are_wide_only_where_they_must_be():
@@ -227,6 +256,7 @@ def test_the_example_of_the_documentation_runs(capsys):
     ("call", "message"),
     [
         (lambda: exchange("zip", 10), "no compressor 'zip'"),
+        (lambda: exchange("randomk", 10, codec=Codec("rice")), "randomk sends no positions"),
         (lambda: exchange("topk", 10, world=0), "needs ranks"),
         (lambda: exchange("topk", 10, 2.0), "ratio must be"),
         (lambda: exchange("topk", 10, world=3, selected=[1, 2]), "has 2 ranks, not 3"),

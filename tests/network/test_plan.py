@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.cells import cell_len
-from support.networks import gradients, measured_network, top, written
+from support.networks import CODED, gradients, measured_network, top, written
 
 import gradstats
 from gradstats import plots
 from gradstats.cli import main
+from gradstats.collectives import Codec
 from gradstats.compressors import COMPRESSORS
 from gradstats.errors import InputError
 from gradstats.network import (
@@ -116,16 +117,30 @@ def test_dense_hides_buckets_behind_the_backward_pass():
 
 def test_lags_hides_its_messages_and_names_its_ratios():
     source = {"a": ZEROS, "b": ZEROS, "c": ZEROS}
-    network = link()
-    lags = by_name(plan(source, network, 0.06, [4], [0.001], ["lags"]))["lags"]
     layers = [LayerTime(name, D, 0.04 / 3) for name in "cba"]
+    network = link().slowed(4)
+    lags = by_name(plan(source, network, 0.06, [4], [0.001], ["lags"]))["lags"]
     ratios = layer_ratios(network, layers, 4, 0.001, selection="lags")
     assert lags["layers"] == pytest.approx(ratios)
-    assert lags["layers"]["a"] == 0.001 < lags["layers"]["c"]
+    assert lags["layers"]["a"] == 0.001 < lags["layers"]["c"] < 0.5
     messages = deliveries(network, layers, 4, ratios, selection="lags")
     assert lags["seconds"] == pytest.approx(simulate(messages, 0.02).seconds)
     assert lags["hidden"] > 0
     assert lags["selected"] == sum(target_count(ratio, D) for ratio in ratios.values())
+    # on the faster network all values of a layer hide without their positions
+    fast = by_name(plan(source, link(), 0.06, [4], [0.001], ["lags"]))["lags"]
+    assert fast["layers"] == {"a": 0.001, "b": 1, "c": 1}
+    assert fast["seconds"] < 1.03 * lags["seconds"]
+
+
+def test_lags_is_never_predicted_slower_than_one_message_or_dense():
+    source = {str(i): ZEROS[: D // 4] for i in range(12)}
+    rates = [10.0**i for i in range(5, 13)]
+    for network in (link(), link(5e-3), measured_network()):
+        records = plan(source, network, 0.06, [4], [0.001], ["topk", "lags"], rates=rates, draws=2)
+        for rate in rates:
+            seconds = {r["compressor"]: r["seconds"] for r in records if r["rate"] == rate / 1e6}
+            assert seconds["lags"] < 1.04 * min(seconds.values())
 
 
 def test_the_fastest_is_recommended_and_dense_where_it_is():
@@ -144,6 +159,54 @@ def test_the_fastest_is_recommended_and_dense_where_it_is():
     assert "don't compress" in advice(lossy)
     assert f"It pays below {format_rate(lossy[1]['break_even'])}." in advice(lossy)
     assert format_rate(12345) == "12,300 Mbit/s"
+
+
+@pytest.mark.parametrize("world", [2, 16])
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_a_codec_pays_below_a_bandwidth_in_closed_form(world, values):
+    encode, decode, ratio = 4e-9, 6e-9, 0.01
+    costs = {f"encode:{c}": encode for c in CODED} | {f"decode:{c}": decode for c in CODED}
+    network, codec = Network.of_link(ALPHA, BETA, costs), Codec("rice", values)
+    found = by_name(plan(ZEROS, network, COMPUTE, [world], [ratio], ["topk", "none"], codec=codec))
+    k, topk = target_count(ratio, D), found["topk"]
+    words = 4 + codec.index_words(k, D) + codec.value_words(k)
+    assert topk["bytes"] == 4 * words
+    assert (topk["indices"], topk["values"]) == ("rice", values)
+    coded = 2 if values == "int8" else 1
+    # (n−1)·(bytes saved)·β = time of coding
+    beta = coded * k * (encode + world * decode) / ((world - 1) * 4 * (4 + 2 * k - words))
+    assert topk["codec_break_even"] == pytest.approx(8e-6 / beta, rel=1e-5)
+    below = format_rate(8e-6 / beta)
+    assert f"Its codec (rice, {values}) pays below {below}." in advice([topk, found["none"]])
+    assert math.isnan(found["none"]["codec_break_even"])
+
+
+def test_the_baseline_may_be_dense_in_bfloat16():
+    for world in (2, 8):
+        plain, half = (
+            by_name(plan(ZEROS, link(), COMPUTE, [world], [0.001], ["topk"], baseline=b))
+            for b in ("none", "bf16")
+        )
+        dense = COMPUTE + 2 * (world - 1) * (ALPHA + 2 * D / world * BETA)
+        assert half["torch-bf16"]["seconds"] == pytest.approx(dense)
+        assert half["torch-bf16"]["bytes"] == plain["none"]["bytes"] // 2 == 2 * D
+        assert half["topk"]["speedup"] == pytest.approx(dense / plain["topk"]["seconds"])
+        assert half["none"]["speedup"] < 1 == half["torch-bf16"]["speedup"]
+        assert half["topk"]["break_even"] <= plain["topk"]["break_even"]
+        assert math.isnan(half["torch-bf16"]["break_even"])
+        assert "torch-bf16" in advice([half["topk"], half["torch-bf16"]])
+
+
+def test_codecs_in_a_plan_are_those_of_what_is_sent():
+    few = ["topk", "cltk", "randomk"]
+    local = {f"select:{name}": SELECT for name in few}
+    network = Network.of_link(ALPHA, BETA, local)
+    all_of_them = by_name(plan(ZEROS, network, COMPUTE, [2], codec=Codec("rice", "int8")))
+    sent = {n: (all_of_them[n]["indices"], all_of_them[n]["values"]) for n in (*few, "none")}
+    plain = ("plain", "float32")
+    assert sent == {"topk": ("rice", "int8"), "cltk": ("rice", "float32"), "randomk": plain, "none": plain}  # fmt: skip
+    with pytest.raises(InputError, match="randomk sends no positions"):
+        plan(ZEROS, network, COMPUTE, [2], compressors=few, codec=Codec("rice"))
 
 
 def test_where_only_fast_links_gain_there_is_no_break_even():
@@ -311,6 +374,20 @@ def test_other_formats_have_every_field(inputs, capsys):
     assert "topk" in (inputs / "plan.txt").read_text()
 
 
+def test_codec_and_baseline_are_options(inputs, capsys):
+    few = [*PLAN, "--compressor", "topk", "--indices", "rice", "--baseline", "bf16"]
+    code, out, err = run(capsys, *few, "--values", "int4", "--format", "json")
+    assert code == 0, err
+    records = by_name(json.loads(out))
+    assert records.keys() == {"topk", "none", "torch-bf16"}
+    assert (records["topk"]["indices"], records["topk"]["values"]) == ("rice", "int4")
+    assert records["topk"]["baseline"] == "torch-bf16"
+    code, out, _ = run(capsys, *few)
+    assert code == 0
+    assert "Its codec (rice, float32) pays" in " ".join(out.split())
+    assert max(map(cell_len, out.splitlines())) <= 80
+
+
 def test_dont_is_said_where_dense_wins(inputs, capsys):
     arguments = [*PLAN, "--network", "fast.json", "--compressor", "topk"]
     code, out, _ = run(capsys, *arguments, "--bandwidth", "100gbit")
@@ -354,6 +431,10 @@ ERRORS = [
     (["--figure", "f.xyz", "--workers", "8"], "cannot write f.xyz"),
     (["--measured", "garbage.json", "--figure", "f.png", "--workers", "8"], "bench-network"),
     (["--format", "xml"], "no format 'xml'"),
+    (["--indices", "ricr"], "did you mean rice?"),
+    (["--values", "int3"], "no values 'int3'"),
+    (["--baseline", "fp8"], "no baseline 'fp8'"),
+    (["--compressor", "randomk", "--indices", "rice"], "randomk sends no positions"),
 ]
 
 

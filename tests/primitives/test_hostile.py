@@ -25,6 +25,14 @@ def test_every_public_function(shard):
     assert set(verdicts.values()) == {"right", "refused"}
 
 
+def test_every_figure():
+    """Every fifth call; the campaign makes all of them."""
+    calls = islice(hostile.calls(np.random.default_rng(3), hostile.figures), 0, None, 5)
+    verdicts = {label: hostile.verdict(call) for label, call in calls}
+    assert {k: v for k, v in verdicts.items() if v not in ("right", "refused")} == {}
+    assert set(verdicts.values()) == {"right", "refused"}
+
+
 def test_no_public_function_is_left_out():
     assert hostile.uncovered() == []
 

@@ -24,8 +24,14 @@ import numpy as np
 import torch
 
 import gradstats
-from gradstats import compressors, goodness, pot, primitives, thresholds
-from gradstats.hooks import CompressionState, dgc_warm_up
+from gradstats import compressors, goodness, plots, pot, primitives, thresholds
+from gradstats.hooks import (
+    AdamCorrection,
+    CompressionState,
+    MomentumCorrection,
+    dgc_warm_up,
+    systems,
+)
 from gradstats.statistics import compressibility
 
 LIMIT_S = 1.0
@@ -553,6 +559,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         (thresholds.make_estimator, {"name": "exact"}),
         (compressors.make_selector, {"name": "dgc", "ratio": 0.1}),
         (compressors.compressor_class, {"name": "dgc"}),
+        (compressors.codecs, {"name": "dgc"}),
         (compressors.as_compressor, {"rule": compressors.TopK(0.1)}),
         (dgc_warm_up, {"steps_per_epoch": 10}),
         (_threads, {"n": 1}),
@@ -574,9 +581,31 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         CompressionState,
         {"compressor": compressors.TopK(0.1)},
         array="",
-        among=("compressor", "dense_below", "clip", "weight_decay", "diagnose_every"),
+        among=("compressor", "dense_below", "clip", "weight_decay", "diagnose_every", "exclude"),
     )
     yield Target(_scheduled, {"ratio": 0.5}, array="")
+    yield Target(MomentumCorrection, {}, array="", among=("momentum", "nesterov"))
+    yield Target(AdamCorrection, {}, array="")
+    named = [("weight", torch.zeros(8, 8))]
+    for system in (systems.dgc, systems.redsync):
+        yield Target(partial(system, named), {}, array="")
+
+
+def figures(rng: np.random.Generator) -> Iterator[Target]:
+    """Return the figures of gradients with valid arguments."""
+    fitted = gradstats.fit(rng.laplace(size=2000), "laplace")
+    for function, arguments in (
+        (plots.magnitude_decay, {"window": (10, 100)}),
+        (plots.best_k_error, {}),
+        (plots.local_exponent, {"per_decade": 2}),
+        (plots.window_exponent, {}),
+        (plots.mean_excess, {}),
+        (plots.parameter_stability, {}),
+        (partial(plots.density, fits=[fitted]), {"coverage": 0.99}),
+        (partial(plots.tail, fits=[fitted]), {}),
+        (partial(plots.qq, fits=[fitted]), {}),
+    ):
+        yield Target(_Plot(function), arguments)
 
 
 def _swapped(check: Callable[..., None], *arguments: Any) -> None:
@@ -609,6 +638,26 @@ class _Compress(_Select):
         return selector.select(x)
 
 
+class _Plot:
+    """A figure drawn on axes of its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__qualname__ = _plain(function).__qualname__
+        options = inspect.signature(function).parameters
+        self._many = "vectors" in options
+        self.__signature__ = inspect.Signature(
+            [p for n, p in options.items() if n not in ("vectors", "x", "ax", "fits")]
+        )
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        from matplotlib.figure import Figure
+
+        ax = Figure().add_subplot()
+        given = {"vectors": {"x": x}} if self._many else {"x": x}
+        return self._function(**given, ax=ax, **options)
+
+
 def _mixture(x: Any, at: float) -> Any:
     return pot.mixture({"a": x, "b": np.ones(200)}, at)
 
@@ -624,13 +673,16 @@ def _scheduled(ratio: Any) -> Any:
     return CompressionState(compressors.TopK(0.1), ratio_at=lambda step: ratio)
 
 
-def calls(rng: np.random.Generator) -> Iterator[tuple[str, Call]]:
-    """Yield (label, call) for every public function with every odd array, and with every hostile argument."""
+def calls(
+    rng: np.random.Generator,
+    of: Callable[[np.random.Generator], Iterator[Target]] = targets,
+) -> Iterator[tuple[str, Call]]:
+    """Yield (label, call) for each public function with every odd array, and with every hostile argument."""
     import xarray  # noqa: F401 — seconds, which are no call's
 
     gradstats.warm_up()
     odd_arrays, plain = arrays(rng), rng.laplace(size=300)
-    for target in targets(rng):
+    for target in of(rng):
         if target.array:
             for odd in odd_arrays:
                 yield f"{target.name}, {target.array}: {odd.name}", partial(_answer, target, odd)

@@ -20,6 +20,8 @@ def noisy(rng, a, b, sizes, relative, repeats=5):
     return exact[:, None] * np.exp(relative * rng.standard_normal((len(sizes), repeats)))
 
 
+CODED = ("rice", "int8", "int4", "int2")
+"""Codecs that take time of their own."""
 SIZES = [128 * 4**i for i in range(10)]
 
 
@@ -31,6 +33,7 @@ def measured_network(world=4):
         for o, (m, v) in terms.items()
     ]
     local = ["memory", "pack", "unpack", "average", "unpack_signs", "merge_signs"]
+    local += [f"{step}:{codec}" for step in ("encode", "decode") for codec in CODED]
     local += [f"select:{name}" for name in COMPRESSORS if name != "none"]
     lines += [fit_line(o, 1, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in local]
     decoded = [f"decode:{name}" for name in ("signsgd", "ef-signsgd", "ssdm")]

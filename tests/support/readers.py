@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 
 import numpy as np
@@ -78,6 +79,10 @@ def assert_all_agree(path):
                         if arrays[kind][2].get("encoding") == "bfloat16":
                             theirs = (theirs.astype("u4") << 16).view("f4")
                         assert np.array_equal(theirs, trace.read(step, rank, kind))
+                        for layer in trace.layers:
+                            own = trace.read(step, rank, kind, layer.name)
+                            assert own.shape == layer.shape
+                            assert np.array_equal(own.reshape(-1), theirs[layer.slice])
                     else:
                         counts = np.asarray(arrays[f"{kind}_counts"][1][row])
                         sums = np.asarray(arrays[f"{kind}_moments"][1][row])
@@ -88,7 +93,33 @@ def assert_all_agree(path):
                                 *(one.moments.count, one.moments.zeros),
                                 *(one.moments.nonfinite, one.moments.sum_abs),
                             ]
+    assert_frames_agree(trace)
     return trace
+
+
+def assert_frames_agree(trace):
+    """Compare the data frame and the arrays of layers with what the trace gives step by step."""
+    frame = trace.to_dataframe()
+    assert frame.index.tolist() == [
+        (rank, step) for rank in trace.ranks for step in trace.steps(rank)
+    ]
+    for rank in trace.ranks if len(frame) else ():
+        for name, column in {**trace.scalars(rank), **trace.compression(rank)}.items():
+            if name != "step":
+                assert np.array_equal(frame.loc[rank][name], column, equal_nan=True)
+    held = {k for rank in trace.ranks for k in trace.kinds(rank) if trace.has_gradients(rank, k)}
+    for layer in trace.layers if held else ():
+        array = trace[layer.name]
+        assert array.dims[:3] == ("rank", "kind", "step")
+        assert array.shape == (len(trace.ranks), len(held), len(trace.steps()), *layer.shape)
+        for rank, kind, step in itertools.product(trace.ranks, held, trace.steps()[-6:]):
+            there = trace.has_gradients(rank, kind) and step in trace.steps(rank)
+            wanted = (
+                trace.read(step, rank, kind, layer.name) if there else np.full(layer.shape, np.nan)
+            )
+            assert np.array_equal(
+                array.sel(rank=rank, kind=kind, step=step), wanted, equal_nan=True
+            )
 
 
 def assert_as_written(trace, rank, steps, kinds=KINDS, compression=False, dtype=None, **_):

@@ -14,7 +14,7 @@ from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
-from gradstats.statistics.pot.profile import likelihood_region, shape_interval
+from gradstats.statistics.pot.profile import likelihood_region
 from gradstats.statistics.solution import Z95, FitError, Reason
 
 __all__ = [
@@ -140,8 +140,8 @@ def mean_excess(
     """Return the mean excess over a series of thresholds: the mean residual life plot.
 
     For generalized Pareto excesses it is a line of slope ξ/(1 − ξ): constant for Laplace gradients, rising for heavy
-    tails (Davison and Smith 1990). For ξ ≥ ½ the variance is infinite and the intervals are too
-    short; at ξ = 0.4 with 200 excesses 89 % cover, and all that miss are too low.
+    tails (Davison and Smith 1990). For ξ ≥ ½ the variance is infinite and the intervals are too short; at ξ = 0.4 with
+    200 excesses 89 % cover, and all that miss are too low.
 
     Parameters
     ----------
@@ -289,17 +289,19 @@ def stability_of(
         fitted = fit(over, MODEL, method)
     except FitError as error:
         return Stability(ratio, threshold, over.count, status=str(error))
-    errors = covariance(fitted)
     c, scale = fitted.params["c"], fitted.params["scale"]
     modified = scale - c * threshold
-    slopes = np.array([-threshold, 1.0])
-    half = Z95 * math.sqrt(float(slopes @ errors @ slopes))
-    low, high = modified - half, modified + half
-    if method == "mle" and not math.isnan(half):
+    if method == "mle" and not math.isnan(fitted.stderr["c"]):
         shapes, scales = likelihood_region(over, fitted)
+        c_low, c_high = float(shapes.min()), float(shapes.max())
         on_border = scales - shapes * threshold
         low, high = float(on_border.min()), float(on_border.max())
-    ends = *shape_interval(over, fitted), modified, low, high
+    else:
+        c_low, c_high = fitted.interval("c")
+        slopes = np.array([-threshold, 1.0])
+        half = Z95 * math.sqrt(float(slopes @ covariance(fitted) @ slopes))
+        low, high = modified - half, modified + half
+    ends = c_low, c_high, modified, low, high
     p = NAN
     if method == "mle" and c > -0.5:
         from scipy.special import chdtrc

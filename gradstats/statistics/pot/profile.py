@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.fitting import Fit
 
-__all__ = ["likelihood_region", "shape_interval"]
+__all__ = ["likelihood_region"]
 
 _POINTS = 64
 """Values of θ = ξ/σ at which the border of a region is computed."""
@@ -85,28 +85,3 @@ def likelihood_region(
     v = np.array([-lambertw(-np.exp(-1 - room), branch).real for branch in (0, -1)])
     scale = best / np.where(np.isfinite(v), v, 1.0)  # not finite where rounding leaves no room
     return (theta * scale).ravel(), scale.ravel() * unit
-
-
-def shape_interval(m: Magnitudes, fitted: Fit, level: float = 0.95) -> tuple[float, float]:
-    """Return the interval of the shape: by profile likelihood of a likelihood fit, else the normal one.
-
-    Parameters
-    ----------
-    m : Magnitudes
-        Sample that was fitted.
-    fitted : Fit
-        Its generalized Pareto fit.
-    level : float
-        Probability that the interval holds the shape.
-
-    Returns
-    -------
-    low : float
-        Lower end; NaN where the fit has no standard errors.
-    high : float
-        Upper end.
-    """
-    if fitted.method != "mle" or math.isnan(fitted.stderr["c"]):
-        return fitted.interval("c", level)
-    c, _ = likelihood_region(m, fitted, level)
-    return float(c.min()), float(c.max())

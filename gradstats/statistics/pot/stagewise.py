@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradstats.errors import InputError
+from gradstats.errors import unknown
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import check_number, shown, target_count
+from gradstats.primitives.ratio import check_number, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, fit
 from gradstats.statistics.goodness import Distances
@@ -97,7 +97,7 @@ def stages(
         If the model is another, it has no such method, or a ratio or the number of stages is out of range.
     """
     if not isinstance(model, str) or model not in _LATER:
-        raise InputError(f"no stages with {shown(model)}; there are {', '.join(_LATER)}")
+        raise unknown("model of later stages", model, _LATER)
     first = check_number(first, "the first stage's share", 0, 1)
     m = magnitudes_of(x)
     k = target_count(ratio, finite_of(m))

@@ -4,6 +4,7 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 """
 
 import copy
+import time
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from workers.state import batch
 
 from capture import Capture
 from gradstats.compressors import LAGS, Layerwise, SparseCompressor, TopK, lags
+from gradstats.compressors.lags import Costs
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.hooks.systems import dgc, redsync
 
 RATIO = 0.02
+DENSE = {"b": 0.6, "a": RATIO}
 
 
 def top_k(name, numel):
@@ -99,40 +102,68 @@ def train(rank, world, name, steps=5):
     }
 
 
-def adapt(rank, world, steps=9):
+def adapt(rank, world):
     """Let LAGS measure and choose; then stop, and go on from its checkpoint."""
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)
-    compressor = LAGS(0.001, calibrate=3, merge=30_000)
+    compressor = LAGS(0.001, calibrate=2, merge=30_000)
     state = CompressionState(compressor, named_parameters=net.named_parameters())
     ddp.register_comm_hook(state, compression_hook)
     selected = []
-    for step in range(steps):
+    for step in range(compressor.settling + 1):
         ddp.zero_grad()
         loss_of(ddp, batch(rank, step)).backward()
         selected.append((state.last.selected, state.last.target))
     again = LAGS(0.001)
     again.load_state_dict(state.compressor.state_dict())
-    return compressor.ratios, compressor.deliveries, selected, again.ratios
+    return {
+        "choice": (compressor.ratios, compressor.whole, compressor.measured, compressor.costs),
+        "deliveries": compressor.deliveries,
+        "selected": selected,
+        "again": (again.ratios, again.whole),
+    }
 
 
-def choose_twice(rank, world, steps=9):
-    """Let LAGS send everything after its first measurement; return what the second one was made at, and chose."""
-    choose, calls = lags.hiding_ratios, []
+def try_all(rank, world, double_sampling):
+    """Let LAGS try every way to send; return the ways, and for each step what was lost, its bytes and its counts."""
+    lags._WORTH_A_TRIAL = np.inf
+    # what the probes would find decides nothing here: eq. 19 gets a ratio between the smallest and one half
+    LAGS._probe = lambda self, *_: Costs(0, max(d.backward for d in self.deliveries) / 900, 0, 1)
+    layers = [("c", slice(0, 9_000)), ("b", slice(9_000, 9_500)), ("a", slice(9_500, 20_000))]
+    compressor = LAGS(0.01, calibrate=1, merge=1, double_sampling=double_sampling)
+    residual, rows = torch.zeros(20_000), []
+    for step in range(8):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        corrected = residual + torch.randn(20_000, generator=generator)
+        total, way = corrected.clone(), (compressor.whole, set(compressor.ratios.values()))
+        for layer in layers:
+            time.sleep(0.005)
+            compressor.push(corrected, [layer], None)
+        target = compressor.target(20_000)
+        reduced = compressor.reduce(corrected, None)
+        residual = reduced.residual.clone()
+        left = residual + reduced.mean
+        dist.all_reduce(total)
+        dist.all_reduce(left)
+        lost = float((total - left).abs().max())
+        rows.append((way, lost, reduced.bytes_sent, reduced.selected, target))
+    return rows, compressor.measured
 
-    def all_at_first(numel, *rest):
-        calls.append(len(numel))
-        return np.ones(len(numel)) if len(calls) == 1 else choose(numel, *rest)
 
-    lags.hiding_ratios = all_at_first
-    net = model()
-    ddp = DDP(net, bucket_cap_mb=0.001)
-    compressor = LAGS(0.001, calibrate=3, merge=30_000)
-    state = CompressionState(compressor, named_parameters=net.named_parameters())
-    ddp.register_comm_hook(state, compression_hook)
-    for step in range(steps):
-        loss_of(ddp, batch(rank, step)).backward()
-    return [(d.sent, d.numel) for d in compressor.deliveries], len(calls), compressor.ratios
+def mostly_dense(rank, world):
+    """Send one of two layers whole, twice; return what was lost, its residual, bytes and count of the second step."""
+    compressor = Layerwise(lambda name, numel: TopK(DENSE[name]), merge=1)
+    for step in range(2):
+        corrected = torch.randn(1500, generator=torch.Generator().manual_seed(2 * rank + step))
+        total = corrected.clone()
+        compressor.push(corrected, [("b", slice(0, 500))], None)
+        compressor.push(corrected, [("a", slice(500, 1500))], None)
+        reduced = compressor.reduce(corrected, None)
+    left = reduced.residual + reduced.mean
+    dist.all_reduce(total)
+    dist.all_reduce(left)
+    lost = float((total - left).abs().max())
+    return lost, float(reduced.residual[:500].abs().max()), reduced.bytes_sent, reduced.selected
 
 
 class Branches(nn.Module):
@@ -279,3 +310,47 @@ def captured(rank, world, path, name):
             capture.step()
             said.append((state.last, state.diagnosis if step % 3 == 0 else None))
     return said
+
+
+def dense_parts(rank, world, steps=6):
+    """Train with RedSync that sends every layer densely, and with DDP and Nesterov's momentum."""
+    start = model()
+    ours, theirs = DDP(copy.deepcopy(start), bucket_cap_mb=0.001), DDP(copy.deepcopy(start))
+    state = redsync(ours.module.named_parameters(), 0.01, dense_below=10**9, merge=0)
+    ours.register_comm_hook(state, compression_hook)
+    optimizers = (
+        torch.optim.SGD(ours.parameters(), lr=0.05),
+        torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    )
+    early, targets = 0, []
+    for step in range(steps):
+        for ddp, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(ddp, batch(rank, step)).backward()
+            optimizer.step()
+        ends = [a.end for a in state.compressor.timeline if a.lane == "backward"]
+        early += sum(
+            a.start < ends[-1] for a in state.compressor.timeline if a.lane == "communicate"
+        )
+        targets.append((state.last.target, state.last.selected, state.last.bytes_sent))
+    far = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
+    return far, early / steps, targets, sum(p.numel() for p in ours.parameters())
+
+
+def half_dense(rank, world, steps=4):
+    """Train on a constant gradient with a ratio above ½, at which all values travel; return the updates."""
+    net = nn.Linear(30, 1, bias=False)
+    with torch.no_grad():
+        net.weight.zero_()
+    ddp = DDP(net)
+    state = redsync(net.named_parameters(), 0.6, dense_below=0, nesterov=False)
+    ddp.register_comm_hook(state, compression_hook)
+    updates = []
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 30)).sum().backward()
+        updates.append(sorted(set(net.weight.grad.flatten().tolist())))
+    return updates

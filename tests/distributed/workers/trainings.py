@@ -362,12 +362,12 @@ def lags_resumes(rank, world):
         return ddp, state
 
     ddp, state = fresh()
-    for step in range(12):
+    for step in range(16):
         loss_of(ddp, rank, step).backward()
     chosen = dict(state.compressor.ratios)
     again, other = fresh()
     other.load_state_dict(state.state_dict())
-    loss_of(again, rank, 12).backward()
+    loss_of(again, rank, 16).backward()
     return bool(chosen), other.compressor.ratios == chosen
 
 

@@ -1,0 +1,144 @@
+"""Marsit: how often to average in full precision, and what ring and torus cost.
+
+    .venv/bin/python benchmarks/marsit.py [--times] [--write]
+
+Trains a ResNet-20 on the embedded digits in four processes, with a full-precision round every K steps, K from 5 to
+never, from three seeds. Each run is stored in docs/results/marsit.jsonl as soon as it ends, and is not repeated, so
+the program can be interrupted. ``--times`` exchanges a gradient over ring, torus and a dense all-reduce in turns
+instead, and wants a quiet machine. The tables are printed at the end; ``--write`` also puts them into docs/systems.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from plateau import interval
+from records import DOCS, RESULTS, ROOT, Row, dump, put, store, stored
+from rich.console import Console
+from rich.progress import track
+
+from capture.workloads import RunConfig, run
+from gradstats.compressors import Compressor, DenseCompressor, Marsit
+from gradstats.compressors.signs import bits_per_element
+
+sys.path.insert(0, str(ROOT / "tests" / "distributed"))
+
+FILE, TIMES = RESULTS / "marsit.jsonl", RESULTS / "marsit-times.json"
+RANKS, STEPS, SEEDS = 4, 150, 3
+EVERY = (5, 10, 25, 50, 100, None)
+LAST = 25
+"""How many of the last steps the training loss is averaged over."""
+
+
+def train(full_every: int | None, seed: int) -> Row:
+    """Train once, and return the row of the table."""
+    result = run(
+        RunConfig(
+            workload="resnet20-digits",
+            nproc=RANKS,
+            steps=STEPS,
+            compressor="marsit",
+            options={"full_every": full_every},
+            seed=seed,
+        )
+    )
+    sent = sum(record["bytes_sent"] for record in result.records)
+    return {
+        "full_every": full_every,
+        "seed": seed,
+        "loss": statistics.fmean(result.losses[-LAST:]),
+        "bits": bits_per_element(sent / STEPS, result.numel, ring=RANKS),
+    }
+
+
+def exchange(rank: int, world: int, numel: int, rounds: int) -> dict[str, list[float]]:
+    """Average a gradient in each way in turn; return the seconds that each round of each took."""
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    ways: dict[str, Compressor] = {
+        "dense": DenseCompressor(),
+        "ring": Marsit(None),
+        "torus": Marsit(None, topology="torus"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 2):
+        for name, way in ways.items():
+            corrected = gradient.clone()
+            dist.barrier()
+            started = time.perf_counter()
+            way.reduce(corrected, None)
+            if turn >= 2:  # the first two warm up
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def measure(rounds: int = 40) -> list[Row]:
+    """Return the time of an exchange by ring and by torus, in multiples of the dense one beside it."""
+    from ranks import run_ranks
+
+    rows = []
+    for numel in (270_000, 4_500_000):
+        by_rank = run_ranks(RANKS, exchange, numel, rounds)
+        slowest = {
+            name: [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
+            for name in by_rank[0]
+        }
+        for name in ("ring", "torus"):
+            ratios = [a / b for a, b in zip(slowest[name], slowest["dense"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            rows.append(
+                {"topology": name, "elements": numel, "low": low, "ratio": middle, "high": high}
+            )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Return loss and bits by K, the loss with its 95 % interval over the seeds."""
+    lines = ["| K | bits per element and hop | training loss |", "|---|---:|---:|"]
+    for full_every in EVERY:
+        own = [row for row in rows if row["full_every"] == full_every]
+        if len(own) > 1:
+            bits = statistics.fmean(row["bits"] for row in own)
+            loss, half = interval([row["loss"] for row in own])
+            lines.append(f"| {full_every or 'never'} | {bits:.2f} | {loss:.2f} ± {half:.2f} |")
+    return "\n".join(lines)
+
+
+def times_table(rows: list[Row]) -> str:
+    """Return what ring and torus take, in multiples of a dense all-reduce."""
+    lines = ["| elements | topology | ÷ dense all-reduce | quartiles |", "|---:|---|---:|---|"]
+    for r in rows:
+        middle, low, high = (f"{r[name]:.2f}" for name in ("ratio", "low", "high"))
+        lines.append(f"| {r['elements']:,} | {r['topology']} | {middle} | {low} … {high} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not stored yet, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--times", action="store_true", help="measure the topologies instead")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/systems.md")
+    options = parser.parse_args()
+    if options.times:
+        dump(TIMES, measure())
+    else:
+        done = {(row["full_every"], row["seed"]) for row in stored(FILE)}
+        runs = [(k, seed) for seed in range(SEEDS) for k in EVERY if (k, seed) not in done]
+        for full_every, seed in track(runs, "training", console=Console(stderr=True)):
+            store(FILE, train(full_every, seed))
+    tables = {"marsit": table(stored(FILE))}
+    if TIMES.exists():
+        tables["marsit-times"] = times_table(json.loads(TIMES.read_text()))
+    for name, text in tables.items():
+        print(text, end="\n\n")
+        if options.write:
+            put(DOCS / "systems.md", name, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Mutate the code at random places, and see whether the tests of the module notice.
+
+    .venv/bin/pip install cosmic-ray
+    .venv/bin/python benchmarks/mutations.py [WORD] [--each N] [--again] [--write]
+
+The operators are those of cosmic-ray (https://cosmic-ray.readthedocs.io): another arithmetic operator or comparison,
+a number one up or down, a ``not``, a loop that does not run. A place is drawn, then one of the operators that fit it,
+so that the eleven ways to damage one ``+`` do not count eleven times. Annotations are left alone, and ``is`` does not
+stand in for ``==``. The draw depends on the lines alone: a larger ``--each`` adds to the mutants of a smaller one.
+
+Mutants run one by one in a copy of the last commit: first the tests named like the module, then those of its room.
+Results are stored one by one in docs/results/mutations.jsonl, so the program can be interrupted; ``--again`` repeats
+those that were not noticed. It takes hours. The table is printed at the end; ``--write`` also puts it into
+docs/reliability.md. benchmarks/mutations.json says why no test can notice a mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import json
+import random
+import subprocess
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from planted import noticed
+from records import DOCS, RESULTS, ROOT, Row, keep, put, store, stored
+from rich.console import Console
+from rich.progress import track
+
+FILE = RESULTS / "mutations.jsonl"
+TARGETS = {
+    "thresholds": "tests/thresholds",
+    "primitives": "tests/primitives",
+    "statistics": "tests/statistics",
+    "hooks/memory.py": "tests/hooks/test_memory.py",
+    "network": "tests/network",
+    "tables.py": "tests/test_tables.py",
+}
+ALSO = {
+    "solvers": "tests/statistics/test_fitting.py",
+    "stages": "tests/thresholds/test_thresholds.py",
+    "dependence": "tests/analysis/test_drift.py",
+    "rates": "tests/compressors/test_layerwise.py",
+}
+"""Tests of modules whose tests have another name."""
+LIMIT_S = 600
+
+
+class _Unannotated(ast.NodeTransformer):
+    """Takes annotations and aliases of types out of a syntax tree."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        alias = isinstance(node.annotation, ast.Name) and node.annotation.id == "TypeAlias"
+        node.annotation = ast.Constant(None)
+        if alias:
+            node.value = None
+        return self.generic_visit(node)
+
+
+def _meaning(text: str) -> str:
+    """Return what a module does, without its annotations."""
+    return ast.dump(_Unannotated().visit(ast.parse(text)))
+
+
+def places(text: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """Return where a module can be mutated.
+
+    Parameters
+    ----------
+    text : str
+        The module.
+
+    Returns
+    -------
+    dict of (int, int) to list of (str, int)
+        At each place, line and column, the operators that fit, each with the number of its occurrence.
+    """
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    found = defaultdict(list)
+    nodes = list(ast_nodes(get_ast(text)))
+    for name in operator_names():
+        identity = name.endswith(("_Is", "_IsNot")) and "Operator_Is" not in name
+        if identity or name.startswith("core/Variable"):
+            continue
+        operator = get_operator(name)()
+        starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+        for occurrence, place in enumerate(starts):
+            found[place].append((name, occurrence))
+    return found
+
+
+def _changed(text: str, mutant: str) -> tuple[str, str]:
+    """Return the lines in which two texts differ, before and after."""
+    lines = list(difflib.ndiff(text.splitlines(), mutant.splitlines()))
+    old, new = (
+        " ".join(" ".join(line[2:] for line in lines if line.startswith(sign)).split())
+        for sign in "-+"
+    )
+    return old, new
+
+
+def draw(text: str, each: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the mutants that are tried: the lines before and after, and the module."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    def rank(*words: object) -> bytes:
+        return hashlib.sha256(repr(words).encode()).digest()
+
+    lines, same, left = text.splitlines(), _meaning(text), each
+    found = places(text)
+    for place in sorted(found, key=lambda at: rank(lines[at[0] - 1].strip(), at[1])):
+        for name, occurrence in sorted(found[place], key=lambda way: rank(place[1], way[0])):
+            mutant = mutate_code(text, get_operator(name)(), occurrence)
+            try:
+                changed = _meaning(mutant) != same
+            except SyntaxError:
+                continue
+            if changed:
+                yield *_changed(text, mutant), mutant
+                left -= 1
+                break
+        if not left:
+            return
+
+
+def files() -> Iterator[tuple[str, list[str]]]:
+    """Yield the modules, and the tests that should notice."""
+    for target, tests in TARGETS.items():
+        path = ROOT / "gradstats" / target
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            words = [file.stem, file.parent.name]
+            own = [
+                *(
+                    str(t.relative_to(ROOT))
+                    for t in (ROOT / tests).glob("test_*.py")
+                    if t.stem[5:] in words
+                ),
+                *(ALSO[word] for word in words if word in ALSO),
+            ]
+            yield str(file.relative_to(ROOT)), [*own, tests]
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    """Return what a mutant is known by."""
+    return row["file"], row["old"], row["new"]
+
+
+def reasons() -> dict[tuple[str, str, str], str]:
+    """Return why a mutant cannot be noticed, for those where that was found out."""
+    path = Path(__file__).with_suffix(".json")
+    return {key(row): row["why"] for row in json.loads(path.read_text(encoding="utf-8"))}
+
+
+def table(rows: list[Row]) -> str:
+    """Return the counts by room, and every mutant that no test noticed."""
+    lines = ["| room | mutants | noticed | equivalent | not noticed |", "|---|---:|---:|---:|---:|"]
+    why = reasons()
+
+    def verdict(row: Row) -> str:
+        return "equivalent" if row["result"] == "survived" and key(row) in why else row["result"]
+
+    count = Counter(
+        (name, verdict(row))
+        for row in rows
+        for name in (row["file"].split("/")[1].removesuffix(".py"), "all")
+    )
+    for room in [*sorted({room for room, _ in count} - {"all"}), "all"]:
+        of = [count[room, result] for result in ("killed", "equivalent", "survived")]
+        lines.append(f"| {room} | {sum(of)} | {of[0]} | {of[1]} | {of[2]} |")
+    lines += ["", "| not noticed | why |", "|---|---|"]
+    for row in sorted(rows, key=key):
+        if row["result"] == "survived":
+            old, new = (row[name].replace("|", "\\|") for name in ("old", "new"))
+            lines.append(
+                f"| {row['file']}: `{old}` → `{new}` | {why.get(key(row), 'no test yet')} |"
+            )
+    return "\n".join(lines)
+
+
+def _try(file: Path, mutant: str, tests: list[str], copy: Path) -> Row:
+    """Run the tests of one process, then those of several; return what was noticed, and by which test."""
+    result, by = noticed(file, mutant, ["-m", "not distributed", *tests], copy, LIMIT_S)
+    while result == "survived":
+        result, by = noticed(file, mutant, ["-m", "distributed", *tests], copy, LIMIT_S)
+        if result == "survived":
+            break
+        # A busy machine may be what the ranks did not finish on: the same test must pass without the mutant.
+        own = file.read_text(encoding="utf-8")
+        result = (
+            "killed" if noticed(file, own, [by], copy, LIMIT_S)[0] == "survived" else "survived"
+        )
+    return {"result": result, "by": by}
+
+
+def main() -> None:
+    """Try the mutants that were not tried yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("word", nargs="?", default="", help="only modules with this in the path")
+    parser.add_argument("--each", type=int, default=3, help="mutants of each module")
+    parser.add_argument("--again", action="store_true", help="repeat those not noticed")
+    parser.add_argument("--write", action="store_true", help="put the table into the docs")
+    options = parser.parse_args()
+    if options.again:
+        rows = stored(FILE)
+        keep(FILE, (r for r in rows if r["result"] == "killed" or options.word not in r["file"]))
+    done = {key(row) for row in stored(FILE)}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
+        left = []
+        for file, tests in files():
+            if options.word in file and (copy / file).exists():
+                for old, new, mutant in draw(
+                    (copy / file).read_text(encoding="utf-8"), options.each
+                ):
+                    row = {"file": file, "old": old, "new": new}
+                    if key(row) not in done:
+                        left.append((row, mutant, tests))
+        random.Random(0).shuffle(left)  # an interrupted run has seen something of every room
+        for row, mutant, tests in track(left, "mutating", console=Console(stderr=True)):
+            store(FILE, {**row, **_try(copy / row["file"], mutant, tests, copy)})
+    text = table(stored(FILE))
+    print(text)
+    if options.write:
+        put(DOCS / "reliability.md", "mutations", text)
+
+
+if __name__ == "__main__":
+    main()

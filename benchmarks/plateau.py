@@ -1,0 +1,189 @@
+"""Training to a plateau with every compressor and ratio, over several seeds, relative to dense.
+
+    python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] [--seeds N] [--write]
+
+Every run of a seed starts from the same weights and sees the same batches, with the same momentum: in the optimizer, or
+corrected in each rank's memory where the compressor is a system that does that. The learning rate falls to zero, so
+the loss has settled when a run ends; ``falling`` says by how much it still fell in the last tenth. Each run is stored
+in docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted.
+Results do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of
+convergence, and RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and
+redsync included. Runs with other settings are refused a place in the same file. The table is printed at the end;
+``--write`` also puts it into docs/workloads.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+from convergence import measures
+from records import DOCS, RESULTS, Row, put, store, stored
+from scipy.stats import t
+
+from capture.workloads import WORKLOADS, RunConfig, run
+from capture.workloads.launch import RunFailedError
+from gradstats.compressors import compressor_class
+from gradstats.primitives.ratio import RATIOS
+
+DENSE = "none"
+SYSTEMS = (
+    DENSE, "dense-bf16", "topk", "sidco-e", "sidco-gp", "sidco-p", "dgc", "redsync", "micro", "lags", "marsit",
+)  # fmt: skip
+OPTIONS = {"lags": {"adaptive": False}, "redsync": {"dense_below": 1024}}
+"""RedSync sends layers below 128 kB densely as published, which would be nearly all of a small model."""
+SETTLED = 0.05
+"""Share of the steps, at the end, that the training loss is averaged over."""
+MEASURES = {"accuracy": 100.0, "perplexity": 1.0, "word_error_rate": 100.0, "loss": 1.0}
+"""What is compared, the first that a workload has, and the factor it is shown with."""
+
+
+def settings(systems: Sequence[str], ratios: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """Return every compressor with every ratio, or once with ratio 1 if it has none."""
+    for system in systems:
+        has_ratio = compressor_class(system).has_ratio
+        yield from product([system], ratios if has_ratio else [1.0])
+
+
+def shared(config: RunConfig) -> Row:
+    """Return the settings that all runs of a table share."""
+    optimizer = config.replace(compressor=DENSE).metadata()["optimizer"]
+    sizes = {"steps": config.setting("steps"), "batch_size": config.setting("batch_size")}
+    return {
+        **sizes,
+        "nproc": config.nproc,
+        "hidden": config.setting("hidden"),
+        "optimizer": optimizer,
+    }
+
+
+def one(config: RunConfig) -> Row:
+    """Train once, and return the row that is stored."""
+    row = {"compressor": config.compressor, "ratio": config.ratio, "seed": config.seed}
+    row |= shared(config)
+    try:
+        result = run(config)
+    except RunFailedError as error:  # a diverging system is a result
+        return {**row, "problem": str(error)}
+    tenth = max(1, len(result.losses) // 10)
+    before, after = (
+        statistics.fmean(result.losses[a:b]) for a, b in ((-2 * tenth, -tenth), (-tenth, None))
+    )
+    found = measures(result, last=max(1, round(SETTLED * len(result.losses))))
+    return {**row, **found, "falling": 1 - after / before, "seconds": sum(result.seconds)}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean, and half the width of its 95 % interval from Student's t; infinite for one value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.inf
+    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, float(half)
+
+
+def table(rows: list[Row]) -> str:
+    """Return the runs as Markdown: means over seeds, and paired differences to the dense runs of the same seeds."""
+    done = [row for row in rows if "problem" not in row]
+    name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in done))
+    factor = MEASURES[name]
+    dense = {row["seed"]: row for row in done if row["compressor"] == DENSE}
+    shown = name.replace("_", " ") + (" %" if factor == 100 else "")
+    lines = [
+        f"| compressor | ratio | seeds | loss | {shown} | less dense, 95 % | k̂/k | bytes/step | still falling |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for system, ratio in dict.fromkeys((row["compressor"], row["ratio"]) for row in rows):
+        every = [row for row in rows if (row["compressor"], row["ratio"]) == (system, ratio)]
+        mine = [row for row in every if "problem" not in row]
+        cells = [f"`{system}`", "–" if ratio == 1 else f"{ratio:g}"]
+        if not mine:
+            lines.append(
+                "| " + " | ".join([*cells, f"0 of {len(every)}", "diverged", *["–"] * 5]) + " |"
+            )
+            continue
+        loss, value, quality, size, falling = (
+            statistics.fmean(row[f] for row in mine)
+            for f in ("loss", name, "quality", "bytes", "falling")
+        )
+        pairs = [row[name] - dense[row["seed"]][name] for row in mine if row["seed"] in dense]
+        difference = "–"
+        if system != DENSE and pairs:
+            mean, half = interval([factor * each for each in pairs])
+            difference = f"{mean:+.2f} ± {half:.2f}" + (" *" if abs(mean) > half else "")
+        cells += [str(len(mine)) + (f" of {len(every)}" if len(mine) < len(every) else "")]
+        cells += [f"{loss:.3f}", f"{factor * value:.2f}", difference]
+        cells += [
+            "–" if math.isnan(quality) else f"{quality:.2f}",
+            f"{size:,.0f}",
+            f"{100 * falling:.1f} %",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    if len(dense) > 1:
+        spread = factor * statistics.stdev(row[name] for row in dense.values())
+        lines += [
+            "",
+            f"Standard deviation of dense over its {len(dense)} seeds: {spread:.2f}. * the interval excludes 0.",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not stored yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "workload", nargs="?", default="resnet8-cifar16", choices=WORKLOADS, metavar="WORKLOAD"
+    )
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
+    parser.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS))
+    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS, metavar="NAME")
+    parser.add_argument("--nproc", type=int, default=2)
+    for name, kind in (
+        ("steps", int), ("batch-size", int), ("learning-rate", float), ("momentum", float), ("hidden", int),
+        ("vocab", int),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--lr-schedule", default="cosine")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/workloads.md")
+    options = parser.parse_args()
+    common = {
+        name: getattr(options, name)
+        for name in (
+            "workload", "data_dir", "nproc", "steps", "batch_size", "learning_rate", "lr_schedule", "hidden", "vocab",
+        )
+    }  # fmt: skip
+    base = RunConfig(**common)
+    momentum = base.training().momentum if options.momentum is None else options.momentum
+    path = options.results / f"plateau-{options.workload}.jsonl"
+    wanted = shared(base.replace(momentum=momentum))
+    for row in stored(path):
+        if any(row.get(key) != value for key, value in wanted.items()):
+            raise SystemExit(
+                f"{path} has runs with other settings; move it away, or name another --results"
+            )
+    done = {(row["compressor"], row["ratio"], row["seed"]) for row in stored(path)}
+    # seed by seed, so that what is there after an interruption can be compared
+    runs = product(range(options.seeds), settings(options.only, options.ratios))
+    missing = [
+        (name, ratio, seed) for seed, (name, ratio) in runs if (name, ratio, seed) not in done
+    ]
+    for count, (name, ratio, seed) in enumerate(missing, 1):
+        config = base.replace(
+            compressor=name, ratio=ratio, seed=seed, momentum=momentum, options=OPTIONS.get(name, {}),
+            label=f"{count}/{len(missing)} {name} {ratio:g} seed {seed}",
+        )  # fmt: skip
+        store(path, one(config))
+    text = table(stored(path))
+    print(text)
+    if options.write:
+        put(DOCS / "workloads.md", f"plateau-{options.workload}", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Bits of coded positions, error of rounded values, and what coding costs, on the traces in data/.
+
+    .venv/bin/python benchmarks/wire_codecs.py [--write]
+
+Rows are stored in docs/results/codecs.jsonl; ``--write`` also puts the tables into docs/howto/codecs.md. Bits and
+errors are the same on every machine. Nanoseconds are those of this one: the least of some repeats, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from statistics import fmean
+
+import numpy as np
+import torch
+from records import DOCS, RESULTS, ROOT, Row, put, store, stored
+
+from gradstats.collectives.codec import VALUES, Codec
+from gradstats.primitives import top_candidates
+from gradstats.primitives.codec import rice_decode, rice_encode, rice_words
+from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.trace import open_trace
+
+FILE, PAGE = RESULTS / "codecs.jsonl", DOCS / "howto" / "codecs.md"
+KINDS = {"resnet20": "gradient", "resnet20-ef": "corrected"}
+"""Traces, and what a compressor saw in each."""
+NUMEL, REPEATS = 1_000_000, 25
+ROUNDED = ("float16", "bfloat16", "int8", "int4", "int2")
+
+
+def entropy(ratio: float) -> float:
+    """Return the bits a position of an independent random choice needs at least."""
+    return -(math.log2(ratio) + (1 - ratio) / ratio * math.log2(1 - ratio))
+
+
+def bits() -> list[Row]:
+    """Return the bits of a position and the relative error of the values, by trace and ratio."""
+    rows = []
+    for name, kind in KINDS.items():
+        trace = open_trace(ROOT / "data" / f"{name}.zarr")
+        for ratio in RATIOS:
+            k = target_count(ratio, trace.numel)
+            coded: list[float] = []
+            errors: dict[str, list[float]] = {values: [] for values in ROUNDED}
+            for step in trace.steps(trace.ranks[0]):
+                gradient = trace.read(step, rank=trace.ranks[0], kind=kind)
+                chosen = top_candidates(gradient, k)[1]
+                indices = np.asarray(chosen.indices)
+                coded.append(32 * rice_encode(indices).size / indices.size)
+                values = torch.from_numpy(np.asarray(chosen.values, np.float32))
+                for each, found in errors.items():
+                    left = values - Codec(values=each).rounded(values).float()
+                    found.append(float(left.norm() / values.norm()))
+            rows.append(
+                {
+                    "what": "bits",
+                    "trace": name,
+                    "ratio": ratio,
+                    "entropy": round(entropy(k / trace.numel), 4),
+                    "rice": round(fmean(coded), 4),
+                    "wire": round(32 * rice_words(k, trace.numel) / k, 4),
+                    **{each: round(fmean(found), 5) for each, found in errors.items()},
+                }
+            )
+    return rows
+
+
+def nanoseconds(call: Callable[[], object], count: int) -> float:
+    """Return the nanoseconds of one element: the least of some repeats."""
+    call()
+    spent = []
+    for _ in range(REPEATS):
+        started = time.process_time_ns()
+        call()
+        spent.append(time.process_time_ns() - started)
+    return round(min(spent) / count, 2)
+
+
+def costs() -> list[Row]:
+    """Return the nanoseconds of coding an element, by codec and ratio."""
+    torch.set_num_threads(1)
+    rng, rows = np.random.default_rng(0), []
+    for ratio in RATIOS:
+        indices = np.flatnonzero(rng.random(NUMEL) < ratio)
+        words = rice_encode(indices)
+        count = indices.size
+        both = (
+            nanoseconds(lambda i=indices: rice_encode(i), count),  # type: ignore[misc]
+            nanoseconds(lambda w=words, n=count: rice_decode(w, n, NUMEL), count),  # type: ignore[misc]
+        )
+        rows.append(cost("rice", ratio, *both))
+    values = torch.from_numpy(rng.laplace(size=NUMEL // 100).astype(np.float32))
+    for codec in (Codec(values=name) for name in VALUES if name.startswith("int")):
+        packed = codec.pack_values(values)
+        both = (
+            nanoseconds(lambda c=codec: c.pack_values(c.rounded(values)), len(values)),  # type: ignore[misc]
+            nanoseconds(lambda c=codec, w=packed: c.unpack_values(w, len(values)), len(values)),  # type: ignore[misc]
+        )
+        rows.append(cost(codec.values, None, *both))
+    return rows
+
+
+def cost(codec: str, ratio: float | None, encode: float, decode: float) -> Row:
+    """Return a row of costs."""
+    return {"what": "cost", "codec": codec, "ratio": ratio, "encode": encode, "decode": decode}
+
+
+def tables(rows: list[Row]) -> dict[str, str]:
+    """Return the tables of the page by their marks."""
+    lines = [
+        "| trace | ratio | entropy | `rice` | `rice`, with room | plain |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    rounded = [f"| trace | ratio | {' | '.join(ROUNDED)} |", "|---|" + "---:|" * (1 + len(ROUNDED))]
+    spent = ["| codec | ratio | encode | decode |", "|---|---:|---:|---:|"]
+    for row in rows:
+        if row["what"] == "cost":
+            ratio = "any" if row["ratio"] is None else f"{row['ratio']:g}"
+            spent.append(
+                f"| `{row['codec']}` | {ratio} | {row['encode']:.1f} | {row['decode']:.1f} |"
+            )
+            continue
+        head = f"| {row['trace']} | {row['ratio']:g}"
+        numbers = [f"{row[column]:.2f}" for column in ("entropy", "rice", "wire")]
+        lines.append(f"{head} | {' | '.join(numbers)} | 32 |")
+        rounded.append(f"{head} | {' | '.join(f'{row[each]:.2g}' for each in ROUNDED)} |")
+    return {"bits": "\n".join(lines), "errors": "\n".join(rounded), "costs": "\n".join(spent)}
+
+
+def main() -> None:
+    """Measure, store the rows, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
+    options = parser.parse_args()
+    FILE.unlink(missing_ok=True)
+    for row in (*bits(), *costs()):
+        store(FILE, row)
+    for mark, text in tables(stored(FILE)).items():
+        print(f"{text}\n")
+        if options.write:
+            put(PAGE, mark, text)
+
+
+if __name__ == "__main__":
+    main()

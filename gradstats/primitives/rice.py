@@ -1,0 +1,143 @@
+"""Loops over Rice-coded gaps, compiled: they read and write nothing but their own arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.primitives.kernels import _compiled
+
+__all__ = ["decode_gaps", "encode_gaps", "gap_sums"]
+
+
+@_compiled(nogil=True)
+def gap_sums(indices: NDArray[np.int64], least: int, sums: NDArray[np.int64]) -> bool:
+    """Add gap div 2ᵇ for three parameters from `least` on; return whether the positions ascend.
+
+    Parameters
+    ----------
+    indices : ndarray of int64, shape (n,)
+        Positions.
+    least : int
+        First parameter b.
+    sums : ndarray of int64, shape (3,)
+        Receives the sum for each parameter.
+    """
+    a = b = c = np.int64(0)
+    ascending = True
+    for j in range(1, indices.size):
+        gap = indices[j] - indices[j - 1] - 1
+        ascending &= gap >= 0
+        gap >>= least
+        a += gap
+        b += gap >> 1
+        c += gap >> 2
+    sums[0], sums[1], sums[2] = a, b, c
+    return ascending
+
+
+@_compiled(nogil=True)
+def encode_gaps(indices: NDArray[np.int64], parameter: int, words: NDArray[np.uint32]) -> None:
+    """Write the gaps of ascending positions.
+
+    Parameters
+    ----------
+    indices : ndarray of int64, shape (n,)
+        Positions.
+    parameter : int
+        Parameter b.
+    words : ndarray of uint32
+        Receives the codes, and has exactly the room for them.
+    """
+    at, filled = 0, 0
+    word = np.uint64(0)
+    for j in range(1, indices.size):
+        gap = indices[j] - indices[j - 1] - 1
+        zeros = gap >> parameter
+        while zeros >= 32 - filled:
+            words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
+            at += 1
+            zeros -= 32 - filled
+            word = np.uint64(0)
+            filled = 0
+        word |= np.uint64(1) << np.uint64(filled + zeros)
+        filled += zeros + 1
+        left = parameter
+        while True:  # the low bits, at most 32 at a time
+            if filled >= 32:
+                words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
+                at += 1
+                word >>= np.uint64(32)
+                filled -= 32
+            if left == 0:
+                break
+            n = min(left, 32)
+            low = np.uint64(gap >> (parameter - left)) & np.uint64((np.int64(1) << n) - 1)
+            word |= low << np.uint64(filled)
+            filled += n
+            left -= n
+    if filled:
+        words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
+
+
+@_compiled(nogil=True)
+def decode_gaps(
+    words: NDArray[np.uint32], parameter: int, numel: int, indices: NDArray[np.int64]
+) -> int:
+    """Read gaps behind the first position; return the words used, or −1 if they lead out of words or gradient.
+
+    Parameters
+    ----------
+    words : ndarray of uint32
+        The codes, and anything behind them.
+    parameter : int
+        Parameter b.
+    numel : int
+        Number of places.
+    indices : ndarray of int64, shape (n,)
+        The first position; receives the others.
+    """
+    at, have = 0, 0
+    window = np.uint64(0)  # the next bits, `have` of them
+    most = numel >> parameter
+    position = indices[0]
+    for j in range(1, indices.size):
+        zeros = np.int64(0)
+        while True:
+            if have < 32 and at < words.size:
+                window |= np.uint64(words[at]) << np.uint64(have)
+                at += 1
+                have += 32
+            if window != 0:
+                break
+            zeros += np.int64(have)
+            have = 0
+            if at == words.size or zeros > most:
+                return -1
+        lowest = window & (~window + np.uint64(1))
+        # the exponent of a power of two as a float64: how many zeros are below it
+        end = np.int64(np.float64(lowest).view(np.uint64) >> np.uint64(52)) - 1023
+        zeros += end
+        window >>= np.uint64(end + 1)
+        have -= int(end) + 1
+        if zeros > most:
+            return -1
+        gap = zeros << parameter
+        got = 0
+        while got < parameter:
+            if have < 32 and at < words.size:
+                window |= np.uint64(words[at]) << np.uint64(have)
+                at += 1
+                have += 32
+            n = min(parameter - got, 32)
+            if have < n:
+                return -1
+            gap |= np.int64(window & np.uint64((np.int64(1) << n) - 1)) << got
+            window >>= np.uint64(n)
+            have -= n
+            got += n
+        position += gap + 1
+        if position >= numel:
+            return -1
+        indices[j] = position
+    return at - have // 32  # a whole word may be read ahead

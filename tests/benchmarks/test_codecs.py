@@ -1,0 +1,33 @@
+"""The table of codecs: the page shows what was stored, and what was stored is what the code does."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+try:
+    codecs = importlib.import_module("wire_codecs")
+finally:
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+ROWS = codecs.stored(codecs.FILE)
+
+
+def test_the_page_shows_what_was_stored():
+    page = codecs.PAGE.read_text(encoding="utf-8")
+    for mark, text in codecs.tables(ROWS).items():
+        assert f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->" in page, mark
+
+
+def test_bits_and_errors_on_the_traces_are_those_stored():
+    assert codecs.bits() == [row for row in ROWS if row["what"] == "bits"]
+
+
+def test_coded_positions_are_near_their_entropy_and_never_longer_than_their_room():
+    for row in ROWS:
+        if row["what"] == "bits":
+            assert row["entropy"] < row["rice"] <= row["wire"] < 1.1 * row["entropy"]
+            assert row["int8"] < row["int4"] < row["int2"] < 1

@@ -1,0 +1,61 @@
+"""The page about mutants has the stored results; what is drawn is stable and changes what the code does."""
+
+from __future__ import annotations
+
+import mutations
+import pytest
+from pages import block
+from records import DOCS, stored
+
+MODULE = '''"""A module."""
+
+from __future__ import annotations
+
+
+def half(x: int | None, low: float = 0.5) -> int | None:
+    """Return the half."""
+    if x is None or x == 3:
+        return None
+    return x * low
+'''
+
+
+def test_the_page_shows_the_stored_results():
+    rows = stored(mutations.FILE)
+    text = block("mutations", mutations.table(rows))
+    assert text in (DOCS / "reliability.md").read_text(encoding="utf-8")
+    assert {row["file"] for row in rows} <= {file for file, _ in mutations.files()}
+
+
+def test_every_reason_is_for_a_mutant_that_was_not_noticed():
+    survived = {mutations.key(row) for row in stored(mutations.FILE) if row["result"] == "survived"}
+    assert set(mutations.reasons()) <= survived
+    assert all(why.startswith("equivalent: ") for why in mutations.reasons().values())
+
+
+def test_more_than_85_percent_are_noticed():
+    rows = stored(mutations.FILE)
+    known = mutations.reasons()
+    counted = [r for r in rows if r["result"] == "killed" or mutations.key(r) not in known]
+    assert sum(row["result"] == "killed" for row in counted) >= 0.85 * len(counted)
+
+
+def test_every_module_has_tests_that_exist():
+    for file, tests in mutations.files():
+        assert (mutations.ROOT / file).exists()
+        assert all((mutations.ROOT / path).exists() for path in tests)
+
+
+def test_mutants_are_drawn_by_place_and_change_what_the_code_does():
+    pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed")
+    drawn = list(mutations.draw(MODULE, 100))
+    lines = {old for old, _, _ in drawn}
+    assert lines <= {
+        "def half(x: int | None, low: float = 0.5) -> int | None:",
+        "if x is None or x == 3:",
+        "return x * low",
+    }
+    assert len(drawn) == len(mutations.places(MODULE)) - 2  # two annotations with a |
+    assert not any("x is 3" in new or "x is not 3" in new for _, new, _ in drawn)
+    assert next(iter(mutations.draw("# moved\n" + MODULE, 2)))[:2] == drawn[0][:2]
+    assert [old for old, _, _ in mutations.draw(MODULE, 2)] == [old for old, _, _ in drawn[:2]]

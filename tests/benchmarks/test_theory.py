@@ -1,0 +1,122 @@
+"""The papers' inequalities: what is stored, the page, and a short run of every study."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+try:
+    theory = importlib.import_module("theory")
+finally:
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+ROWS = theory.stored(theory.PATH)
+PAGE = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+
+
+def rows(study):
+    return [row for row in ROWS if row["study"] == study]
+
+
+def test_the_page_shows_what_was_measured():
+    blocks = theory.blocks(ROWS)
+    assert blocks.keys() == theory.TABLES.keys()
+    for mark, text in blocks.items():
+        assert f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->" in PAGE, mark
+
+
+def test_every_case_was_measured_once():
+    cases = {(study, case) for study, each in theory.studies().items() for case, _ in each}
+    assert {(row["study"], row["case"]) for row in ROWS} == cases
+    single = [row for row in ROWS if row["study"] not in ("decay", "layers", "compensation")]
+    assert len(single) == len({(row["study"], row["case"]) for row in single})
+
+
+def test_proved_bounds_hold_in_every_case():
+    assert all(row["holds_measured"] == row["cases"] for row in rows("contraction"))
+    for row in rows("convergence"):
+        assert row["least"] <= min(row[b] for b in ("bound", "bound_kept", "bound_contraction"))
+    for row in rows("cascading"):
+        assert row["error"] <= row["bound_parts"] <= 1.001 * row["bound"]
+        assert row["central"] <= row["bound_central"]
+    for row in rows("compensation"):
+        assert row["compensation"] <= row["bound"] + 1e-9
+        assert (row["compensation"] < 1e-9) == (row["step"] % row["every"] == 1 or row["step"] == 0)
+    layers = rows("layers")
+    moment = max(row["second_moment"] for row in layers)
+    for i, row in enumerate(layers):
+        assert row["left"] <= 1 - 1 / row["c_max"]
+        bound = theory.residual_bound([row["learning_rate"]] * i, moment, 1 / row["c_max"])
+        assert row["distance"] <= bound
+
+
+def test_a_case_measures_what_is_stored():
+    """A fast case; the others are the same code with other names."""
+    case = "gradient 0.001 exact"
+    (found,) = dict(theory.studies()["contraction"])[case]()
+    (kept,) = [row for row in rows("contraction") if row["case"] == case]
+    assert {"study": "contraction", "case": case, **theory.rounded(found)} == kept
+
+
+@pytest.mark.distributed
+def test_a_ring_of_two_keeps_its_bounds():
+    (row,) = theory.cascade(2, 50, 20)
+    assert row["error"] <= row["bound_parts"] < row["bound"]
+    assert row["central"] <= row["bound_central"]
+    assert row["central"] < row["error"]
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.jsonl"
+    asked = []
+    monkeypatch.setattr(
+        theory,
+        "studies",
+        lambda: {
+            "decay": [
+                (case, lambda case=case: asked.append(case) or [{**rows("decay")[0], "case": case}])
+                for case in "ab"
+            ]
+        },
+    )
+    monkeypatch.setattr(sys, "argv", ["theory.py", "--results", str(path)])
+    theory.main()
+    first = path.read_text().splitlines()
+    path.write_text(first[0] + "\n")
+    theory.main()
+    theory.main()
+    assert path.read_text().splitlines() == first
+    assert asked == ["a", "b", "b"]
+    assert json.loads(first[1])["case"] == "b"
+    assert "| gradient, without, step 10 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["theory.py", "weather"])
+    with pytest.raises(SystemExit):
+        theory.main()
+
+
+def test_the_sentences_have_the_numbers_of_the_tables():
+    page = " ".join(PAGE.split())
+    steps = [row for row in rows("decay") if row["of"].isdigit()]
+    plain = [row["line"] for row in steps if row["kind"] == "gradient"]
+    assert f"$p$ is {min(plain):.2f} to {max(plain):.2f} at every step" in page
+    assert all(row["line"] < 0.5 and row["p"] < 0.5 for row in steps if row["kind"] == "corrected")
+    (laplace,) = [row for row in rows("decay") if row["of"] == "laplace"]
+    assert f"has {laplace['line']:.2f} there and {laplace['p']:.2f} in its tail" in page
+    convergence = rows("convergence")
+    bounds = ("bound", "bound_kept", "bound_contraction")
+    least = min(row[b] / row["least"] for row in convergence for b in bounds)
+    assert f"by a factor of {least:.0f} and more" in page
+    layers = rows("layers")
+    better = [(1 - row["left"]) * row["c_max"] for row in layers]
+    assert f"{min(better):.0f} to {max(better):.0f} times better" in page
+    cascading = [row["error"] / row["bound_parts"] for row in rows("cascading") if row["nproc"] > 1]
+    shares = f"{100 * min(cascading):.1f} to {100 * max(cascading):.0f} % of the bound in parts"
+    assert shares in page
+    compensated = [row for row in rows("compensation") if row["compensation"] > 1e-9]
+    least = min(row["bound"] / row["compensation"] for row in compensated)
+    assert f"It holds by a factor of {least:.0f} and more" in page

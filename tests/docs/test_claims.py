@@ -1,0 +1,305 @@
+"""The page that sets claims beside measurements: all its numbers are those of docs/results.
+
+Run this file with ``--write`` to make the page's tables anew, and to see what its sentences must say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+for folder in ("tools", "benchmarks"):
+    sys.path.insert(0, str(ROOT / folder))
+try:
+    from experiment import LAST, steps_to
+    from lags import table as lags_table
+    from pages import RESULTS, block, put
+finally:
+    for folder in ("tools", "benchmarks"):
+        sys.path.remove(str(ROOT / folder))
+
+PAGE = ROOT / "docs" / "claims.md"
+ANSWERS = {"confirmed", "in part", "not confirmed", "not tested"}
+WORKLOADS = {
+    "lstm-ptb": "LSTM, PTB",
+    "vgg16-cifar10": "VGG16, CIFAR-10",
+    "resnet20-cifar10": "ResNet-20, CIFAR-10",
+}
+SHOWN = (
+    "none", "torch-topk", "topk", "warm-exact", "dgc", "sidco-e", "redsync", "redsync-quantised",
+    "micro", "lags", "signsgd", "marsit", "powersgd",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+@cache
+def stored(name: str) -> list[Row]:
+    """Return the rows of a file of results."""
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    return json.loads(text) if name.endswith(".json") else [*map(json.loads, text.splitlines())]
+
+
+def runs(workload: str) -> dict[str, Row]:
+    """Return the runs in the network lab by compressor, without those that diverged."""
+    return {r["compressor"]: r for r in stored(f"network-{workload}.jsonl")[1:] if "seconds" in r}
+
+
+def share(workload: str) -> float:
+    """Return the share of a dense step that is communication."""
+    return 1 - stored(f"network-{workload}.jsonl")[0]["compute"] / runs(workload)["none"]["seconds"]
+
+
+def speed(workload: str, name: str, to: str = "none") -> float:
+    """Return how many steps one makes while another makes one."""
+    return runs(workload)[to]["seconds"] / runs(workload)[name]["seconds"]
+
+
+def to_loss(workload: str, name: str, to: str = "none") -> float:
+    """Return how much sooner than another a system has the dense run's last loss; NaN if it never has."""
+    each = runs(workload)
+    goal = statistics.fmean(each["none"]["losses"][-LAST:])
+    own, other = (steps_to(each[n]["losses"], goal) * each[n]["seconds"] for n in (name, to))
+    return other / own if math.isfinite(own) else math.nan
+
+
+def by_system(value: Any, form: str) -> str:
+    """Return one number for each system and workload as Markdown."""
+    heads = [f"{title}, {100 * share(w):.0f} %" for w, title in WORKLOADS.items()]
+    lines = ["| system | " + " | ".join(heads) + " |", "|---" + "|---:" * len(WORKLOADS) + "|"]
+    for name in SHOWN:
+        cells = []
+        for workload in WORKLOADS:
+            number = value(workload, name) if name in runs(workload) else math.nan
+            missing = "–" if name not in runs(workload) else "never"
+            cells.append(missing if math.isnan(number) else format(number, form))
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """Return the tables that are made from the results."""
+    return {"throughput": by_system(speed, ".2f"), "time to loss": by_system(to_loss, ".2f")}
+
+
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    """Return the least and the largest of some numbers."""
+    numbers = sorted(values)
+    return f"{numbers[0]:{form}} to {numbers[-1]:{form}}"
+
+
+def theory(study: str, **fields: Any) -> list[Row]:
+    """Return the rows of a study of benchmarks/theory.py that have these values."""
+    rows = [r for r in stored("theory.jsonl") if r["study"] == study]
+    return [r for r in rows if all(r[k] == v for k, v in fields.items())]
+
+
+def facts() -> list[tuple[str, str]]:
+    """Return how a claim begins, and what its row must say."""
+    bench = {
+        r["compressor"]: r
+        for r in stored("bench.json")
+        if (r["numel"], r["ratio"], r["threads"]) == (26_000_000, 0.001, 1)
+    }
+    faster = {name: f"{r['speedup']:.1f}" for name, r in bench.items()}
+    lstm, vgg, resnet = WORKLOADS
+    convergence = {r["compressor"]: r for r in stored(f"convergence-{resnet}.jsonl")}
+    loss = {name: f"{r['loss']:.2f}" for name, r in convergence.items() if "loss" in r}
+    loopback = {r["compressor"]: r for r in stored(f"times-{resnet}.jsonl")}
+    perplexity = {
+        r["compressor"]: f"{r['perplexity']:.0f}" for r in stored(f"convergence-{lstm}.jsonl")
+    }
+    delta = stored("delta.json")
+    above = [r for r in delta if r["delta"] > 1]
+    union = {(r["compressor"], r["nproc"]): r["build_up"] for r in stored("build_up.json")}
+    tables = "\n".join(lags_table(stored("lags.jsonl")))
+    equal = [
+        float(r) for r in re.findall(r"^\| \d+ \| [\d.]+ \| ([\d.]+) \(", tables, re.MULTILINE)
+    ]
+    lags = [
+        (r["bytes"] / runs(w)["topk"]["bytes"], speed(w, "lags", "topk"))
+        for w in WORKLOADS
+        for r in [runs(w)["lags"]]
+    ]
+    plain, fed = (
+        [r["line"] for r in theory("decay", trace=trace, kind="gradient") if r["of"].isdigit()]
+        for trace in ("resnet20.zarr", "resnet20-ef.zarr")
+    )
+    ours = [r["p"] for r in theory("decay", trace="resnet20.zarr") if r["of"].isdigit()]
+    corrected = [r["line"] for r in theory("decay", kind="corrected")]
+    laplace = theory("decay", of="laplace")[0]
+    kept = {(r["name"], r["rule"], r["feedback"]): r for r in theory("tolerance")}
+    adapted = [r["kept"] for r in theory("tolerance", rule="corrected")]
+    matching = {(r["name"], r["form"]): r for r in theory("signs")}
+    fixed = {
+        name: statistics.fmean(r["loss"] for r in theory("equal", name=name))
+        for name in ("none", "topk", "lags")
+    }
+    marsit = [1 - 1 / speed(w, "marsit") for w in WORKLOADS]
+    selecting = [100 * r["select"] / r["seconds"] for w in WORKLOADS for r in [runs(w)["micro"]]]
+    micro, exact = (
+        {
+            n: span(
+                (
+                    1e3 * r["select"]
+                    for r in stored("validation.jsonl")
+                    if (r["compressor"], r["nproc"]) == (name, n)
+                ),
+                ".1f",
+            )
+            for n in (2, 4)
+        }
+        for name in ("micro", "topk")
+    )
+    least = min(
+        min(r["bound"], r["bound_kept"], r["bound_contraction"]) / r["least"]
+        for r in theory("convergence")
+    )
+
+    def taken(name: str) -> str:
+        return span(
+            (100 * runs(w)[name]["select"] / runs(w)[name]["seconds"] for w in (lstm, vgg)), ".1f"
+        )
+
+    return [
+        (
+            "Training 41.7",
+            f"{to_loss(lstm, 'sidco-e'):.1f} times dense, "
+            f"{to_loss(lstm, 'sidco-e', 'torch-topk'):.2f} times `torch.topk`, "
+            f"{to_loss(lstm, 'sidco-e', 'dgc'):.2f} times DGC",
+        ),
+        (
+            "Highest throughput",
+            f"{speed(lstm, 'sidco-e'):.1f}, {speed(lstm, 'sidco-e', 'torch-topk'):.2f} and "
+            f"{speed(lstm, 'sidco-e', 'dgc'):.2f} times",
+        ),
+        ("Highest throughput", f"1/(1 − {share(lstm):.2f}) = {1 / (1 - share(lstm)):.0f}"),
+        (
+            "Gradients are compressible",
+            f"$p$ = {span(plain)} at every step without error feedback and {span(fed)} with it",
+        ),
+        ("Gradients are compressible", f"{span(corrected)} of corrected gradients"),
+        ("Gradients are compressible", f"Laplace noise has {laplace['line']:.2f}"),
+        ("Gradients are compressible", f"the largest 1 % have {span(ours)}"),
+        ("$\\hat k/k", f"E, GP and P keep {span(adapted)} of k"),
+        ("$\\hat k/k", f"{kept['threshold:dgc', '', True]['kept']:.2f} for DGC"),
+        (
+            "$\\hat k/k",
+            f"E is within 20 % in {100 * kept['sidco-e', 'corrected', True]['within']:.0f} % of the "
+            "steps with error feedback",
+        ),
+        (
+            "$\\hat k/k",
+            f"GP and P in {100 * kept['sidco-p', 'corrected', True]['within']:.0f} to "
+            f"{100 * kept['sidco-gp', 'corrected', True]['within']:.0f} %",
+        ),
+        (
+            "Stages adapt",
+            f"the published adaptation keeps {kept['sidco-e', 'paper', False]['kept']:.1f} k",
+        ),
+        (
+            "RedSync and GaussianK",
+            f"RedSync {kept['threshold:redsync', '', True]['kept']:.2f} and GaussianK "
+            f"{kept['gaussiank', '', True]['kept']:.2f} of k",
+        ),
+        ("Threshold estimation", f"{faster['sidco-e']} times faster than `torch.topk`"),
+        ("Threshold estimation", f"exact selection {faster['exact']}"),
+        ("DGC is slower", f"DGC {faster['dgc']} times"),
+        ("Trimmed top-k", f"{faster['redsync-trimmed']} times faster"),
+        (
+            "1.16 to 4.72",
+            f"{speed(lstm, 'redsync-quantised'):.1f} (LSTM), {speed(vgg, 'redsync-quantised'):.2f} and unquantised "
+            f"{speed(vgg, 'redsync'):.2f} (VGG16)",
+        ),
+        (
+            "0.66 to 0.94",
+            f"{loopback['none']['step'] / loopback['redsync-quantised']['step']:.2f} and "
+            f"{loopback['none']['step'] / loopback['redsync']['step']:.2f} (ResNet-20 over loopback)",
+        ),
+        (
+            "Quantising",
+            f"{convergence['redsync-quantised']['bytes']:,.0f} bytes a step, "
+            f"{convergence['topk']['bytes']:,.0f} of top-k; "
+            f"loss {loss['redsync-quantised']} and {loss['topk']}",
+        ),
+        ("A threshold can be reused", f"k̂/k {convergence['redsync']['quality']:.2f} live"),
+        (
+            "No gradient build-up",
+            f"{union['topk', 8]:.2f} with eight workers, MiCRO's {union['micro', 8]:.2f}",
+        ),
+        ("Selection at near-zero", f"{span(selecting)} % of a step"),
+        (
+            "Selection at near-zero",
+            f"{micro[2]} ms with two workers and {micro[4]} with four, exact selection {exact[2]} and {exact[4]}",
+        ),
+        ("Outstanding", f"MiCRO {loss['micro']}, top-k {loss['topk']}"),
+        (
+            "Faster than single-layer",
+            f"{span((b for b, _ in lags), '.0f')} times the bytes of top-k",
+        ),
+        ("Faster than single-layer", f"{span(s for _, s in lags)} times as fast"),
+        ("Faster than single-layer", f"[{span(equal)} of the time]"),
+        (
+            "The same convergence",
+            f"losses {fixed['lags']:.2f}, {fixed['topk']:.2f} and dense {fixed['none']:.2f}",
+        ),
+        ("Assumption 1", f"{len(delta) - len(above):,} of {len(delta):,} cases"),
+        ("Assumption 1", f"at most {max(r['numel'] for r in above)} elements"),
+        ("Hardly any loss", f"LAGS {perplexity['lags']}, top-k {perplexity['topk']}"),
+        (
+            "Up to 35",
+            f"{100 * marsit[0]:.0f} % less at {100 * share(lstm):.0f} % communication, {100 * marsit[1]:.0f} % less at "
+            f"{100 * share(vgg):.0f} %, {-100 * marsit[2]:.0f} % more at {100 * share(resnet):.0f} %",
+        ),
+        (
+            "Cascading matches",
+            f"cascading {100 * matching['cascading', '']['matching_rate']:.0f} % until it diverges, Marsit "
+            f"{100 * matching['marsit', '']['matching_rate']:.0f} %",
+        ),
+        ("The accuracy of dense", f"Marsit {loss['marsit']}, dense {loss['none']}"),
+        ("Training 41.7", f"{runs(lstm)['torch-topk']['select']:.1f} s of a step"),
+        ("1.16 to 4.72", f"{taken('redsync-quantised')} % of the step"),
+        ("Up to 35", f"{taken('marsit')} % of the steps"),
+        ("The rate of SGD", f"by a factor of {least:.0f} and more"),
+    ]
+
+
+def claims() -> list[str]:
+    """Return the rows of the tables of claims."""
+    rows = re.findall(r"(?m)^\| (?!claim|system|---|`)(.*) \|$", PAGE.read_text(encoding="utf-8"))
+    return [" ".join(row.split()) for row in rows]
+
+
+def test_every_claim_has_the_numbers_of_the_results():
+    for begin, fact in facts():
+        (row,) = [row for row in claims() if row.startswith(begin)]
+        assert " ".join(fact.split()) in row
+
+
+def test_the_tables_are_those_of_the_results():
+    page = PAGE.read_text(encoding="utf-8")
+    for mark, text in tables().items():
+        assert block(mark, text) in page, mark
+
+
+def test_every_claim_has_one_answer():
+    rows = [row.split(" | ") for row in claims()]
+    assert len(rows) > 20
+    for claim, answer, *_ in rows:
+        assert answer in ANSWERS, claim
+    assert len({claim for claim, *_ in rows}) == len(rows)
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        for mark, text in tables().items():
+            put(PAGE, mark, text)
+    for begin, fact in facts():
+        print(f"{begin} …: {fact}")
