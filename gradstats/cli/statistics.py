@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,11 +21,11 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import Records, Table, analyse, note, note_statuses, one_by_one
+from gradstats.cli.output import Table, analyse, note, note_statuses, one_by_one
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
-    from gradstats.trace.sources import Source
+    pass
 
 __all__ = [
     "DECAY",
@@ -225,15 +225,11 @@ def pot(  # numpydoc ignore=PR01
     """
     from gradstats.analysis import peaks
 
-    if layers or layer:
-        table, at = TAILS, ratio[0] if ratio else 0.1
-        work = one_by_one(peaks.mixture_records, at, method=method)
-    else:
-        table = PEAKS
-        if choose:
-            test = "; p: of 1000 excesses each, and what they cannot show stays; p stable: of one c from there on"
-            table = PEAKS.extended(test, "p_value", "p_stable", "chosen")
-        work = one_by_one(peaks.pot_records, ratio, method=method, replicates=choose)
+    table, by_layer = (TAILS if layers or layer else PEAKS), bool(layers or layer)
+    if choose and not by_layer:
+        test = "; p: of 1000 excesses each, and what they cannot show stays; p stable: of one ξ from there on"
+        table = PEAKS.extended(test, "p_value", "p_stable", "chosen")
+    work = one_by_one(peaks.pot, ratio, method=method, replicates=choose, per_layer=by_layer)
     records = analyse(
         "peaks", source, work, scheduler=scheduler, steps=step, ranks=rank, kinds=kind, layers=layer
     )
@@ -272,13 +268,13 @@ def drift(  # numpydoc ignore=PR01
     from gradstats.analysis import drift
     from gradstats.primitives.ratio import RATIOS
 
-    def records_of(source: Source, **given: Any) -> Records:
-        dataset = drift.over_training(
-            source, models=_chosen(model), ratios=ratio or RATIOS, per_layer=per_layer, **given
-        )
-        return drift.drift_records(dataset, quantity or ())
-
-    work = one_by_one(records_of)
+    work = one_by_one(
+        drift.drift,
+        quantity or (),
+        models=_chosen(model),
+        ratios=ratio or RATIOS,
+        per_layer=per_layer,
+    )
     records = analyse(
         "measuring",
         source,

@@ -182,7 +182,11 @@ def as_compressor(rule: Selector | Compressor, codec: Codec = PLAIN) -> Compress
         If it is neither.
     """
     if not isinstance(rule, Selector | Compressor):
+        example = (
+            rule if isinstance(rule, str) and len(rule) < 30 and rule.isprintable() else "topk"
+        )
         raise InputError(
-            f"a compressor or a selector is needed, not {shown(rule)}; make_compressor(name, ratio) builds one"
+            f"a compressor or a selector is needed, not {shown(rule)}; "
+            f"gradstats.compressors.make_compressor({example!r}, 0.01) builds one"
         )
     return SparseCompressor(rule, codec) if isinstance(rule, Selector) else rule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,7 +27,14 @@ from gradstats.network.timeline import (
     simulate,
 )
 from gradstats.network.union import union_growth
-from gradstats.primitives.ratio import check_ratio, shown, target_count
+from gradstats.primitives.ratio import (
+    check_count,
+    check_number,
+    check_ratios,
+    check_several,
+    shown,
+    target_count,
+)
 from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
@@ -248,7 +256,7 @@ def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[in
 
 def plan(
     source: object,
-    network: Network,
+    network: Network | str | Path,
     compute: float,
     workers: Sequence[int],
     ratios: Sequence[float] = (0.001,),
@@ -266,8 +274,8 @@ def plan(
     source : Source, Trace, str, Path, array_like or mapping of str to array_like
         Source whose layers are sent: a trace or its path, a gradient file, an array, or named arrays. Its gradients say
         how many elements threshold rules keep, and several captured ranks how much their selections overlap.
-    network : Network
-        Cost model, measured or assumed.
+    network : Network, str or Path
+        Cost model, measured or assumed, or the file that it was saved to.
     compute : float
         Seconds of a step's forward and backward pass.
     workers : sequence of int
@@ -323,13 +331,17 @@ def plan(
     Two thirds of `compute` are taken as the backward pass, spread over the layers in proportion to their elements. This
     matters for what goes on meanwhile: DDP's dense all-reduce of buckets of 25 MB, and LAGS.
     """
-    opened = open_source(source)
-    for ratio in ratios:
-        check_ratio(ratio)
-    if not workers or min(workers) < 1:
+    opened, ratios = open_source(source), check_ratios(ratios)
+    if not opened.numel:
+        raise InputError(f"{opened.name} has no elements to send")
+    if isinstance(network, str | Path):
+        network = Network.load(network)
+    elif not isinstance(network, Network):
+        raise InputError(f"network must be a Network or its file, not {shown(network)}")
+    workers = [check_count(n, "workers") for n in check_several(workers, "workers")]
+    if not workers:
         raise InputError("a plan needs at least 1 worker")
-    if not 0 < compute < math.inf:
-        raise InputError(f"compute must be seconds above 0, not {compute}")
+    compute = check_number(compute, "compute", 0, math.inf, hint=", seconds")
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
     if baseline not in BASELINES:
