@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -196,6 +197,8 @@ class Capture:
                     "dtype": dtype,
                 },
                 "versions": _versions(),
+                "created": datetime.now(UTC).isoformat(" ", "seconds"),
+                "host": platform.node(),
                 **(metadata or {}),
             }
             create_trace(

@@ -95,7 +95,12 @@ def test_the_functions_of_commands_take_paths_and_objects_and_return_tables(of_p
         "report": gradstats.report(source),
     }
     assert {name: len(table) for name, table in tables.items()} | {"report": 0} == {
-        **{"quality": 1, "pot": 1, "tails": 3, "drift": 1, "plan": 2, "report": 0}
+        "quality": 1,
+        "pot": 1,
+        "tails": 3,
+        "drift": 1,
+        "plan": 2,
+        "report": 0,
     }
     for name, table in tables.items():
         frame = table.to_dataframe()

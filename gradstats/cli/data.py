@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +24,7 @@ _RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
 def info(  # numpydoc ignore=PR01
     source: SourceArgument, format: FormatOption = "table", output: OutputOption = None
 ) -> None:
-    """Show what a trace holds: steps, ranks, kinds, and what the run recorded."""
+    """Show what a trace holds: the run, its compressor, loss and size; steps, ranks, kinds, and what was recorded."""
     from gradstats.analysis import info
     from gradstats.trace.sources import TraceSource, open_sources
 
@@ -37,20 +39,18 @@ def info(  # numpydoc ignore=PR01
 
 
 def _describe(source: TraceSource) -> str:
-    trace = source.trace
-    a = trace.attrs
-    run = [f"{a[key]}" for key in ("model", "data", "compressor") if key in a]
-    if "ratio" in a:
-        run.append(f"ratio {a['ratio']:g}")
-    if "error_feedback" in a:
-        run.append(("with" if a["error_feedback"] else "without") + " error feedback")
-    lines = [
-        f"{trace.path}",
-        f"  {', '.join(run) or 'no description of the run'}",
-        f"  {trace.numel:,} elements in {len(trace.layers)} parameters, "
-        f"{trace.world_size} ranks of which {len(trace.ranks)} captured, "
-        f"{len(trace.steps())} steps",
-    ]
+    from gradstats.analysis.info import describe
+    from gradstats.tables import visible
+
+    trace, width = source.trace, shutil.get_terminal_size().columns
+    facts = describe(source)
+    indent = 3 + max(map(len, facts))
+    lines = [f"{trace.path}"]
+    for name, text in facts.items():
+        first = f"  {name:<{indent - 2}}"
+        lines += textwrap.wrap(
+            visible(text), width, initial_indent=first, subsequent_indent=" " * indent
+        )
     steps = {rank: trace.steps(rank) for rank in trace.ranks}
     most = max(map(len, steps.values()), default=0)
     lines += [
