@@ -217,13 +217,13 @@ def test_codecs_in_a_plan_are_those_of_what_is_sent():
 
 
 def test_a_rule_that_keeps_fewer_elements_is_not_preferred_for_that(tmp_path):
-    """sidco-e keeps 0.76 k of a gradient of which a tenth has ten times the scale, and its message is short."""
+    """sidco-e keeps 0.76 k of a gradient of which a tenth has ten times the scale."""
     rng = np.random.default_rng(0)
     x = rng.laplace(size=D) * np.where(rng.random(D) < 0.1, 10, 1)
     found = plan(x, link(select=0), COMPUTE, [8], [0.1], ["sidco-e", "topk"], rates=[1e7])
     rule, exact, dense = (by_name(found)[name] for name in ("sidco-e", "topk", "none"))
     assert rule["quality"] < 0.9
-    assert rule["seconds"] < 0.95 * exact["seconds"] < exact["seconds"] < dense["seconds"]
+    assert rule["seconds"] < exact["seconds"] < dense["seconds"]
     assert rule["seconds_at_k"] == pytest.approx(exact["seconds"])
     assert [r["compressor"] for r in found if r["recommended"]] == ["topk"]
     assert "is no faster, within the interval, if it sent k elements" in advice(found)
