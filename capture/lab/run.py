@@ -123,7 +123,7 @@ def bench_network(
         if on_network is not None:
             # a plan compares what was measured: the simplest compressor always is
             trained = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
-            select = dict.fromkeys([*trained, "topk"])
+            select = list(dict.fromkeys([*trained, "topk"]))
             on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
         for name in compressors:
             run = _with(config, name).replace(label=name if config.label else "")
