@@ -261,6 +261,10 @@ def _replay(
         on_progress()
 
 
+_ROUNDING = 1e-9
+"""Relative difference of two sums of squares that is one of rounding."""
+
+
 class _BestK:
     """The energy that the k largest elements of one gradient hold, remembered by k."""
 
@@ -280,7 +284,8 @@ class _BestK:
         best = self._total - self._kept[k]
         if not best > 1e-12 * self._total:
             return float("nan")
-        return math.sqrt(max(self._total - kept, 0.0) / best) - 1
+        error = math.sqrt(max(self._total - kept, 0.0) / best) - 1
+        return 0.0 if abs(error) < _ROUNDING else error
 
 
 def _energy(values: NDArray[np.float64]) -> float:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradstats.cli.options import FormatOption, OutputOption, SourceArgument
+from gradstats.cli.options import FormatOption, OutputOption, RatioOption, SourceArgument
 from gradstats.cli.output import Table, note
+from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     from gradstats.trace.sources import TraceSource
@@ -66,10 +67,43 @@ def report(  # numpydoc ignore=PR01
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE.html")
     ],
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measured cluster, as for `plan`: the page then begins with its advice.",
+            metavar="network.json",
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option("--workers", help="Number of workers (repeatable).", min=1)
+    ] = None,
+    compute: Annotated[
+        list[float] | None,
+        typer.Option(help="Time of a step without its exchange (repeatable).", metavar="SECONDS"),
+    ] = None,
+    ratio: RatioOption = None,
 ) -> None:
-    """Write one self-contained page with the figures and tables of a source."""
+    """Write one self-contained page: the run, what to do, what the gradient is like, figures and tables.
+
+    With --network, --workers and --compute it says, too, whether compressing would save time.
+    """
     from gradstats.report import write_report
     from gradstats.trace.sources import open_sources
 
-    write_report(open_sources(source), output)
+    sources = open_sources(source)
+    advice = []
+    if network is not None:
+        from gradstats import network as cluster
+
+        if not workers or not compute:
+            raise InputError("--network takes --workers and --compute, too")
+        for each in sources:
+            plans = cluster.plan(each, network, compute, workers, ratio or (0.01, 0.001))
+            for n in dict.fromkeys(workers):
+                advice.append(
+                    f"{each.name}: {cluster.advice([r for r in plans if r['workers'] == n])}"
+                )
+    elif workers or compute or ratio:
+        raise InputError("--workers, --compute and --ratio are of the plan: give --network, too")
+    write_report(sources, output, advice=advice)
     note(f"wrote {output}")

@@ -24,7 +24,7 @@ from gradstats.report.measured import (
     Measured,
     measure,
 )
-from gradstats.report.sections import section
+from gradstats.report.sections import run, section
 from gradstats.report.verdicts import QUESTIONS, Verdict
 from gradstats.tables import Records
 from gradstats.trace import Kind
@@ -34,7 +34,9 @@ from gradstats.trace.sources import TraceSource, open_source
 __all__ = ["write_report"]
 
 
-def write_report(sources: object, path: str | Path | None = None) -> Records:
+def write_report(
+    sources: object, path: str | Path | None = None, *, advice: Sequence[str] = ()
+) -> Records:
     """Write the page for one or more sources: what to do and what the gradient is like, then figures and tables.
 
     The page loads nothing: style, script and images are in the file. ``gradstats.report(…)`` is this function.
@@ -45,6 +47,8 @@ def write_report(sources: object, path: str | Path | None = None) -> Records:
         Each a trace or its path, a gradient file, an array, or arrays by layer name.
     path : str or Path, optional
         File to write, replaced if it exists. Without one only the answers are returned.
+    advice : sequence of str, optional
+        What :func:`gradstats.network.advice` says of a plan, for the top of the page.
 
     Returns
     -------
@@ -73,7 +77,9 @@ def write_report(sources: object, path: str | Path | None = None) -> Records:
         for kind in m.kinds
     ]
     if path is not None:
-        body = "\n".join([_first_screen(measured, answers), *sections, _provenance(measured)])
+        body = "\n".join(
+            [_first_screen(measured, answers, advice), *sections, _provenance(measured)]
+        )
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             replace_file(Path(path), page("Gradient report", body))
@@ -101,7 +107,7 @@ _Answers: TypeAlias = list[tuple[Measured, Kind, dict[str, Verdict]]]
 """What the first screen answers of every source and kind."""
 
 
-def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
+def _first_screen(measured: Sequence[Measured], answers: _Answers, advice: Sequence[str]) -> str:
     names = [f"{m.source.name}, {kind}" for m, kind, _ in answers]
     heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in names)
     rows = []
@@ -119,8 +125,10 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
         f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
     )
     return (
-        f"<h1>What this gradient is like</h1><nav>Figures and tables: {links} · "
-        '<a href="#made">how this page was made</a></nav>'
+        f"<h1>Gradient report: {escape(', '.join(m.source.name for m in measured))}</h1>"
+        f"<nav>Figures and tables: {links} · "
+        f'<a href="#made">how this page was made</a></nav>{"".join(map(run, measured))}'
+        f"{''.join(f'<p class=advice>{escape(text)}</p>' for text in advice)}"
         f"<div class=scroll><table class=verdicts><thead><tr><td></td>{heads}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{_READING}"
     )
