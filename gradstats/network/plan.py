@@ -43,10 +43,13 @@ from gradstats.trace.sources import Source, TraceSource, open_source
 
 __all__ = ["BASELINES", "HELD", "plan"]
 
-HELD = (39, 42)
+HELD = (38, 42)
 """Measured steps that were within their 95 % interval, and how many there are, in docs/network.md."""
 _ERROR = 0.08
-"""Standard deviation of ln(measured ÷ predicted) over these steps: what a training does that no fitted line knows."""
+"""Standard deviation of what a training does that no fitted line knows, as a share of a step.
+
+That of ln(measured ÷ predicted) in docs/network.md is 0.06 without LAGS and 0.10 with it.
+"""
 _ALIKE = 0.02
 """Share of a step that is no reason to prefer one compressor to a simpler one."""
 

@@ -254,7 +254,12 @@ def test_the_coverage_that_the_command_says_is_that_of_the_page():
     assert abs(inside - HELD[0]) <= 1  # a rounded end
     assert f"{HELD[0]} of the measured steps lie within the predicted interval" in page
     errors = [math.log(measured / predicted) for measured, predicted, *_ in rows]
-    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(0.08, abs=0.005)
+    lags = [
+        i for i, line in enumerate(re.findall(r"\| `[\w-]+` \| [\d,]+ \|", page)) if "lags" in line
+    ]
+    others = np.delete(errors, lags)
+    assert math.sqrt(np.mean(np.square(others))) == pytest.approx(0.06, abs=0.005)
+    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(0.10, abs=0.005)
 
 
 def test_where_nothing_was_measured_the_plan_says_so(inputs, capsys):
@@ -264,7 +269,7 @@ def test_where_nothing_was_measured_the_plan_says_so(inputs, capsys):
     code, out, err = run(capsys, *PLAN, "--network", "none.json")
     assert code == 0, err
     assert "No compressor was considered: measure the network again" in " ".join(out.split())
-    assert "Not considered, as the network was measured without them: exact," in err
+    assert "Not considered, as the network was measured without them: dense-bf16," in err
 
 
 def test_where_only_fast_links_gain_it_pays_above_a_bandwidth():
@@ -430,7 +435,7 @@ def test_other_formats_have_every_field(inputs, capsys):
     assert chosen["compressor"] == "none"  # dense cannot be told from topk here
     assert chosen["low"] < fastest["seconds"] < chosen["seconds"]
     assert "don't compress" in err
-    assert "95 %; of 42 steps measured elsewhere (docs/network.md) they held 39." in err
+    assert "95 %; of 42 steps measured elsewhere (docs/network.md) they held 38." in err
     rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
     assert list(rows[0]) == list(records[0])
     assert "| workers | rate |" in run(capsys, *few, "--format", "markdown")[1]
