@@ -225,6 +225,9 @@ def test_bad_data_is_said_first(tmp_path):
     assert page.warned[0] == "Is the data sound?"
 
 
+_BOTH = ["Is the data sound?", "Which model is closest?"]
+
+
 @pytest.mark.parametrize(
     ("x", "model", "warned"),
     [
@@ -235,7 +238,7 @@ def test_bad_data_is_said_first(tmp_path):
             "None fits",
             ["Is the data sound?", "Which model is closest?"],
         ),
-        (np.zeros(300), "None fits", ["Is the data sound?", "Which model is closest?"]),
+        (np.zeros(300), "None fits", _BOTH),
     ],
 )
 def test_a_model_far_off_is_warned_of(x, model, warned, tmp_path):
