@@ -98,6 +98,7 @@ def plan(  # numpydoc ignore=PR01
     """
     from gradstats import network
     from gradstats.collectives import Codec
+    from gradstats.console import progress_bar
     from gradstats.network.rates import format_rate, parse_rate
     from gradstats.trace.sources import open_sources
 
@@ -106,17 +107,20 @@ def plan(  # numpydoc ignore=PR01
     sources = open_sources(source)
     if len(sources) > 1:
         raise InputError(f"{source} holds several traces; give one of them")
-    records = network.plan(
-        sources[0],
-        network.Network.load(measured_network),
-        compute,
-        workers,
-        ratio or (0.001,),
-        compressor or (),
-        rates=[parse_rate(text) for text in bandwidth or ()],
-        codec=Codec(indices, values),
-        baseline=baseline,
-    )
+    rates = [parse_rate(text) for text in bandwidth or ()]
+    with progress_bar() as bar:
+        bar.add_task("plan", total=None)
+        records = network.plan(
+            sources[0],
+            network.Network.load(measured_network),
+            compute,
+            workers,
+            ratio or (0.001,),
+            compressor or (),
+            rates=rates,
+            codec=Codec(indices, values),
+            baseline=baseline,
+        )
     if figure is not None:
         _draw(records, points, figure)
     columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "pays", "limit"]

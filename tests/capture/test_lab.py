@@ -213,7 +213,8 @@ def test_a_training_says_where_its_time_goes(lab):
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert all(" after " in line for line in done.stderr.splitlines()), done.stderr
     records = {record["compressor"]: record for record in json.loads(done.stdout)}
     assert tuple(records) == names
     dense, topk = records.values()
