@@ -239,10 +239,9 @@ class Capture:
             If the hook is none, as when the two are swapped.
         """
         if not callable(hook):
-            swapped = callable(state) and not hasattr(state, "last")
             raise InputError(
                 "capture.wrap(state, hook) takes the state first: the two are swapped"
-                if swapped
+                if callable(state) and not hasattr(state, "last")
                 else f"a communication hook is a function of a state and a bucket, not {shown(hook)}"
             )
         self._state = state
@@ -641,8 +640,9 @@ def _at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
 
 
 def _unwrap(model: object) -> torch.nn.Module:
-    if isinstance(model, DistributedDataParallel):
-        return model.module  # type: ignore[no-any-return]
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        # torch.compile's wrapper would put its name into that of every parameter
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
     if not isinstance(model, torch.nn.Module):
         hint = (
             "; give the model whose parameters it updates" if hasattr(model, "param_groups") else ""

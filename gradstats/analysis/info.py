@@ -35,8 +35,8 @@ def describe(source: TraceSource) -> dict[str, str]:
             [
                 a.get("compressor"),
                 f"ratio {a['ratio']:g}" if isinstance(a.get("ratio"), int | float) else None,
-                {True: "with error feedback", False: "without error feedback"}.get(
-                    a.get("error_feedback")
+                {"True": "with error feedback", "False": "without error feedback"}.get(
+                    str(a.get("error_feedback"))
                 ),
             ]
         ),

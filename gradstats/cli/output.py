@@ -298,6 +298,9 @@ def analyse(
         steps = sorted({max(step for _, _, step in keys) for keys in held.values()})
         held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
     keys = [(s, key) for s, each in held.items() for key in each]
+    for source_of in sources:
+        if source_of.remark:
+            note(f"{source_of.remark[0].upper()}{source_of.remark[1:]}.")
     rough = dict.fromkeys(s.name for s, (rank, kind, _) in keys if s.sketched(rank, kind))
     if rough:
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")

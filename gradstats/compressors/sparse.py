@@ -182,11 +182,8 @@ def as_compressor(rule: Selector | Compressor, codec: Codec = PLAIN) -> Compress
         If it is neither.
     """
     if not isinstance(rule, Selector | Compressor):
-        example = (
-            rule if isinstance(rule, str) and len(rule) < 30 and rule.isprintable() else "topk"
-        )
         raise InputError(
-            f"a compressor or a selector is needed, not {shown(rule)}; "
-            f"gradstats.compressors.make_compressor({example!r}, 0.01) builds one"
+            f"a compressor or a selector is needed, not {shown(rule)}; gradstats.compressors.make_compressor("
+            f"{shown(rule) if isinstance(rule, str) else repr('topk')}, 0.01) builds one"
         )
     return SparseCompressor(rule, codec) if isinstance(rule, Selector) else rule

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -149,7 +148,8 @@ class _System:
         """Return the seconds of a step on every network, the fitted one first."""
         way = self.way(networks[0])
         pairs = zip(networks, slower, strict=True)
-        return error * np.array([self.timeline(n, way, s).seconds for n, s in pairs])
+        seconds = np.array([self.timeline(n, way, s).seconds for n, s in pairs])
+        return np.asarray(error * seconds)
 
     def predicted(
         self,
@@ -370,7 +370,8 @@ def plan(
     workers = [check_count(n, "workers") for n in check_several(workers, "workers")]
     if not workers:
         raise InputError("a plan needs at least 1 worker")
-    given = [compute] if isinstance(compute, Real | str) else check_several(compute, "compute")
+    several = isinstance(compute, Sequence | np.ndarray) and not isinstance(compute, str)
+    given: Any = check_several(compute, "compute") if several else [compute]  # type: ignore[arg-type]
     times = [check_number(each, "compute", 0, math.inf, hint=", seconds") for each in given]
     if not times:
         raise InputError("compute must be seconds of a step, not an empty list")

@@ -132,7 +132,8 @@ def _live(measured: Measured, kind: Kind) -> Verdict:
 def _data(measured: Measured, kind: Kind) -> Verdict:
     """Say whether the elements themselves are sound."""
     rows, d = _of(measured.ledger, kind), measured.source.numel
-    found, harmless = [], []
+    found: list[str] = []
+    harmless: list[str] = []
     for name, text, bad in (("nonfinite", "NaN or infinite", 0.0), ("zeros", "zero", _SOUND)):
         most = max(r[name] for r in rows)
         if most:
