@@ -52,7 +52,10 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _speedup(record: Mapping[str, Any]) -> str:
     low, high = record["speedup_low"], record["speedup_high"]
-    return f"{record['speedup']:.3g} times as fast ({low:.3g} to {high:.3g})"
+    interval = (
+        f" ({low:.3g} to {high:.3g})" if low < high else ""
+    )  # of an assumed network there is none
+    return f"{record['speedup']:.3g} times as fast{interval}"
 
 
 def _label(record: Mapping[str, Any]) -> str:
