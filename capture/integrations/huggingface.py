@@ -124,7 +124,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         original, own = trainer.training_step, vars(trainer).get("training_step")
 
         def training_step(*arguments: Any, **options: Any) -> torch.Tensor:
-            loss = original(*arguments, **options)
+            loss: torch.Tensor = original(*arguments, **options)
             self._losses.append(loss.detach())
             return loss
 

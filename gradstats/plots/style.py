@@ -124,7 +124,7 @@ def next_colour(ax: Axes) -> tuple[float, float, float]:
     tuple of float
         Red, green and blue, in [0, 1].
     """
-    return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]  # type: ignore[no-any-return]
+    return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]
 
 
 def tidy(ax: Axes, title: str | None) -> Axes:

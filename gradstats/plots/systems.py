@@ -162,7 +162,7 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
         widths = [
             1e3 * float(np.mean([r[part] for r in records if r["compressor"] == n])) for n in names
         ]
-        style = {"color": PALETTE[i], "hatch": HATCHES[i], "edgecolor": "white"}
+        style: dict[str, Any] = {"color": PALETTE[i], "hatch": HATCHES[i], "edgecolor": "white"}
         ax.barh(range(len(names)), widths, left=left, label=part, **style)
         left += widths
     ax.set(xlabel="time per step (ms)")

@@ -474,7 +474,7 @@ def test_completion(words, expected, monkeypatch):
 
 
 def test_an_interrupt_is_one_line(monkeypatch, tmp_path):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradstats.report.write_report", interrupted)
