@@ -6,12 +6,13 @@ Public names load the first time they are used.
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradstats import compressors, plots, thresholds
+    from gradstats import compressors, plots, report, thresholds
     from gradstats.analysis.compression import compression
-    from gradstats.analysis.drift import over_training
+    from gradstats.analysis.drift import drift, over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
     from gradstats.errors import (
         ExchangeError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         TraceError,
     )
+    from gradstats.network import plan
     from gradstats.primitives import warm_up
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
@@ -36,14 +38,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "gradstats": ("compressors", "plots", "thresholds"),
+    "gradstats": ("compressors", "plots", "report", "thresholds"),
     "gradstats.analysis.compression": ("compression",),
-    "gradstats.analysis.drift": ("over_training",),
+    "gradstats.analysis.drift": ("drift", "over_training"),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
     "gradstats.errors": (
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
     ),
+    "gradstats.network": ("plan",),
     "gradstats.primitives": ("histogram", "moments", "select", "warm_up"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "pot"),
@@ -71,16 +74,19 @@ __all__ = [
     "compression",
     "compressors",
     "distributions",
+    "drift",
     "fit",
     "goodness",
     "histogram",
     "moments",
     "open_trace",
     "over_training",
+    "plan",
     "plots",
     "pot",
     "quality",
     "quality_series",
+    "report",
     "save_safetensors",
     "select",
     "sketch",
@@ -91,12 +97,23 @@ __all__ = [
 ]
 
 
+class _Pot(ModuleType):
+    """The module ``gradstats.pot``, which is called as the command of its name: ``gradstats.pot("run.zarr")``."""
+
+    def __call__(self, source: object, *arguments: Any, **options: Any) -> Any:
+        from gradstats.analysis.peaks import pot
+
+        return pot(source, *arguments, **options)
+
+
 def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOME.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'gradstats' has no attribute {name!r}")
     if home in ("gradstats", "gradstats.statistics"):  # the name is a module's
         value: Any = import_module(f"{home}.{name}")
+        if name == "pot":
+            value.__class__ = _Pot
     else:
         value = getattr(import_module(home), name)
     globals()[name] = value
