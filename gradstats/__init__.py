@@ -5,11 +5,16 @@ Public names load the first time they are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gradstats.tables import Shown
+
 if TYPE_CHECKING:
     from gradstats import compressors, plots, thresholds
+    from gradstats.analysis.agreement import agreement
+    from gradstats.analysis.compare import compare
     from gradstats.analysis.compression import compression
     from gradstats.analysis.drift import over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         TraceError,
     )
+    from gradstats.hooks.monitor import Monitor
     from gradstats.primitives import warm_up
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
@@ -35,8 +41,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+
+def _figure(name: str) -> Callable[..., Any]:
+    figure: Callable[..., Any] = getattr(import_module("gradstats.plots"), name)
+    return figure
+
+
+Shown.figures = staticmethod(_figure)  # results draw themselves with what is above them
+
 _HOME = {
     "gradstats": ("compressors", "plots", "thresholds"),
+    "gradstats.analysis.agreement": ("agreement",),
+    "gradstats.analysis.compare": ("compare",),
     "gradstats.analysis.compression": ("compression",),
     "gradstats.analysis.drift": ("over_training",),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
@@ -44,6 +60,7 @@ _HOME = {
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
     ),
+    "gradstats.hooks.monitor": ("Monitor",),
     "gradstats.primitives": ("histogram", "moments", "select", "warm_up"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "pot"),
@@ -63,10 +80,13 @@ __all__ = [
     "GradstatsError",
     "InputError",
     "Magnitudes",
+    "Monitor",
     "NonFiniteGradientError",
     "Sketch",
     "Trace",
     "TraceError",
+    "agreement",
+    "compare",
     "compressibility",
     "compression",
     "compressors",

@@ -449,3 +449,43 @@ def test_exports_of_scalars_and_nothing_and_to_nowhere(tmp_path):
         save_safetensors(tmp_path / "a.zarr", tmp_path / "missing" / "a.safetensors", 0)
     with pytest.raises(TraceError, match="no step 7"):
         save_safetensors(tmp_path / "a.zarr", tmp_path / "a.safetensors", 7)
+
+
+def test_huggingface_monitors_what_the_optimizer_uses(tmp_path):
+    from transformers import Trainer
+
+    from capture.integrations.huggingface import CaptureCallback, MonitorCallback
+
+    logged = []
+    args = cases.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, max_grad_norm=0.1)
+    monitor = MonitorCallback(logged.append, every=2, trigger={"norm": 0.0}, following=1)
+    capture = CaptureCallback(tmp_path / "run.zarr", monitor.triggered)
+    Trainer(
+        cases.gpt2(), args, train_dataset=cases.Sentences(), callbacks=[monitor, capture]
+    ).train()
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(2 * cases.BATCH), clip=0.1)
+    assert [v["gradient/step"] for v in logged] == [0, 2]
+    for values in logged:
+        gradient = seen[int(values["gradient/step"])][2]
+        assert values["gradient/norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
+    assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [0, 2]
+    with pytest.raises(TypeError, match="windwo"):
+        MonitorCallback(windwo=3)
+
+
+def test_lightning_monitors_into_the_logger(tmp_path):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+
+    from capture.integrations.lightning import MonitorCallback
+
+    monitor = MonitorCallback(per_layer=True)
+    settings = cases.SETTINGS | {"max_steps": 3, "logger": CSVLogger(tmp_path)}
+    trainer = Trainer(callbacks=[monitor], **settings)
+    trainer.fit(cases.module(), cases.loader())
+    assert monitor.monitor.values["gradient/step"] == 2
+    metrics = trainer.logger.experiment.metrics
+    norms = [row["gradient/norm"] for row in metrics if "gradient/norm" in row]
+    assert len(norms) == 3
+    parts = [v for n, v in metrics[-1].items() if n.startswith("gradient/norm/")]
+    assert norms[-1] == pytest.approx(math.hypot(*parts), rel=1e-6)

@@ -540,6 +540,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         among=("k",),
     )
 
+    yield Target(gradstats.compare, {"a": {"w": x}}, array="b", among=("weights", "tolerance"))
     fitted, sketched = gradstats.fit(x, "laplace"), gradstats.sketch(x)
     counted, m = gradstats.histogram(x), sketched.magnitudes
     for method, arguments in (
@@ -729,6 +730,7 @@ _ELSEWHERE = (
     "open_trace",  # of paths and traces: the tests of damaged traces
     "compression",
     "save_safetensors",
+    "agreement",  # of traces of several ranks
 )
 """Public functions that are no target by themselves."""
 
