@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gradstats.statistics import distributions, goodness, pot
     from gradstats.statistics.compressibility import compressibility
     from gradstats.statistics.fitting import Fit, fit
+    from gradstats.statistics.several import fit_all
     from gradstats.statistics.solution import FitError
     from gradstats.thresholds import threshold
     from gradstats.trace import Trace, open_trace
@@ -66,6 +67,7 @@ _HOME = {
     "gradstats.statistics": ("distributions", "goodness", "pot"),
     "gradstats.statistics.compressibility": ("compressibility",),
     "gradstats.statistics.fitting": ("Fit", "fit"),
+    "gradstats.statistics.several": ("fit_all",),
     "gradstats.statistics.solution": ("FitError",),
     "gradstats.thresholds": ("threshold",),
     "gradstats.trace": ("Trace", "open_trace"),
@@ -92,6 +94,7 @@ __all__ = [
     "compressors",
     "distributions",
     "fit",
+    "fit_all",
     "goodness",
     "histogram",
     "moments",

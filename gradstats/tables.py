@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS",
+    "Drift",
     "Format",
+    "Plan",
+    "Quality",
     "Record",
     "Records",
     "Shown",
@@ -65,7 +68,9 @@ class Shown:
 
     def __repr__(self) -> str:
         rows = joined(self._rows())
-        cells = [f"{n} {text}" for n, text in (rows[0] if rows else {}).items() if text != "–"]
+        cells = [
+            f"{n} {text}" for n, text in (rows[0] if rows else {}).items() if text not in ("", "–")
+        ]
         more = f"; {len(rows) - 1} more" if len(rows) > 1 else ""
         return f"<{type(self).__name__}: {', '.join(cells)}{more}>"
 
@@ -108,6 +113,82 @@ class Records(list[dict[str, Any]], Shown):
             A row for each record, a column for each field.
         """
         return self.summary()
+
+
+class Quality(Records):
+    """Records of :func:`gradstats.quality`."""
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw k̂/k of the first trace, kind and layer: :func:`gradstats.plots.quality_bars`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        labels = ("trace", "kind", "layer")
+        one = [r for r in self if all(r.get(n) == self[0].get(n) for n in labels)]
+        return self._draw("quality_bars", one, ax=ax, **options)
+
+
+class Drift(Records):
+    """Records of how a run's quantities move, and the data set that they were made of.
+
+    Attributes
+    ----------
+    dataset : xarray.Dataset
+        Data set of :func:`gradstats.over_training`.
+    """
+
+    dataset: Any = None
+
+    def plot(self, quantity: str = "mean", ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw a quantity of the first kind and layer over the steps: :func:`gradstats.plots.drift`.
+
+        Parameters
+        ----------
+        quantity : str
+            Variable of the data set.
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        one = self.dataset.isel(kind=0, layer=0)
+        return self._draw("drift", one, quantity, ax=ax, **options)
+
+
+class Plan(Records):
+    """Records of a plan: predicted times of a step."""
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the speed-ups: :func:`gradstats.plots.speedup`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        return self._draw("speedup", self, ax=ax, **options)
 
 
 def joined(records: Sequence[Record]) -> list[dict[str, str]]:
@@ -242,7 +323,7 @@ def render(
 
 def _cell(name: str, value: Any) -> str:
     # somebody typed a ratio as 0.1, so it is not shown as 0.100
-    if name == "ratio" and value is not None:
+    if name == "ratio" and value is not None and not isinstance(value, str):
         return f"{value:g}"
     return visible(format_value(value))
 

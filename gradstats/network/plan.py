@@ -27,7 +27,7 @@ from gradstats.network.timeline import (
 )
 from gradstats.network.union import union_growth
 from gradstats.primitives.ratio import check_ratio, shown, target_count
-from gradstats.tables import Records
+from gradstats.tables import Plan, Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
@@ -387,7 +387,7 @@ def plan(
         )
         return replace(coded, exchange=one, codec=PLAIN)
 
-    records = Records()
+    records = Plan()
     for world in dict.fromkeys(workers):
         systems = [system(name, ratio, world) for name, ratio in chosen]
         breaks = [

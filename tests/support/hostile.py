@@ -527,6 +527,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(
         goodness.bootstrap, {"model": "laplace", "size": 50, "replicates": 2, "statistic": "ad"}
     )
+    yield Target(gradstats.fit_all, {"models": ["laplace", "dgamma"]})
     yield Target(pot.mean_excess, {})
     yield Target(pot.parameter_stability, {"ratios": (0.5, 0.1)})
     yield Target(pot.choose_threshold, {"ratios": (0.5,), "size": 100, "replicates": 19})
