@@ -60,8 +60,9 @@ class Capture:
     model : torch.nn.Module
         Module whose gradients are captured, wrapped in DDP or not. Give the DDP model where there is one: only then
         can a hook that was registered without :meth:`wrap`, or a misplaced ``no_sync``, be noticed.
-    schedule : Schedule, int or iterable of int
-        Steps to capture: a :class:`Schedule`, N for every N-th step, or a list of steps.
+    schedule : Schedule, int, iterable of int or callable
+        Steps to capture: a :class:`Schedule`, N for every N-th step, a list of steps, or a function that is asked once
+        a step, such as :meth:`gradstats.Monitor.triggered`.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
     kinds : sequence of {"gradient", "corrected"}, optional
@@ -130,7 +131,7 @@ class Capture:
         self,
         path: str | Path,
         model: torch.nn.Module,
-        schedule: Schedule | int | Iterable[int] = 1,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
         *,
         ranks: Iterable[int] | None = None,
         kinds: Sequence[Kind] | None = None,
@@ -540,7 +541,9 @@ class Capture:
         """Open this rank's writer, once the hook is known and with it the kinds to write."""
         if self._kinds is None:
             self._kinds = KINDS if observe(self._state).error_feedback else ("gradient",)
-        expected = None if self._total_steps is None else self.schedule.count(self._total_steps)
+        expected = None
+        if self._total_steps is not None and self.schedule.known:
+            expected = self.schedule.count(self._total_steps)
         try:
             writer = TraceWriter(
                 self.path,

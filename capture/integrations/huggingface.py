@@ -23,12 +23,12 @@ except ImportError as error:
         f"{__name__} needs transformers and accelerate: pip install 'gradstats[huggingface]'"
     ) from error
 
-from capture.integrations.trainer import TrainerCapture
+from capture.integrations.trainer import TrainerCapture, TrainerMonitor
 from capture.schedule import Schedule
 from capture.tap import Hook
 from gradstats.errors import InputError
 
-__all__ = ["CaptureCallback"]
+__all__ = ["CaptureCallback", "MonitorCallback"]
 
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -54,7 +54,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     ----------
     path : str or Path
         Trace to create, ``NAME.zarr``.
-    schedule : Schedule, int or iterable of int
+    schedule : Schedule, int, iterable of int or callable
         Steps to capture, as for :class:`capture.Capture`.
     comm_hook : callable, optional
         DDP communication hook to register when training begins, from PyTorch or from gradstats; ``allreduce_hook``
@@ -81,7 +81,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         path: str | Path,
-        schedule: Schedule | int | Iterable[int] = 1,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
         *,
         comm_hook: Hook | None = None,
         comm_state: Any = None,
@@ -164,3 +164,48 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         """Finish the trace. After a training that fails, the interpreter's exit does it."""
         self._unhook()
         self._close()
+
+
+class MonitorCallback(TrainerMonitor, TrainerCallback):  # type: ignore[misc]
+    """Describe the gradient of every N-th step of a ``Trainer``, for any logger.
+
+    ``Trainer(callbacks=[MonitorCallback(wandb.log, every=10)])``; the arguments are those of
+    :class:`capture.integrations.trainer.TrainerMonitor`. The gradient is the one that the optimizer is about to use
+    (``on_pre_optimizer_step``): accumulated, averaged over the ranks under DDP, without the loss scale of fp16, and
+    clipped to ``max_grad_norm``, which is 1 unless you set it. Shards of FSDP2 are added up; those of FSDP1 and
+    DeepSpeed are refused.
+
+    Raises
+    ------
+    TypeError
+        If an option is unknown.
+    InputError
+        When training begins, if the gradients are flat shards, or if an option has a wrong value.
+    """
+
+    def on_train_begin(  # numpydoc ignore=PR01
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        **_: Any,
+    ) -> None:
+        """Make the monitor."""
+        parallel = PartialState().distributed_type
+        names = (str(n) for n, _ in model.named_parameters())
+        if parallel in _SHARDED and (
+            parallel != DistributedType.FSDP or any("_flat_param" in n for n in names)
+        ):
+            raise InputError(
+                f"gradients sharded by {parallel.value} cannot be described; use DDP or FSDP2"
+            )
+        self._watch(model, state.global_step)
+
+    def on_pre_optimizer_step(  # numpydoc ignore=PR01
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Take the step."""
+        assert self.monitor is not None
+        self.monitor.step()

@@ -21,7 +21,7 @@ from gradstats.statistics.fitting import MODELS, Method, check_method, default_m
 from gradstats.statistics.goodness import goodness
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
-from gradstats.tables import Records
+from gradstats.tables import Drift, Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
@@ -353,7 +353,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
         If a quantity is unknown.
     """
     names = list(quantities) or ["mean", "threshold", "shape", "p"]
-    records = Records()
+    records = Drift()
+    records.dataset = dataset
     for name in names:
         if name not in dataset or "layer" not in dataset[name].dims:
             raise unknown("quantity", name, [str(v) for v in dataset if "layer" in dataset[v].dims])

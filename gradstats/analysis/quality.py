@@ -17,7 +17,7 @@ from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
-from gradstats.tables import Records
+from gradstats.tables import Quality, Records
 from gradstats.thresholds import Estimate, Estimator, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
@@ -383,7 +383,7 @@ def summarise(series: Iterable[dict[str, Any]]) -> Records:
         labels = ("trace", "estimator", "ratio", "kind", "layer")
         key = tuple(record[label] for label in labels)
         groups.setdefault(key, []).append(record)
-    return Records(_summary(records) for records in groups.values())
+    return Quality(_summary(records) for records in groups.values())
 
 
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:

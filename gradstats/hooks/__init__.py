@@ -10,6 +10,7 @@ from gradstats.hooks.memory import (
     Nesterov,
     NoMemory,
 )
+from gradstats.hooks.monitor import Monitor
 from gradstats.hooks.ratio import dgc_warm_up
 from gradstats.hooks.state import CompressionState, NonFinite, Scaler
 from gradstats.trace.record import StepRecord
@@ -21,6 +22,7 @@ __all__ = [
     "ErrorFeedback",
     "Memory",
     "MomentumCorrection",
+    "Monitor",
     "Nesterov",
     "NoMemory",
     "NonFinite",

@@ -35,7 +35,7 @@ from gradstats.primitives.ratio import (
     shown,
     target_count,
 )
-from gradstats.tables import Records
+from gradstats.tables import Plan, Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
@@ -448,7 +448,7 @@ def plan(
         )
         return replace(coded, exchange=one, codec=PLAIN)
 
-    records = Records()
+    records = Plan()
     for world in dict.fromkeys(workers):
         systems = [system(name, ratio, world) for name, ratio in chosen]
         breaks = [

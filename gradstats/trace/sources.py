@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from gradstats.errors import GradstatsError, InputError, first_line, unknown
 from gradstats.primitives import Array
 from gradstats.primitives.arrays import check, flat_chunks, is_tensor, numel_of
-from gradstats.primitives.ratio import check_several
+from gradstats.primitives.ratio import check_several, shown
 from gradstats.primitives.sketch import Sketch
 from gradstats.trace import KINDS, Kind, Layer, Trace, is_trace, open_trace
 
@@ -34,6 +34,7 @@ __all__ = [
     "Source",
     "Subset",
     "TraceSource",
+    "chosen",
     "layer_parts",
     "matching",
     "open_source",
@@ -316,13 +317,43 @@ class Subset:
             If patterns are given and none matches.
         """
         names = [layer.name for layer in source.layers]
-        if not self.layers:
-            return names if self.per_layer else []
-        found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in self.layers)]
-        if not found:
-            patterns = ", ".join(self.layers)
-            raise InputError(f"no layer of {source.name} matches {patterns}; it has {_some(names)}")
-        return found
+        return chosen(names, self.layers, self.per_layer, source.name)
+
+
+def chosen(
+    names: Sequence[str], patterns: Sequence[str] | None, every: bool, where: str
+) -> list[str]:
+    """Return the parameters that are looked at by themselves.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names of all parameters.
+    patterns : sequence of str, optional
+        Patterns of names, as in :mod:`fnmatch`.
+    every : bool
+        Whether all of them are wanted if there are no patterns.
+    where : str
+        What has these parameters, for the error.
+
+    Returns
+    -------
+    list of str
+        Names, in order.
+
+    Raises
+    ------
+    InputError
+        If patterns are given and none matches.
+    """
+    if not patterns:
+        return list(names) if every else []
+    patterns = check_several(patterns, "layers")
+    found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    if not found:
+        listed = ", ".join(patterns)
+        raise InputError(f"no layer of {where} matches {listed}; it has {_some(names)}")
+    return found
 
 
 def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
@@ -538,8 +569,14 @@ def open_source(source: object) -> Source:
             f"not a source of gradients: {type(source).__name__}; give a path, a trace or arrays"
         )
     path = Path(source)
-    if path.is_dir() or _file_and_key(path)[0].suffix not in SUFFIXES:
-        if path.is_file():
+    try:
+        folder, file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # a name too long, a null character
+        raise InputError(
+            f"no path of a source: {shown(str(source))}: {first_line(error)[:80]}"
+        ) from None
+    if folder or _file_and_key(path)[0].suffix not in SUFFIXES:
+        if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         return TraceSource(open_trace(path))
     return _opened(path)

@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import DATA, ROOT
@@ -507,3 +508,44 @@ def test_exports_of_scalars_and_nothing_and_to_nowhere(tmp_path):
         save_safetensors(tmp_path / "a.zarr", tmp_path / "missing" / "a.safetensors", 0)
     with pytest.raises(TraceError, match="no step 7"):
         save_safetensors(tmp_path / "a.zarr", tmp_path / "a.safetensors", 7)
+
+
+def test_huggingface_monitors_what_the_optimizer_uses(tmp_path):
+    from transformers import Trainer
+
+    from capture.integrations.huggingface import CaptureCallback, MonitorCallback
+
+    logged = []
+    args = cases.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, max_grad_norm=0.1)
+    monitor = MonitorCallback(logged.append, every=2, trigger={"norm": 0.0}, following=1)
+    capture = CaptureCallback(tmp_path / "run.zarr", monitor.triggered)
+    Trainer(
+        cases.gpt2(), args, train_dataset=cases.Sentences(), callbacks=[monitor, capture]
+    ).train()
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(2 * cases.BATCH), clip=0.1)
+    assert [v["gradient/step"] for v in logged] == [0, 2]
+    for values in logged:
+        gradient = seen[int(values["gradient/step"])][2]
+        assert values["gradient/norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
+    assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [0, 2]
+    with pytest.raises(TypeError, match="windwo"):
+        MonitorCallback(windwo=3)
+
+
+def test_lightning_monitors_into_the_logger(tmp_path):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+
+    from capture.integrations.lightning import MonitorCallback
+
+    monitor = MonitorCallback(per_layer=True)
+    logger = CSVLogger(tmp_path, name="", version="run")
+    settings = cases.SETTINGS | {"max_steps": 3, "logger": logger, "log_every_n_steps": 1}
+    Trainer(callbacks=[monitor], **settings).fit(cases.module(), cases.loader())
+    assert monitor.monitor.values["gradient/step"] == 2
+    metrics = pd.read_csv(tmp_path / "run" / "metrics.csv").dropna(subset="gradient/norm")
+    assert metrics["gradient/step"].tolist() == [0, 1, 2]
+    parts = metrics[[n for n in metrics if n.startswith("gradient/norm/")]]
+    assert metrics["gradient/norm"].to_numpy() == pytest.approx(
+        np.linalg.norm(parts.to_numpy(), axis=1), rel=1e-6
+    )

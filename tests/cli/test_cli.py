@@ -26,6 +26,8 @@ COMMANDS = (
     "compressibility",
     "pot",
     "drift",
+    "compare",
+    "agreement",
     "quality",
     "bench",
     "bench-network",

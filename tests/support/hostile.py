@@ -540,6 +540,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(
         goodness.bootstrap, {"model": "laplace", "size": 50, "replicates": 2, "statistic": "ad"}
     )
+    yield Target(gradstats.fit_all, {"models": ["laplace", "dgamma"]})
     yield Target(pot.mean_excess, {})
     yield Target(pot.parameter_stability, {"ratios": (0.5, 0.1)})
     yield Target(pot.choose_threshold, {"ratios": (0.5,), "size": 100, "replicates": 19})
@@ -553,6 +554,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         among=("k",),
     )
 
+    yield Target(gradstats.compare, {"a": {"w": x}}, array="b", among=("weights", "tolerance"))
     fitted, sketched = gradstats.fit(x, "laplace"), gradstats.sketch(x)
     counted, m = gradstats.histogram(x), sketched.magnitudes
     for method, arguments in (
@@ -742,6 +744,7 @@ _ELSEWHERE = (
     "open_trace",  # of paths and traces: the tests of damaged traces
     "compression",
     "save_safetensors",
+    "agreement",  # of traces of several ranks
 )
 """Public functions that are no target by themselves."""
 
