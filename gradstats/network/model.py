@@ -503,8 +503,8 @@ class Network:
         InputError
             If the file is missing, is not a network, or has another schema.
         """
-        if len(str(path)) > _LONGEST_PATH:  # errors repeat it
-            raise InputError(f"no file has so long a name: {str(path)[:80]}…")
+        if len(str(path)) > _LONGEST_PATH or not str(path).isprintable():  # errors repeat it
+            raise InputError(f"no measured network has such a name: {str(path)[:80]!r}")
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
