@@ -61,7 +61,7 @@ def progress_bar() -> rich.progress.Progress:
         def start(self) -> None:
             super().start()
             self.timers = [
-                threading.Timer(s, self.say, [s == LATEST_S]) for s in (SOON_S, LATEST_S)
+                threading.Timer(s, self._say, [s == LATEST_S]) for s in (SOON_S, LATEST_S)
             ]
             for timer in () if self.said else self.timers:
                 timer.daemon = True
@@ -76,9 +76,9 @@ def progress_bar() -> rich.progress.Progress:
         def advance(self, task_id: TaskID, advance: float = 1) -> None:
             super().advance(task_id, advance)
             if not self.said and time.monotonic() - self.began >= SOON_S:
-                self.say()
+                self._say()
 
-        def say(self, anyway: bool = False) -> None:
+        def _say(self, anyway: bool = False) -> None:
             """Say how far the work is, once, if a tenth is done or it is late."""
             for task in () if self.said else list(self.tasks):
                 elapsed, total = time.monotonic() - self.began, task.total or 0

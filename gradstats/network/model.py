@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 _FORMAT = "gradstats-network"
+_LONGEST_PATH = 400
+"""Characters of a path beyond which it is none that somebody gave on purpose."""
 SCHEMA = 1
 _ROUNDS = 20
 _SIGNIFICANT = 1e-6
@@ -501,6 +503,8 @@ class Network:
         InputError
             If the file is missing, is not a network, or has another schema.
         """
+        if len(str(path)) > _LONGEST_PATH or not str(path).isprintable():  # errors repeat it
+            raise InputError(f"no measured network has such a name: {str(path)[:80]!r}")
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:

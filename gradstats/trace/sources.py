@@ -276,7 +276,10 @@ class Subset:
         for name in ("steps", "ranks", "kinds", "layers"):
             given = getattr(self, name)
             if given is not None:
-                object.__setattr__(self, name, check_several(given, name))
+                several = check_several(given, name)
+                if name == "layers" and not all(isinstance(pattern, str) for pattern in several):
+                    raise InputError("layers must be patterns of parameter names, as texts")
+                object.__setattr__(self, name, several)
 
     def keys(self, source: Source) -> list[tuple[int, Kind, int]]:
         """Return the keys of a source's gradients that are in the subset.
