@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from gradstats.hooks.monitor import Monitor
-    from gradstats.network import plan
+    from gradstats.network.plan import plan
     from gradstats.primitives import warm_up
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
@@ -64,7 +64,7 @@ _HOME = {
         *("NonFiniteGradientError", "TraceError"),
     ),
     "gradstats.hooks.monitor": ("Monitor",),
-    "gradstats.network": ("plan",),
+    "gradstats.network.plan": ("plan",),
     "gradstats.primitives": ("histogram", "moments", "select", "warm_up"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "pot"),

@@ -91,7 +91,8 @@ def _sums(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
     if block.dtype == np.float32:
         from gradstats.primitives.kernels import block_signed
 
-        return block_signed(block)
+        found: tuple[int, float, float] = block_signed(block)
+        return found
     finite = block[np.isfinite(block)]
     with np.errstate(over="ignore", invalid="ignore"):
         return finite.size, float(finite.sum()), float(np.square(finite).sum())
