@@ -102,7 +102,10 @@ class Records(list[dict[str, Any]], Shown):
         if not self:
             return f"{type(self).__name__}([])"
         more = f"\n… {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
-        return render(joined(self[:_SHOWN]), title=f"{len(self)} records") + more
+        return (
+            render(joined(self[:_SHOWN]), title=f"{len(self)} record{'s' * (len(self) != 1)}")
+            + more
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return the records as a data frame.
