@@ -35,6 +35,26 @@ Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
 _LABELS = {"trace", "step", "rank", "kind", "layer", "estimator", "model", "ratio"}
 _LABELS |= {"quantity", "numel", "window", "n", "threads"}
+_HEADERS = {
+    "c": "ξ",
+    "c_low": "ξ low",
+    "c_high": "ξ high",
+    "scale": "σ − ξu",
+    "scale_low": "σ − ξu low",
+    "scale_high": "σ − ξu high",
+    "select": "select s",
+    "communicate": "communicate s",
+    "overlapped": "overlapped s",
+    "compute": "compute s",
+    "rate": "Mbit/s",
+    "slope": "slope per 100 steps",
+    "change_low": "change ÷ low",
+    "change_high": "change ÷ high",
+    "acf1": "autocorrelation",
+}
+"""Headings of terminal tables where a field's name has no unit or is SciPy's."""
+_ANSWERS = {"compressible"}
+"""Fields of which nothing is an answer, too."""
 _LONGEST = 30  # characters that a word, such as a layer's name, may have before it is broken
 _SHOWN = 12
 """Records that a list of them shows in a terminal."""
@@ -275,6 +295,7 @@ def render(
     title: str | None = None,
     width: int = 80,
     color: bool = False,
+    caption: Sequence[str] = (),
 ) -> str:
     """Render records of the same fields.
 
@@ -284,7 +305,8 @@ def render(
         Flat records. The first one's fields are the columns, in order.
     format : Format, optional
         ``json`` is a list of objects with every field, NaN and infinities as null; ``csv`` has every field; ``table``
-        (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened.
+        (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened. A terminal table says once,
+        above it, what all rows share, and leaves out columns that hold nothing.
     columns : sequence of str, optional
         Fields shown in the last three formats; all by default.
     title : str, optional
@@ -294,6 +316,8 @@ def render(
         the table.
     color : bool, optional
         Whether a terminal table keeps its colours.
+    caption : sequence of str, optional
+        Fields that a terminal table of one record says above it, too.
 
     Returns
     -------
@@ -306,12 +330,18 @@ def render(
         return _csv(records)
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
-    if format == "table" and len(records) > 1:
-        # 80 columns are few: labels that are the same in every row are said once, above the table
-        values = {n: {r[n] for r in records} - {None} for n in names if n in _LABELS}
-        same = {n: v.pop() for n, v in values.items() if len(v) == 1}
+    if format == "table" and records:
+        # 80 columns are few: what is the same in every row is said once, above the table, and nothing is not shown
+        names = [
+            n for n in names if n in _ANSWERS or any(_cell(n, r[n]) != "–" for r in records)
+        ] or names
+        same = _shared(names, records)
+        if len(records) == 1:
+            same = {n: value for n, value in records[0].items() if n in names and n in caption}
         names = [n for n in names if n not in same]
-        heading += ["; ".join(f"{n} {_cell(n, v)}" for n, v in same.items())] if same else []
+        heading += (
+            ["; ".join(f"{_header(n)} {_cell(n, v)}" for n, v in same.items())] if same else []
+        )
     rows = [[_cell(n, r[n]) for n in names] for r in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
@@ -322,6 +352,20 @@ def render(
     if format == "latex":
         return _latex(names, rows, numeric)
     return _terminal(names, rows, numeric, heading, width, color)
+
+
+def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
+    """Return the fields that have one value in all records; of labels, in those that have any."""
+    same: dict[str, Any] = {}
+    for name in names:
+        values = [r[name] for r in records if name not in _LABELS or r[name] is not None]
+        if values and all(value == values[0] for value in values[1:]):
+            same[name] = values[0]
+    return same if len(same) < len(names) else {}
+
+
+def _header(name: str) -> str:
+    return _HEADERS.get(name, name.replace("_", " "))
 
 
 def _cell(name: str, value: Any) -> str:
@@ -441,7 +485,7 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    labels = [name.replace("_", " ") for name in names]
+    labels = [_header(name) for name in names]
     widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
     for label, right, size in zip(labels, numeric, widths, strict=False):

@@ -46,7 +46,9 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     scaler, ``CompressionState(…, scaler=trainer.accelerator.scaler)``.
 
     Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`. The learning rate is recorded; the loss is not, because the ``Trainer`` shows it to no callback.
+    another `path`. The learning rate is recorded, and the loss of each rank's own micro-batches, which the ``Trainer``
+    shows to no callback: what its ``training_step`` returns if `trainer` is given, else what the model does
+    (``.loss``), and without `trainer` only if no micro-batches are accumulated.
 
     Parameters
     ----------
@@ -60,7 +62,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     comm_state : object
         State of the hook.
     trainer : Trainer, optional
-        The ``Trainer``, for its DDP model; use ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
+        The ``Trainer``, for its DDP model and its loss; use
+        ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
     **options : object
         Other options of :class:`capture.Capture`, except ``start_step``.
 
@@ -89,6 +92,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         if comm_hook is not None and trainer is None:
             raise InputError("comm_hook needs trainer=…, on whose DDP model it is registered")
         self._trainer = trainer
+        self._losses: list[torch.Tensor] = []
+        self._unhook: Callable[[], None] = lambda: None
 
     def on_train_begin(  # numpydoc ignore=PR01
         self,
@@ -108,6 +113,32 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
             state.global_step,
             None if self._trainer is None else self._trainer.accelerator.scaler,
         )
+        self._losses.clear()
+        if self._trainer is not None:
+            self._follow(self._trainer)
+        elif args.gradient_accumulation_steps == 1:
+            self._unhook = model.register_forward_hook(self._note_output).remove
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Note the loss that each training step of a trainer returns, its share of the accumulated one."""
+        original, own = trainer.training_step, vars(trainer).get("training_step")
+
+        def training_step(*arguments: Any, **options: Any) -> torch.Tensor:
+            loss: torch.Tensor = original(*arguments, **options)
+            self._losses.append(loss.detach())
+            return loss
+
+        def restore() -> None:
+            del trainer.training_step  # the class's own is seen again
+            if own is not None:
+                trainer.training_step = own
+
+        trainer.training_step, self._unhook = training_step, restore
+
+    def _note_output(self, model: torch.nn.Module, _: object, output: object) -> None:
+        loss = getattr(output, "loss", None)
+        if model.training and isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach())
 
     def on_pre_optimizer_step(  # numpydoc ignore=PR01
         self,
@@ -120,12 +151,18 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Record the step."""
         assert self.capture is not None
-        self.capture.step(learning_rate=optimizer.param_groups[0]["lr"])
+        self.capture.step(learning_rate=optimizer.param_groups[0]["lr"], loss=self._loss())
+        self._losses.clear()
+
+    def _loss(self) -> torch.Tensor | None:
+        """Return the loss of the step in progress, the sum of its micro-batches' shares."""
+        return torch.stack(self._losses).sum() if self._losses else None
 
     def on_train_end(  # numpydoc ignore=PR01
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Finish the trace. After a training that fails, the interpreter's exit does it."""
+        self._unhook()
         self._close()
 
 

@@ -25,6 +25,7 @@ import torch
 
 import gradstats
 from gradstats import compressors, goodness, plots, pot, primitives, thresholds
+from gradstats.analysis import peaks
 from gradstats.hooks import (
     AdamCorrection,
     CompressionState,
@@ -32,6 +33,7 @@ from gradstats.hooks import (
     dgc_warm_up,
     systems,
 )
+from gradstats.network import Network
 from gradstats.statistics import compressibility
 
 LIMIT_S = 1.0
@@ -499,6 +501,17 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(gradstats.quality_series, {}, "source", _nothing, ("ratios", "estimators"))
     yield Target(gradstats.stage_budget, {}, "source", _nothing, ("ratios", "estimators"))
     yield Target(gradstats.over_training, {}, "source", _nothing, ("ratios", "models", "method"))
+    followed = ("quantities", "ratios", "models", "method")
+    yield Target(gradstats.drift, {}, "source", _nothing, followed)
+    yield Target(peaks.pot, {}, "source", _nothing, ("ratios", "method", "replicates", "layers"))
+    yield Target(
+        gradstats.plan,
+        {"network": Network.of_link(1e-3, 1e-8), "compute": 0.1, "workers": [2]}
+        | {"compressors": ["topk"]},
+        "source",
+        _nothing,
+        ("network", "compute", "workers", "ratios"),
+    )
     yield Target(gradstats.compressibility, {})
     yield Target(compressibility.local_exponents, {})
     yield Target(compressibility.control, {"name": "laplace", "numel": 1000}, array="")
