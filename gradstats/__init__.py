@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from gradstats.hooks.monitor import Monitor
-    from gradstats.network import plan
+    from gradstats.network.plan import plan
     from gradstats.primitives import warm_up
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
