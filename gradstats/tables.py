@@ -122,7 +122,10 @@ class Records(list[dict[str, Any]], Shown):
         if not self:
             return f"{type(self).__name__}([])"
         more = f"\n… {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
-        return render(joined(self[:_SHOWN]), title=f"{len(self)} records") + more
+        return (
+            render(joined(self[:_SHOWN]), title=f"{len(self)} record{'s' * (len(self) != 1)}")
+            + more
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return the records as a data frame.
@@ -337,7 +340,9 @@ def render(
             same = {n: value for n, value in records[0].items() if n in names and n in caption}
         names = [n for n in names if n not in same]
         heading += (
-            ["; ".join(f"{_header(n)} {_cell(n, v)}" for n, v in same.items())] if same else []
+            ["; ".join(f"{_header(n, [*names, *same])} {_cell(n, v)}" for n, v in same.items())]
+            if same
+            else []
         )
     rows = [[_cell(n, r[n]) for n in names] for r in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
@@ -361,7 +366,9 @@ def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
     return same if len(same) < len(names) else {}
 
 
-def _header(name: str) -> str:
+def _header(name: str, names: Sequence[str]) -> str:
+    if name.startswith("scale") and "c" not in names:  # not that of peaks over a threshold
+        return name.replace("_", " ")
     return _HEADERS.get(name, name.replace("_", " "))
 
 
@@ -482,7 +489,7 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    labels = [_header(name) for name in names]
+    labels = [_header(name, names) for name in names]
     widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
     for label, right, size in zip(labels, numeric, widths, strict=False):

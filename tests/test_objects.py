@@ -69,8 +69,8 @@ def test_a_drift_and_a_plan_show_themselves():
 def test_the_summary_has_the_numbers_in_full():
     fitted = gradstats.fit(X, "laplace")
     frame = fitted.summary()
-    assert frame["value"].tolist() == [fitted.params["scale"]]
-    assert tuple(frame.loc[0, ["value_low", "value_high"]]) == fitted.interval("scale")
+    assert frame["scale"].tolist() == [fitted.params["scale"]]
+    assert tuple(frame.loc[0, ["scale_low", "scale_high"]]) == fitted.interval("scale")
     rows = gradstats.fit_all(X, ["norm", "laplace"]).summary()
     assert rows["model"].tolist() == ["laplace", "norm"]
     assert rows["ks"].is_monotonic_increasing

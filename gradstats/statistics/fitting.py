@@ -73,22 +73,13 @@ class Fit(Shown):
     sample: Magnitudes | None = field(default=None, compare=False)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Return a record of each estimated parameter."""
-        return [
-            {
-                "model": self.model,
-                "parameter": name,
-                "value": value,
-                "value_low": self.interval(name)[0],
-                "value_high": self.interval(name)[1],
-                "method": self.method,
-                "n": self.count,
-                "zero_fraction": self.zero_fraction,
-                "flags": tuple(map(str, self.flags)),
-            }
-            for name, value in self.params.items()
-            if name != "loc"
-        ]
+        """Return the parameters with their intervals as one record."""
+        row: dict[str, Any] = {"model": self.model}
+        for name in (n for n in self.params if n != "loc"):
+            low, high = self.interval(name)
+            row |= {name: self.params[name], f"{name}_low": low, f"{name}_high": high}
+        row |= {"method": self.method, "n": self.count, "zero_fraction": self.zero_fraction}
+        return [row | {"flags": tuple(map(str, self.flags))}]
 
     def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw the tail of the sample and of the model: :func:`gradstats.plots.tail`.

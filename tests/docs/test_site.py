@@ -44,7 +44,7 @@ def test_every_name_of_the_library_exists(page):
             pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("page", ["index.md", "concepts/cost.md"])
+@pytest.mark.parametrize("page", ["index.md", "concepts/cost.md", "howto/results.md"])
 def test_the_example_runs(page):
     code = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
     subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, cwd=ROOT)

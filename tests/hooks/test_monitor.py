@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from ranks import run_ranks
 from torch import nn
 from workers import monitor as cases
@@ -204,6 +207,13 @@ def test_a_real_divergence_triggers():
         fired.append(monitor.triggered(step))
     assert not any(fired[:40])
     assert any(fired[41:45])
+
+
+def test_the_page_runs(capsys):
+    page = (ROOT / "docs/howto/monitor.md").read_text(encoding="utf-8")
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
+    said = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
+    assert [values["gradient/step"] for values in said] == [0, 10, 20]
 
 
 def test_options_that_make_no_sense_are_one_line():
