@@ -44,11 +44,12 @@ def _describe(source: TraceSource) -> str:
         run.append(f"ratio {a['ratio']:g}")
     if "error_feedback" in a:
         run.append(("with" if a["error_feedback"] else "without") + " error feedback")
+    captured = set().union(*map(trace.shard_ranks, trace.ranks))
     lines = [
         f"{trace.path}",
         f"  {', '.join(run) or 'no description of the run'}",
         f"  {trace.numel:,} elements in {len(trace.layers)} parameters, "
-        f"{trace.world_size} ranks of which {len(trace.ranks)} captured, "
+        f"{trace.world_size} ranks of which {len(captured)} captured, "
         f"{len(trace.steps())} steps",
     ]
     steps = {rank: trace.steps(rank) for rank in trace.ranks}

@@ -419,6 +419,16 @@ class CompressionState:
                 )
             self._layout.skip(parameter)
 
+    def use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that this rank used parameters in the step, where autograd does not tell. Called by the hook.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters.
+        """
+        self._used.update(map(id, parameters))
+
     def ready(self, pairs: list[Pair]) -> None:
         """Take gradients that are ready; a compressor that streams sends them. Called by the hook.
 
