@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -44,6 +45,8 @@ def shard(
     shape = (REPLICAS, config.nproc // REPLICAS) if hybrid else (config.nproc,)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    # of PyTorch, about in-place operations that our models do not have
+    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
     for module in (*_parts(model), model):
         fully_shard(module, mesh=mesh if dense else mesh["shard"])

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor, Selector
-from gradstats.errors import InputError, first_line
+from gradstats.errors import InputError, NonFiniteGradientError, first_line
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.state import CompressionState, NonFinite, Scaler
+from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
 from gradstats.hooks.units import Unit, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord
@@ -38,6 +39,9 @@ __all__ = ["Observer", "ShardHook", "shard_hook"]
 Observer: TypeAlias = Callable[["CompressionState", Sequence[torch.Tensor], Sequence[Pair]], None]
 """Called before an exchange with the unit's state, its sharded parameters, and what stands for them in the state with
 the gradients of this rank's shards, in the units of FSDP2's buffers."""
+
+
+_LARGEST_FLAG = 2**31 - 1
 
 
 class _Scale:
@@ -78,11 +82,25 @@ class _Exchange:
         parameters = [p.sharded_param for p in self.unit.parameters]
         for observer in observers:
             observer(self.state, parameters, pairs)
-        # nothing here is nothing on the ranks that this one would talk to
+        # other shards' exchanges are none of this rank's, and yet all ranks must raise if one does
+        group = self.unit.group._reduce_scatter_process_group
+        bad = min(count_bad([gradient for _, gradient in pairs]), _LARGEST_FLAG)
+        bad = sum(all_gather_flags(bad, group, output.device))
+        if self.state.nonfinite == "zero":
+            bad = 0
         if not any(shard.numel() for shard in self.shards):
+            # nothing here is nothing on the ranks that this one would talk to
+            flags = all_gather_flags(
+                min(bad, _LARGEST_FLAG), self.state.process_group, output.device
+            )
+            if any(flags) and self.state.nonfinite == "raise":
+                raise NonFiniteGradientError(
+                    "NaN or infinite gradient elements on a rank with other shards"
+                )
             return
         with self.state.naming_step():
             self.state.begin(output.device)
+            self.state.sparse_bad = bad
             self.state.use(self.shards)
             self.state.ready(pairs)
             self.state.complete(pairs)
@@ -90,6 +108,15 @@ class _Exchange:
 
 class ShardHook:
     """What :func:`shard_hook` registered: a state for every FSDP unit, and their checkpoint.
+
+    Parameters
+    ----------
+    exchanges : mapping of str to callable
+        The units' exchanges, by the names of their modules.
+    shards, replicas : int
+        Number of ranks in a replica, and of replicas.
+    scaler : Scaler, optional
+        The loss scaler of the training.
 
     Attributes
     ----------
@@ -120,6 +147,7 @@ class ShardHook:
         self.observers: list[Observer] = []
         self._size = {"shards": shards, "replicas": replicas}
         self._rank = dist.get_rank()
+        self._exchanged: set[str] = set()
         self._records: list[StepRecord] = []
         self._last: StepRecord | None = None
         self._exchanges = exchanges
@@ -140,12 +168,16 @@ class ShardHook:
             As :func:`gradstats.hooks.compression_hook` says. FSDP2 needs ``model.reset_iter_state()`` before the next
             step then.
         """
+        if unit in self._exchanged:  # a new step
+            self._exchanged.clear()
+        self._exchanged.add(unit)
         self._exchanges[unit](self.observers, output)
 
     @property
     def last(self) -> StepRecord | None:
         """Record of the last step on this rank, of all units together; None before the first."""
-        records = [s.last for s in self.states.values() if s.last is not None]
+        states = (self.states[name] for name in self.states if name in self._exchanged)
+        records = [state.last for state in states if state.last is not None]
         if len(records) != len(self._records) or any(
             new is not old for new, old in zip(records, self._records, strict=True)
         ):
@@ -153,7 +185,20 @@ class ShardHook:
         return self._last
 
     def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient as it is: an observer sees what a unit's state adds."""
+        """Return a gradient as it is: an observer sees what a unit's state adds.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the model's parameters.
+        gradient : torch.Tensor
+            Its gradient.
+
+        Returns
+        -------
+        torch.Tensor
+            The gradient.
+        """
         return gradient
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,15 +351,13 @@ def shard_hook(
 
 def _together(records: Sequence[StepRecord]) -> StepRecord | None:
     """Return one record for all units of a step."""
-    newest = max((record.step for record in records), default=None)
-    if newest is None:
+    if not records:
         return None
-    of_step = [record for record in records if record.step == newest]
     names = ("selected", "numel", "bytes_sent", "target", "union")
     seconds = ("select_seconds", "communicate_seconds", "overlapped_seconds")
     return StepRecord(
-        step=newest,
-        threshold=of_step[0].threshold if len(of_step) == 1 else math.nan,
-        problem=next((record.problem for record in of_step if record.problem), ""),
-        **{name: sum(getattr(record, name) for record in of_step) for name in (*names, *seconds)},
+        step=max(record.step for record in records),
+        threshold=records[0].threshold if len(records) == 1 else math.nan,
+        problem=next((record.problem for record in records if record.problem), ""),
+        **{name: sum(getattr(record, name) for record in records) for name in (*names, *seconds)},
     )

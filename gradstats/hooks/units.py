@@ -39,7 +39,7 @@ class Unit:
 
     @property
     def parameters(self) -> list[Any]:
-        """FSDP2's notes on the parameters that have gradients, in the order of its buffers."""
+        """Parameters that have gradients, as FSDP2 notes them, in the order of its buffers."""
         return [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
 
     @property
