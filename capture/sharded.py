@@ -61,8 +61,7 @@ class Sharding:
         sharded = [p for p in parameters if local_part(p) is not p]
         if not sharded or any(id(p) not in known for p in sharded):
             raise InputError(
-                "some parameters are gathered, or not sharded by fully_shard(): make the Capture before the first "
-                "forward pass, or call reshard() on the model's units"
+                "some parameters are sharded by something else than FSDP2's fully_shard(), and cannot be captured"
             )
         ranks, first = shard_ranks(sharded[0])
         if any(shard_ranks(p)[0] != ranks for p in sharded):

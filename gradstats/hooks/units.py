@@ -89,7 +89,7 @@ class Unit:
             If the buffer lacks a parameter.
         """
         views, sizes = [], self._padded(output.numel())
-        for p, part in zip(self.parameters, output.split(sizes), strict=True):
+        for p, part in zip(self.parameters, torch.split(output, sizes), strict=True):
             views.append(part[: math.prod(p.sharded_size)].view(p.sharded_size))
         return views
 
@@ -115,7 +115,7 @@ class Unit:
         """
         rows = buffer.view(self.shards, -1)
         sizes = self._padded(rows.shape[1])
-        for p, part in zip(self.parameters, rows.split(sizes, dim=1), strict=True):
+        for p, part in zip(self.parameters, torch.split(rows, sizes, dim=1), strict=True):
             size, dim = p._orig_size, p.fsdp_placement.dim
             if dim == 0:  # ranks have as many rows each, and padding is at the end
                 yield p, part.reshape(-1)[: size.numel()].view(size)
@@ -165,7 +165,7 @@ def units(model: torch.nn.Module) -> list[Unit]:
     Raises
     ------
     InputError
-        If a unit has several meshes.
+        If a unit has several meshes, or its parameters are gathered now.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -185,6 +185,12 @@ def units(model: torch.nn.Module) -> list[Unit]:
         for group in groups:
             # modules that were sharded together share one group
             found.setdefault(id(group), Unit(name or "root", module, group, names))
+    for unit in found.values():
+        if any(id(p.sharded_param) not in names for p in unit.parameters):
+            raise InputError(
+                f"the parameters of unit {unit.name} are gathered: do this before the first forward pass, or call the "
+                "unit's reshard()"
+            )
     return [unit for unit in found.values() if unit.parameters]
 
 

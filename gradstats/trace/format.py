@@ -208,7 +208,7 @@ class Shard:
         last = cut[-1] if cut else 0
         if math.prod(self.shape[:last]) > _RUNS:
             raise ValueError(f"a shard of {self.name} is in too many pieces")
-        starts = np.zeros((), np.int64)
+        starts: NDArray[np.int64] = np.zeros((), np.int64)
         for i in range(len(whole)):
             stride = math.prod(whole[i + 1 :])
             indices = np.arange(self.shape[i]) if i < last else np.zeros(1, np.int64)

@@ -560,7 +560,7 @@ class Trace:
 
     def _table(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
         found = self._whole(rank)
-        if name not in found.names:
+        if name not in found.names or found.shard_ranks[0] != rank:
             return {}
         values, names = found.joined(name), found.array(name).names
         if len(names) != values.shape[-1]:

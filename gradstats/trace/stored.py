@@ -480,15 +480,20 @@ class RankGroup:
         """
         what, _, counted = name.rpartition("_")
         summed = counted in ("zeros", "nonfinite") and what not in WHOLE
+        if name in _OF_COMPRESSORS and self.shard_ranks[0] != self._rank:
+            # of some shards alone: the whole is read under another rank
+            return np.full_like(self.column(name), -1 if name == "selected" else np.nan)
         if len(self.mates) == 1 or not (summed or name in _OF_COMPRESSORS):
             return self.column(name)
-        parts = np.stack([m.column(name, [m.rows[s] for s in self.rows]) for m in self.mates])
+        parts: NDArray[Any] = np.stack(
+            [m.column(name, [m.rows[s] for s in self.rows]) for m in self.mates]
+        )
+        total: NDArray[Any] = parts.sum(axis=0)
         if name == "threshold":
-            return np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
+            total = np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
         if name == "selected":
-            return np.where((parts < 0).any(axis=0), -1, parts.sum(axis=0))
-        total = parts.sum(axis=0)
-        if summed:
+            total = np.where((parts < 0).any(axis=0), -1, total)
+        if not total.shape[1:]:
             return total
         names = self.array(name).names
         for i, column in enumerate(names):

@@ -139,7 +139,12 @@ class TraceWriter:
         self._group = self.path / name
         if self._group.exists():
             raise TraceError(f"{self.path} already holds rank {rank}")
-        about = {"rank": rank, "store": store, "dtype": dtype, "arrays": list(self._specs)}
+        about: dict[str, Any] = {
+            "rank": rank,
+            "store": store,
+            "dtype": dtype,
+            "arrays": list(self._specs),
+        }
         if shards is not None:
             about["shard_ranks"] = list(shard_ranks)
             about["shards"] = [

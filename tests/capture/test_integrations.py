@@ -54,7 +54,7 @@ def run(folder, script, *launcher):
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/distributed",
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed",
             "GLOO_SOCKET_IFNAME": "lo",
         },
         capture_output=True,

@@ -9,8 +9,12 @@ from ranks import run_ranks
 from support.readers import assert_shards_agree
 from workers import sharded
 
+import gradstats
 from gradstats import moments, open_trace
+from gradstats.analysis.info import info_records
+from gradstats.cli import main
 from gradstats.primitives.sketch import sketch
+from gradstats.trace.sources import open_source
 
 pytestmark = [
     pytest.mark.distributed,
@@ -163,22 +167,28 @@ def test_what_cannot_be_captured_is_refused(tmp_path):
 
 
 def test_every_command_takes_a_sharded_trace(tmp_path, capsys):
-    from gradstats.cli import main
-
     path = tmp_path / "run.zarr"
     run_ranks(4, sharded.with_hook, str(path), 1, ("gradient", "corrected", "local"))
     name = str(path)
     for command in (
         ["info", name],
-        ["fit", name, "--per-layer"],
-        ["compressibility", name],
+        ["fit", name, "--per-layer", "--step", "0", "--kind", "local"],
+        ["compressibility", name, "--step", "0"],
         ["quality", name, "--ratio", "0.01", "--estimator", "sidco-e"],
-        ["pot", name],
+        ["pot", name, "--step", "0", "--kind", "gradient"],
         ["drift", name],
         ["compression", name],
         ["report", name, "-o", str(tmp_path / "report.html")],
     ):
-        main(command)
-        assert capsys.readouterr().out or command[0] == "report"
+        with pytest.raises(SystemExit) as done:
+            main(command)
+        assert done.value.code == 0, capsys.readouterr().err
+        out = capsys.readouterr().out
+        assert out or command[0] == "report"
+        assert max(map(len, out.splitlines()), default=0) <= 80
+    records = info_records(open_source(path))
+    assert {r["selected"] for r in records if r["rank"] in (1, 3)} == {None}  # parts are no totals
+    assert len({r["selected"] for r in records if r["rank"] == 0}) == 1
+    assert [r["rank"] for r in gradstats.compression(name)] == [0] * 4 + [2] * 4
     with xarray.open_datatree(path, engine="zarr", consolidated=False) as tree:
         assert set(tree["rank00001"].attrs["shard_ranks"]) == {0, 1}
