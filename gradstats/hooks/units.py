@@ -39,7 +39,7 @@ class Unit:
 
     @property
     def parameters(self) -> list[Any]:
-        """Parameters that have gradients, as FSDP2 notes them, in the order of its buffers."""
+        """The parameters that have gradients, as FSDP2 notes them, in the order of its buffers."""
         return [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
 
     @property
