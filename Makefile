@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean coverage demo docs figures lab lint notebooks tables test types
+.PHONY: .venv clean coverage demo docs docs-serve figures lab lint notebooks tables test types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
@@ -54,6 +54,10 @@ notebooks: .venv
 # The documentation, in site/; a warning is an error.
 docs: .venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The same at http://127.0.0.1:8000, anew whenever a page changes.
+docs-serve: .venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
 # The picture of the report needs chromium; without it, the others are made.
 figures: .venv

@@ -8,7 +8,9 @@ a number one up or down, a ``not``, a loop that does not run. A place is drawn, 
 so that the eleven ways to damage one ``+`` do not count eleven times. Annotations are left alone, and ``is`` does not
 stand in for ``==``. The draw depends on the lines alone: a larger ``--each`` adds to the mutants of a smaller one.
 
-Mutants run one by one in a copy of the last commit: first the tests named like the module, then those of its room.
+Mutants run one by one in a copy of the last commit. Coverage says once which tests run which line: of the module's
+tests, then of its room's, those that run the changed one are tried, and all where it cannot say (what is compiled, or
+runs on import); after them those of several processes.
 Results are stored one by one in docs/results/mutations.jsonl, so the program can be interrupted; ``--again`` repeats
 those that were not noticed. It takes hours. The table is printed at the end; ``--write`` also puts it into
 docs/reliability.md. benchmarks/mutations.json says why no test can notice a mutant.
@@ -21,17 +23,24 @@ import ast
 import difflib
 import hashlib
 import json
+import os
 import random
 import subprocess
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planted import noticed
 from records import DOCS, RESULTS, ROOT, Row, keep, put, store, stored
 from rich.console import Console
 from rich.progress import track
+
+if TYPE_CHECKING:
+    from coverage import CoverageData
 
 FILE = RESULTS / "mutations.jsonl"
 TARGETS = {
@@ -194,9 +203,45 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _try(file: Path, mutant: str, tests: list[str], copy: Path) -> Row:
-    """Run the tests of one process, then those of several; return what was noticed, and by which test."""
-    result, by = noticed(file, mutant, ["-m", "not distributed", *tests], copy, LIMIT_S)
+def covered(tests: list[str], copy: Path) -> CoverageData:
+    """Run tests once; return which of them run which line."""
+    from coverage import CoverageData
+
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-header"]
+    options = ["-m", "not distributed", "--cov=gradstats", "--cov-context=test", "--cov-report="]
+    env = {**os.environ, "PYTHONPATH": str(copy), "COVERAGE_FILE": str(copy / "covered")}
+    subprocess.run([*command, *options, *tests], cwd=copy, env=env, check=True, stdout=sys.stderr)
+    data = CoverageData(str(copy / "covered"))
+    data.read()
+    return data
+
+
+def running(data: CoverageData, file: Path, mutant: str, tests: list[str]) -> list[str]:
+    """Return those of some tests that run what a mutant changes; all of them where that is not known."""
+    text = file.read_text(encoding="utf-8")
+    pairs = zip_longest(text.splitlines(), mutant.splitlines())
+    line = next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
+    around = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    statement = max(around, key=lambda node: node.lineno)
+    body = getattr(statement, "body", None)
+    end = body[0].lineno if isinstance(body, list) else (statement.end_lineno or 0) + 1
+    known = data.contexts_by_lineno(str(file))
+    found = {name for number in range(statement.lineno, end) for name in known.get(number, ())}
+    # what runs on import, or in another process, has no name
+    names = sorted({name.partition("|")[0] for name in found if name})
+    own = [name for test in tests for name in names if name.startswith(test)]
+    return list(dict.fromkeys(own)) or tests
+
+
+def _try(file: Path, mutant: str, tests: list[str], some: list[str], copy: Path) -> Row:
+    """Run some tests of one process, then those of several; return what was noticed, and by which test."""
+    names = copy / "tests.txt"  # thousands, too many for a command
+    names.write_text("\n".join(some), encoding="utf-8")
+    result, by = noticed(file, mutant, ["-m", "not distributed", f"@{names}"], copy, LIMIT_S)
     while result == "survived":
         result, by = noticed(file, mutant, ["-m", "distributed", *tests], copy, LIMIT_S)
         if result == "survived":
@@ -234,8 +279,12 @@ def main() -> None:
                     if key(row) not in done:
                         left.append((row, mutant, tests))
         random.Random(0).shuffle(left)  # an interrupted run has seen something of every room
+        if left:
+            data = covered(sorted({test for _, _, tests in left for test in tests}), copy)
         for row, mutant, tests in track(left, "mutating", console=Console(stderr=True)):
-            store(FILE, {**row, **_try(copy / row["file"], mutant, tests, copy)})
+            file = copy / row["file"]
+            some = running(data, file, mutant, tests)
+            store(FILE, {**row, **_try(file, mutant, tests, some, copy)})
     text = table(stored(FILE))
     print(text)
     if options.write:

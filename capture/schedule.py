@@ -21,10 +21,13 @@ class Schedule:
         Function of a step's number that tells whether the step belongs to the set.
     description : str
         Text for the trace's metadata.
+    known : bool
+        Whether it is known beforehand which steps these are. If not, `includes` is asked once a step.
     """
 
     includes: Callable[[int], bool]
     description: str
+    known: bool = True
 
     def __contains__(self, step: int) -> bool:
         return self.includes(step)
@@ -134,13 +137,14 @@ def logarithmic(per_decade: int = 10) -> Schedule:
     return Schedule(includes, f"logarithmic, {per_decade} per decade")
 
 
-def as_schedule(schedule: Schedule | int | Iterable[int]) -> Schedule:
-    """Turn an integer or a list of steps into a schedule.
+def as_schedule(schedule: Schedule | int | Iterable[int] | Callable[[int], bool]) -> Schedule:
+    """Turn an integer, a list of steps or a function into a schedule.
 
     Parameters
     ----------
-    schedule : Schedule, int or iterable of int
-        A schedule, which is returned unchanged; N for every N-th step; or a list of steps.
+    schedule : Schedule, int, iterable of int or callable
+        A schedule, which is returned unchanged; N for every N-th step; a list of steps; or a function that is asked
+        once a step whether to capture it, such as :meth:`gradstats.Monitor.triggered`.
 
     Returns
     -------
@@ -154,4 +158,8 @@ def as_schedule(schedule: Schedule | int | Iterable[int]) -> Schedule:
     """
     if isinstance(schedule, Schedule):
         return schedule
+    if callable(schedule):
+        return Schedule(
+            schedule, f"asked of {getattr(schedule, '__qualname__', 'a function')}", False
+        )
     return every(schedule) if isinstance(schedule, int) else at(schedule)

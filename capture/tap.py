@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -29,6 +30,7 @@ from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 from gradstats.hooks import Scaler
 from gradstats.hooks.gradient import Pair, logical, pairs_of, real_view
 from gradstats.hooks.units import Unit, is_sharded, local_part
+from gradstats.primitives.ratio import check_count, shown
 from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
 from gradstats.trace.format import WHOLE
 
@@ -47,12 +49,12 @@ class CaptureWarning(UserWarning):
 class Capture:
     """Record per-step gradients of a training run, before and after error feedback.
 
-    In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the
-    hook that :meth:`wrap` returns; it takes a snapshot of what goes into the inner hook, and the step is stored if the
-    inner hook succeeds. A background thread writes the snapshots, and sketches them first if asked to. When the disk is
-    slower than the training, the training waits and one warning says so; when a write fails, capturing stops with one
-    warning and the training goes on. A capture that is not closed is finished when it is collected as garbage, or when
-    the interpreter exits.
+    In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the hook
+    that :meth:`wrap` returns; it takes a snapshot of what goes into the inner hook, and the step is stored if the
+    inner hook succeeds. A background thread writes the snapshots, and sketches them first if asked to. When the
+    disk is slower than the training, the training waits, and one warning says so once that is a second and a tenth
+    of the time; when a write fails, capturing stops with one warning and the training goes on. A capture that is
+    not closed is finished when it is collected as garbage, or when the interpreter exits.
 
     Parameters
     ----------
@@ -61,8 +63,9 @@ class Capture:
     model : torch.nn.Module
         Module whose gradients are captured, wrapped in DDP or not. Give the DDP model where there is one: only then
         can a hook that was registered without :meth:`wrap`, or a misplaced ``no_sync``, be noticed.
-    schedule : Schedule, int or iterable of int
-        Steps to capture: a :class:`Schedule`, N for every N-th step, or a list of steps.
+    schedule : Schedule, int, iterable of int or callable
+        Steps to capture: a :class:`Schedule`, N for every N-th step, a list of steps, or a function that is asked once
+        a step, such as :meth:`gradstats.Monitor.triggered`.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
     kinds : sequence of {"gradient", "corrected", "local"}, optional
@@ -137,7 +140,7 @@ class Capture:
         self,
         path: str | Path,
         model: torch.nn.Module,
-        schedule: Schedule | int | Iterable[int] = 1,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
         *,
         ranks: Iterable[int] | None = None,
         kinds: Sequence[Kind] | None = None,
@@ -154,14 +157,13 @@ class Capture:
         scaler: Scaler | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
-        if kinds is not None and (not kinds or set(kinds) - set(KINDS)):
-            raise InputError(f"kinds must be some of {', '.join(KINDS)}, not {list(kinds)}")
+        if kinds is not None and (isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS)):
+            raise InputError(f"kinds must be a list of {', '.join(KINDS)}, not {kinds!r:.100}")
         if store not in STORES:
             raise InputError(f"store must be {' or '.join(STORES)}, not {store}")
         if dtype not in ("float32", "bfloat16"):
             raise InputError(f"dtype must be float32 or bfloat16, not {dtype}")
-        if buffers < 1:
-            raise InputError(f"buffers must be at least 1, not {buffers}")
+        check_count(buffers, "buffers")
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
         self._model = _unwrap(model)
@@ -183,6 +185,7 @@ class Capture:
         self._state: Any = None
         self._hook: Hook | None = None
         self._in_step = False
+        self._passed = 0
         self._sent = False
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._said: Said | None = None
@@ -213,6 +216,8 @@ class Capture:
                     "dtype": dtype,
                 },
                 "versions": _versions(),
+                "created": datetime.now(UTC).isoformat(" ", "seconds"),
+                "host": platform.node(),
                 **(metadata or {}),
             }
             create_trace(
@@ -265,7 +270,18 @@ class Capture:
         -------
         tuple of (Capture, callable)
             State and hook to register.
+
+        Raises
+        ------
+        InputError
+            If the hook is none, as when the two are swapped.
         """
+        if not callable(hook):
+            raise InputError(
+                "capture.wrap(state, hook) takes the state first: the two are swapped"
+                if callable(state) and not hasattr(state, "last")
+                else f"a communication hook is a function of a state and a bucket, not {shown(hook)}"
+            )
         self._state = state
         self._hook = hook
         if self._scaler is None:
@@ -327,6 +343,8 @@ class Capture:
             self._commit(loss, learning_rate)
         elif not self._watch.fired:
             self._misplaced()
+        else:
+            self._passed += 1
         # else a backward pass under no_sync: the step goes on; or one that failed
         self._watch.restart(self._parameters if self._hook is None else ())
 
@@ -341,6 +359,11 @@ class Capture:
             self._watch.stop()
             if self._in_step:
                 self._commit()
+            if self._passed and self._said is None:
+                _warn(
+                    f"{self.path}: the hook that capture.wrap() returned saw no gradient in {self._passed} backward "
+                    "passes: give the Capture the DDP model, and register the hook on it"
+                )
             self.active = self.active and background is not None
         if background is not None:
             background.close(on_interrupt=self._on_interrupt)
@@ -508,7 +531,8 @@ class Capture:
         parameters = self._parameters
         if not own:
             parameters = [p for p in source.parameters() if id(p) in slots]
-        wanted = self._wanted()
+        # a tap has asked the schedule already
+        wanted = self._current is not None or (not self._seen and self._wanted())
         # values are looked at where they are needed, and not where DDP wrote them after the backward pass
         shallow = self._watch.fired and (not wanted or self._ddp is not None)
         if own and not shallow:
@@ -634,7 +658,9 @@ class Capture:
         """Open this rank's writer, once the hook is known and with it the kinds to write."""
         if self._kinds is None:
             self._kinds = _usual_kinds(self._state)
-        expected = None if self._total_steps is None else self.schedule.count(self._total_steps)
+        expected = None
+        if self._total_steps is not None and self.schedule.known:
+            expected = self.schedule.count(self._total_steps)
         try:
             writer = TraceWriter(
                 self.path,
@@ -699,7 +725,9 @@ class Capture:
 
     def _on_wait(self) -> None:
         self._warn_once(
-            "wait", f"{self.path}: the disk is slower than the training; training waits for it"
+            "wait",
+            f"{self.path}: the disk is slower than the training, which waits for it: capture fewer steps, keep "
+            f"sketches (store='sketches'), or take more memory (buffers={2 * self._buffers})",
         )
 
     def _on_interrupt(self) -> None:
@@ -739,9 +767,15 @@ def _at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
         getattr(threading, "_register_atexit", atexit.register)(finish)
 
 
-def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(model, DistributedDataParallel):
-        return model.module  # type: ignore[no-any-return]
+def _unwrap(model: object) -> torch.nn.Module:
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        # torch.compile's wrapper would put its name into that of every parameter
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    if not isinstance(model, torch.nn.Module):
+        hint = (
+            "; give the model whose parameters it updates" if hasattr(model, "param_groups") else ""
+        )
+        raise InputError(f"Capture needs a torch.nn.Module, not {shown(model)}{hint}")
     return model
 
 

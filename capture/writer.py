@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,12 @@ from numpy.typing import NDArray
 
 from gradstats.trace import Kind, TraceWriter
 
-__all__ = ["BackgroundWriter", "Snapshot"]
+__all__ = ["PATIENCE_S", "BackgroundWriter", "Snapshot"]
+
+PATIENCE_S = 1.0
+"""Seconds of waiting for the disk that are not worth a warning."""
+_SHARE = 0.1
+"""Share of a run's time spent on waiting that is not worth one either."""
 
 
 @dataclass(slots=True)
@@ -64,6 +70,7 @@ class BackgroundWriter:
         self._done = threading.Event()
         self._given_up = False
         self.error: Exception | None = None
+        self._started, self._waited = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name="gradstats-capture", daemon=True)
         self._thread.start()
 
@@ -73,7 +80,8 @@ class BackgroundWriter:
         Parameters
         ----------
         on_wait : callable
-            Function called before waiting.
+            Function called when training really waits: for longer than :data:`PATIENCE_S` now, or in all and for more
+            than a tenth of the time. Short waits of a toy run, whose steps take less than a file, say nothing.
 
         Returns
         -------
@@ -83,8 +91,17 @@ class BackgroundWriter:
         try:
             return self._free.get_nowait()
         except queue.Empty:
+            began = time.monotonic()
+        try:
+            found = self._free.get(timeout=PATIENCE_S)
+        except queue.Empty:
             on_wait()
-            return self._free.get()
+            found = self._free.get()
+        now = time.monotonic()
+        self._waited += now - began
+        if self._waited > max(PATIENCE_S, _SHARE * (now - self._started)):
+            on_wait()
+        return found
 
     def submit(self, snapshot: Snapshot) -> None:
         """Queue a filled snapshot for writing.

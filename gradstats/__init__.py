@@ -5,13 +5,19 @@ Public names load the first time they are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gradstats.tables import Shown
+
 if TYPE_CHECKING:
-    from gradstats import compressors, plots, thresholds
+    from gradstats import compressors, plots, report, thresholds
+    from gradstats.analysis.agreement import agreement
+    from gradstats.analysis.compare import compare
     from gradstats.analysis.compression import compression
-    from gradstats.analysis.drift import over_training
+    from gradstats.analysis.drift import drift, over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
     from gradstats.errors import (
         ExchangeError,
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         TraceError,
     )
+    from gradstats.hooks.monitor import Monitor
+    from gradstats.network import plan
     from gradstats.primitives import warm_up
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from gradstats.statistics import distributions, goodness, pot
     from gradstats.statistics.compressibility import compressibility
     from gradstats.statistics.fitting import Fit, fit
+    from gradstats.statistics.several import fit_all
     from gradstats.statistics.solution import FitError
     from gradstats.thresholds import threshold
     from gradstats.trace import Trace, open_trace
@@ -35,20 +44,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+
+def _figure(name: str) -> Callable[..., Any]:
+    figure: Callable[..., Any] = getattr(import_module("gradstats.plots"), name)
+    return figure
+
+
+Shown.figures = staticmethod(_figure)  # results draw themselves with what is above them
+
 _HOME = {
-    "gradstats": ("compressors", "plots", "thresholds"),
+    "gradstats": ("compressors", "plots", "report", "thresholds"),
+    "gradstats.analysis.agreement": ("agreement",),
+    "gradstats.analysis.compare": ("compare",),
     "gradstats.analysis.compression": ("compression",),
-    "gradstats.analysis.drift": ("over_training",),
+    "gradstats.analysis.drift": ("drift", "over_training"),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
     "gradstats.errors": (
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
     ),
+    "gradstats.hooks.monitor": ("Monitor",),
+    "gradstats.network": ("plan",),
     "gradstats.primitives": ("histogram", "moments", "select", "warm_up"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "pot"),
     "gradstats.statistics.compressibility": ("compressibility",),
     "gradstats.statistics.fitting": ("Fit", "fit"),
+    "gradstats.statistics.several": ("fit_all",),
     "gradstats.statistics.solution": ("FitError",),
     "gradstats.thresholds": ("threshold",),
     "gradstats.trace": ("Trace", "open_trace"),
@@ -63,24 +85,31 @@ __all__ = [
     "GradstatsError",
     "InputError",
     "Magnitudes",
+    "Monitor",
     "NonFiniteGradientError",
     "Sketch",
     "Trace",
     "TraceError",
+    "agreement",
+    "compare",
     "compressibility",
     "compression",
     "compressors",
     "distributions",
+    "drift",
     "fit",
+    "fit_all",
     "goodness",
     "histogram",
     "moments",
     "open_trace",
     "over_training",
+    "plan",
     "plots",
     "pot",
     "quality",
     "quality_series",
+    "report",
     "save_safetensors",
     "select",
     "sketch",
@@ -91,12 +120,23 @@ __all__ = [
 ]
 
 
+class _Pot(ModuleType):
+    """The module ``gradstats.pot``, which is called as the command of its name: ``gradstats.pot("run.zarr")``."""
+
+    def __call__(self, source: object, *arguments: Any, **options: Any) -> Any:
+        from gradstats.analysis.peaks import pot
+
+        return pot(source, *arguments, **options)
+
+
 def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOME.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'gradstats' has no attribute {name!r}")
     if home in ("gradstats", "gradstats.statistics"):  # the name is a module's
         value: Any = import_module(f"{home}.{name}")
+        if name == "pot":
+            value.__class__ = _Pot
     else:
         value = getattr(import_module(home), name)
     globals()[name] = value

@@ -7,25 +7,122 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
-__all__ = ["FORMATS", "Format", "Record", "Records", "format_value", "render", "visible"]
+__all__ = [
+    "FORMATS",
+    "Drift",
+    "Format",
+    "Plan",
+    "Quality",
+    "Record",
+    "Records",
+    "Shown",
+    "format_uncertain",
+    "format_value",
+    "joined",
+    "render",
+    "visible",
+]
 
 Record: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
 _LABELS = {"trace", "step", "rank", "kind", "layer", "estimator", "model", "ratio"}
 _LABELS |= {"quantity", "numel", "window", "n", "threads"}
+_HEADERS = {
+    "c": "ξ",
+    "c_low": "ξ low",
+    "c_high": "ξ high",
+    "scale": "σ − ξu",
+    "scale_low": "σ − ξu low",
+    "scale_high": "σ − ξu high",
+    "select": "select s",
+    "communicate": "communicate s",
+    "overlapped": "overlapped s",
+    "compute": "compute s",
+    "rate": "Mbit/s",
+    "slope": "slope per 100 steps",
+    "change_low": "change ÷ low",
+    "change_high": "change ÷ high",
+    "acf1": "autocorrelation",
+}
+"""Headings of terminal tables where a field's name has no unit or is SciPy's."""
+_ANSWERS = {"compressible"}
+"""Fields of which nothing is an answer, too."""
 _LONGEST = 30  # characters that a word, such as a layer's name, may have before it is broken
+_SHOWN = 12
+"""Records that a list of them shows in a terminal."""
+_OWNERS = ("mean", "noise_scale", "seconds")
+"""Fields to which a record's ``low`` and ``high`` belong."""
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
-class Records(list[dict[str, Any]]):
-    """Flat records of the same fields: a list that notebooks show as a table."""
+class Shown:
+    """A result that shows itself: in a line, as a table in notebooks, as a data frame, as a figure."""
+
+    __slots__ = ()
+    figures: ClassVar[Callable[[str], Callable[..., Any]]]
+    """Function that finds a figure by name; the package sets it, since figures are drawn above the tables."""
+
+    def _rows(self) -> Sequence[Record]:
+        """Return the table as records."""
+        raise NotImplementedError
+
+    def summary(self) -> pd.DataFrame:
+        """Return the result as a data frame, with all digits.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each thing described, a column for each field.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(list(self._rows()))
+
+    def __repr__(self) -> str:
+        rows = joined(self._rows())
+        cells = [
+            f"{n} {text}" for n, text in (rows[0] if rows else {}).items() if text not in ("", "–")
+        ]
+        more = f"; {len(rows) - 1} more" if len(rows) > 1 else ""
+        return f"<{type(self).__name__}: {', '.join(cells)}{more}>"
+
+    def _repr_html_(self) -> str:
+        """Return the table that Jupyter shows."""
+        import pandas as pd
+
+        html: str = pd.DataFrame(joined(self._rows())).to_html(max_rows=60, index=False)
+        return html
+
+    def _draw(self, figure: str, *arguments: Any, ax: Axes | None, **options: Any) -> Axes:
+        """Draw a figure of :mod:`gradstats.plots`, on axes of its own where none are given."""
+        if ax is None:
+            from matplotlib import pyplot as plt
+
+            ax = plt.subplots(layout="constrained")[1]
+        drawn: Axes = type(self).figures(figure)(*arguments, ax=ax, **options)
+        return drawn
+
+
+class Records(list[dict[str, Any]], Shown):
+    """Flat records of the same fields: a list that shows itself as a table."""
+
+    def _rows(self) -> Sequence[Record]:
+        return self
+
+    def __repr__(self) -> str:
+        """Return the table of the first records."""
+        if not self:
+            return f"{type(self).__name__}([])"
+        more = f"\n… {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
+        return render(joined(self[:_SHOWN]), title=f"{len(self)} records") + more
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return the records as a data frame.
@@ -35,14 +132,156 @@ class Records(list[dict[str, Any]]):
         pandas.DataFrame
             A row for each record, a column for each field.
         """
-        import pandas as pd
+        return self.summary()
 
-        return pd.DataFrame(self)
 
-    def _repr_html_(self) -> str:
-        """Return the table that Jupyter shows."""
-        html: str = self.to_dataframe().map(format_value).to_html(max_rows=60)
-        return html
+class Quality(Records):
+    """Records of :func:`gradstats.quality`."""
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw k̂/k of the first trace, kind and layer: :func:`gradstats.plots.quality_bars`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        labels = ("trace", "kind", "layer")
+        one = [r for r in self if all(r.get(n) == self[0].get(n) for n in labels)]
+        return self._draw("quality_bars", one, ax=ax, **options)
+
+
+class Drift(Records):
+    """Records of how a run's quantities move, and the data set that they were made of.
+
+    Attributes
+    ----------
+    dataset : xarray.Dataset
+        Data set of :func:`gradstats.over_training`.
+    """
+
+    dataset: Any = None
+
+    def plot(self, quantity: str = "mean", ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw a quantity of the first kind and layer over the steps: :func:`gradstats.plots.drift`.
+
+        Parameters
+        ----------
+        quantity : str
+            Variable of the data set.
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        one = self.dataset.isel(kind=0, layer=0)
+        return self._draw("drift", one, quantity, ax=ax, **options)
+
+
+class Plan(Records):
+    """Records of a plan: predicted times of a step."""
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the speed-ups: :func:`gradstats.plots.speedup`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        return self._draw("speedup", self, ax=ax, **options)
+
+
+def joined(records: Sequence[Record]) -> list[dict[str, str]]:
+    """Return records as texts, each number with its interval, in the digits that the interval leaves.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records. A field ``x`` beside ``x_low`` and ``x_high`` takes these in; ``low`` and ``high`` go to the mean, the
+        noise scale or the seconds, where these have no interval of their own.
+
+    Returns
+    -------
+    list of dict of str
+        The same records with fewer fields.
+
+    Examples
+    --------
+    >>> joined([{"p": 0.83412, "p_low": 0.81377, "p_high": 0.85447, "n": 12}])
+    [{'p': '0.834 (0.814 to 0.854)', 'n': '12'}]
+    """
+    found = []
+    for record in records:
+        ends = {
+            n: (f"{n}_low", f"{n}_high")
+            for n in record
+            if f"{n}_low" in record and f"{n}_high" in record
+        }
+        owner = next((n for n in _OWNERS if n in record and n not in ends), "")
+        if owner and "low" in record and "high" in record:
+            ends[owner] = ("low", "high")
+        taken = {end for pair in ends.values() for end in pair}
+        found.append(
+            {
+                n: format_uncertain(value, *(record[end] for end in ends[n]))
+                if n in ends
+                else _cell(
+                    n, "; ".join(map(str, value)) if isinstance(value, tuple | list) else value
+                )
+                for n, value in record.items()
+                if n not in taken
+            }
+        )
+    return found
+
+
+def format_uncertain(value: Any, low: Any, high: Any) -> str:
+    """Shorten a number to the digits that its interval leaves: two of half the interval's width.
+
+    Parameters
+    ----------
+    value : float or None
+        The number.
+    low, high : float or None
+        Ends of its interval. NaN or None for none, infinite for an open end.
+
+    Returns
+    -------
+    str
+        Such as ``"0.834 (0.814 to 0.854)"``; the number alone where there is no interval.
+    """
+    numbers = [math.nan if v is None else float(v) for v in (value, low, high)]
+    if math.isnan(numbers[0]) or any(map(math.isnan, numbers[1:])):
+        return format_value(value)
+    finite = [abs(v) for v in numbers if math.isfinite(v)]
+    half = (numbers[2] - numbers[1]) / 2
+    if not math.isfinite(half) or half <= 0 or not finite:
+        return f"{format_value(value)} ({format_value(low)} to {format_value(high)})"
+    size = math.floor(math.log10(max(finite)))
+    power = size if not -3 <= size < 4 else 0
+    digits = min(max(1 - math.floor(math.log10(half)) + power, 0), 15)
+    shown, *ends = (f"{v / 10.0**power:.{digits}f}" for v in numbers)
+    return f"{shown} ({' to '.join(ends)})" + (f"·10^{power}" if power else "")
 
 
 def render(
@@ -53,6 +292,7 @@ def render(
     title: str | None = None,
     width: int = 80,
     color: bool = False,
+    caption: Sequence[str] = (),
 ) -> str:
     """Render records of the same fields.
 
@@ -62,7 +302,8 @@ def render(
         Flat records. The first one's fields are the columns, in order.
     format : Format, optional
         ``json`` is a list of objects with every field, NaN and infinities as null; ``csv`` has every field; ``table``
-        (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened.
+        (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened. A terminal table says once,
+        above it, what all rows share, and leaves out columns that hold nothing.
     columns : sequence of str, optional
         Fields shown in the last three formats; all by default.
     title : str, optional
@@ -72,6 +313,8 @@ def render(
         the table.
     color : bool, optional
         Whether a terminal table keeps its colours.
+    caption : sequence of str, optional
+        Fields that a terminal table of one record says above it, too.
 
     Returns
     -------
@@ -84,12 +327,18 @@ def render(
         return _csv(records)
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
-    if format == "table" and len(records) > 1:
-        # 80 columns are few: labels that are the same in every row are said once, above the table
-        values = {n: {r[n] for r in records} - {None} for n in names if n in _LABELS}
-        same = {n: v.pop() for n, v in values.items() if len(v) == 1}
+    if format == "table" and records:
+        # 80 columns are few: what is the same in every row is said once, above the table, and nothing is not shown
+        names = [
+            n for n in names if n in _ANSWERS or any(_cell(n, r[n]) != "–" for r in records)
+        ] or names
+        same = _shared(names, records)
+        if len(records) == 1:
+            same = {n: value for n, value in records[0].items() if n in names and n in caption}
         names = [n for n in names if n not in same]
-        heading += ["; ".join(f"{n} {_cell(n, v)}" for n, v in same.items())] if same else []
+        heading += (
+            ["; ".join(f"{_header(n)} {_cell(n, v)}" for n, v in same.items())] if same else []
+        )
     rows = [[_cell(n, r[n]) for n in names] for r in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
@@ -102,9 +351,23 @@ def render(
     return _terminal(names, rows, numeric, heading, width, color)
 
 
+def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
+    """Return the fields that have one value in all records; of labels, in those that have any."""
+    same: dict[str, Any] = {}
+    for name in names:
+        values = [r[name] for r in records if name not in _LABELS or r[name] is not None]
+        if values and all(value == values[0] for value in values[1:]):
+            same[name] = values[0]
+    return same if len(same) < len(names) else {}
+
+
+def _header(name: str) -> str:
+    return _HEADERS.get(name, name.replace("_", " "))
+
+
 def _cell(name: str, value: Any) -> str:
     # somebody typed a ratio as 0.1, so it is not shown as 0.100
-    if name == "ratio" and value is not None:
+    if name == "ratio" and value is not None and not isinstance(value, str):
         return f"{value:g}"
     return visible(format_value(value))
 
@@ -219,7 +482,7 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    labels = [name.replace("_", " ") for name in names]
+    labels = [_header(name) for name in names]
     widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
     for label, right, size in zip(labels, numeric, widths, strict=False):

@@ -7,7 +7,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import gradstats
+from gradstats.network import Network
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "stable.md"
 MODULES = (
@@ -71,6 +75,41 @@ def test_the_page_has_every_public_name(name):
 
 def test_the_page_is_as_written_here():
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("of_path", [True, False])
+def test_the_functions_of_commands_take_paths_and_objects_and_return_tables(of_path, tmp_path):
+    x = np.random.default_rng(0).laplace(size=5000).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    network = Network.of_link(1e-3, 1e-8)
+    network.save(tmp_path / "network.json")
+    source, cluster = x, network
+    if of_path:
+        source, cluster = str(tmp_path / "x.npy"), tmp_path / "network.json"
+    tables = {
+        "quality": gradstats.quality(source, [0.1], ["exact"]),
+        "pot": gradstats.pot(source, [0.1]),
+        "tails": gradstats.pot(source, [0.1], per_layer=True),
+        "drift": gradstats.drift(source, ["mean"]),
+        "plan": gradstats.plan(source, cluster, 0.1, [2], compressors=["topk"]),
+        "report": gradstats.report(source),
+    }
+    assert {name: len(table) for name, table in tables.items()} | {"report": 0} == {
+        "quality": 1,
+        "pot": 1,
+        "tails": 3,
+        "drift": 1,
+        "plan": 2,
+        "report": 0,
+    }
+    for name, table in tables.items():
+        frame = table.to_dataframe()
+        assert list(frame.columns) == list(table[0]), name
+    pooled, expected = tables["pot"][0], gradstats.pot.parameter_stability(x, [0.1])[0]
+    assert pooled["c"] == expected.c == tables["tails"][0]["c"]
+    assert tables["drift"][0]["mean"] == pytest.approx(np.abs(x).mean(), rel=1e-5)
+    answers = {row["question"]: row["answer"] for row in tables["report"]}
+    assert answers["Does it move?"] == "One step only"
 
 
 if __name__ == "__main__":

@@ -180,5 +180,5 @@ def test_every_public_function_that_returns_records_returns_these():
         gradstats.compression(data),
         bench([1000], [0.1], estimators=["exact"], repeats=1, references=False),
     ):
-        assert type(made) is Records
+        assert isinstance(made, Records)
         assert len(made.to_dataframe()) == len(made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ except ImportError as error:
         f"{__name__} needs transformers and accelerate: pip install 'gradstats[huggingface]'"
     ) from error
 
-from capture.integrations.trainer import TrainerCapture
+from capture.integrations.trainer import TrainerCapture, TrainerMonitor
 from capture.schedule import Schedule
 from capture.tap import Hook
 from gradstats.errors import InputError
 from gradstats.hooks.units import is_sharded
 
-__all__ = ["CaptureCallback"]
+__all__ = ["CaptureCallback", "MonitorCallback"]
 
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -49,13 +49,15 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     scaler, ``CompressionState(…, scaler=trainer.accelerator.scaler)``.
 
     Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`. The learning rate is recorded; the loss is not, because the ``Trainer`` shows it to no callback.
+    another `path`. The learning rate is recorded, and the loss of each rank's own micro-batches, which the ``Trainer``
+    shows to no callback: what its ``training_step`` returns if `trainer` is given, else what the model does
+    (``.loss``), and without `trainer` only if no micro-batches are accumulated.
 
     Parameters
     ----------
     path : str or Path
         Trace to create, ``NAME.zarr``.
-    schedule : Schedule, int or iterable of int
+    schedule : Schedule, int, iterable of int or callable
         Steps to capture, as for :class:`capture.Capture`.
     comm_hook : callable, optional
         DDP communication hook to register when training begins, from PyTorch or from gradstats; ``allreduce_hook``
@@ -63,7 +65,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     comm_state : object
         State of the hook.
     trainer : Trainer, optional
-        The ``Trainer``, for its DDP model; use ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
+        The ``Trainer``, for its DDP model and its loss; use
+        ``trainer.add_callback(CaptureCallback(…, trainer=trainer))``.
     **options : object
         Other options of :class:`capture.Capture`, except ``start_step``.
 
@@ -81,7 +84,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         path: str | Path,
-        schedule: Schedule | int | Iterable[int] = 1,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
         *,
         comm_hook: Hook | None = None,
         comm_state: Any = None,
@@ -92,6 +95,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         if comm_hook is not None and trainer is None:
             raise InputError("comm_hook needs trainer=…, on whose DDP model it is registered")
         self._trainer = trainer
+        self._losses: list[torch.Tensor] = []
+        self._unhook: Callable[[], None] = lambda: None
 
     def on_train_begin(  # numpydoc ignore=PR01
         self,
@@ -113,6 +118,32 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
             state.global_step,
             None if self._trainer is None else self._trainer.accelerator.scaler,
         )
+        self._losses.clear()
+        if self._trainer is not None:
+            self._follow(self._trainer)
+        elif args.gradient_accumulation_steps == 1:
+            self._unhook = model.register_forward_hook(self._note_output).remove
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Note the loss that each training step of a trainer returns, its share of the accumulated one."""
+        original, own = trainer.training_step, vars(trainer).get("training_step")
+
+        def training_step(*arguments: Any, **options: Any) -> torch.Tensor:
+            loss: torch.Tensor = original(*arguments, **options)
+            self._losses.append(loss.detach())
+            return loss
+
+        def restore() -> None:
+            del trainer.training_step  # the class's own is seen again
+            if own is not None:
+                trainer.training_step = own
+
+        trainer.training_step, self._unhook = training_step, restore
+
+    def _note_output(self, model: torch.nn.Module, _: object, output: object) -> None:
+        loss = getattr(output, "loss", None)
+        if model.training and isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach())
 
     def on_pre_optimizer_step(  # numpydoc ignore=PR01
         self,
@@ -125,10 +156,61 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Record the step."""
         assert self.capture is not None
-        self.capture.step(learning_rate=optimizer.param_groups[0]["lr"])
+        self.capture.step(learning_rate=optimizer.param_groups[0]["lr"], loss=self._loss())
+        self._losses.clear()
+
+    def _loss(self) -> torch.Tensor | None:
+        """Return the loss of the step in progress, the sum of its micro-batches' shares."""
+        return torch.stack(self._losses).sum() if self._losses else None
 
     def on_train_end(  # numpydoc ignore=PR01
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Finish the trace. After a training that fails, the interpreter's exit does it."""
+        self._unhook()
         self._close()
+
+
+class MonitorCallback(TrainerMonitor, TrainerCallback):  # type: ignore[misc]
+    """Describe the gradient of every N-th step of a ``Trainer``, for any logger.
+
+    ``Trainer(callbacks=[MonitorCallback(wandb.log, every=10)])``; the arguments are those of
+    :class:`capture.integrations.trainer.TrainerMonitor`. The gradient is the one that the optimizer is about to use
+    (``on_pre_optimizer_step``): accumulated, averaged over the ranks under DDP, without the loss scale of fp16, and
+    clipped to ``max_grad_norm``, which is 1 unless you set it. Shards of FSDP2 are added up; those of FSDP1 and
+    DeepSpeed are refused.
+
+    Raises
+    ------
+    TypeError
+        If an option is unknown.
+    InputError
+        When training begins, if the gradients are flat shards, or if an option has a wrong value.
+    """
+
+    def on_train_begin(  # numpydoc ignore=PR01
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        **_: Any,
+    ) -> None:
+        """Make the monitor."""
+        parallel = PartialState().distributed_type
+        names = (str(n) for n, _ in model.named_parameters())
+        if parallel in _SHARDED and (
+            parallel != DistributedType.FSDP or any("_flat_param" in n for n in names)
+        ):
+            raise InputError(
+                f"gradients sharded by {parallel.value} cannot be described; use DDP or FSDP2"
+            )
+        self._watch(model, state.global_step)
+
+    def on_pre_optimizer_step(  # numpydoc ignore=PR01
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Take the step."""
+        assert self.monitor is not None
+        self.monitor.step()

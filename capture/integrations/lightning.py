@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ try:
 except ImportError as error:
     raise ImportError(f"{__name__} needs lightning: pip install 'gradstats[lightning]'") from error
 
-from capture.integrations.trainer import TrainerCapture
+from capture.integrations.trainer import TrainerCapture, TrainerMonitor
 from capture.schedule import Schedule
 from capture.tap import Hook
 from gradstats.errors import InputError
 
-__all__ = ["CaptureCallback"]
+__all__ = ["CaptureCallback", "MonitorCallback"]
 
 
 class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
@@ -47,7 +47,7 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     ----------
     path : str or Path
         Trace to create, ``NAME.zarr``.
-    schedule : Schedule, int or iterable of int
+    schedule : Schedule, int, iterable of int or callable
         Steps to capture, as for :class:`capture.Capture`.
     comm_hook : callable, optional
         DDP communication hook to register when training begins, from PyTorch or from gradstats; ``allreduce_hook``
@@ -72,7 +72,7 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     def __init__(
         self,
         path: str | Path,
-        schedule: Schedule | int | Iterable[int] = 1,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
         *,
         comm_hook: Hook | None = None,
         comm_state: Any = None,
@@ -120,3 +120,36 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     ) -> None:
         """Finish the trace of what was captured before the training failed."""
         self._close()
+
+
+class MonitorCallback(TrainerMonitor, Callback):  # type: ignore[misc]
+    """Describe the gradient of every N-th step of a ``Trainer``, for any logger.
+
+    ``Trainer(callbacks=[MonitorCallback(every=10)])``; the arguments are those of
+    :class:`capture.integrations.trainer.TrainerMonitor`; without `log` the trainer's logger logs. The gradient is
+    the one at ``on_before_optimizer_step``: the mean over the micro-batches, averaged over the ranks under DDP,
+    without the loss scale of fp16, and before ``gradient_clip_val``.
+
+    Raises
+    ------
+    TypeError
+        If an option is unknown.
+    InputError
+        When training begins, if an option has a wrong value.
+    """
+
+    def on_train_start(  # numpydoc ignore=PR01
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> None:
+        """Make the monitor."""
+        if self._log is None and trainer.logger is not None:
+            logger = trainer.logger
+            self._log = lambda values: logger.log_metrics(values, trainer.global_step)
+        self._watch(trainer.strategy.model, trainer.global_step)
+
+    def on_before_optimizer_step(  # numpydoc ignore=PR01
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Take the step."""
+        assert self.monitor is not None
+        self.monitor.step()

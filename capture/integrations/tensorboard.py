@@ -1,10 +1,11 @@
-"""Scalars of gradients as TensorBoard event files."""
+"""Numbers and histograms of gradients as TensorBoard event files."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 try:
     from torch.utils.tensorboard import SummaryWriter
@@ -13,18 +14,53 @@ except ImportError as error:
         f"{__name__} needs tensorboard: pip install 'gradstats[tensorboard]'"
     ) from error
 
-from gradstats.errors import InputError
+from capture.integrations.loggers import Bins, Values, dataset_values, step_values
 from gradstats.trace.record import StepRecord
 
 if TYPE_CHECKING:
     import xarray
 
-__all__ = ["add_step", "write_dataset"]
+__all__ = ["TensorBoardLogger", "add_step", "write_dataset"]
 
-_SHOWN = (
-    *("threshold", "selected", "quality", "bytes_sent", "bits_per_element"),
-    *("union", "build_up", "density", "select_seconds", "communicate_seconds"),
-)
+
+class TensorBoardLogger:
+    """Log to TensorBoard: ``log = TensorBoardLogger(writer)``, then ``log(values, step)``.
+
+    Parameters
+    ----------
+    writer : torch.utils.tensorboard.SummaryWriter
+        Writer of your training.
+    """
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self._writer = writer
+
+    def __call__(self, values: Values, step: int) -> None:
+        """Add numbers and histograms.
+
+        Parameters
+        ----------
+        values : mapping of str to float or Bins
+            What one of :mod:`capture.integrations.loggers`' functions returned.
+        step : int
+            Training step.
+        """
+        for name, value in values.items():
+            if isinstance(value, Bins):
+                middle = (value.edges[:-1] + value.edges[1:]) / 2
+                self._writer.add_histogram_raw(
+                    name,
+                    min=value.edges[0],
+                    max=value.edges[-1],
+                    num=int(value.counts.sum()),
+                    sum=float(middle @ value.counts),
+                    sum_squares=float(np.square(middle) @ value.counts),
+                    bucket_limits=value.edges[1:].tolist(),
+                    bucket_counts=value.counts.tolist(),
+                    global_step=step,
+                )
+            else:
+                self._writer.add_scalar(name, value, step)
 
 
 def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
@@ -33,8 +69,7 @@ def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
     Parameters
     ----------
     dataset : xarray.Dataset
-        Quantities with a dimension ``step``, such as :func:`gradstats.over_training` returns. The other dimensions make
-        the tags, ``quantity/label/…`` in the dataset's order: ``p/0/gradient/all`` is p of rank 0. NaN is left out.
+        Quantities with a dimension ``step``, as :func:`capture.integrations.loggers.dataset_values` takes them.
     log_dir : str or Path
         Folder of one TensorBoard run, made if missing.
 
@@ -43,17 +78,11 @@ def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
     InputError
         If the dataset has no dimension ``step``.
     """
-    if "step" not in dataset.dims:
-        raise InputError(
-            f"no dimension 'step' in the dataset; it has {', '.join(map(str, dataset.dims))}"
-        )
+    found = list(dataset_values(dataset))
     with SummaryWriter(str(log_dir)) as writer:
-        for name, quantity in dataset.items():
-            if "step" not in quantity.dims:
-                continue
-            series = quantity.transpose(..., "step").to_series().dropna().reset_index()
-            for *labels, step, value in series.itertuples(index=False, name=None):
-                writer.add_scalar("/".join(map(str, (name, *labels))), value, step)
+        log = TensorBoardLogger(writer)
+        for step, values in found:
+            log(values, step)
 
 
 def add_step(writer: SummaryWriter, record: StepRecord) -> None:
@@ -64,14 +93,6 @@ def add_step(writer: SummaryWriter, record: StepRecord) -> None:
     writer : torch.utils.tensorboard.SummaryWriter
         Writer of your training.
     record : StepRecord
-        Record of a step, :attr:`gradstats.hooks.CompressionState.last`.
-
-    Notes
-    -----
-    The tags are ``compression/`` and the names of :class:`gradstats.hooks.StepRecord`. All values belong to this rank,
-    except ``union``, ``build_up`` and ``density``. NaN is left out: ``quality`` and ``build_up`` where there is no k.
+        Record of a step; its numbers are those of :func:`capture.integrations.loggers.step_values`.
     """
-    for name in _SHOWN:
-        value = getattr(record, name)
-        if not math.isnan(value):
-            writer.add_scalar(f"compression/{name}", value, record.step)
+    TensorBoardLogger(writer)(step_values(record), record.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.schedule import Schedule
 from capture.tap import Capture, Hook
 from gradstats.errors import InputError
-from gradstats.hooks import Scaler
+from gradstats.hooks import Monitor, Scaler
 
-__all__ = ["TrainerCapture"]
+__all__ = ["TrainerCapture", "TrainerMonitor"]
 
 
 class TrainerCapture:
@@ -25,7 +25,7 @@ class TrainerCapture:
     ----------
     path : str or Path
         Trace to create, ``NAME.zarr``.
-    schedule : Schedule, int or iterable of int
+    schedule : Schedule, int, iterable of int or callable
         Steps to capture, as for :class:`capture.Capture`.
     comm_hook : callable, optional
         DDP communication hook to register when training begins.
@@ -48,7 +48,7 @@ class TrainerCapture:
     def __init__(
         self,
         path: str | Path,
-        schedule: Schedule | int | Iterable[int] = 1,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
         *,
         comm_hook: Hook | None = None,
         comm_state: Any = None,
@@ -76,3 +76,57 @@ class TrainerCapture:
     def _close(self) -> None:
         if self.capture is not None:
             self.capture.close()
+
+
+class TrainerMonitor:
+    """Make a :class:`gradstats.Monitor` when a training begins, and take its steps as a trainer's events come.
+
+    Parameters
+    ----------
+    log : callable, optional
+        Called with the dict of every step described.
+    every : int
+        Distance of the steps described.
+    **options : object
+        Other options of :class:`gradstats.Monitor`, except ``optimizer``, ``scaler`` and ``start_step``.
+
+    Attributes
+    ----------
+    monitor : Monitor or None
+        Monitor of the training in progress, or of the last one; None before the first.
+
+    Raises
+    ------
+    TypeError
+        If an option is unknown.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[dict[str, float]], object] | None = None,
+        every: int = 1,
+        **options: Any,
+    ) -> None:
+        inspect.signature(Monitor).bind(model=None, start_step=0, **options)
+        self._log, self._every, self._options = log, every, options
+        self.monitor: Monitor | None = None
+
+    def triggered(self, step: int) -> bool:
+        """Tell whether a step is to be captured: the ``schedule`` of a ``CaptureCallback`` beside this one.
+
+        Parameters
+        ----------
+        step : int
+            Number of a step.
+
+        Returns
+        -------
+        bool
+            True for the steps that :meth:`gradstats.Monitor.triggered` names.
+        """
+        return self.monitor is not None and self.monitor.triggered(step)
+
+    def _watch(self, model: nn.Module, start_step: int) -> None:
+        self.monitor = Monitor(
+            model, self._log, self._every, start_step=start_step, **self._options
+        )

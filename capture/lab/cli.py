@@ -90,10 +90,11 @@ def bench_network(  # numpydoc ignore=PR01
 ) -> None:
     """Train over links of a given rate: where the time of a step goes (Linux, root, iproute2).
 
-    Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are not
-    touched, and nothing is left behind. compute is the step without an exchange, communicate is what the exchange
-    adds to it, bytes is what left a rank's interface. Times are seconds per step; the first 3 steps are not counted.
-    lags measures how to send in further steps, before those that are counted.
+    Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are
+    not touched, and nothing is left behind. compute is the step without an exchange (at most what the other parts
+    leave of it), communicate is what the exchange adds to it, bytes is what left a rank's interface. Times are
+    seconds per step; the first 3 steps are not counted. lags measures how to send in further steps, before those
+    that are counted.
     """
     from capture.lab import run
     from gradstats.network.rates import parse_rate
@@ -137,7 +138,7 @@ def bench_network(  # numpydoc ignore=PR01
         records,
         format,
         output,
-        columns=[c for c in records[0] if c not in ("nproc", "rate", "ratio")],
+        columns=[c for c in records[0] if c not in ("nproc", "rate", "ratio", "compute_alone")],
         title=f"{workload}, {nproc} ranks at {bits / 1e6:g} Mbit/s: seconds and bytes per step",
         group_by=("nproc", "rate"),
     )

@@ -93,11 +93,13 @@ def bench_network(
 
         - ``compressor``, ``nproc``, ``rate`` (Mbit/s), ``ratio`` (NaN for PyTorch's exchanges);
         - ``seconds``: the whole step.
-        - ``compute``: the same step without an exchange. It is measured once, before the runs: the same
+        - ``compute_alone``: the same step without an exchange. It is measured once, before the runs: the same
           processes on the same cores, each training by itself, but waiting for the others in every step.
+        - ``compute``: the same, but no more than the other parts leave of ``seconds``: the time of computing varies
+          from run to run, and no part can be longer than the whole.
         - ``select``: choosing and packing what to send, as the hook measures it; 0 for ``none``, NaN for ``powersgd``.
         - ``communicate``: the part of the exchange that does not overlap with backpropagation, with the waiting for
-          slower ranks in it. The hook measures it; for PyTorch's exchanges it is ``seconds`` − ``compute``.
+          slower ranks in it. The hook measures it; for PyTorch's exchanges it is ``seconds`` − ``compute``, at least 0.
         - ``overlapped``: the part of the exchange during backpropagation, as the hook measures it; NaN for PyTorch's
           exchanges.
         - ``bytes``: bytes that left a rank's interface, headers, acknowledgements and forwarded messages included, as
@@ -119,7 +121,9 @@ def bench_network(
     with shaped_network(config.nproc, rate, burst) as cluster:
         computing = train_without_exchange(config, cluster)
         if on_network is not None:
-            select = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
+            # a plan compares what was measured: the simplest compressor always is
+            trained = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
+            select = list(dict.fromkeys([*trained, "topk"]))
             on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
         for name in compressors:
             run = _with(config, name).replace(label=name if config.label else "")
@@ -257,6 +261,9 @@ def train(
             return math.nan
         return fmean(_median([r[name] for r in result.records], settling) for result in results)
 
+    select = 0.0 if config.compressor == DENSE else measured("select_seconds")
+    communicate = measured("communicate_seconds") if recorded else max(0.0, seconds - compute)
+    rest = seconds - communicate - (0.0 if math.isnan(select) else select)
     losses = [fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     losses = losses[:steps]  # as many as any other compressor has
     last = math.ceil(len(losses) / 10)
@@ -266,13 +273,14 @@ def train(
         "rate": cluster.rate / 1e6,
         "ratio": config.ratio if recorded else math.nan,
         "seconds": seconds,
-        "compute": compute,
-        "select": 0.0 if config.compressor == DENSE else measured("select_seconds"),
-        "communicate": measured("communicate_seconds") if recorded else seconds - compute,
+        "compute": max(0.0, min(compute, rest)),
+        "select": select,
+        "communicate": communicate,
         "overlapped": measured("overlapped_seconds"),
         "bytes": round(fmean(_median(counts, settling) for counts in sent)),
         "quality": _quality([r for result in results for r in result.records[settling:]]),
         "loss": fmean(losses[-last:]),
+        "compute_alone": compute,
     }
     return record, losses
 

@@ -107,4 +107,6 @@ def _decay(
 
 
 def _fields(decay: Compressibility) -> dict[str, Any]:
-    return asdict(decay) | {"window": f"{decay.window[0]}-{decay.window[1]}"}
+    fields = asdict(replace(decay, sample=None))
+    del fields["sample"]
+    return fields | {"window": f"{decay.window[0]}-{decay.window[1]}"}

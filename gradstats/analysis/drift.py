@@ -21,14 +21,14 @@ from gradstats.statistics.fitting import MODELS, Method, check_method, default_m
 from gradstats.statistics.goodness import goodness
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
-from gradstats.tables import Records
+from gradstats.tables import Drift, Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
 if TYPE_CHECKING:
     import xarray
 
-__all__ = ["FEWEST_STEPS", "QUANTITIES", "dataset_of", "drift_records", "over_training"]
+__all__ = ["FEWEST_STEPS", "QUANTITIES", "dataset_of", "drift", "drift_records", "over_training"]
 
 _PLAIN = ("zero_fraction", "nonfinite", "mean", "rms", "max", "p", "p_low", "p_high", "hill")
 _BY_MODEL = ("shape", "scale", "nll", "ks", "wasserstein", "tail_error")
@@ -240,6 +240,82 @@ def _scalars(
     return {name: (("step", "rank"), array) for name, array in arrays.items()}
 
 
+def drift(
+    source: object,
+    quantities: Sequence[str] = (),
+    *,
+    models: Sequence[str] = MODELS[:3],
+    method: Method | None = None,
+    ratios: Sequence[float] = RATIOS,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    client: Any = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Records:
+    """Measure every captured gradient of a run, and quantify how it moves: :func:`drift_records` in one call.
+
+    Parameters
+    ----------
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Trace or its path (of gradients or of sketches), gradient file, array, or arrays by layer name.
+    quantities : sequence of str, optional
+        Quantities to follow, of :data:`QUANTITIES`; by default mean, threshold, shape and p.
+    models : sequence of str, optional
+        Models to fit; by default the three sparsity-inducing ones.
+    method : Method, optional
+        Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
+    ratios : sequence of float, optional
+        Kept fractions k/d of the exact thresholds, each in (0, 1].
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: follow these parameters by themselves, too.
+    per_layer : bool, optional
+        Follow every parameter by itself, too.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
+
+    Returns
+    -------
+    Records
+        Records as in :func:`drift_records`. Trends take :data:`FEWEST_STEPS` steps.
+
+    Raises
+    ------
+    InputError
+        If a quantity or model is unknown, a ratio is outside (0, 1], or nothing matches.
+
+    Examples
+    --------
+    ``gradstats.drift("run.zarr", ["threshold"], ratios=[0.001]).to_dataframe()``
+    """
+    names = check_several(quantities, "quantities")
+    for name in names:
+        if name not in QUANTITIES:
+            raise unknown("quantity", name, QUANTITIES)
+    dataset = over_training(
+        source,
+        models=models,
+        method=method,
+        ratios=ratios,
+        steps=steps,
+        ranks=ranks,
+        kinds=kinds,
+        layers=layers,
+        per_layer=per_layer,
+        client=client,
+        on_progress=on_progress,
+    )
+    return drift_records(dataset, names)
+
+
 def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Records:
     """Quantify how a run's quantities move, which a warm-started threshold relies on.
 
@@ -277,7 +353,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
         If a quantity is unknown.
     """
     names = list(quantities) or ["mean", "threshold", "shape", "p"]
-    records = Records()
+    records = Drift()
+    records.dataset = dataset
     for name in names:
         if name not in dataset or "layer" not in dataset[name].dims:
             raise unknown("quantity", name, [str(v) for v in dataset if "layer" in dataset[v].dims])

@@ -2,10 +2,98 @@
 
 from __future__ import annotations
 
-from gradstats.tables import Records
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from gradstats.tables import Records, format_value
 from gradstats.trace.sources import Source, TraceSource
 
-__all__ = ["info_records"]
+__all__ = ["describe", "info_records"]
+
+
+def describe(source: TraceSource) -> dict[str, str]:
+    """Return what is known of the run behind a trace, in words.
+    captured = set().union(*map(trace.shard_ranks, trace.ranks))
+
+    Parameters
+    ----------
+    source : TraceSource
+        Trace to describe.
+
+    Returns
+    -------
+    dict of str to str
+        Of run, compressor, training, loss, gradient, captured, size, made and versions those that are known.
+    """
+    trace, a = source.trace, source.trace.attrs
+    optimizer = a.get("optimizer")
+    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    facts = {
+        "run": _joined([a.get("model"), f"on {a['data']}" if "data" in a else None], " "),
+        "compressor": _joined(
+            [
+                a.get("compressor"),
+                f"ratio {a['ratio']:g}" if isinstance(a.get("ratio"), int | float) else None,
+                {"True": "with error feedback", "False": "without error feedback"}.get(
+                    str(a.get("error_feedback"))
+                ),
+            ]
+        ),
+        "training": _joined(
+            [
+                a.get("workload"),
+                *(
+                    f"{n.replace('_', ' ')} {a[n]}"
+                    for n in ("steps", "batch_size", "seed")
+                    if n in a
+                ),
+                optimizer.get("name"),
+                *(
+                    f"{name.replace('_', ' ')} {format_value(value)}"
+                    for name, value in optimizer.items()
+                    if name != "name" and isinstance(value, int | float | str)
+                ),
+            ]
+        ),
+        "loss": _ends(source, "loss"),
+        "learning rate": _ends(source, "learning_rate"),
+        "gradient": f"{trace.numel:,} elements in {len(trace.layers)} parameters",
+        "captured": f"{len(trace.steps())} steps, {len(captured)} of {trace.world_size} ranks",
+        "size": _size(source),
+        "made": _joined([a.get("created"), f"on {a['host']}" if "host" in a else None], " "),
+        "versions": _joined([f"{k} {v}" for k, v in dict(a.get("versions", {})).items()]),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _joined(parts: list[Any], between: str = ", ") -> str:
+    return between.join(str(part) for part in parts if part is not None)
+
+
+def _ends(source: TraceSource, name: str) -> str:
+    """Return a recorded number at the first and the last step that the first rank has it of."""
+    for rank in source.trace.ranks[:1]:
+        columns = source.trace.scalars(rank)
+        steps, values = columns["step"].tolist(), columns[name].tolist()
+        known = [(step, v) for step, v in zip(steps, values, strict=True) if math.isfinite(v)]
+        if known:
+            shown = [f"{format_value(v)} at step {step}" for step, v in (known[0], known[-1])]
+            same = known[0][1] == known[-1][1]
+            return format_value(known[0][1]) if same else " to ".join(shown)
+    return ""
+
+
+def _size(source: TraceSource) -> str:
+    """Return how much the trace takes on the disk."""
+    files = (os.path.join(at, n) for at, _, names in os.walk(source.trace.path) for n in names)
+    size = float(sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit} on the disk"
+        size /= 1000
+    return f"{size:.3g} TB on the disk"
 
 
 def info_records(source: Source) -> Records:

@@ -8,19 +8,26 @@ from functools import partial
 from typing import Any
 
 from gradstats.analysis.pieces import each_sketched
-from gradstats.primitives.ratio import check_ratio
+from gradstats.primitives.ratio import check_count, check_ratios, check_seed
 from gradstats.primitives.sketch import Sketch
-from gradstats.statistics import pot
-from gradstats.statistics.fitting import Method
+from gradstats.statistics.fitting import Method, check_method
+from gradstats.statistics.pot import (
+    choose_threshold,
+    mean_excess,
+    mixture,
+    parameter_stability,
+)
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Records
 from gradstats.trace import Kind
-from gradstats.trace.sources import Source, Subset
+from gradstats.trace.sources import Source, Subset, open_source
 
-__all__ = ["mixture_records", "pot_records"]
+__all__ = ["mixture_records", "pot", "pot_records"]
 
 _RATIOS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
+_TAIL = 0.1
+"""Share of the non-zero elements whose shapes are compared layer by layer."""
 _NUMBERS = [
     *("ratio", "threshold", "mean_excess", "mean_excess_low", "mean_excess_high"),
     *("c", "c_low", "c_high", "scale", "scale_low", "scale_high"),
@@ -43,8 +50,8 @@ class _Peaks:
     def __call__(self, labels: dict[str, Any], sketches: dict[str, Sketch]) -> list[dict[str, Any]]:
         m = sketches["all"].magnitudes
         try:
-            excesses = pot.mean_excess(m, self.ratios)
-            fits = pot.parameter_stability(m, self.ratios, self.method)
+            excesses = mean_excess(m, self.ratios)
+            fits = parameter_stability(m, self.ratios, self.method)
         except FitError as error:
             record = labels | dict.fromkeys(_NUMBERS, float("nan")) | {"n": 0, "status": str(error)}
             return [record | (_UNCHOSEN if self.replicates else {})]
@@ -69,7 +76,7 @@ class _Peaks:
         ]
         if self.replicates:
             ratios = [r["ratio"] for r in records]
-            choice = pot.choose_threshold(
+            choice = choose_threshold(
                 m,
                 ratios,
                 size=self.size,
@@ -86,6 +93,75 @@ class _Peaks:
                     unseen = {f"unseen_{f}": getattr(choice.estimate, f) for f in _UNSEEN}
                     record |= {"chosen": True} | unseen
         return records
+
+
+def pot(
+    source: object,
+    ratios: Sequence[float] | None = None,
+    *,
+    method: Method = "mle",
+    replicates: int = 0,
+    size: int = 1000,
+    seed: int = 0,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    client: Any = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Records:
+    """Fit the peaks over a series of thresholds, or one tail layer by layer; ``gradstats.pot(…)`` is this function.
+
+    Parameters
+    ----------
+    source : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Trace or its path, gradient file, array, or arrays by layer name.
+    ratios : sequence of float, optional
+        Shares of the non-zero elements beyond each threshold; by default eight from 0.5 to 0.001. Layer by layer the
+        first one counts, by default 0.1.
+    method : Method, optional
+        Method of the generalized Pareto fits.
+    replicates : int, optional
+        Replicates of the bootstrap that chooses a threshold, as in :func:`pot_records`. 0, the default, chooses none.
+    size : int, optional
+        Elements of each subsample that the bootstrap tests.
+    seed : int, optional
+        Seed of the subsamples and the replicates.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; all by default.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: compare these layers.
+    per_layer : bool, optional
+        Compare the tails of all layers, pooled, normalised and one by one, instead of thresholds.
+    client : distributed.Client, optional
+        Cluster that does the work.
+    on_progress : callable, optional
+        Called after every gradient.
+
+    Returns
+    -------
+    Records
+        Records as in :func:`pot_records`; layer by layer as in :func:`mixture_records`.
+
+    Raises
+    ------
+    InputError
+        If a ratio is outside (0, 1], the method is unknown, or nothing matches.
+
+    Examples
+    --------
+    ``gradstats.pot("run.zarr", steps=[100]).to_dataframe()``
+    """
+    opened = open_source(source)
+    given: dict[str, Any] = {"method": method, "steps": steps, "ranks": ranks, "kinds": kinds}
+    given |= {"client": client, "on_progress": on_progress}
+    if per_layer or layers is not None:
+        at = _TAIL if ratios is None else [*check_ratios(ratios), _TAIL][0]
+        return mixture_records(opened, at, layers=layers, **given)
+    return pot_records(opened, ratios, replicates=replicates, size=size, seed=seed, **given)
 
 
 def pot_records(
@@ -141,16 +217,16 @@ def pot_records(
     InputError
         If a ratio is outside (0, 1], or nothing matches.
     """
-    asked = tuple(ratios) if ratios is not None else _RATIOS
-    for ratio in asked:
-        check_ratio(ratio)
-    work = _Peaks(asked, method, replicates, size, seed)
+    asked = tuple(check_ratios(_RATIOS if ratios is None else ratios))
+    check_method("double_genpareto", method)
+    check_count(replicates, "replicates", 0)
+    work = _Peaks(asked, method, replicates, check_count(size, "size", 2), check_seed(seed))
     return each_sketched(source, Subset(steps, ranks, kinds), work, client, on_progress)
 
 
 def mixture_records(
     source: Source,
-    at: float = 0.1,
+    at: float = _TAIL,
     *,
     method: Method = "mle",
     steps: Sequence[int] | None = None,
@@ -211,7 +287,7 @@ def _mixture(
     shown: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     try:
-        found = pot.mixture({n: s for n, s in sketches.items() if n != "all"}, at, method)
+        found = mixture({n: s for n, s in sketches.items() if n != "all"}, at, method)
     except FitError as error:
         numbers = dict.fromkeys(("c", "c_low", "c_high", "p_value", "p_holm"), float("nan"))
         return [labels | {"layer": "pooled", "n": 0} | numbers | {"status": str(error)}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
-from gradstats.tables import Records
+from gradstats.tables import Quality, Records
 from gradstats.thresholds import Estimate, Estimator, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
@@ -260,6 +261,10 @@ def _replay(
         on_progress()
 
 
+_ROUNDING = 1e-9
+"""Relative difference of two sums of squares that is one of rounding."""
+
+
 class _BestK:
     """The energy that the k largest elements of one gradient hold, remembered by k."""
 
@@ -279,7 +284,8 @@ class _BestK:
         best = self._total - self._kept[k]
         if not best > 1e-12 * self._total:
             return float("nan")
-        return math.sqrt(max(self._total - kept, 0.0) / best) - 1
+        error = math.sqrt(max(self._total - kept, 0.0) / best) - 1
+        return 0.0 if abs(error) < _ROUNDING else error
 
 
 def _energy(values: NDArray[np.float64]) -> float:
@@ -377,7 +383,7 @@ def summarise(series: Iterable[dict[str, Any]]) -> Records:
         labels = ("trace", "estimator", "ratio", "kind", "layer")
         key = tuple(record[label] for label in labels)
         groups.setdefault(key, []).append(record)
-    return Records(_summary(records) for records in groups.values())
+    return Quality(_summary(records) for records in groups.values())
 
 
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -524,7 +530,7 @@ def stage_budget(
     -------
     Records
         trace, step, rank, kind, layer, estimator, ratio, stage (from 1), asked, got, factor (got/asked), quality (the
-        product of the factors up to this stage).
+        product of the factors up to this stage), blame (whether its factor is the farthest from 1 of the stages).
 
     Raises
     ------
@@ -537,11 +543,11 @@ def stage_budget(
     for played in _replay(opened, subset, ratios, estimators, options, on_progress):
         stages = played.estimate.details.get("stages", [])
         counts = [stage["count"] for stage in stages] + [len(played.selection)]
-        product = 1.0
+        shares = [after / before for before, after in pairwise(counts)]
+        factors = [got / stage["ratio"] for got, stage in zip(shares, stages, strict=True)]
+        far = [abs(math.log(factor)) if factor else math.inf for factor in factors]
         for i, stage in enumerate(stages):
-            got = counts[i + 1] / counts[i]
-            factor = got / stage["ratio"]
-            product *= factor
-            shares = {"stage": i + 1, "asked": stage["ratio"], "got": got, "factor": factor}
-            records.append(played.labels | shares | {"quality": product})
+            found = {"stage": i + 1, "asked": stage["ratio"], "got": shares[i]}
+            found |= {"factor": factors[i], "quality": math.prod(factors[: i + 1])}
+            records.append(played.labels | found | {"blame": far[i] == max(far)})
     return records

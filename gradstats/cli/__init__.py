@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import info, report
 from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
@@ -34,6 +35,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Data": (info, report),
     "Statistics": (fit, compressibility, pot, drift),
+    "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),
 }
 for _panel, _commands in _PANELS.items():

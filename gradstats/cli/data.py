@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradstats.cli.options import FormatOption, OutputOption, SourceArgument
+from gradstats.cli.options import FormatOption, OutputOption, RatioOption, SourceArgument
 from gradstats.cli.output import Table, note
+from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     from gradstats.trace.sources import TraceSource
@@ -22,7 +25,7 @@ _RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
 def info(  # numpydoc ignore=PR01
     source: SourceArgument, format: FormatOption = "table", output: OutputOption = None
 ) -> None:
-    """Show what a trace holds: steps, ranks, kinds, and what the run recorded."""
+    """Show what a trace holds: the run, its compressor, loss and size; steps, ranks, kinds, and what was recorded."""
     from gradstats.analysis import info
     from gradstats.trace.sources import TraceSource, open_sources
 
@@ -37,21 +40,18 @@ def info(  # numpydoc ignore=PR01
 
 
 def _describe(source: TraceSource) -> str:
-    trace = source.trace
-    a = trace.attrs
-    run = [f"{a[key]}" for key in ("model", "data", "compressor") if key in a]
-    if "ratio" in a:
-        run.append(f"ratio {a['ratio']:g}")
-    if "error_feedback" in a:
-        run.append(("with" if a["error_feedback"] else "without") + " error feedback")
-    captured = set().union(*map(trace.shard_ranks, trace.ranks))
-    lines = [
-        f"{trace.path}",
-        f"  {', '.join(run) or 'no description of the run'}",
-        f"  {trace.numel:,} elements in {len(trace.layers)} parameters, "
-        f"{trace.world_size} ranks of which {len(captured)} captured, "
-        f"{len(trace.steps())} steps",
-    ]
+    from gradstats.analysis.info import describe
+    from gradstats.tables import visible
+
+    trace, width = source.trace, shutil.get_terminal_size().columns
+    facts = describe(source)
+    indent = 3 + max(map(len, facts))
+    lines = [f"{trace.path}"]
+    for name, text in facts.items():
+        first = f"  {name:<{indent - 2}}"
+        lines += textwrap.wrap(
+            visible(text), width, initial_indent=first, subsequent_indent=" " * indent
+        )
     steps = {rank: trace.steps(rank) for rank in trace.ranks}
     most = max(map(len, steps.values()), default=0)
     lines += [
@@ -67,10 +67,43 @@ def report(  # numpydoc ignore=PR01
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE.html")
     ],
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measured cluster, as for `plan`: the page then begins with its advice.",
+            metavar="network.json",
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option("--workers", help="Number of workers (repeatable).", min=1)
+    ] = None,
+    compute: Annotated[
+        list[float] | None,
+        typer.Option(help="Time of a step without its exchange (repeatable).", metavar="SECONDS"),
+    ] = None,
+    ratio: RatioOption = None,
 ) -> None:
-    """Write one self-contained page with the figures and tables of a source."""
+    """Write one self-contained page: the run, what to do, what the gradient is like, figures and tables.
+
+    With --network, --workers and --compute it says, too, whether compressing would save time.
+    """
     from gradstats.report import write_report
     from gradstats.trace.sources import open_sources
 
-    write_report(open_sources(source), output)
+    sources = open_sources(source)
+    advice = []
+    if network is not None:
+        from gradstats import network as cluster
+
+        if not workers or not compute:
+            raise InputError("--network takes --workers and --compute, too")
+        for each in sources:
+            plans = cluster.plan(each, network, compute, workers, ratio or (0.01, 0.001))
+            for n in dict.fromkeys(workers):
+                advice.append(
+                    f"{each.name}: {cluster.advice([r for r in plans if r['workers'] == n])}"
+                )
+    elif workers or compute or ratio:
+        raise InputError("--workers, --compute and --ratio are of the plan: give --network, too")
+    write_report(sources, output, advice=advice)
     note(f"wrote {output}")

@@ -12,6 +12,7 @@ from gradstats.errors import unknown
 
 __all__ = [
     "EstimatorOption",
+    "EverythingOption",
     "FormatOption",
     "IndicesOption",
     "KindOption",
@@ -173,6 +174,12 @@ ValuesOption = Annotated[
     typer.Option(
         help="How values travel: float32, float16, bfloat16, int8, int4 or int2.",
         **one_of("values", _values),
+    ),
+]
+EverythingOption = Annotated[
+    bool,
+    typer.Option(
+        "--all", help="Show every step and row in the table; other formats have them anyway."
     ),
 ]
 PerLayerOption = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
     from gradstats.tables import Format
     from gradstats.trace import Kind
 
-__all__ = ["Records", "Table", "analyse", "emit", "note", "note_statuses", "one_by_one"]
+__all__ = [
+    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "note", "note_statuses", "one_by_one"),
+    "worst_first",
+]
 
 Records: TypeAlias = list[dict[str, Any]]
+
+_MOST_NAMES = 3
+MOST_ROWS = 20
+"""Most layers that a summary shows of one gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,7 @@ def emit(
             title=None if i else title,
             width=shutil.get_terminal_size().columns,
             color=color,
+            caption=(*group_by, "step", "rank", "kind"),
         )
         for i, group in enumerate(groups.values())
     )
@@ -163,9 +172,49 @@ def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) ->
 
     if format != "table":
         return
-    statuses = Counter((r[label], r["status"]) for r in records if r["status"] != "ok")
-    for (name, status), n in statuses.items():
-        note(f"{name}: {status} ({n} of the fits)")
+    statuses: dict[str, Counter[Any]] = {}
+    for record in records:
+        if record["status"] != "ok":
+            statuses.setdefault(record["status"], Counter())[record[label]] += 1
+    for status, names in statuses.items():
+        if len(names) > _MOST_NAMES:
+            note(f"{status}: {len(names)} {label}s, such as {next(iter(names))}")
+            continue
+        for name, n in names.items():
+            note(f"{name}: {status} ({n} of the fits)")
+
+
+def worst_first(records: Records, name: str, first: Sequence[str] = ("all",)) -> Records:
+    """Return records by layer with the largest values of a field first, and at most :data:`MOST_ROWS` layers of each.
+
+    Parameters
+    ----------
+    records : list of dict
+        Records by layer, of any traces, steps, ranks and kinds.
+    name : str
+        Field that says how bad a layer is; NaN is not bad at all.
+    first : sequence of str, optional
+        Names in the column of layers that stay at the top, in this order.
+
+    Returns
+    -------
+    list of dict
+        The records shown, gradient by gradient.
+    """
+    gradients: dict[tuple[Any, ...], Records] = {}
+    for record in records:
+        key = tuple(record[label] for label in ("trace", "step", "rank", "kind"))
+        gradients.setdefault(key, []).append(record)
+    shown: Records = []
+    for each in gradients.values():
+        shown += sorted(
+            (r for r in each if r["layer"] in first), key=lambda r: first.index(r["layer"])
+        )
+        layers = [r for r in each if r["layer"] not in first]
+        # NaN compares with nothing
+        layers.sort(key=lambda r: -r[name] if r[name] == r[name] else math.inf)
+        shown += layers[:MOST_ROWS]
+    return shown
 
 
 def one_by_one(
@@ -203,6 +252,7 @@ def analyse(
     ranks: Sequence[int] | None = None,
     kinds: Sequence[str] | None = None,
     layers: Sequence[str] | None = None,
+    last: bool = False,
 ) -> Records:
     """Open a source and work on it under a progress bar that counts the gradients selected.
 
@@ -223,6 +273,8 @@ def analyse(
         Kinds to look at; all by default.
     layers : sequence of str, optional
         Patterns of parameter names, for tables by layer.
+    last : bool, optional
+        Look at the last step of every source only, if no steps are given.
 
     Returns
     -------
@@ -241,7 +293,14 @@ def analyse(
 
     known = cast("Sequence[Kind] | None", kinds)  # --kind has checked them
     sources = matching(open_sources(source), steps=steps, ranks=ranks, kinds=known, layers=layers)
-    keys = [(s, key) for s in sources for key in Subset(steps, ranks, known).keys(s)]
+    held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
+    if last and not steps:
+        steps = sorted({max(step for _, _, step in keys) for keys in held.values()})
+        held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
+    keys = [(s, key) for s, each in held.items() for key in each]
+    for source_of in sources:
+        if source_of.remark:
+            note(f"{source_of.remark[0].upper()}{source_of.remark[1:]}.")
     rough = dict.fromkeys(s.name for s, (rank, kind, _) in keys if s.sketched(rank, kind))
     if rough:
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")

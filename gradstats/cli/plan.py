@@ -7,8 +7,7 @@ import shutil
 import textwrap
 from itertools import groupby
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -45,9 +44,10 @@ def plan(  # numpydoc ignore=PR01
         list[int], typer.Option("--workers", help="Number of workers (repeatable).", min=1)
     ],
     compute: Annotated[
-        float | None,
+        list[float] | None,
         typer.Option(
-            help="Time of a step without its exchange; that of --measured if absent.",
+            help="Time of a step without its exchange; that of --measured if absent. Repeat it for several "
+            "measurements: the intervals then have their noise.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -91,42 +91,49 @@ def plan(  # numpydoc ignore=PR01
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Predict the time of a step with each compressor on a cluster, and recommend the fastest.
+    """Predict the time of a step with each compressor on a cluster, and recommend the simplest of the fastest.
 
-    Threshold rules are taken to send as many elements as they keep of the source's gradients.
+    Threshold rules are taken to send as many elements as they keep of the source's gradients, but are recommended only
+    if they were as fast with k of them. pays: the bandwidths at which a compressor is faster than dense.
     """
     from gradstats import network
     from gradstats.collectives import Codec
+    from gradstats.console import progress_bar
     from gradstats.network.rates import format_rate, parse_rate
     from gradstats.trace.sources import open_sources
 
     points = _points(measured) if measured else []
-    if compute is None:
-        compute = _computing(points)
+    compute = compute or _computing(points)
     sources = open_sources(source)
     if len(sources) > 1:
         raise InputError(f"{source} holds several traces; give one of them")
-    records = network.plan(
-        sources[0],
-        network.Network.load(measured_network),
-        compute,
-        workers,
-        ratio or (0.001,),
-        compressor or (),
-        rates=[parse_rate(text) for text in bandwidth or ()],
-        codec=Codec(indices, values),
-        baseline=baseline,
-    )
+    rates = [parse_rate(text) for text in bandwidth or ()]
+    with progress_bar() as bar:
+        bar.add_task("plan", total=None)
+        records = network.plan(
+            sources[0],
+            network.Network.load(measured_network),
+            compute,
+            workers,
+            ratio or (0.001,),
+            compressor or (),
+            rates=rates,
+            codec=Codec(indices, values),
+            baseline=baseline,
+        )
     if figure is not None:
         _draw(records, points, figure)
-    columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "break_even", "limit"]
+    columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "pays", "limit"]
     if (indices, values) != ("plain", "float32"):
-        columns += ["bytes", "codec_break_even"]
+        columns += ["bytes", "codec_pays"]
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:
-            title = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
-            emit(each, format, None, columns=columns, title=title, group_by=())
+            title = (
+                f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}, in seconds with 95 % "
+                "intervals; pays: at which Mbit/s it is faster than dense"
+            )
+            emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
             typer.echo("\n" + textwrap.fill(network.advice(each), width) + "\n")
     else:
@@ -137,7 +144,27 @@ def plan(  # numpydoc ignore=PR01
             note(network.advice(each))
     if assumed := sorted({r["compressor"] for r in records if r["basis"] == "assumed"}):
         note(f"Assumed to send exactly k: {', '.join(assumed)}.")
+    if not compressor and records[0]["left_out"]:
+        note(f"Not considered, as the network was measured without them: {records[0]['left_out']}.")
+    if any(r["low"] < r["high"] for r in records):
+        held, known = network.HELD
+        note(
+            f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}."
+        )
     note(_CAVEAT)
+
+
+def _shown(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with its break-even bandwidths in words."""
+    found = {}
+    for name, at in (("pays", "break_even"), ("codec_pays", "codec_break_even")):
+        side = record[name]
+        found[name] = (
+            f"{side} {float(f'{record[at]:.3g}'):,.7g}"
+            if side in ("below", "above")
+            else side or "–"
+        )
+    return record | found
 
 
 def _points(path: Path) -> Records:
@@ -151,7 +178,7 @@ def _points(path: Path) -> Records:
                 "rate": float(r["rate"]),
                 "ratio": r["ratio"],
                 "seconds": float(r["seconds"]),
-                "compute": float(r["compute"]),
+                "compute": float(r.get("compute_alone", r["compute"])),
             }
             for r in records
         ]
@@ -163,11 +190,11 @@ def _points(path: Path) -> Records:
         ) from None
 
 
-def _computing(points: Records) -> float:
-    """Return the median time of computing in the measured steps."""
+def _computing(points: Records) -> list[float]:
+    """Return the times of computing in the measured steps."""
     if not points:
         raise InputError("say --compute SECONDS, or --measured with a file of `bench-network`")
-    return median(float(point["compute"]) for point in points)
+    return list(dict.fromkeys(float(point["compute"]) for point in points))
 
 
 def _draw(records: Records, points: Records, path: Path) -> None:

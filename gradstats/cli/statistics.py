@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from math import isnan
+from typing import Annotated, Any
 
 import typer
 
 from gradstats.cli.options import (
+    EverythingOption,
     FormatOption,
     KindOption,
     LayerOption,
@@ -21,18 +24,26 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import Records, Table, analyse, note, note_statuses, one_by_one
+from gradstats.cli.output import (
+    Records,
+    Table,
+    analyse,
+    note,
+    note_statuses,
+    one_by_one,
+    worst_first,
+)
 from gradstats.errors import InputError
-
-if TYPE_CHECKING:
-    from gradstats.trace.sources import Source
+from gradstats.tables import format_value
 
 __all__ = [
+    "CLOSEST",
     "DECAY",
     "DRIFT",
     "FITS",
     "PEAKS",
     "TAILS",
+    "closest",
     "compressibility",
     "drift",
     "fit",
@@ -46,6 +57,13 @@ FITS = Table(
         *("ks", "wasserstein", "tail_error"),
     ),
     ("trace", "kind"),
+)
+CLOSEST = Table(
+    "The closest model at the last step, by its tail error, and the next one; worst layers first",
+    (
+        *("trace", "step", "rank", "kind", "layer", "closest", "params", "ks"),
+        *("tail_error", "next"),
+    ),
 )
 DECAY = Table(
     "Decay of sorted magnitudes, 95 % intervals: of independent elements, and by runs of neighbours",
@@ -64,7 +82,7 @@ PEAKS = Table(
     ("trace", "kind", "step"),
 )
 TAILS = Table(
-    "Tail shapes by layer; p: of c = 0, by Holm for all layers shown",
+    "Tail shapes by layer, heaviest first, 95 % intervals; p: of ξ = 0, by Holm for all layers of the gradient",
     ("trace", "step", "rank", "kind", "layer", "n", "c", "c_low", "c_high", "p_holm"),
     ("trace", "kind", "step"),
 )
@@ -93,17 +111,21 @@ def fit(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    everything: EverythingOption = False,
     scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
-    """Fit symmetric distributions and measure their distance from the data.
+    """Fit symmetric distributions, and show which is closest to the data.
 
-    ks: Kolmogorov distance; wasserstein: distance relative to the mean magnitude; tail error: largest
-    |ln η_model/η_exact| at ratios from 0.1 to 0.0001. JSON and CSV have all distances, standard errors and k̂/k.
+    The table has the closest model of every gradient at the last step, or at those of --step. tail error: largest
+    |ln η_model/η_exact| at ratios from 0.1 to 0.0001; ks: Kolmogorov distance; wasserstein: distance relative to the
+    mean magnitude. --all, --bootstrap and the other formats have every model; JSON and CSV every distance, standard
+    errors and k̂/k, too.
     """
     from gradstats.analysis import fits
 
+    brief = format == "table" and not everything
     work = one_by_one(
         fits.fit_records,
         _chosen(model),
@@ -122,13 +144,66 @@ def fit(  # numpydoc ignore=PR01
         ranks=rank,
         kinds=kind,
         layers=layer,
+        last=brief,
     )
     table = FITS
+    if brief and not bootstrap:
+        shown = worst_first(closest(records), "tail_error")
+        several = len(shown) > len({(r["trace"], r["step"], r["rank"], r["kind"]) for r in shown})
+        by_layer = replace(CLOSEST, columns=CLOSEST.columns[:-1], group_by=("trace", "kind"))
+        table = by_layer if several else CLOSEST
+        table.emit(shown, format, output)
+        _note_rest(records, shown)
+        note_statuses(records, format, "model")
+        return
     if bootstrap:
         test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance"
         table = FITS.extended(test, "p_value", "p_naive")
     table.emit(records, format, output)
     note_statuses(records, format, "model")
+
+
+def closest(records: Records) -> Records:
+    """Return one record for each gradient and layer: the model with the smallest tail error.
+
+    Parameters
+    ----------
+    records : list of dict
+        Records of :func:`gradstats.analysis.fits.fit_records`.
+
+    Returns
+    -------
+    list of dict
+        Records of the closest models, with ``closest``, the model's name or ``none``, and ``next``, the model after it
+        and its tail error.
+    """
+    groups: dict[tuple[Any, ...], Records] = {}
+    for record in records:
+        key = tuple(record[label] for label in ("trace", "step", "rank", "kind", "layer"))
+        groups.setdefault(key, []).append(record)
+    found = []
+    for group in groups.values():
+        # of the smallest layers tail errors are not known
+        best, *others = sorted(
+            group, key=lambda r: tuple((isnan(r[n]), r[n]) for n in ("tail_error", "ks"))
+        )
+        known = not isnan(best["ks"])
+        params = {_symbol(best["model"], k): v for k, v in best["params"].items()}
+        after = f"{others[0]['model']} {format_value(others[0]['tail_error'])}" if others else None
+        found.append(
+            best | {"closest": best["model"] if known else "none", "params": params, "next": after}
+        )
+    return found
+
+
+def _symbol(model: str, parameter: str) -> str:
+    return "ξ" if (model, parameter) == ("double_genpareto", "c") else parameter
+
+
+def _note_rest(records: Records, shown: Records) -> None:
+    """Say what a summary leaves out."""
+    if (rows := len(records)) > len(shown):
+        note(f"{len(shown)} of {rows} rows; --all has every step, model and layer.")
 
 
 def _chosen(names: list[str] | None) -> list[str]:
@@ -215,35 +290,47 @@ def pot(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    everything: EverythingOption = False,
     scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Fit the peaks over a series of thresholds: how heavy the tail is, and where it begins.
 
-    c: generalized Pareto shape ξ, above 0 a heavy tail; scale: σ − cu. Both stay the same from a good threshold on.
+    ξ (c in the other formats): shape of the generalized Pareto distribution of what exceeds a threshold u, above 0 a
+    heavy tail. σ − ξu (scale): its scale, reduced to the threshold 0. Both stay the same from a good threshold on.
+    The table has the last step, or those of --step, and the heaviest layers; --all and the other formats have all.
     """
     from gradstats.analysis import peaks
 
-    if layers or layer:
-        table, at = TAILS, ratio[0] if ratio else 0.1
-        work = one_by_one(peaks.mixture_records, at, method=method)
-    else:
-        table = PEAKS
-        if choose:
-            test = "; p: of 1000 excesses each, and what they cannot show stays; p stable: of one c from there on"
-            table = PEAKS.extended(test, "p_value", "p_stable", "chosen")
-        work = one_by_one(peaks.pot_records, ratio, method=method, replicates=choose)
+    table, by_layer = (TAILS if layers or layer else PEAKS), bool(layers or layer)
+    if choose and not by_layer:
+        test = "; p: of 1000 excesses each, and what they cannot show stays; p stable: of one ξ from there on"
+        table = PEAKS.extended(test, "p_value", "p_stable", "chosen")
+    work = one_by_one(peaks.pot, ratio, method=method, replicates=choose, per_layer=by_layer)
+    brief = format == "table" and not everything
     records = analyse(
-        "peaks", source, work, scheduler=scheduler, steps=step, ranks=rank, kinds=kind, layers=layer
+        "peaks",
+        source,
+        work,
+        scheduler=scheduler,
+        steps=step,
+        ranks=rank,
+        kinds=kind,
+        layers=layer,
+        last=brief,
     )
-    table.emit(records, format, output)
+    shown = records
+    if brief and by_layer:
+        shown = worst_first(records, "c", ("pooled", "normalised"))
+    table.emit(shown, format, output)
+    _note_rest(records, shown)
     note_statuses(records, format, "layer" if table is TAILS else "ratio")
     for r in records if format == "table" else ():
         if r.get("chosen"):
             note(
                 f"{r['trace']}, {r['kind']}, step {r['step']}, rank {r['rank']}: chosen {r['ratio']:g}\n"
-                f"  c = {r['unseen_c']:.3f} ({r['unseen_c_low']:.3f} to {r['unseen_c_high']:.3f}) by the "
+                f"  ξ = {r['unseen_c']:.3f} ({r['unseen_c_low']:.3f} to {r['unseen_c_high']:.3f}) by the "
                 f"{r['unseen_n']:,} excesses that the choice did not see"
             )
 
@@ -272,13 +359,13 @@ def drift(  # numpydoc ignore=PR01
     from gradstats.analysis import drift
     from gradstats.primitives.ratio import RATIOS
 
-    def records_of(source: Source, **given: Any) -> Records:
-        dataset = drift.over_training(
-            source, models=_chosen(model), ratios=ratio or RATIOS, per_layer=per_layer, **given
-        )
-        return drift.drift_records(dataset, quantity or ())
-
-    work = one_by_one(records_of)
+    work = one_by_one(
+        drift.drift,
+        quantity or (),
+        models=_chosen(model),
+        ratios=ratio or RATIOS,
+        per_layer=per_layer,
+    )
     records = analyse(
         "measuring",
         source,
@@ -290,3 +377,9 @@ def drift(  # numpydoc ignore=PR01
         layers=layer,
     )
     DRIFT.emit(records, format, output)
+    fewest = min((r["n"] for r in records), default=0)
+    if format == "table" and fewest < drift.FEWEST_STEPS:
+        note(
+            f"Trend, autocorrelation and change take {drift.FEWEST_STEPS} steps, and here are {fewest}: capture "
+            "sketches of every step (gradstats capture --store sketches --every 1)."
+        )

@@ -34,10 +34,10 @@ QUALITY = Table(
     ("trace", "kind"),
 )
 BY_STAGE = Table(
-    "k̂/k stage by stage",
+    "k̂/k stage by stage; factor: share got over share asked; blame: the stage whose factor is farthest from 1",
     (
         *("trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"),
-        *("asked", "got", "factor", "quality"),
+        *("asked", "got", "factor", "quality", "blame"),
     ),
     ("trace", "kind"),
 )

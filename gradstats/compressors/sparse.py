@@ -183,6 +183,7 @@ def as_compressor(rule: Selector | Compressor, codec: Codec = PLAIN) -> Compress
     """
     if not isinstance(rule, Selector | Compressor):
         raise InputError(
-            f"a compressor or a selector is needed, not {shown(rule)}; make_compressor(name, ratio) builds one"
+            f"a compressor or a selector is needed, not {shown(rule)}; gradstats.compressors.make_compressor("
+            f"{shown(rule) if isinstance(rule, str) else repr('topk')}, 0.01) builds one"
         )
     return SparseCompressor(rule, codec) if isinstance(rule, Selector) else rule

@@ -10,6 +10,7 @@ from gradstats.hooks.memory import (
     Nesterov,
     NoMemory,
 )
+from gradstats.hooks.monitor import Monitor
 from gradstats.hooks.ratio import dgc_warm_up
 from gradstats.hooks.shards import ShardHook, shard_hook
 from gradstats.hooks.state import CompressionState, NonFinite, Scaler
@@ -22,6 +23,7 @@ __all__ = [
     "ErrorFeedback",
     "Memory",
     "MomentumCorrection",
+    "Monitor",
     "Nesterov",
     "NoMemory",
     "NonFinite",

@@ -7,7 +7,7 @@ command line.
 from gradstats.network.advice import advice
 from gradstats.network.exchange import Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Interval, Line, Network, Work, fit_line, interval
-from gradstats.network.plan import plan
+from gradstats.network.plan import HELD, plan
 from gradstats.network.timeline import (
     LayerTime,
     Message,
@@ -22,6 +22,7 @@ from gradstats.network.union import UnionGrowth, union_growth
 
 __all__ = [
     "ALGORITHMS",
+    "HELD",
     "Exchange",
     "Interval",
     "LayerTime",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,28 +18,44 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     records : sequence of mapping
         Records of :func:`gradstats.network.plan` for one number of workers and one rate, the fastest first.
     """
-    best, *others = records
+    best = next(r for r in records if r["recommended"])
     dense = next(r for r in records if r["compressor"] == r["baseline"])
+    others = [r for r in records if r is not best]
     called = "dense" if dense["compressor"] == "none" else _label(dense)
     where = f"{best['workers']} workers at {format_rate(best['rate'])}: "
     if best is dense:
         text = f"{where}don't compress. {called.capitalize()} takes {_duration(dense)}"
         if not others:
-            return f"{text}."
-        return (
-            f"{text}; {_label(others[0])}, the fastest alternative, {_duration(others[0])}, "
-            f"limited by {others[0]['limit']}. {_worth(others[0])}"
-        )
+            return (
+                f"{text}. No compressor was considered: measure the network again with --compressor, or name one "
+                "that it was measured with."
+            )
+        other = others[0]
+        text += f"; {_label(other)}, the fastest alternative, {_duration(other)}, limited by {other['limit']}"
+        if other["seconds"] < dense["seconds"]:
+            text += f": {_speedup(other)}, which cannot be told from 1"
+        return f"{text}. {_worth(other)}"
     text = (
         f"{where}{_label(best)}. It takes {_duration(best)} instead of {called} {_duration(dense)}, "
-        f"{best['speedup']:.3g} times as fast ({best['speedup_low']:.3g} to "
-        f"{best['speedup_high']:.3g}), limited by {best['limit']}. {_worth(best)}"
+        f"{_speedup(best)}, limited by {best['limit']}. {_worth(best)}"
     )
     if best["basis"] == "trace":
         text += f" It keeps {best['quality']:.3g} of the k asked for."
+    if others[0]["seconds"] < best["seconds"]:
+        text += f" {_label(others[0])} ({_duration(others[0])}) is no faster, within the interval"
+        few = others[0]["quality"] < 1
+        text += f", if it sent k elements and not {others[0]['quality']:.2g} k." if few else "."
     if best["speedup_low"] <= 1:
         text += f" The interval includes 1: {called} may be as fast."
     return text
+
+
+def _speedup(record: Mapping[str, Any]) -> str:
+    low, high = record["speedup_low"], record["speedup_high"]
+    interval = (
+        f" ({low:.3g} to {high:.3g})" if low < high else ""
+    )  # of an assumed network there is none
+    return f"{record['speedup']:.3g} times as fast{interval}"
 
 
 def _label(record: Mapping[str, Any]) -> str:
@@ -55,16 +70,14 @@ def _duration(record: Mapping[str, Any]) -> str:
 
 def _worth(record: Mapping[str, Any]) -> str:
     """Say at which bandwidths a compressor, and its codec, save time."""
-    text = f"It pays {_below(record['break_even'])}."
+    text = f"It {_pays(record['break_even'], record['pays'])}."
     if (record["indices"], record["values"]) == ("plain", "float32"):
         return text
-    pays = _below(record["codec_break_even"])
-    return f"{text} Its codec ({record['indices']}, {record['values']}) pays {pays}."
+    pays = _pays(record["codec_break_even"], record["codec_pays"])
+    return f"{text} Its codec ({record['indices']}, {record['values']}) {pays}."
 
 
-def _below(bandwidth: float) -> str:
-    if math.isnan(bandwidth):
-        return "on fast links only"
-    if math.isinf(bandwidth):
-        return "whatever the bandwidth"
-    return f"below {format_rate(bandwidth)}" if bandwidth else "at no bandwidth"
+def _pays(bandwidth: float, side: str) -> str:
+    if side in ("below", "above"):
+        return f"pays {side} {format_rate(bandwidth)}"
+    return {"always": "pays at any bandwidth", "never": "does not pay at any bandwidth"}[side]

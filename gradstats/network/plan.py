@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,13 +27,30 @@ from gradstats.network.timeline import (
     simulate,
 )
 from gradstats.network.union import union_growth
-from gradstats.primitives.ratio import check_ratio, shown, target_count
-from gradstats.tables import Records
+from gradstats.primitives.ratio import (
+    check_count,
+    check_number,
+    check_ratios,
+    check_several,
+    shown,
+    target_count,
+)
+from gradstats.tables import Plan, Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
 
-__all__ = ["BASELINES", "plan"]
+__all__ = ["BASELINES", "HELD", "plan"]
+
+HELD = (38, 42)
+"""Measured steps that were within their 95 % interval, and how many there are, in docs/network.md."""
+_ERROR = 0.08
+"""Standard deviation of what a training does that no fitted line knows, as a share of a step.
+
+That of ln(measured ÷ predicted) in docs/network.md is 0.06 without LAGS and 0.10 with it.
+"""
+_ALIKE = 0.02
+"""Share of a step that is no reason to prefer one compressor to a simpler one."""
 
 _BACKWARD = 2 / 3
 """Share of the backward pass in a step's computing: two of a layer's three matrix products belong to it."""
@@ -114,20 +132,37 @@ class _System:
             return 0.0
         return network.seconds([Work("memory", self.exchange.numel)], self.world)
 
-    def timeline(self, network: Network, way: _Way) -> Timeline:
-        return simulate(self.messages(network, way), self.forward)
+    def timeline(self, network: Network, way: _Way, slower: float = 1.0) -> Timeline:
+        """Return the step on a network, computing `slower` times as long as it is taken to."""
+        messages = self.messages(network, way)
+        if slower != 1:
+            messages = [replace(m, backward=slower * m.backward) for m in messages]
+        return simulate(messages, slower * self.forward)
 
     def seconds(self, network: Network) -> float:
         return self.timeline(network, self.way(network)).seconds
 
-    def predicted(self, networks: Sequence[Network], dense: NDArray[np.float64]) -> dict[str, Any]:
+    def drawn(
+        self, networks: Sequence[Network], slower: Sequence[float], error: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return the seconds of a step on every network, the fitted one first."""
+        way = self.way(networks[0])
+        pairs = zip(networks, slower, strict=True)
+        seconds = np.array([self.timeline(n, way, s).seconds for n, s in pairs])
+        return np.asarray(error * seconds)
+
+    def predicted(
+        self,
+        networks: Sequence[Network],
+        seconds: NDArray[np.float64],
+        dense: NDArray[np.float64],
+    ) -> dict[str, Any]:
         """Return the fields of a record.
 
-        The first network is the fitted one, and the others are drawn from it; `dense` has the seconds of a dense step
-        on each.
+        The first network is the fitted one, and the others are drawn from it; `seconds` has the step on each, and
+        `dense` the dense one.
         """
         way = self.way(networks[0])
-        seconds = np.array([self.timeline(n, way).seconds for n in networks])
         low, high = _drawn_interval(seconds)
         speedup_low, speedup_high = _drawn_interval(dense / seconds)
         split, messages = self._split(networks[0], way), self.messages(networks[0], way)
@@ -176,22 +211,16 @@ def _unlinked(network: Network) -> Network:
 
 
 def _limit(split: Mapping[str, float]) -> str:
-    """Return the part that takes most of a step; of the exchange only what is not hidden counts."""
-    exchanged = split["pack"] + split["latency"] + split["transfer"]
-    exposed = 1 - split["hidden"] / exchanged if exchanged else 0.0
-    kept = {
-        "compute": 1.0,
-        "memory": 1.0,
-        "select": 1.0,
-        "pack": exposed,
-        "latency": exposed,
-        "transfer": exposed,
-    }
-    return max(kept, key=lambda part: kept[part] * split[part])
+    """Return the part that takes most of a step.
+
+    What is hidden is not taken off: computing and exchanging hide each other, and the step waits for the longer one.
+    """
+    parts = ("compute", "memory", "select", "pack", "latency", "transfer")
+    return max(parts, key=lambda part: split[part])
 
 
-def _break_even(network: Network, other: _System, system: _System) -> float:
-    """Return the bandwidth in Mbit/s below which a system is faster than another; NaN if on fast links only."""
+def _break_even(network: Network, other: _System, system: _System) -> tuple[float, str]:
+    """Return the bandwidth in Mbit/s where a system begins to be faster than another, and on which side of it."""
 
     def gain(n: Network) -> float:
         seconds = system.seconds(n)
@@ -199,9 +228,11 @@ def _break_even(network: Network, other: _System, system: _System) -> float:
         return other.seconds(n) - seconds - _NOTHING * seconds
 
     found = break_even(network, gain)
-    if math.isinf(found) and gain(network.slowed(SLOWEST)) < 0:
-        return math.nan
-    return found / 1e6
+    if math.isinf(found):
+        if gain(network.slowed(SLOWEST)) >= 0:
+            return found, "always"
+        return break_even(network, lambda n: -gain(n)) / 1e6, "above"
+    return found / 1e6, "below" if found else "never"
 
 
 def _kind(source: Source) -> Kind:
@@ -249,8 +280,8 @@ def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[in
 
 def plan(
     source: object,
-    network: Network,
-    compute: float,
+    network: Network | str | Path,
+    compute: float | Sequence[float],
     workers: Sequence[int],
     ratios: Sequence[float] = (0.001,),
     compressors: Sequence[str] = (),
@@ -267,10 +298,11 @@ def plan(
     source : Source, Trace, str, Path, array_like or mapping of str to array_like
         Source whose layers are sent: a trace or its path, a gradient file, an array, or named arrays. Its gradients say
         how many elements threshold rules keep, and several captured ranks how much their selections overlap.
-    network : Network
-        Cost model, measured or assumed.
-    compute : float
-        Seconds of a step's forward and backward pass.
+    network : Network, str or Path
+        Cost model, measured or assumed, or the file that it was saved to.
+    compute : float or sequence of float
+        Seconds of a step's forward and backward pass. Give several measurements if there are: the median counts, and
+        the intervals have their noise.
     workers : sequence of int
         Numbers of workers.
     ratios : sequence of float
@@ -297,11 +329,12 @@ def plan(
         - rate, the bandwidth in Mbit/s.
         - seconds of a step, and its 95 % interval low and high.
         - speedup over the baseline, and its 95 % interval speedup_low and speedup_high.
-        - break_even, the bandwidth in Mbit/s below which it is faster than the baseline. Infinity means at any
-          bandwidth, 0 means never, and NaN means only on faster links, or the baseline itself.
+        - break_even, the bandwidth in Mbit/s where it begins to be faster than the baseline, and pays, on which side:
+          ``"below"``, ``"above"``, ``"always"`` (break_even is infinite), ``"never"`` (0), or empty for the baseline
+          (NaN).
         - baseline, the name of that exchange; indices and values, what they are on the wire.
-        - codec_break_even, the bandwidth in Mbit/s below which the codec gains more time than it takes; NaN without
-          one.
+        - codec_break_even and codec_pays, the same of the codec, which may gain more time than it takes; NaN and empty
+          without one.
         - limit, the part that takes most of the step.
         - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
           unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
@@ -312,7 +345,11 @@ def plan(
         - union, the number of positions that all workers send together; NaN if unknown.
         - layers, the ratio of each layer if the compressor chooses them, else empty. They are equal where it sends the
           gradient as a whole.
-        - recommended, whether it is the fastest.
+        - seconds_at_k, the seconds if it sent at least k elements: a rule that keeps fewer is no faster for that.
+        - recommended, which one to use: the simplest of those that cannot be told from the fastest by seconds_at_k,
+          dense before exact top-k before the others.
+        - left_out, names of compressors that the plan does not consider, as they were not asked for or the network was
+          measured without them.
 
     Raises
     ------
@@ -324,13 +361,22 @@ def plan(
     Two thirds of `compute` are taken as the backward pass, spread over the layers in proportion to their elements. This
     matters for what goes on meanwhile: DDP's dense all-reduce of buckets of 25 MB, and LAGS.
     """
-    opened = open_source(source)
-    for ratio in ratios:
-        check_ratio(ratio)
-    if not workers or min(workers) < 1:
+    opened, ratios = open_source(source), check_ratios(ratios)
+    if not opened.numel:
+        raise InputError(f"{opened.name} has no elements to send")
+    if isinstance(network, str | Path):
+        network = Network.load(network)
+    elif not isinstance(network, Network):
+        raise InputError(f"network must be a Network or its file, not {shown(network)}")
+    workers = [check_count(n, "workers") for n in check_several(workers, "workers")]
+    if not workers:
         raise InputError("a plan needs at least 1 worker")
-    if not 0 < compute < math.inf:
-        raise InputError(f"compute must be seconds above 0, not {compute}")
+    several = isinstance(compute, Sequence | np.ndarray) and not isinstance(compute, str)
+    given: Any = check_several(compute, "compute") if several else [compute]  # type: ignore[arg-type]
+    times = [check_number(each, "compute", 0, math.inf, hint=", seconds") for each in given]
+    if not times:
+        raise InputError("compute must be seconds of a step, not an empty list")
+    compute = float(np.median(times))
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
     if baseline not in BASELINES:
@@ -361,7 +407,15 @@ def plan(
     ]
     generator = np.random.default_rng(0)
     uncertain = any(line.degrees for line in network.lines)
-    drawn = [network.drawn(generator) for _ in range(draws if uncertain else 0)]
+    drawn = [network.drawn(generator) for _ in range(draws if uncertain or len(times) > 1 else 0)]
+    slower = _noise(times, len(drawn), generator)
+    errors: dict[tuple[str, float | None], NDArray[np.float64]] = {
+        each: np.exp([0.0, *(_ERROR * generator.standard_normal(len(drawn)))])
+        if uncertain
+        else np.ones(len(drawn) + 1)
+        for each in chosen
+    }
+    left_out = ", ".join(n for n in COMPRESSORS if n not in names and n != "none")
 
     def system(name: str, ratio: float | None, world: int) -> _System:
         kept = qualities.get((name, ratio))
@@ -378,6 +432,13 @@ def plan(
         )
         return _System(name, ratio, world, layers, compute - backward, one, own)
 
+    def at_least_k(each: _System) -> _System:
+        kept = qualities.get((each.name, each.ratio), 1.0)
+        if kept >= 1:
+            return each
+        one = exchange(each.name, opened.numel, each.ratio or 1.0, each.world, codec=each.codec)
+        return replace(each, exchange=one)
+
     def plain(coded: _System) -> _System:
         one = exchange(
             coded.name,
@@ -388,41 +449,82 @@ def plan(
         )
         return replace(coded, exchange=one, codec=PLAIN)
 
-    records = Records()
+    records = Plan()
     for world in dict.fromkeys(workers):
         systems = [system(name, ratio, world) for name, ratio in chosen]
         breaks = [
-            math.nan if each is systems[0] else _break_even(network, systems[0], each)
+            _NOWHERE if each is systems[0] else _break_even(network, systems[0], each)
             for each in systems
         ]
         coding_pays = [
-            math.nan if each.codec == PLAIN else _break_even(network, plain(each), each)
+            _NOWHERE if each.codec == PLAIN else _break_even(network, plain(each), each)
             for each in systems
         ]
         for rate in dict.fromkeys(rates) or [network.rate]:
             # Networks are drawn as measured; only then the links get another rate.
             networks = [n.slowed(network.rate / rate) for n in (network, *drawn)]
-            dense = np.array([systems[0].seconds(n) for n in networks])
+            steps = [
+                each.drawn(networks, slower, errors[each.name, each.ratio]) for each in systems
+            ]
             found: list[dict[str, Any]] = [
                 {"compressor": each.name, "workers": world, "rate": rate / 1e6, "ratio": each.ratio}
-                | each.predicted(networks, dense)
+                | each.predicted(networks, seconds, steps[0])
                 | {
+                    "seconds_at_k": at_least_k(each).seconds(networks[0]),
                     "break_even": bandwidth,
+                    "pays": side,
                     "baseline": systems[0].name,
                     "indices": each.codec.indices,
                     "values": each.codec.values,
-                    "codec_break_even": below,
+                    "codec_break_even": coded,
+                    "codec_pays": coded_side,
                     "quality": math.nan
                     if each.streams
                     else qualities.get((each.name, each.ratio), 1.0),
                     "basis": _basis(each, qualities),
                     "union": _union(each, unions),
                 }
-                for each, bandwidth, below in zip(systems, breaks, coding_pays, strict=True)
+                for each, seconds, (bandwidth, side), (coded, coded_side) in zip(
+                    systems, steps, breaks, coding_pays, strict=True
+                )
             ]
-            found.sort(key=lambda record: record["seconds"])
-            records += [r | {"recommended": r is found[0]} for r in found]
+            best = _recommended(found, steps)
+            for i, record in enumerate(found):
+                record |= {"recommended": i == best, "left_out": left_out}
+            records += sorted(found, key=lambda record: record["seconds"])
     return records
+
+
+_NOWHERE = (math.nan, "")
+
+
+def _noise(times: Sequence[float], draws: int, generator: np.random.Generator) -> list[float]:
+    """Return by what factor computing differs from the median of its measurements: not at all, then as drawn."""
+    n = len(times)
+    if n < 2:
+        return [1.0] * (draws + 1)
+    # the interval of one more measurement, of which the times are a sample
+    spread = float(np.std(np.log(times), ddof=1)) * math.sqrt(1 + 1 / n)
+    return [1.0, *np.exp(spread * generator.standard_t(n - 1, draws)).tolist()]
+
+
+def _recommended(records: Sequence[Mapping[str, Any]], steps: Sequence[NDArray[np.float64]]) -> int:
+    """Return which of some records to use: the simplest that cannot be told from the fastest at k elements."""
+    scaled = [
+        step * (r["seconds_at_k"] / r["seconds"]) for r, step in zip(records, steps, strict=True)
+    ]
+    fastest = min(range(len(records)), key=lambda i: records[i]["seconds_at_k"])
+
+    def alike(i: int) -> bool:
+        low, _ = _drawn_interval(scaled[i] / scaled[fastest])
+        return low <= 1 + _ALIKE
+
+    def plainness(i: int) -> tuple[int, float]:
+        name = records[i]["compressor"]
+        known = [records[0]["baseline"], "none", "topk"]
+        return known.index(name) if name in known else len(known), records[i]["seconds_at_k"]
+
+    return min(filter(alike, range(len(records))), key=plainness)
 
 
 def _drawn_interval(values: NDArray[np.float64]) -> tuple[float, float]:

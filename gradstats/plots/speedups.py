@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradstats.plots.style import LINES, MARKERS, PALETTE, plain_log, tidy
+from gradstats.plots.style import LINES, MARKERS, PALETTE, look_of, plain_log, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,10 +53,13 @@ def speedup(
     for record in sorted(records, key=lambda r: -r["speedup"]):
         if record["compressor"] != "none":
             curves.setdefault((record["compressor"], record["ratio"]), []).append(record)
+    ratios = {ratio for _, ratio in curves} - {None}
     there = [r for r in measured if r[other] == fixed]
     dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none"}
     for i, ((name, ratio), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
-        rows, colour = [r for r in curve if r[other] == fixed], PALETTE[i]
+        rows = [r for r in curve if r[other] == fixed]
+        # several ratios of a compressor are told apart by their colours
+        colour = look_of(name)["color"] if len(ratios) < 2 else PALETTE[i]
         rows.sort(key=lambda r: r[at])
         x = [r[at] for r in rows]
         label = name if ratio is None else f"{name}, {ratio:g}"

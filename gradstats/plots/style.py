@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import seaborn as sns
@@ -11,6 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from gradstats.primitives.sketch import Magnitudes
+from gradstats.thresholds import ESTIMATORS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +27,7 @@ __all__ = [
     "PALETTE",
     "label_of",
     "log_ranks",
+    "look_of",
     "next_colour",
     "plain_log",
     "png",
@@ -31,7 +35,24 @@ __all__ = [
     "tidy",
 ]
 
-PALETTE = sns.color_palette("colorblind")
+_CONTRAST = 3.0
+"""Least contrast of a line with a white page (WCAG 2.1, 1.4.11)."""
+
+
+def _luminance(colour: Sequence[float]) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+
+def _dark_enough(colour: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Return a colour, darker if it would not stand out from white."""
+    while 1.05 / (_luminance(colour) + 0.05) < _CONTRAST:
+        red, green, blue = colour
+        colour = (0.97 * red, 0.97 * green, 0.97 * blue)
+    return colour
+
+
+PALETTE = [_dark_enough(colour) for colour in sns.color_palette("colorblind")]
 LINES: tuple[Any, ...] = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*<>ph"
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
@@ -65,6 +86,31 @@ def label_of(name: str) -> str:
     return _LABELS.get(name, name)
 
 
+def look_of(name: str) -> dict[str, Any]:
+    """Return colour, marker and line of an estimator or compressor: the same in every figure.
+
+    Parameters
+    ----------
+    name : str
+        Name of an estimator or compressor.
+
+    Returns
+    -------
+    dict
+        ``color``, ``marker`` and ``ls`` of :meth:`matplotlib.axes.Axes.plot`.
+    """
+    known = ["exact", *(rule for rule in ESTIMATORS if rule != "exact")]
+    rule = {"topk": "exact"}.get(name, name)
+    # others have a place of their own that does not depend on what is drawn beside them
+    place = known.index(rule) if rule in known else len(known) + crc32(name.encode()) % 60
+    line = ("-", *LINES)[(place + place // 10) % (1 + len(LINES))]
+    return {
+        "color": PALETTE[place % 10],
+        "marker": MARKERS[place % len(MARKERS)],
+        "ls": line,
+    }
+
+
 def next_colour(ax: Axes) -> tuple[float, float, float]:
     """Return a colour that no labelled line of the axes has yet.
 
@@ -78,7 +124,7 @@ def next_colour(ax: Axes) -> tuple[float, float, float]:
     tuple of float
         Red, green and blue, in [0, 1].
     """
-    return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]  # type: ignore[no-any-return]
+    return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]
 
 
 def tidy(ax: Axes, title: str | None) -> Axes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import NullLocator
 
-from gradstats.plots.style import HATCHES, LINES, MARKERS, PALETTE, plain_log, tidy
+from gradstats.plots.style import HATCHES, LINES, PALETTE, look_of, plain_log, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,15 +37,9 @@ def _lines(
     records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes, marker: bool
 ) -> None:
     """Draw one line per compressor."""
-    for i, name in enumerate(_distinct(records, "compressor")):
-        ax.plot(
-            *_means(records, name, at, value),
-            marker=MARKERS[i % len(MARKERS)] if marker else "",
-            ms=5,
-            ls=("-", *LINES)[i % 5],
-            color=PALETTE[i % 10],
-            label=name,
-        )
+    for name in _distinct(records, "compressor"):
+        look = look_of(name) if marker else look_of(name) | {"marker": ""}
+        ax.plot(*_means(records, name, at, value), ms=5, label=name, **look)
 
 
 def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
@@ -168,7 +162,7 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
         widths = [
             1e3 * float(np.mean([r[part] for r in records if r["compressor"] == n])) for n in names
         ]
-        style = {"color": PALETTE[i], "hatch": HATCHES[i], "edgecolor": "white"}
+        style: dict[str, Any] = {"color": PALETTE[i], "hatch": HATCHES[i], "edgecolor": "white"}
         ax.barh(range(len(names)), widths, left=left, label=part, **style)
         left += widths
     ax.set(xlabel="time per step (ms)")

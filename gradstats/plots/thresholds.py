@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradstats.plots.style import HATCHES, LINES, MARKERS, PALETTE, plain_log, tidy
+from gradstats.plots.style import HATCHES, PALETTE, look_of, plain_log, tidy
 from gradstats.statistics.solution import Z95
 
 if TYPE_CHECKING:
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["latency_bars", "quality_bars", "quality_over_steps"]
 
 _FLOOR = "noise floor (known law, independent elements)"
+
+
+_LEAST = 1e-3
+"""Where k̂/k = 0 is drawn on a logarithmic axis."""
+
+
+def _mark_nothing(ax: Axes, x: float, colour: Any) -> None:
+    ax.annotate(
+        "0", (x, _LEAST), color=colour, fontsize=7, ha="center", va="bottom", annotation_clip=False
+    )
 
 
 def quality_bars(
@@ -43,18 +53,21 @@ def quality_bars(
     names = list(dict.fromkeys(r["estimator"] for r in records))
     width = 0.8 / max(len(names), 1)
     for i, name in enumerate(names):
+        look = look_of(name)
         for record in (r for r in records if r["estimator"] == name):
             position = ratios.index(record["ratio"]) + (i - (len(names) - 1) / 2) * width
-            mean = max(record["mean"], 1e-3)
+            mean = max(record["mean"], _LEAST)
+            if record["low"] <= 0:
+                _mark_nothing(ax, position, look["color"])
             ax.errorbar(
                 position,
                 mean,
                 yerr=[
-                    [max(mean - max(record["low"], 1e-3), 0)],
+                    [max(mean - max(record["low"], _LEAST), 0)],
                     [max(record["high"] - mean, 0)],
                 ],
-                fmt=MARKERS[i % len(MARKERS)],
-                color=PALETTE[i % 10],
+                fmt=look["marker"],
+                color=look["color"],
                 capsize=3,
                 label=name if record["ratio"] == ratios[0] else None,
             )
@@ -92,22 +105,18 @@ def quality_over_steps(
         The axes given.
     """
     names = list(dict.fromkeys(r["estimator"] for r in series))
-    for i, name in enumerate(names):
+    for name in names:
+        look = look_of(name)
         points: dict[int, list[float]] = {}
         for record in series:
             if record["estimator"] == name:
-                points.setdefault(record["step"], []).append(max(record["quality"], 1e-3))
+                points.setdefault(record["step"], []).append(max(record["quality"], _LEAST))
         steps = sorted(points)
         means = [float(np.mean(points[step])) for step in steps]
-        ax.plot(
-            steps,
-            means,
-            marker=MARKERS[i % len(MARKERS)],
-            ms=4,
-            ls=("-", *LINES)[i % 5],
-            color=PALETTE[i % 10],
-            label=name,
-        )
+        ax.plot(steps, means, ms=4, label=name, **look)
+        for step, mean in zip(steps, means, strict=True):
+            if mean <= _LEAST:
+                _mark_nothing(ax, step, look["color"])
     if series:
         floor = Z95 / np.sqrt(max(series[0]["k"], 1))
         ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label=_FLOOR)

@@ -24,7 +24,9 @@ __all__ = [
     "block_histogram",
     "block_moments",
     "block_select",
+    "block_signed",
     "block_tail",
+    "block_under",
     "keep_at_least",
     "warm_up",
 ]
@@ -107,19 +109,23 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
 
 @_compiled(inline="always")
 def _sum_log(x: NDArray[np.float32]) -> float:
-    """Sum ln|x| of finite non-zero elements: exponents add up, mantissas multiply, one logarithm per 512."""
-    total = 0.0
+    """Sum ln|x| of at most 4,092 finite non-zero elements: exponents add up, mantissas multiply, one logarithm for all.
+
+    Products of four float32 stay within float64's normal range, so that only every fourth is taken apart.
+    """
     exponents = np.int64(0)
-    for start in range(0, x.size, 512):
-        product = 1.0
-        for i in range(start, min(start + 512, x.size)):
-            # as float64 every float32 is normal: its exponent field says it all
-            u = np.float64(x[i]).view(np.uint64)
-            exponents += np.int64((u >> np.uint64(52)) & np.uint64(0x7FF)) - 1023
-            mantissa = np.uint64((u & np.uint64(0xFFFFFFFFFFFFF)) | np.uint64(0x3FF0000000000000))
-            product *= mantissa.view(np.float64)
-        total += np.log(product)
-    return total + exponents * _LN2
+    product = 1.0
+    n = x.size // 4
+    for i in range(n):
+        four = np.float64((np.float64(x[i]) * x[n + i]) * (np.float64(x[2 * n + i]) * x[3 * n + i]))
+        u = four.view(np.uint64)
+        exponents += np.int64((u >> np.uint64(52)) & np.uint64(0x7FF)) - 1023
+        mantissa = np.uint64((u & np.uint64(0xFFFFFFFFFFFFF)) | np.uint64(0x3FF0000000000000))
+        product *= mantissa.view(np.float64)
+    total = np.log(product) + exponents * _LN2
+    for i in range(4 * n, x.size):
+        total += np.log(abs(np.float64(x[i])))
+    return total
 
 
 @_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
@@ -212,6 +218,43 @@ def block_moments(
     return count, zeros, nonfinite, total, squares, logs, largest
 
 
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
+    """Return (count, Σx, Σx²) over the finite elements.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    """
+    count = 0
+    total = 0.0
+    squares = 0.0
+    for start in range(0, x.size, _SUB):
+        part = x[start : start + _SUB]
+        s = 0.0
+        q = 0.0
+        for i in range(part.size):
+            a = np.float64(part[i])
+            s += a
+            q += a * a
+        n = part.size
+        if not q < np.inf:
+            s = 0.0
+            q = 0.0
+            n = 0
+            for i in range(part.size):
+                a = np.float64(part[i])
+                if abs(a) < np.inf:
+                    s += a
+                    q += a * a
+                    n += 1
+        count += n
+        total += s
+        squares += q
+    return count, total, squares
+
+
 @_compiled(nogil=True)
 def _magnitude(bits: np.int32) -> np.float32:
     return np.int32(bits).view(np.float32)
@@ -284,6 +327,32 @@ def block_select(
             values[n] = x[j]
             n += np.uint64(1)
     return np.int64(n)
+
+
+@_compiled(nogil=True)
+def block_under(
+    values: NDArray[np.float32], high: np.int32, found: NDArray[np.int32]
+) -> tuple[int, int]:
+    """Collect the magnitudes below a bound; return how many finite ones are not, and how many were collected.
+
+    Parameters
+    ----------
+    values : ndarray of float32, shape (n,)
+        Values; infinite ones are left out.
+    high : int32
+        Bits of the bound, at most those of infinity.
+    found : ndarray of int32, shape (n,)
+        Written: the bits of the magnitudes.
+    """
+    bits = values.view(np.int32)
+    n = np.uint64(0)
+    infinite = np.int64(0)
+    for i in range(bits.size):
+        b = np.int32(bits[i] & _MASK)
+        found[n] = b
+        n += np.uint64(b < high)
+        infinite += np.int64(b >= _INFINITY)
+    return bits.size - np.int64(n) - infinite, np.int64(n)
 
 
 @_compiled(nogil=True)
@@ -363,9 +432,11 @@ def warm_up() -> None:
     for x in (writable, read_only):
         for log in (False, True):
             block_moments(x, np.float32(0), log)
+        block_signed(x)
         block_tail(x, np.float32(1))
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
     keep_at_least(indices, values, np.float32(1))
+    block_under(values, _INFINITY, np.empty(values.size, np.int32))
     descend(counts, 0.5)
     descend(counts.astype(np.int64), 0.5)

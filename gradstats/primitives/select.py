@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from gradstats.primitives.arrays import (
     Selection,
     as_numpy,
     check,
+    flat_blocks,
     is_tensor,
     numel_of,
     strided,
@@ -29,7 +30,11 @@ __all__ = ["kth_largest", "select", "top_candidates"]
 _BLOCK = 1 << 18
 """Elements per block. There must always be room for a whole one, so it decides how much memory is reserved."""
 
-_SAMPLE = 1 << 16
+_FEW = 1 << 16
+"""Elements up to which sorting them is faster than a sample."""
+
+_INFINITY, _LARGEST = np.int32(0x7F800000), float(np.finfo(np.float32).max)
+_SAMPLE = 1 << 15
 """Least number of elements sampled: with fewer, the bracket of a small k costs more than the pass it saves."""
 
 
@@ -75,6 +80,11 @@ def select(x: Array, threshold: float) -> Selection:
     dtype = wide_dtype(x)
     indices = _concatenate([i for i, _ in parts], np.int64)
     values = _concatenate([v for _, v in parts], dtype)
+    return _selection(indices, values, x)
+
+
+def _selection(indices: NDArray[np.int64], values: NDArray[Any], x: Array) -> Selection:
+    """Return a selection in the form and type of the array it is of."""
     if is_tensor(x):
         torch = sys.modules["torch"]
         # narrower types were widened, so the way back is exact
@@ -122,7 +132,7 @@ def _grown(array: NDArray[Any], used: int, size: int) -> NDArray[Any]:
 
 
 def top_candidates(
-    x: Array, k: int, low: float | None = None, *, trim: bool = True
+    x: Array, k: int, low: float | None = None, high: float = math.inf, *, trim: bool = True
 ) -> tuple[float, Selection]:
     """Return the k-th largest finite magnitude and the selection of everything that reaches it.
 
@@ -138,6 +148,8 @@ def top_candidates(
         Rank of the magnitude, at least 1.
     low : float, optional
         A guess below the answer; by default from a sample.
+    high : float
+        A guess above it, with `low`.
     trim : bool
         Leave out the candidates below the threshold.
 
@@ -157,51 +169,83 @@ def top_candidates(
     numel = numel_of(x)
     if k > numel:  # no sample has a k-th one
         low = 0.0
-    high, slack = math.inf, 5.0
+    elif low is None and numel <= _FEW and (few := _top_of_few(x, k)):
+        return few
+    slack = 5.0
     while True:
         if low is None:
             low, high = _sampled_bracket(x, k, numel, slack)
         candidates = select(x, low)
-        magnitude = np.abs(as_numpy(candidates.values))
-        finite = magnitude[np.isfinite(magnitude)]
-        if finite.size >= k:
+        threshold = _kth_magnitude(as_numpy(candidates.values), k, high)
+        if threshold is not None:
             break
         if low == 0:
             return 0.0, candidates
-        low, slack = None, slack * 4
-    threshold = _order_statistic(finite, k, high)
-    return threshold, keep(candidates, magnitude, threshold) if trim else candidates
+        low, high, slack = None, math.inf, slack * 4
+    return threshold, keep(candidates, threshold) if trim else candidates
 
 
-def _order_statistic(magnitude: NDArray[Any], k: int, high: float) -> float:
-    """Return the k-th largest; if it lies under `high`, partition only what lies there."""
-    if math.isfinite(high):
-        under = magnitude[magnitude < high]
-        if magnitude.size - under.size < k:
-            k -= magnitude.size - under.size
-            magnitude = under
-    return float(np.partition(magnitude, magnitude.size - k)[magnitude.size - k])
+def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
+    """Return the k-th largest magnitude and what reaches it, by sorting; None where it takes more than that."""
+    view = flat_blocks(x, 1)
+    if view is None or view[0].dtype != np.float32:
+        return None
+    from gradstats.primitives.kernels import block_select
+
+    flat, _ = view
+    bits = flat.view(np.int32) & np.int32(0x7FFFFFFF)
+    bits.partition(bits.size - k)
+    top = bits[bits.size - k :]
+    if top.max() >= _INFINITY:
+        return None
+    least = int(top[0])
+    indices, values = np.empty(flat.size, np.int64), np.empty(flat.size, np.float32)
+    n = block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
+    return float(top[:1].view(np.float32)[0]), _selection(indices[:n].copy(), values[:n].copy(), x)
 
 
-def keep(selection: Selection, magnitude: NDArray[Any], threshold: float) -> Selection:
+def _kth_magnitude(values: NDArray[Any], k: int, high: float) -> float | None:
+    """Return the k-th largest finite magnitude, None if there are fewer; only what lies under `high` is sorted."""
+    if values.dtype != np.float32:
+        magnitude = np.abs(values)
+        magnitude = magnitude[np.isfinite(magnitude)]
+        n = magnitude.size
+        return float(np.partition(magnitude, n - k)[n - k]) if n >= k else None
+    from gradstats.primitives.kernels import block_under
+
+    bits = np.empty(values.size, np.int32)
+    bound = np.float32(min(high, _LARGEST)).view(np.int32)
+    above, n = block_under(values, bound, bits)
+    if above + n < k:
+        return None
+    if above >= k:  # the bracket missed
+        above, n = block_under(values, _INFINITY, bits)
+    found = bits[:n]
+    found.partition(n - (k - above))
+    return float(found[n - (k - above)].view(np.float32))
+
+
+def keep(selection: Selection, threshold: float) -> Selection:
     """Return the part of a selection at or above a threshold.
 
     Parameters
     ----------
     selection : Selection
         Elements to choose from; it may be overwritten.
-    magnitude : ndarray, shape (k̂,)
-        Absolute values of the selection's values.
     threshold : float
         Least magnitude kept.
     """
-    if isinstance(selection.values, np.ndarray) and selection.values.dtype == np.float32:
+    indices, values = selection.indices, selection.values
+    if is_tensor(values) and values.device.type == "cpu" and "float32" in str(values.dtype):
+        indices, values = indices.numpy(), values.numpy()  # the same memory
+    if isinstance(values, np.ndarray) and values.dtype == np.float32:
         from gradstats.primitives.kernels import keep_at_least
 
-        indices = cast("NDArray[np.int64]", selection.indices)
-        n = keep_at_least(indices, selection.values, np.float32(threshold))
-        return Selection(indices[:n], selection.values[:n])
-    index = torch_index(np.flatnonzero(magnitude >= threshold), selection.indices)
+        n = keep_at_least(indices, values, np.float32(threshold))
+        return Selection(selection.indices[:n], selection.values[:n])
+    magnitude = np.abs(as_numpy(selection.values))
+    kept = np.flatnonzero(magnitude >= magnitude.dtype.type(threshold))
+    index = torch_index(kept, selection.indices)
     return Selection(selection.indices[index], selection.values[index])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,10 @@ from gradstats.primitives import Array, Histogram, Moments, histogram, moments
 from gradstats.primitives.arrays import check, flat_chunks
 from gradstats.primitives.histogram import bin_edges, check_bits
 from gradstats.primitives.ratio import check_count, check_magnitude, check_number
+from gradstats.tables import Shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["BITS", "EXACT", "Magnitudes", "Sketch", "merge", "sketch"]
 
@@ -292,8 +297,8 @@ class Magnitudes:
         return cls.from_cells(values, values, np.ones(values.size), zero_fraction)
 
 
-@dataclass(frozen=True, eq=False)
-class Sketch:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sketch(Shown):
     """Sums and counts of a gradient's elements; ``a + b`` is the sketch of both together.
 
     Attributes
@@ -315,6 +320,32 @@ class Sketch:
     counts: NDArray[np.int64]
     bits: int = BITS
     values: NDArray[np.float64] | None = None
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return what is known exactly, and the median of the magnitudes, as one record."""
+        s = self.moments
+        rms = math.sqrt(s.sum_squares / s.count) if s.count else math.nan
+        median = self.magnitudes.upper_quantile(max((s.count + 1) / 2, 1))
+        counts = {"numel": s.numel, "zeros": s.zeros, "nonfinite": s.nonfinite}
+        sizes = {"mean": s.mean, "rms": rms, "median": median if s.count else math.nan}
+        return [counts | sizes | {"max": s.max, "bits": self.bits}]
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the share of elements above each magnitude: :func:`gradstats.plots.tail`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        return self._draw("tail", self, [], ax=ax, **options)
 
     @property
     def numel(self) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
@@ -22,32 +24,43 @@ from gradstats.report.measured import (
     Measured,
     measure,
 )
-from gradstats.report.sections import section
-from gradstats.report.verdicts import QUESTIONS
+from gradstats.report.sections import run, section
+from gradstats.report.verdicts import QUESTIONS, Verdict
+from gradstats.tables import Records
+from gradstats.trace import Kind
 from gradstats.trace.format import replace_file
 from gradstats.trace.sources import TraceSource, open_source
 
 __all__ = ["write_report"]
 
 
-def write_report(sources: object, path: str | Path) -> None:
-    """Write the page for one or more sources: what the gradient is like first, then figures and tables.
+def write_report(
+    sources: object, path: str | Path | None = None, *, advice: Sequence[str] = ()
+) -> Records:
+    """Write the page for one or more sources: what to do and what the gradient is like, then figures and tables.
 
-    The page loads nothing: style, script and images are in the file.
+    The page loads nothing: style, script and images are in the file. ``gradstats.report(…)`` is this function.
 
     Parameters
     ----------
     sources : str, Path, Trace, array_like, mapping of str to array_like, Source, or list or tuple of them
         Each a trace or its path, a gradient file, an array, or arrays by layer name.
-    path : str or Path
-        File to write, replaced if it exists.
+    path : str or Path, optional
+        File to write, replaced if it exists. Without one only the answers are returned.
+    advice : sequence of str, optional
+        What :func:`gradstats.network.advice` says of a plan, for the top of the page.
+
+    Returns
+    -------
+    Records
+        The answers on the first screen: source, kind, question, answer, numbers (sentences), warn (whether something is
+        wrong).
 
     Raises
     ------
     GradstatsError
         If a source cannot be read or holds nothing, or the page cannot be written.
     """
-    path = Path(path)
     several = sources if isinstance(sources, list | tuple) else [sources]
     opened = [open_source(source) for source in several]
     with progress_bar() as bar:
@@ -55,36 +68,67 @@ def write_report(sources: object, path: str | Path) -> None:
         measured, sections = [], []
         for source in opened:
             measured.append(measure(source, lambda: bar.advance(task)))
-            sections.append(section(measured[-1]))
+            if path is not None:
+                sections.append(section(measured[-1]))
             bar.advance(task)
-    body = "\n".join([_first_screen(measured), *sections, _provenance(measured)])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, page("Gradient report", body))
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _first_screen(measured: Sequence[Measured]) -> str:
-    columns = [(m, kind) for m in measured for kind in m.kinds]
-    heads = "".join(
-        f"<th scope=col>{escape(m.source.name)}, {escape(kind)}</th>" for m, kind in columns
+    answers: _Answers = [
+        (m, kind, {question: answer(m, kind) for question, answer in QUESTIONS.items()})
+        for m in measured
+        for kind in m.kinds
+    ]
+    if path is not None:
+        body = "\n".join(
+            [_first_screen(measured, answers, advice), *sections, _provenance(measured)]
+        )
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            replace_file(Path(path), page("Gradient report", body))
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from error
+    return Records(
+        {"source": m.source.name, "kind": kind, "question": question, "answer": v.headline}
+        | {"numbers": v.numbers, "warn": v.warn}
+        for m, kind, found in answers
+        for question, v in found.items()
     )
+
+
+class _Report(ModuleType):
+    """The module ``gradstats.report``, which is called as the command of its name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Records:
+        return write_report(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Report
+
+
+_Answers: TypeAlias = list[tuple[Measured, Kind, dict[str, Verdict]]]
+"""What the first screen answers of every source and kind."""
+
+
+def _first_screen(measured: Sequence[Measured], answers: _Answers, advice: Sequence[str]) -> str:
+    names = [f"{m.source.name}, {kind}" for m, kind, _ in answers]
+    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in names)
     rows = []
-    for question, answer in QUESTIONS.items():
+    for question in QUESTIONS:
         cells = []
-        for m, kind in columns:
-            v = answer(m, kind)
+        for name, (_, _, found) in zip(names, answers, strict=True):
+            v = found[question]
             warn = " class=warn" if v.warn else ""
             numbers = f"<small>{escape(v.numbers)}</small>"
-            cells.append(f"<td{warn}><strong>{escape(v.headline)}</strong>{numbers}</td>")
+            cells.append(
+                f'<td{warn} data-of="{escape(name)}"><strong>{escape(v.headline)}</strong>{numbers}</td>'
+            )
         rows.append(f"<tr><th scope=row>{escape(question)}</th>{''.join(cells)}</tr>")
     links = " · ".join(
         f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
     )
     return (
-        f"<h1>What this gradient is like</h1><nav>Figures and tables: {links} · "
-        '<a href="#made">how this page was made</a></nav>'
+        f"<h1>Gradient report: {escape(', '.join(m.source.name for m in measured))}</h1>"
+        f"<nav>Figures and tables: {links} · "
+        f'<a href="#made">how this page was made</a></nav>{"".join(map(run, measured))}'
+        f"{''.join(f'<p class=advice>{escape(text)}</p>' for text in advice)}"
         f"<div class=scroll><table class=verdicts><thead><tr><td></td>{heads}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{_READING}"
     )

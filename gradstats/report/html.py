@@ -101,7 +101,7 @@ def figure(
 
     from gradstats import plots
 
-    canvas = Figure(figsize=(width * max(panels, 1.3), height), layout="constrained")
+    canvas = Figure(figsize=(width * panels, height), layout="constrained")
     draw(list(canvas.subplots(1, panels, squeeze=False)[0]))
     data = base64.b64encode(plots.png(canvas)).decode()
     text = escape(caption)

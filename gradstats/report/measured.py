@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradstats.analysis.compression import compression
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import dataset_of, drift_records
 from gradstats.analysis.fits import UNTESTED, fit_records
-from gradstats.analysis.info import info_records
+from gradstats.analysis.info import describe, info_records
 from gradstats.analysis.peaks import mixture_records, pot_records
 from gradstats.analysis.quality import series_of, summarise
 from gradstats.primitives.arrays import as_numpy
+from gradstats.primitives.ratio import target_count
 from gradstats.statistics.fitting import MODELS
+from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
-from gradstats.trace.sources import Source, Subset
+from gradstats.trace.sources import Source, Subset, TraceSource
 
 if TYPE_CHECKING:
     from xarray import Dataset
@@ -78,6 +81,12 @@ class Measured:
         Data set of :func:`gradstats.over_training`, by layer.
     drift : list of dict
         Records of :func:`gradstats.analysis.drift.drift_records`.
+    facts : dict of str to str
+        What is known of the run (:func:`gradstats.analysis.info.describe`); empty for a single gradient.
+    losses : list of (int, float)
+        Steps of the first rank, and the loss that was recorded there.
+    live : list of dict
+        Records of :func:`gradstats.compression`.
     """
 
     source: Source
@@ -93,6 +102,9 @@ class Measured:
     quality: list[dict[str, Any]]
     training: Dataset
     drift: list[dict[str, Any]]
+    facts: dict[str, str]
+    losses: list[tuple[int, float]]
+    live: list[dict[str, Any]]
 
     @property
     def kinds(self) -> list[Kind]:
@@ -141,6 +153,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     advance()
     drift = drift_records(training.sel(layer=["all"]), ["mean", "threshold"])
     advance()
+    facts, losses, live = _run(source, rank)
     return Measured(
         source,
         steps,
@@ -155,7 +168,31 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         summarise(series),
         training,
         drift,
+        facts,
+        losses,
+        live,
     )
+
+
+_LIVE = ("bytes", "build_up", "select", "communicate")
+
+
+def _run(
+    source: Source, rank: int
+) -> tuple[dict[str, str], list[tuple[int, float]], list[dict[str, Any]]]:
+    """Return what a trace says of its run, its losses, and what its compressor did."""
+    if not isinstance(source, TraceSource):
+        return {}, [], []
+    columns = source.trace.scalars(rank)
+    losses = zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True)
+    known = sorted((int(step), float(loss)) for step, loss in losses if np.isfinite(loss))
+    live = compression(source.trace)
+    ratio = source.trace.attrs.get("ratio")
+    if not live and isinstance(ratio, int | float) and 0 < ratio <= 1:  # of an older trace
+        k, unknown = target_count(ratio, source.numel), dict.fromkeys(_LIVE, float("nan"))
+        counts = [int(n) for r in source.trace.ranks for n in source.trace.scalars(r)["selected"]]
+        live = Records(unknown | {"quality": n / k} for n in counts if n >= 0)
+    return describe(source), known, live
 
 
 def _evenly(steps: Sequence[int], most: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from gradstats.trace.sources import SKETCHED, Captured, TraceSource
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["section"]
+__all__ = ["run", "section"]
 
 
 def section(m: Measured) -> str:
@@ -59,16 +59,57 @@ def section(m: Measured) -> str:
 def _capture(m: Measured) -> str:
     parts = []
     if isinstance(m.source, TraceSource):
-        attributes = m.source.trace.attrs
-        rows = "".join(
-            f"<tr><td class=text>{escape(k)}</td><td class=text>{escape(str(v))}</td></tr>"
-            for k, v in attributes.items()
-            if k not in ("layout", "format")
-        )
-        parts.append(details("How it was captured", f"<table>{rows}</table>"))
+        attributes = {
+            k: v for k, v in m.source.trace.attrs.items() if k not in ("layout", "format")
+        }
+        rows = [{"name": name, "value": value} for name, value in _flat(attributes)]
+        columns = {"name": "setting", "value": "value"}
+        parts.append(details("How it was captured", table(rows, columns, "Metadata of the trace.")))
     if any(m.source.sketched(m.rank, kind) for kind in m.kinds):
         parts.append(note(f"Captured as sketches: {SKETCHED}."))
     return "".join(parts)
+
+
+def _flat(attributes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names and values of nested settings, one by one."""
+    for name, value in attributes.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}, ")
+        else:
+            yield f"{before}{name}".replace("_", " "), str(value)
+
+
+def run(m: Measured) -> str:
+    """Return what is known of the run behind a source, and its loss, for the top of the page.
+
+    Parameters
+    ----------
+    m : Measured
+        Measurements of the source.
+
+    Returns
+    -------
+    str
+        HTML; empty for a single gradient.
+    """
+    if not m.facts:
+        return ""
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in m.facts.items()
+    )
+    loss = ""
+    if len(m.losses) > 1:
+
+        def draw(axes: Sequence[Axes]) -> None:
+            steps, losses = zip(*m.losses, strict=True)
+            axes[0].plot(steps, losses, marker="o" if len(steps) < 50 else None, ms=4)
+            axes[0].set(xlabel="step", ylabel="training loss")
+            axes[0].grid(alpha=0.3)
+
+        caption = f"Loss of {m.source.name} at the captured steps of rank {m.rank}."
+        loss = figure(1, draw, caption, width=3.2, height=2.4)
+    name = escape(m.source.name)
+    return f"<section class=run><div><h2>{name}</h2><dl>{facts}</dl></div>{loss}</section>"
 
 
 def _ledger(m: Measured) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from gradstats.analysis.drift import FEWEST_STEPS
 from gradstats.analysis.quality import noise_floor
 from gradstats.plots.style import label_of
+from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.report.measured import Measured
 from gradstats.statistics.compressibility import CONTROLS, Ruling, control
 from gradstats.statistics.fitting import as_magnitudes
@@ -67,16 +68,79 @@ def _of(records: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
     return [r for r in records if r["kind"] == kind]
 
 
+_SOUND = 0.01
+"""Share of zeros from which on the first screen warns."""
+_TIED = 0.001
+"""Share of elements of one magnitude from which on the first screen warns."""
+_CLOSE = 0.25
+"""Distance of k̂/k from 1 up to which a model fits, and a rule hits k, where chance alone does not make it farther."""
+_WORTH = 0.5
+"""Share of Σg² that what is sent should hold."""
+
+
+def _should(measured: Measured, kind: Kind) -> Verdict:
+    """Say what the gradient has to say about compressing: by which rule, and down to which ratio."""
+    shares = _energies(measured, kind, measured.shown[-1:], RATIOS)
+    if not shares:
+        return Verdict("Too few elements to say", f"{measured.source.numel:,} elements.")
+    held = dict(zip(RATIOS, shares[0][1], strict=True))
+    listed = ", ".join(f"{_percent(share)} at ratio {ratio:g}" for ratio, share in held.items())
+    numbers = f"The k largest hold {listed} of Σg² at step {shares[0][0]}. Whether it saves time depends on the "
+    numbers += (
+        "network: ask gradstats plan, or give gradstats report --network, --workers and --compute."
+    )
+    if kind == "corrected":
+        most = max(held)
+        headline = f"With its memory {_percent(held[most])} of the energy goes at ratio {most:g}; the rest waits"
+        return Verdict(headline, numbers)
+    enough = [ratio for ratio, share in held.items() if share >= _WORTH]
+    if not enough:
+        return Verdict(
+            f"Hardly: even ratio {max(held):g} does not hold half of the energy", numbers
+        )
+    ratio = min(enough)
+    headline = f"If the network is slow: topk with error feedback, at ratio {ratio:g}"
+    numbers = f"The smallest of {', '.join(f'{r:g}' for r in RATIOS)} that holds half of the energy. {numbers}"
+    return Verdict(headline, numbers)
+
+
+def _live(measured: Measured, kind: Kind) -> Verdict:
+    """Say what the compressor of the run did."""
+    said = measured.facts.get("compressor")
+    if not measured.live:
+        return Verdict(
+            "Not recorded", f"The run had {said}." if said else "No compressor is known."
+        )
+    rows, d = measured.live, measured.source.numel
+    known = [r["quality"] for r in rows if math.isfinite(r["quality"])]
+    headline = f"{said or 'The compressor'}"
+    if known:
+        headline += f": k̂/k = {np.mean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
+    numbers = f"{len(rows)} steps and ranks"
+    for name, text, unit in (
+        ("bytes", "{:,.0f} bytes a step, for 4 d = " + f"{4 * d:,}", 1),
+        ("build_up", "union of the ranks {:.2f} k", 1),
+        ("select", "select {:.3g} ms", 1000),
+        ("communicate", "communicate {:.3g} ms", 1000),
+    ):
+        values = [r[name] for r in rows if math.isfinite(r[name])]
+        numbers += f"; {text.format(unit * np.median(values))}" if values else ""
+    far = bool(known) and abs(float(np.mean(known)) - 1) > _CLOSE
+    return Verdict(headline, numbers + ".", far)
+
+
 def _data(measured: Measured, kind: Kind) -> Verdict:
     """Say whether the elements themselves are sound."""
     rows, d = _of(measured.ledger, kind), measured.source.numel
-    found = []
-    for name, text in (("nonfinite", "NaN or infinite"), ("zeros", "zero")):
+    found: list[str] = []
+    harmless: list[str] = []
+    for name, text, bad in (("nonfinite", "NaN or infinite", 0.0), ("zeros", "zero", _SOUND)):
         most = max(r[name] for r in rows)
         if most:
-            found.append(f"{most:,} elements {text} in one step ({_percent(most / d, 2)})")
+            said = f"{most:,} elements {text} in one step ({_percent(most / d, 2)})"
+            (found if most >= bad * d else harmless).append(said)
     tie = max((r["largest_tie"] or 0 for r in rows), default=0)
-    if tie > max(1, 0.001 * d):
+    if tie > max(1, _TIED * d):
         found.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
     constant = {name for r in rows for name in r["constant"]}
     if constant:
@@ -88,22 +152,33 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
     absent = missing_ranks(measured)
     if absent:
         numbers += f"; rank {', '.join(map(str, absent))} of {len(rows) + len(absent)} not captured"
+    numbers = "; ".join([*harmless, numbers])
+    limits = f" Warned of: any NaN or infinity, zeros from {_percent(_SOUND)}, ties above {_percent(_TIED, 1)}."
     if found:
-        return Verdict("; ".join(found), numbers + ".", True)
-    return Verdict("Yes", f"No zeros, NaN, infinities, large ties or constant layers. {numbers}.")
+        return Verdict("; ".join(found), f"{numbers}.{limits}", True)
+    return Verdict("Yes", f"{numbers}.{limits}")
+
+
+def _energies(
+    measured: Measured, kind: Kind, steps: Sequence[int], ratios: Sequence[float]
+) -> list[tuple[int, list[float]]]:
+    """Return the share of Σg² that the largest elements hold, by step and ratio; empty where k would be below ten."""
+    source, found = measured.source, []
+    for step in steps:
+        m = as_magnitudes(source.read(measured.rank, kind, step).values)
+        counts = [max(1, int(source.numel * ratio)) for ratio in ratios]
+        if m.count and max(counts) >= 10:
+            energy = m.count * m.mean_square
+            found.append((step, [float(np.square(m.largest(k)).sum()) / energy for k in counts]))
+    return found
 
 
 def _spread(measured: Measured, kind: Kind) -> Verdict:
     """Say how much of the energy the largest hundredth holds."""
-    source, rank = measured.source, measured.rank
-    shares = []
+    source = measured.source
     k = max(1, source.numel // 100)
-    for step in measured.shown:
-        m = as_magnitudes(source.read(rank, kind, step).values)
-        if m.count:
-            energy = m.count * m.mean_square
-            shares.append((step, float(np.square(m.largest(k)).sum()) / energy))
-    if not shares or k < 10:
+    shares = [(step, each[0]) for step, each in _energies(measured, kind, measured.shown, [0.01])]
+    if not shares:
         return Verdict("Too few elements to say", f"{source.numel:,} elements.")
     ideal = float(np.square(control("halfnorm", source.numel, (1, k))[1]).sum()) / source.numel
     at = ", ".join(f"{_percent(share)} at step {step}" for step, share in shares)
@@ -167,7 +242,7 @@ def _percent(share: float, digits: int = 0) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{value:.2f}".replace("-", "−")
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
 def _compressible(measured: Measured, kind: Kind) -> Verdict:
@@ -208,21 +283,33 @@ _CONTROL = {name: name for name in CONTROLS} | {"halfnorm": "half-normal", "lapl
 
 
 def _model(measured: Measured, kind: Kind) -> Verdict:
-    """Say which model is closest in the tail, what its threshold keeps, and what a test can see."""
-    step = measured.shown[-1]
+    """Say which model keeps nearest to k elements at the smallest ratio, and what a test can see."""
+    step, d = measured.shown[-1], measured.source.numel
     rows = [r for r in _of(measured.fits, kind) if r["step"] == step]
-    known = [r for r in rows if math.isfinite(r["tail_error"])]
+    # the smallest ratio at which chance leaves anything to see
+    ratio = next(
+        (r for r in sorted(RATIOS) if noise_floor(target_count(r, d)) <= _CLOSE), RATIOS[0]
+    )
+    known = [r for r in rows if math.isfinite(r["quality"].get(ratio, math.nan))]
     if not known:
         return Verdict("None fits", "; ".join(sorted({r["status"] for r in rows})), True)
-    best = min(known, key=lambda r: r["tail_error"])
-    ratio = min(best["quality"])
-    factor = math.exp(best["tail_error"])
-    headline = f"{label_of(best['model'])}, thresholds at most {factor:.2f}-fold off"
-    numbers = f"Of {len(known)} at step {step}: its threshold at {ratio:g} keeps k̂/k = "
-    numbers += f"{best['quality'][ratio]:.2f}. {_power(rows)}"
+    best = min(known, key=lambda r: abs(math.log(max(r["quality"][ratio], 1e-9))))
+    kept = best["quality"][ratio]
+    allowed = max(_CLOSE, noise_floor(target_count(ratio, d)))
+    fits = abs(kept - 1) <= allowed
+    said = f"k̂/k = {_short(kept)} at ratio {ratio:g}"
+    headline = f"{label_of(best['model'])}: {said}"
+    if not fits:
+        headline = f"None fits; the closest, {label_of(best['model'])}, has {said}"
+    numbers = f"Of {len(known)} at step {step}; a model fits if its threshold keeps k ± {_percent(allowed)}. "
+    numbers += f"Its thresholds from 0.1 to 0.0001 are at most {_fold(best['tail_error'])} off. {_power(rows)}"
     if best["status"] != "ok":
         numbers += f" Mind: {best['status']}."
-    return Verdict(headline, numbers, best["tail_error"] > math.log(2))
+    return Verdict(headline, numbers, not 0.5 <= kept <= 2)
+
+
+def _fold(tail_error: float) -> str:
+    return f"{math.exp(tail_error):.3g}-fold" if tail_error < 50 else "infinitely"
 
 
 def _power(rows: Sequence[dict[str, Any]]) -> str:
@@ -268,7 +355,12 @@ def _threshold(measured: Measured, kind: Kind) -> Verdict:
         abs(r[end] - 1) for r in rows if r["estimator"] in COUNTING for end in ("min", "max")
     ]
     numbers += f"Rules that count are off by {_percent(max(counting), 1)} at most."
-    return Verdict(f"{best['estimator']}: k̂/k = {best['mean']:.2f} at ratio {ratio:g}", numbers)
+    span = f"k̂/k = {_short(best['min'])} to {_short(best['max'])} at ratio {ratio:g}"
+    allowed = max(_CLOSE, floor)
+    numbers += f" A rule hits k if all its gradients are within k ± {_percent(allowed)}."
+    if max(1 - best["min"], best["max"] - 1) > allowed:
+        return Verdict(f"None; the nearest, {best['estimator']}, has {span}", numbers)
+    return Verdict(f"{best['estimator']}: {span}", numbers)
 
 
 def _short(value: float) -> str:
@@ -299,6 +391,8 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
 
 
 QUESTIONS: dict[str, Callable[[Measured, Kind], Verdict]] = {
+    "Should I compress?": _should,
+    "What did the compressor do?": _live,
     "Is the data sound?": _data,
     "How uneven is it?": _spread,
     "How heavy is its tail?": _tail,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,10 @@ from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.dependence import NO_POSITIONS, exponent_of, over_blocks, runs_of
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.solution import Z95
+from gradstats.tables import Shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "CONTROLS",
@@ -68,8 +72,8 @@ class Ruling(StrEnum):
     TOO_WIDE = f"beyond the largest {100 * _LARGEST_SHARE:g} % of the non-zero elements noise falls like a power law"
 
 
-@dataclass(frozen=True, slots=True)
-class Compressibility:
+@dataclass(frozen=True, slots=True, repr=False)
+class Compressibility(Shown):
     """Decay of the sorted magnitudes over a window of ranks.
 
     Attributes
@@ -110,6 +114,8 @@ class Compressibility:
         The same by a bootstrap of whole layers; NaN where layers are not known or fewer than 20 reach into the window.
     dependence : str
         Why there is no interval by runs; empty if there is one.
+    sample : Magnitudes or None
+        The magnitudes looked at, for :meth:`plot`.
     """
 
     p: float
@@ -130,6 +136,41 @@ class Compressibility:
     layers_low: float = math.nan
     layers_high: float = math.nan
     dependence: str = NO_POSITIONS
+    sample: Magnitudes | None = field(default=None, compare=False)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the estimates as one record."""
+        names = ("p", "p_low", "p_high", "hill", "hill_low", "hill_high", "sigma_p", "c1")
+        record = {name: getattr(self, name) for name in names}
+        window = "–".join(map(str, self.window))
+        return [
+            record | {"window": window, "compressible": self.compressible, "reason": self.reason}
+        ]
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the sorted magnitudes and the window: :func:`gradstats.plots.magnitude_decay`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+
+        Raises
+        ------
+        InputError
+            If there is no sample, as in an estimate that was made by hand.
+        """
+        if self.sample is None:
+            raise InputError("there is no sample to draw; use gradstats.plots.magnitude_decay")
+        drawn = {"captured": self.sample}
+        return self._draw("magnitude_decay", drawn, ax=ax, **{"window": self.window} | options)
 
 
 def default_window(count: int) -> tuple[int, int]:
@@ -313,9 +354,7 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     last = magnitudes.size
     n = last - first + 1
     if n < _FEWEST:
-        return Compressibility(
-            nan, nan, nan, nan, nan, nan, nan, nan, nan, (first, last), compressible=None
-        )
+        return Compressibility(*(nan,) * 9, (first, last), compressible=None, sample=m)
     energy = m.count * m.mean_square
     logs = np.log(magnitudes)
     ranks = np.arange(first, last + 1, dtype=np.float64)
@@ -346,6 +385,7 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
         compressible={Ruling.SHOWN: True, Ruling.NOT_SHOWN: False}.get(ruling),
         reason=ruling.value,
         windows={f"{a}-{b}": windows[a, b] for a, b in sorted(windows)},
+        sample=m,
     )
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_number, check_ratio, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.solution import FitError, Flag, Reason
+from gradstats.tables import Shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "METHODS",
@@ -33,8 +37,8 @@ MODELS = ("laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dwei
 """Names of the models that can be fitted: the sparsity-inducing ones first, then the controls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+@dataclass(frozen=True, slots=True, repr=False)
+class Fit(Shown):
     """A fitted model of a gradient's elements.
 
     Attributes
@@ -55,6 +59,8 @@ class Fit:
         100, at any size. The dispersion over ranks and steps is the honest interval.
     flags : tuple of Flag
         Warnings.
+    sample : Magnitudes or None
+        The magnitudes fitted, for :meth:`plot`.
     """
 
     model: str
@@ -64,6 +70,51 @@ class Fit:
     method: str
     stderr: Mapping[str, float] = field(default_factory=dict)
     flags: tuple[Flag, ...] = ()
+    sample: Magnitudes | None = field(default=None, compare=False)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return a record of each estimated parameter."""
+        return [
+            {
+                "model": self.model,
+                "parameter": name,
+                "value": value,
+                "value_low": self.interval(name)[0],
+                "value_high": self.interval(name)[1],
+                "method": self.method,
+                "n": self.count,
+                "zero_fraction": self.zero_fraction,
+                "flags": tuple(map(str, self.flags)),
+            }
+            for name, value in self.params.items()
+            if name != "loc"
+        ]
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the tail of the sample and of the model: :func:`gradstats.plots.tail`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+
+        Raises
+        ------
+        InputError
+            If the fit has no sample, as one that was made by hand.
+        """
+        if self.sample is None:
+            raise InputError(
+                "the fit has no sample to draw; use gradstats.plots.tail(x, [fit], ax)"
+            )
+        return self._draw("tail", self.sample, [self], ax=ax, **options)
 
     @property
     def dist(self) -> Any:
@@ -281,4 +332,5 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
     found = SOLVERS[model, method](m)
     params = {name: float(value) for name, value in found.params.items()}
     stderr = {name: float(value) for name, value in found.stderr.items()}
-    return Fit(model, {**params, "loc": 0.0}, m.zero_fraction, m.count, method, stderr, found.flags)
+    every = {**params, "loc": 0.0}
+    return Fit(model, every, m.zero_fraction, m.count, method, stderr, found.flags, m)

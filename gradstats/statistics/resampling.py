@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = [
     "block_counts",
     "holm",
     "mean_interval",
+    "ratio_interval",
 ]
 
 FEWEST_IN_SERIES = 20
@@ -103,6 +104,63 @@ def mean_interval(series: NDArray[np.floating], level: float = 0.95) -> MeanInte
     half = float(stdtrit(freedom, 0.5 + level / 2)) * error
     p_value = 2 * float(stdtr(freedom, -abs(mean) / error))
     return MeanInterval(mean, mean - half, mean + half, p_value, length)
+
+
+def ratio_interval(
+    top: NDArray[np.floating], bottom: NDArray[np.floating], level: float = 0.95
+) -> tuple[float, float, str]:
+    """Return the interval of the ratio of the means of two series of the same steps, as Fieller (1954) does.
+
+    It holds the ratios θ at which the mean of top − θ·bottom, with the interval of :func:`mean_interval`, may be zero.
+    It has no upper end where the mean of `bottom` may be zero.
+
+    Parameters
+    ----------
+    top, bottom : ndarray, shape (n,)
+        The series; the ratio is not negative.
+    level : float
+        Probability that the interval holds the ratio.
+
+    Returns
+    -------
+    low, high : float
+        Ends; NaN where there is no interval, infinite where there is no upper end.
+    reason : str
+        Why there is none; empty if there is one.
+    """
+
+    def inside(theta: float) -> bool:
+        found = mean_interval(top - theta * bottom, level)
+        return bool(found.reason) or found.low <= 0 <= found.high
+
+    mean, over = float(np.mean(top)), float(np.mean(bottom))
+    center = mean / over if over > 0 else math.inf
+    whole = mean_interval(top - center * bottom if center < math.inf else bottom, level)
+    if whole.reason:
+        return math.nan, math.nan, whole.reason
+    unbounded = mean_interval(bottom, level).low <= 0
+    far = 1e9 * abs(mean) / abs(over) if over else math.inf
+    if not math.isfinite(far) or (center == math.inf and not inside(far)):
+        return math.nan, math.nan, "the mean gradient is too small"
+    start = center if center < math.inf else far
+    low = 0.0 if inside(0.0) else _edge(inside, start, 0.0)
+    high = math.inf if unbounded or inside(far) else _edge(inside, start, far)
+    return low, high, ""
+
+
+def _edge(inside: Callable[[float], bool], within: float, without: float) -> float:
+    """Return the point between one inside and one outside of an interval where it ends."""
+    for _ in range(100):
+        middle = (within + without) / 2
+        if not min(within, without) < middle < max(within, without):
+            break
+        if inside(middle):
+            within = middle
+        else:
+            without = middle
+        if abs(within - without) <= 1e-6 * abs(within):
+            break
+    return within
 
 
 def block_counts(blocks: int, replicates: int, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.primitives import Array, top_candidates
+from gradstats.primitives import Array, Selection, top_candidates
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["Exact", "WarmExact"]
+
+_SAMPLE = 1 << 14
+"""Candidates looked at for the next margin, which decides about time alone."""
 
 
 class Exact(Estimator):
@@ -59,26 +62,30 @@ class WarmExact(Estimator):
     def _find(self, x: Array, k: int) -> Found:
         last = self._threshold
         warm = last > 0 and self._k == k
-        guess = last * math.exp(-self._margin) if warm else None
-        threshold, candidates = top_candidates(x, k, guess, trim=False)
+        part = math.exp(-self._margin)
+        guess = last * part if warm else None
+        high = last / part if warm and part > 0 else math.inf
+        threshold, candidates = top_candidates(x, k, guess, high, trim=False)
         missed = guess is not None and threshold < guess
         self.misses += missed
-        magnitude = np.abs(as_numpy(candidates.values))
         if warm and threshold > 0:
             # a difference, because quotients of float64 leave its range
             self._drift = max(abs(math.log(threshold) - math.log(last)), 0.9 * self._drift)
         self._threshold, self._k = threshold, k
-        self._margin = min(1.5 * self._drift, self._crowded(magnitude, k, threshold))
-        details = {"candidates": magnitude.size, "warm": warm, "missed": missed}
-        return Found(threshold, details, keep(candidates, magnitude, threshold))
+        self._margin = min(1.5 * self._drift, self._crowded(candidates, k, threshold))
+        details = {"candidates": len(candidates), "warm": warm, "missed": missed}
+        return Found(threshold, details, keep(candidates, threshold))
 
     @staticmethod
-    def _crowded(magnitude: Any, k: int, threshold: float) -> float:
-        """Return the margin within which this step had 2k elements; infinite if it is not known."""
+    def _crowded(candidates: Selection, k: int, threshold: float) -> float:
+        """Return the margin within which this step had about 2k elements; infinite if it is not known."""
+        stride = 1 + len(candidates) // _SAMPLE
+        magnitude = np.abs(as_numpy(candidates.values[::stride]))
         finite = magnitude[np.isfinite(magnitude)]
-        if finite.size < 2 * k or threshold <= 0:
+        rank = 2 * k // stride
+        if not 1 <= rank <= finite.size or threshold <= 0:
             return math.inf
-        second = float(np.partition(finite, finite.size - 2 * k)[finite.size - 2 * k])
+        second = float(np.partition(finite, finite.size - rank)[finite.size - rank])
         return max(math.log(threshold) - math.log(second), 1e-4) if second > 0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:

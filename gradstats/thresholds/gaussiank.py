@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives import Array, exceedances, moments
+from gradstats.primitives import Array, Selection, exceedances, select, top_candidates
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_count
+from gradstats.primitives.select import keep
 from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
 from gradstats.thresholds.base import Estimator, Found
 
@@ -43,18 +44,18 @@ class GaussianK(Estimator):
     def _find(self, x: Array, k: int) -> Found:
         from scipy.special import ndtri
 
-        m = moments(x, log=False)
-        finite = m.numel - m.nonfinite
-        if m.count == 0:
+        finite, total, squares = (sum(part) for part in zip(*map_blocks(_sums, x), strict=True))
+        if squares == 0 and select(x, 0.0).values.shape[0] == 0:
             return Found(0.0)
-        if not LEAST_SQUARES < m.sum_squares < math.inf:
+        if not LEAST_SQUARES < squares < math.inf:
             raise FitError(Reason.RANGE)
-        mean = sum(map_blocks(_signed_sum, x)) / finite
-        std = math.sqrt(max(m.sum_squares / finite - mean * mean, 0.0))
+        mean = total / finite
+        std = math.sqrt(max(squares / finite - mean * mean, 0.0))
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
+        tail = _Tail(x, k)
         counts = []
         for left in reversed(range(self.loops)):
-            counts.append(exceedances(x, threshold).count)
+            counts.append(tail.count(threshold))
             if left == 0:
                 break
             if counts[-1] < 2 * k / 3:
@@ -63,13 +64,34 @@ class GaussianK(Estimator):
                 threshold *= 1.5
             else:
                 break
-        return Found(threshold, {"mean": mean, "std": std, "counts": counts})
+        details = {"mean": mean, "std": std, "counts": counts}
+        return Found(threshold, details, tail.selection(threshold))
 
 
-def _signed_sum(_: int, block: NDArray[Any]) -> float:
-    """Return the sum of the finite elements of a block."""
+class _Tail:
+    """The 2k largest elements, collected once: counts and a selection among them take no other pass."""
+
+    def __init__(self, x: Array, k: int) -> None:
+        self._x = x
+        self._low, self._found = top_candidates(x, 2 * k)
+
+    def count(self, threshold: float) -> int:
+        """Count the finite elements that reach a threshold."""
+        return exceedances(
+            self._found.values if threshold >= self._low else self._x, threshold
+        ).count
+
+    def selection(self, threshold: float) -> Selection | None:
+        """Return what reaches a threshold, None if that takes a pass."""
+        return keep(self._found, threshold) if threshold >= self._low else None
+
+
+def _sums(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
+    """Return (count, Σg, Σg²) over the finite elements of a block."""
+    if block.dtype == np.float32:
+        from gradstats.primitives.kernels import block_signed
+
+        return block_signed(block)
+    finite = block[np.isfinite(block)]
     with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.sum(block, dtype=np.float64))
-    if math.isfinite(total):
-        return total
-    return float(np.sum(block[np.isfinite(block)], dtype=np.float64))
+        return finite.size, float(finite.sum()), float(np.square(finite).sum())

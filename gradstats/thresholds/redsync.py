@@ -8,13 +8,13 @@ from typing import Any
 from gradstats.primitives import (
     Array,
     Moments,
-    Selection,
     exceedances,
     moments,
     numel_of,
     select,
     top_candidates,
 )
+from gradstats.primitives.arrays import wide_dtype
 from gradstats.primitives.ratio import check_count
 from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
 
@@ -190,21 +190,14 @@ class RedSyncTrimmed(Estimator):
         m = moments(x, log=False)
         if m.count <= k:
             return Found(0.0)
-        threshold, candidates = self._first_reached(x, k, m)
-        if self.rule == "paper" or len(candidates) <= k:
-            return Found(threshold, {"candidates": len(candidates)})
-        return Found(top_candidates(candidates.values, k)[0], {"candidates": len(candidates)})
-
-    @staticmethod
-    def _first_reached(x: Array, k: int, m: Moments) -> tuple[float, Selection]:
-        """Return the first threshold that k elements reach, 0 if there is none, and what reaches it."""
         mean = _mean(m)
-        tried = [mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0)]
-        # what reaches the fourth has all that reaches the first three: one pass instead of four
-        survivors = select(x, tried[3]).values
-        for threshold in tried[:4]:
-            if exceedances(survivors, threshold).count >= k:
-                return threshold, select(survivors, threshold)
-        found = select(x, tried[4])
-        reached = exceedances(found.values, 0.0).count  # without infinite ones
-        return (tried[4], found) if reached >= k else (0.0, select(x, 0.0))
+        kth, selection = top_candidates(x, k)
+        # The first that k elements reach is the first that the k-th largest reaches.
+        tried = (mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0))
+        compared = wide_dtype(x).type
+        threshold = next((eta for eta in tried if compared(eta) <= kth), 0.0)
+        candidates = exceedances(x, threshold).count if threshold > 0 else m.count
+        details = {"candidates": candidates}
+        if self.rule == "paper" or candidates <= k:
+            return Found(threshold, details)
+        return Found(kth, details, selection)

@@ -72,7 +72,7 @@ class DGC(RandomEstimator):
             reselected = int(np.isfinite(magnitude).sum()) > self.tolerance * k
         if reselected:
             threshold = kth_largest(candidates.values, k)
-            candidates = keep(candidates, magnitude, threshold)
+            candidates = keep(candidates, threshold)
         details = {
             "sample": int(indices.size),
             "candidates": found,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from gradstats.errors import InputError, first_line
@@ -21,7 +22,8 @@ def save_safetensors(
     """Write one captured gradient as a ``.safetensors`` file, one tensor per parameter.
 
     ``safetensors.torch.load_file(path)`` gives ``{name: float32 tensor of the parameter's shape}``, and every command
-    of ``gradstats`` reads the file again. The trace's name, step, rank and kind go into the file's metadata.
+    of ``gradstats`` reads the file again. The trace's name, step, rank and kind and the order of the layers go into the
+    file's metadata.
 
     Parameters
     ----------
@@ -54,6 +56,7 @@ def save_safetensors(
     values = trace.read(step, rank, kind)
     tensors = {layer.name: values[layer.slice].reshape(layer.shape) for layer in trace.layers}
     metadata = {"trace": trace.name, "step": str(step), "rank": str(rank), "kind": kind}
+    metadata["layers"] = json.dumps(list(tensors))  # the file has them in another order
     try:
         with replacing(path) as partial:
             save_file(tensors, partial, metadata)

@@ -539,7 +539,9 @@ def create_trace(
             if not is_trace(place):
                 raise TraceError(f"{path} exists and is not a trace; not touching it")
             if not overwrite:
-                raise TraceError(f"{path} exists; choose another name or ask to overwrite it")
+                raise TraceError(
+                    f"{path} exists; choose another name, or replace it with overwrite=True"
+                )
         _place(place, group_metadata(attributes))
     except GradstatsError:
         raise

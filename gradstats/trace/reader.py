@@ -13,6 +13,7 @@ from gradstats.errors import InputError, TraceError, first_line, unknown
 from gradstats.primitives import Moments
 from gradstats.primitives.ratio import shown
 from gradstats.primitives.sketch import Sketch, merge
+from gradstats.tables import Shown
 from gradstats.trace.format import (
     BITS,
     KINDS,
@@ -30,6 +31,7 @@ from gradstats.trace.stored import RankGroup, StoredArray
 if TYPE_CHECKING:
     import pandas as pd
     import xarray
+    from matplotlib.axes import Axes
 
 __all__ = ["Trace", "open_trace"]
 
@@ -37,7 +39,7 @@ _LONGEST = 4096
 """Characters that a path may have."""
 
 
-class Trace:
+class Trace(Shown):
     """A trace opened for reading. Only committed steps are visible.
 
     Damage is met where it lies: a rank, column or step that cannot be read raises one line when it is asked for, and
@@ -94,6 +96,59 @@ class Trace:
     def __repr__(self) -> str:
         steps = len(set().union(*(r.rows for r in self._ranks.values())))
         return f"<Trace {self.path} ranks={self.ranks} steps={steps} numel={self.numel}>"
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return a record of each rank and kind."""
+        return [
+            {
+                "rank": rank,
+                "kind": kind,
+                "steps": len(self.steps(rank)),
+                "first": min(self.steps(rank), default=None),
+                "last": max(self.steps(rank), default=None),
+                "numel": self.numel,
+                "layers": len(self.layers),
+                "stored": "gradients" if self.has_gradients(rank, kind) else "sketches",
+            }
+            for rank in self.ranks
+            for kind in self.kinds(rank)
+        ]
+
+    def plot(
+        self, rank: int = 0, kind: Kind = "gradient", ax: Axes | None = None, **options: Any
+    ) -> Axes:
+        """Draw the sorted magnitudes of the first, middle and last step: :func:`gradstats.plots.magnitude_decay`.
+
+        Parameters
+        ----------
+        rank : int
+            Rank that captured the gradients.
+        kind : Kind
+            Kind of gradient.
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+
+        Raises
+        ------
+        TraceError
+            If there is no such rank, kind or step.
+        """
+        steps = self.steps(rank)
+        if not steps:
+            raise TraceError(f"{self.path} holds no committed step")
+        vectors: dict[str, Any] = {}
+        for step in (steps[0], steps[len(steps) // 2], steps[-1]):
+            full = self.has_gradients(rank, kind)
+            one = self.read(step, rank, kind) if full else merge(self.sketches(step, rank, kind))
+            vectors[f"step {step}"] = one
+        return self._draw("magnitude_decay", vectors, ax=ax, **options)
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ unpickled. Several arrays in a file are the layers of one gradient.
 
 from __future__ import annotations
 
+import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import GradstatsError, InputError, first_line
+from gradstats.errors import GradstatsError, InputError, first_line, unknown
 from gradstats.primitives import Array
 from gradstats.primitives.arrays import check, flat_chunks, is_tensor, numel_of
-from gradstats.primitives.ratio import check_several
+from gradstats.primitives.ratio import check_several, shown
 from gradstats.primitives.sketch import Sketch
-from gradstats.trace import Kind, Layer, Trace, is_trace, open_trace
+from gradstats.trace import KINDS, Kind, Layer, Trace, is_trace, open_trace
 
 __all__ = [
     "SKETCHED",
@@ -33,6 +34,7 @@ __all__ = [
     "Source",
     "Subset",
     "TraceSource",
+    "chosen",
     "layer_parts",
     "matching",
     "open_source",
@@ -44,7 +46,10 @@ SKETCHED = (
 )
 """What tables and reports say about a source that keeps only sketches."""
 
-SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
+_NESTED = (".pt", ".pth")
+SUFFIXES = (".npy", ".npz", ".safetensors", *_NESTED)
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of the names of batch norm's statistics, which a ``state_dict`` has beside the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class Source(ABC):
 
     name: str
     layers: list[Layer]
+    remark = ""
+    """What was left out when the source was read, in a sentence."""
 
     @abstractmethod
     def entries(self) -> list[tuple[int, Kind, int]]:
@@ -310,13 +317,43 @@ class Subset:
             If patterns are given and none matches.
         """
         names = [layer.name for layer in source.layers]
-        if not self.layers:
-            return names if self.per_layer else []
-        found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in self.layers)]
-        if not found:
-            patterns = ", ".join(self.layers)
-            raise InputError(f"no layer of {source.name} matches {patterns}; it has {_some(names)}")
-        return found
+        return chosen(names, self.layers, self.per_layer, source.name)
+
+
+def chosen(
+    names: Sequence[str], patterns: Sequence[str] | None, every: bool, where: str
+) -> list[str]:
+    """Return the parameters that are looked at by themselves.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names of all parameters.
+    patterns : sequence of str, optional
+        Patterns of names, as in :mod:`fnmatch`.
+    every : bool
+        Whether all of them are wanted if there are no patterns.
+    where : str
+        What has these parameters, for the error.
+
+    Returns
+    -------
+    list of str
+        Names, in order.
+
+    Raises
+    ------
+    InputError
+        If patterns are given and none matches.
+    """
+    if not patterns:
+        return list(names) if every else []
+    patterns = check_several(patterns, "layers")
+    found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    if not found:
+        listed = ", ".join(patterns)
+        raise InputError(f"no layer of {where} matches {listed}; it has {_some(names)}")
+    return found
 
 
 def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
@@ -425,7 +462,7 @@ def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
 
 
 class ArraySource(Source):
-    """A single gradient in memory: step 0 of rank 0.
+    """A single gradient in memory.
 
     Parameters
     ----------
@@ -436,13 +473,22 @@ class ArraySource(Source):
     path : pathlib.Path, optional
         The file it was read from. A worker of a cluster then reads the file itself; otherwise every task carries the
         gradient.
+    key : (int, Kind, int), optional
+        Rank, kind and step of the gradient.
+    remark : str, optional
+        What was left out when it was read.
     """
 
     def __init__(
-        self, layers: Mapping[str, Array], name: str = "array", path: Path | None = None
+        self,
+        layers: Mapping[str, Array],
+        name: str = "array",
+        path: Path | None = None,
+        key: tuple[int, Kind, int] = (0, "gradient", 0),
+        remark: str = "",
     ) -> None:
-        self.name = name
-        self._path = path
+        self.name, self.remark = name, remark
+        self._path, self._key = path, key
         self._token = uuid.uuid4().hex
         self.layers, offset = [], 0
         checked = {n: check(a) for n, a in layers.items()}
@@ -454,12 +500,12 @@ class ArraySource(Source):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._path is None:
             layers = {la.name: self._values[la.slice].reshape(la.shape) for la in self.layers}
-            return ArraySource, (layers, self.name)
+            return ArraySource, (layers, self.name, None, self._key)
         return _reread, (str(self._path.resolve()), self._token)
 
     def entries(self) -> list[tuple[int, Kind, int]]:
         """Return the only key."""
-        return [(0, "gradient", 0)]
+        return [self._key]
 
     def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
         """Return the array."""
@@ -475,7 +521,7 @@ class ArraySource(Source):
 @lru_cache(maxsize=8)
 def _reread(path: str, token: str) -> ArraySource:
     """Read a file in a worker, once for each analysis."""
-    return ArraySource(_load(Path(path)), Path(path).name, Path(path))
+    return _opened(Path(path))
 
 
 def _flatten(arrays: list[Array], numel: int) -> Array:
@@ -523,11 +569,61 @@ def open_source(source: object) -> Source:
             f"not a source of gradients: {type(source).__name__}; give a path, a trace or arrays"
         )
     path = Path(source)
-    if path.is_dir() or path.suffix not in SUFFIXES:
-        if path.is_file():
+    try:
+        folder, file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # a name too long, a null character
+        raise InputError(
+            f"no path of a source: {shown(str(source))}: {first_line(error)[:80]}"
+        ) from None
+    if folder or _file_and_key(path)[0].suffix not in SUFFIXES:
+        if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         return TraceSource(open_trace(path))
-    return ArraySource(_load(path), path.name, path)
+    return _opened(path)
+
+
+def _opened(path: Path) -> ArraySource:
+    """Read a gradient file."""
+    file, key = _file_and_key(path)
+    arrays, about = _load(file, key)
+    kept = {n: a for n, a in arrays.items() if _is_gradient(n, a)}
+    if not kept:
+        kept = arrays  # whose error says what is wrong with them
+    left_out = [name for name in arrays if name not in kept]
+    remark = f"left out of {path.name}, as no gradients: {_some(left_out)}" if left_out else ""
+    return ArraySource(
+        {_plain_name(n): a for n, a in kept.items()}, path.name, path, _key_of(about), remark
+    )
+
+
+def _file_and_key(path: Path) -> tuple[Path, str]:
+    """Split ``checkpoint.pt:model`` into the file and the name of what in it is meant."""
+    file, colon, key = str(path).rpartition(":")
+    if colon and Path(file).suffix in _NESTED and not path.exists():
+        return Path(file), key
+    return path, ""
+
+
+def _is_gradient(name: str, array: Any) -> bool:
+    """Tell whether a tensor can be a gradient: batch norm's statistics and whole numbers are none."""
+    if name.rpartition(".")[2] in _BUFFERS:
+        return False
+    return not any(kind in str(array.dtype) for kind in ("int", "bool"))
+
+
+def _plain_name(name: str) -> str:
+    """Return a parameter's name without what torch.compile and DDP put into it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _key_of(about: Mapping[str, str]) -> tuple[int, Kind, int]:
+    """Return rank, kind and step by the metadata of a file that :func:`gradstats.save_safetensors` wrote."""
+    try:
+        kind: Any = about.get("kind", "gradient")
+        rank, step = int(about.get("rank", 0)), int(about.get("step", 0))
+    except ValueError:  # of another program
+        return 0, "gradient", 0
+    return rank, kind if kind in KINDS else "gradient", step
 
 
 def open_sources(path: str | Path) -> list[Source]:
@@ -557,7 +653,11 @@ def open_sources(path: str | Path) -> list[Source]:
             raise InputError(
                 f"{path} holds no trace, but the files {_some(files)}; give one of them"
             )
-    if not path.exists() and path.parent.is_dir() and (names := _readable(path.parent)):
+    if (
+        not _file_and_key(path)[0].exists()
+        and path.parent.is_dir()
+        and (names := _readable(path.parent))
+    ):
         near = get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
         raise InputError(f"no such trace: {path}; {path.parent} holds {_some(names)}{hint}")
@@ -625,11 +725,12 @@ def matching(
     return found
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """Read a gradient file into named arrays."""
+def _load(path: Path, key: str = "") -> tuple[dict[str, Any], dict[str, str]]:
+    """Read a gradient file into named arrays, and the file's metadata."""
     if not path.is_file():
         raise InputError(f"no such file: {path}")
     arrays: dict[str, Any]
+    about: dict[str, str] = {}
     try:
         if path.suffix == ".npy":
             # np.load would take any other file for a pickle, and advise to open it
@@ -639,11 +740,16 @@ def _load(path: Path) -> dict[str, Any]:
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 arrays = dict(archive)
         elif path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+            from safetensors import safe_open
 
-            arrays = load_file(path)
+            with safe_open(path, "pt") as archive:
+                about = archive.metadata() or {}
+                names = archive.keys()
+                order = json.loads(about.get("layers", "[]"))  # the file itself sorts them
+                names = [*(n for n in order if n in names), *(n for n in names if n not in order)]
+                arrays = {name: archive.get_tensor(name) for name in names}
         else:
-            arrays = _load_torch(path)
+            arrays = _load_torch(path, key)
     except GradstatsError:
         raise
     except Exception as error:  # each format has its own errors for a damaged file
@@ -651,23 +757,40 @@ def _load(path: Path) -> dict[str, Any]:
     arrays = {name: array for name, array in arrays.items() if numel_of(array)}
     if not arrays:
         raise InputError(f"{path} holds no elements")
-    return arrays
+    return arrays, about
 
 
-def _load_torch(path: Path) -> dict[str, Any]:
+def _load_torch(path: Path, key: str) -> dict[str, Any]:
     import torch
 
     loaded = torch.load(path, map_location="cpu", weights_only=True)
+    inner = dict(_nested(loaded))
+    if key not in inner:
+        if key:
+            raise unknown(f"dictionary of tensors in {path}", key, [name for name in inner if name])
+        if inner:
+            offered = ", ".join(
+                f"{path}:{name} ({len(t)} tensors)" for name, t in [*inner.items()][:5]
+            )
+            raise InputError(
+                f"{path} holds its tensors in dictionaries; give one of them: {offered}"
+            )
+        raise InputError(
+            f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
+        )
+    return inner[key]
+
+
+def _nested(loaded: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dictionaries of tensors in what a file holds, by name; the outermost one's is empty."""
+    import torch
+
     if isinstance(loaded, torch.Tensor):
-        return {"gradient": loaded}
-    if isinstance(loaded, dict):
-        tensors = {
-            str(k): v
-            for k, v in loaded.items()
-            if isinstance(v, torch.Tensor) and v.is_floating_point()
-        }
+        yield name, {"gradient": loaded}
+    elif isinstance(loaded, dict) and depth:
+        tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
         if tensors:
-            return tensors
-    raise InputError(
-        f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
-    )
+            yield name, tensors
+        for key, value in loaded.items():
+            if isinstance(value, dict):
+                yield from _nested(value, f"{name}.{key}" if name else str(key), depth - 1)

@@ -22,9 +22,9 @@ def test_the_page_says_how_lags_compares_with_the_best_single_ratio():
     rows = re.findall(row, tables, re.MULTILINE)
     found = {int(rate): [float(n) for n in numbers] for rate, *numbers in rows}
     assert set(found) == set(lags.RATES)
-    assert all(low <= 1 for _, low, _, _ in found.values())
-    assert f"reach up to\n{max(high for _, _, high, _ in found.values()):.2f}" in PAGE
+    assert f"reach up to {max(high for _, _, high, _ in found.values()):.2f}" in PAGE
     assert all(dense < 1 for *_, dense in found.values())  # dense takes longer at every rate
     ratios = sorted(ratio for ratio, *_ in found.values())
-    assert f"takes {ratios[0]:.2f}\nto {ratios[-2]:.2f} times as long at three rates" in PAGE
+    assert ratios[-1] <= 1.1  # within 10 %
+    assert f"takes {ratios[0]:.2f} to\n{ratios[-2]:.2f} times as long at three rates" in PAGE
     assert f"and {ratios[-1]:.2f} times at 20 Mbit/s" in PAGE

@@ -59,3 +59,27 @@ def test_mutants_are_drawn_by_place_and_change_what_the_code_does():
     assert not any("x is 3" in new or "x is not 3" in new for _, new, _ in drawn)
     assert next(iter(mutations.draw("# moved\n" + MODULE, 2)))[:2] == drawn[0][:2]
     assert [old for old, _, _ in mutations.draw(MODULE, 2)] == [old for old, _, _ in drawn[:2]]
+
+
+class Covered:
+    """What coverage knows of MODULE: one test runs its condition, another the rest; the signature runs on import."""
+
+    def contexts_by_lineno(self, file):
+        return {
+            6: [""],
+            8: ["tests/a.py::one|run", "tests/b.py::two|setup"],
+            10: ["tests/a.py::one|run"],
+        }
+
+
+def test_the_tests_that_run_a_line_are_tried(tmp_path):
+    file, own = tmp_path / "module.py", ["tests/b.py", "tests"]
+    file.write_text(MODULE)
+
+    def tried(old, new):
+        return mutations.running(Covered(), file, MODULE.replace(old, new), own)
+
+    assert tried("x == 3", "x == 4") == ["tests/b.py::two", "tests/a.py::one"]
+    assert tried("x * low", "x / low") == ["tests/a.py::one"]
+    assert tried("return None", "return 0") == own  # nothing runs it
+    assert tried("= 0.5", "= 1.5") == own  # on import

@@ -23,7 +23,9 @@ from workers import hook as cases
 from capture import Capture, CaptureWarning, at, every, logarithmic
 from capture.schedule import as_schedule
 from gradstats import open_trace
+from gradstats.compressors import TopK
 from gradstats.errors import InputError, TraceError
+from gradstats.hooks import CompressionState, compression_hook
 from gradstats.trace import TraceWriter
 
 # These models train faster than any disk writes.
@@ -67,6 +69,8 @@ def test_bad_settings_are_refused(tmp_path):
         {"store": "histograms"},
         {"dtype": "int8"},
         {"buffers": 0},
+        {"buffers": 1.5},
+        {"kinds": "gradient"},
         {"schedule": 0},
     ):
         with pytest.raises(InputError):
@@ -76,8 +80,33 @@ def test_bad_settings_are_refused(tmp_path):
         capture.step(nn.Linear(2, 2))
     capture.close()
     capture.close()
-    with pytest.raises(TraceError, match="exists"):
+    with pytest.raises(TraceError, match="overwrite=True"):
         Capture(tmp_path / "a.zarr", cases.model())
+
+
+def test_arguments_in_the_wrong_place_are_named(tmp_path):
+    model = cases.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InputError, match=r"needs a torch\.nn\.Module.*whose parameters it updates"):
+        Capture(tmp_path / "a.zarr", optimizer)
+    assert not (tmp_path / "a.zarr").exists()
+    with Capture(tmp_path / "a.zarr", model) as capture:
+        for state in (None, CompressionState(TopK(0.1))):
+            with pytest.raises(InputError, match="takes the state first: the two are swapped"):
+                capture.wrap(compression_hook, state)
+        with pytest.raises(InputError, match="a communication hook is a function"):
+            capture.wrap(None, 3)
+
+
+def test_a_hook_that_no_model_calls_is_said(tmp_path):
+    model = cases.model()
+    capture = Capture(tmp_path / "a.zarr", model)
+    capture.wrap(CompressionState(TopK(0.1)), compression_hook)  # and nothing registers it
+    for _ in range(2):
+        model(torch.ones(2, 40)).sum().backward()
+        capture.step()
+    with pytest.warns(CaptureWarning, match="saw no gradient in 2 backward passes"):
+        capture.close()
 
 
 def test_a_slow_disk_is_waited_for_and_nothing_dropped(tmp_path, monkeypatch):
@@ -91,7 +120,7 @@ def test_a_slow_disk_is_waited_for_and_nothing_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(TraceWriter, "append", slow)
     model = cases.model()
     capture = Capture(tmp_path / "a.zarr", model, buffers=2)
-    releaser = threading.Timer(0.5, lambda: gate.release(100))
+    releaser = threading.Timer(1.5, lambda: gate.release(100))
     releaser.start()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -99,8 +128,10 @@ def test_a_slow_disk_is_waited_for_and_nothing_dropped(tmp_path, monkeypatch):
         capture.close()
     releaser.join()
     assert [str(w.message).split(": ")[1] for w in caught if w.category is CaptureWarning] == [
-        "the disk is slower than the training; training waits for it"
+        "the disk is slower than the training, which waits for it"
     ]
+    (said,) = (str(w.message) for w in caught if w.category is CaptureWarning)
+    assert said.endswith("or take more memory (buffers=4)")
     trace = open_trace(tmp_path / "a.zarr")
     assert trace.steps() == list(range(10))
     assert all(np.array_equal(trace.read(s), seen[s]) for s in range(10))

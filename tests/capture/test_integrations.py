@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import DATA, ROOT
@@ -100,8 +101,10 @@ def test_huggingface_captures_what_the_optimizer_uses(tmp_path, monkeypatch):
     assert trace.scalars()["learning_rate"].tolist() == [cases.RATE] * 3
     seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(), clip=0.1)
     assert not np.array_equal(seen[0][1], seen[0][2])
-    for step in trace.steps():
+    losses = trace.scalars()["loss"]
+    for step, loss in zip(trace.steps(), losses, strict=True):
         agree(trace.read(step), seen[step][2])
+        assert loss == pytest.approx(seen[step][3], rel=1e-4)
 
 
 def test_huggingface_accumulates_and_resumes(tmp_path):
@@ -437,6 +440,62 @@ def test_a_live_compressor_in_tensorboard(tmp_path):
     assert shown["compression/bits_per_element"] == {3: pytest.approx(0.768), 4: 0}
 
 
+class Fake:
+    """A run of Weights & Biases, or MLflow."""
+
+    def __init__(self):
+        self.logged = {}
+
+    def log(self, values, step):
+        self.logged.setdefault(step, {}).update(values)
+
+    log_metrics = log
+    Histogram = staticmethod(lambda np_histogram: np_histogram)
+
+
+def test_the_same_dictionary_goes_to_every_logger(tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from capture.integrations.loggers import (
+        MlflowLogger,
+        WandbLogger,
+        dataset_values,
+        gradient_values,
+        step_values,
+    )
+    from capture.integrations.tensorboard import TensorBoardLogger
+    from gradstats.hooks import StepRecord
+
+    monkeypatch.setitem(sys.modules, "wandb", Fake())
+    x = np.random.default_rng(0).laplace(size=1000).astype(np.float32)
+    x[:10] = 0
+    values = gradient_values(x, "fc") | step_values(StepRecord(3, 0.5, 12, 1000, 96, target=10))
+    magnitudes = np.sort(np.abs(x))[::-1]
+    assert values["fc/mean"] == pytest.approx(magnitudes[:990].mean(), rel=1e-6)
+    assert values["fc/zero_fraction"] == 0.01
+    assert values["fc/threshold_0.01"] == pytest.approx(magnitudes[9], rel=1e-2)
+    assert values["compression/quality"] == pytest.approx(1.2)
+    wandb, mlflow = Fake(), Fake()
+    WandbLogger(wandb)(values, 3)
+    MlflowLogger(mlflow)(values, 3)
+    with SummaryWriter(str(tmp_path)) as writer:
+        TensorBoardLogger(writer)(values, 3)
+    numbers = {n: v for n, v in values.items() if n != "fc/magnitudes"}
+    counts, edges = values["fc/magnitudes"]
+    expected = np.histogram(magnitudes[:990], edges)[0]
+    assert counts.tolist() == expected.tolist()
+    assert wandb.logged[3].items() >= numbers.items()
+    assert np.array_equal(wandb.logged[3]["fc/magnitudes"][0], expected)
+    assert mlflow.logged[3].items() >= numbers.items()
+    assert sum(v for n, v in mlflow.logged[3].items() if "/from_" in n) == 990
+    shown = scalars(tmp_path)
+    assert {n: shown[n][3] for n in numbers} == pytest.approx(numbers)
+    assert gradient_values(np.zeros(3)) == {"gradient/zero_fraction": 1.0}
+    steps = dict(dataset_values(gradstats.over_training(DATA / "resnet20.zarr", models=[])))
+    assert list(steps) == [10, 100, 1000, 2999]
+    assert steps[10]["loss/0"] == pytest.approx(2.38, abs=0.01)
+
+
 def test_a_step_exported_has_the_same_statistics(trace_path, tmp_path):
     from safetensors.torch import load_file, safe_open
 
@@ -495,3 +554,44 @@ def test_exports_of_scalars_and_nothing_and_to_nowhere(tmp_path):
         save_safetensors(tmp_path / "a.zarr", tmp_path / "missing" / "a.safetensors", 0)
     with pytest.raises(TraceError, match="no step 7"):
         save_safetensors(tmp_path / "a.zarr", tmp_path / "a.safetensors", 7)
+
+
+def test_huggingface_monitors_what_the_optimizer_uses(tmp_path):
+    from transformers import Trainer
+
+    from capture.integrations.huggingface import CaptureCallback, MonitorCallback
+
+    logged = []
+    args = cases.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, max_grad_norm=0.1)
+    monitor = MonitorCallback(logged.append, every=2, trigger={"norm": 0.0}, following=1)
+    capture = CaptureCallback(tmp_path / "run.zarr", monitor.triggered)
+    Trainer(
+        cases.gpt2(), args, train_dataset=cases.Sentences(), callbacks=[monitor, capture]
+    ).train()
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(2 * cases.BATCH), clip=0.1)
+    assert [v["gradient/step"] for v in logged] == [0, 2]
+    for values in logged:
+        gradient = seen[int(values["gradient/step"])][2]
+        assert values["gradient/norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
+    assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [0, 2]
+    with pytest.raises(TypeError, match="windwo"):
+        MonitorCallback(windwo=3)
+
+
+def test_lightning_monitors_into_the_logger(tmp_path):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+
+    from capture.integrations.lightning import MonitorCallback
+
+    monitor = MonitorCallback(per_layer=True)
+    logger = CSVLogger(tmp_path, name="", version="run")
+    settings = cases.SETTINGS | {"max_steps": 3, "logger": logger, "log_every_n_steps": 1}
+    Trainer(callbacks=[monitor], **settings).fit(cases.module(), cases.loader())
+    assert monitor.monitor.values["gradient/step"] == 2
+    metrics = pd.read_csv(tmp_path / "run" / "metrics.csv").dropna(subset="gradient/norm")
+    assert metrics["gradient/step"].tolist() == [0, 1, 2]
+    parts = metrics[[n for n in metrics if n.startswith("gradient/norm/")]]
+    assert metrics["gradient/norm"].to_numpy() == pytest.approx(
+        np.linalg.norm(parts.to_numpy(), axis=1), rel=1e-6
+    )

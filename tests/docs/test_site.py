@@ -131,6 +131,17 @@ def test_it_builds_without_a_warning_and_documents_every_public_name(tmp_path):
     commands = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
     for command in ("info", "fit", "capture", "demo"):
         assert f'id="gradstats-{command}"' in commands
+    assert "var __index = " in (tmp_path / "search" / "search_index.js").read_text("utf-8")[:20]
+    index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'src="assets/iframe-worker.js"' in index
+    assert f"gradstats {gradstats.__version__}" in index
+    for name in re.findall(r'href="reference/cli.html#([\w-]+)"', index):
+        assert f'id="{name}"' in commands, name
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f'href="notebooks/{notebook.stem}.html"' in (tmp_path / "notebooks.html").read_text()
+        page = (tmp_path / "notebooks" / f"{notebook.stem}.html").read_text(encoding="utf-8")
+        for picture in re.findall(r'<img[^>]*src="([^"]+)"', page):
+            assert (tmp_path / "notebooks" / picture).is_file(), (notebook, picture)
     for page in tmp_path.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
         assert "arithmatex" not in html, page

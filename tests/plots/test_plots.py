@@ -18,6 +18,7 @@ from gradstats.errors import InputError
 from gradstats.statistics import pot
 from gradstats.statistics.compressibility import CONTROLS, local_exponents, window_exponents
 from gradstats.statistics.fitting import as_magnitudes
+from gradstats.thresholds import ESTIMATORS
 
 DOCS = ROOT / "docs"
 X = np.random.default_rng(0).standard_t(3, 50_000).astype(np.float32)
@@ -256,3 +257,33 @@ def test_figures_of_live_runs(tmp_path, monkeypatch, capsys):
 def test_committed_figures_are_small():
     for image in (DOCS / "img").glob("*.png"):
         assert image.stat().st_size < (200_000 if image.stem == "report" else 150_000), image
+
+
+def test_a_rule_looks_the_same_in_every_figure():
+    from gradstats.plots.style import PALETTE, _luminance, look_of
+
+    records = gradstats.quality(
+        np.random.default_rng(0).laplace(size=2000), [0.1], ["dgc", "exact"]
+    )
+    ax = plots.quality_bars(records[::-1], Figure().subplots())
+    series = gradstats.quality_series(np.ones(9), [0.5], ["dgc"])
+    alone = plots.quality_over_steps(series, Figure().subplots())
+    colours = {c.get_label(): c.lines[0].get_color() for c in ax.containers}
+    assert colours["dgc"] == alone.lines[0].get_color() == look_of("dgc")["color"]
+    assert look_of("topk") == look_of("exact") != look_of("dgc")
+    looks = [tuple(map(str, look_of(name).values())) for name in ESTIMATORS]
+    assert len(set(looks)) == len(looks)
+    for colour in PALETTE:
+        assert 1.05 / (_luminance(colour) + 0.05) >= 3
+
+
+def test_nothing_kept_is_marked():
+    rows = [{"estimator": "micro", "ratio": 0.1, "mean": 0.0, "low": 0.0, "high": 0.0}]
+    rows[0] |= {"floor_low": 0.9, "floor_high": 1.1}
+    ax = plots.quality_bars(rows, Figure().subplots())
+    assert [t.get_text() for t in ax.texts] == ["0"]
+    series = [
+        {"estimator": "micro", "step": s, "quality": q, "k": 9} for s, q in ((1, 0.0), (2, 1))
+    ]
+    ax = plots.quality_over_steps(series, Figure().subplots())
+    assert [(t.get_text(), t.xy[0]) for t in ax.texts] == [("0", 1)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from gradstats.primitives import (
     top_candidates,
     warm_up,
 )
+from gradstats.primitives.select import _FEW
 
 COMPILED = [getattr(kernels, n) for n in dir(kernels) if hasattr(getattr(kernels, n), "signatures")]
 
@@ -99,3 +102,56 @@ def test_the_process_that_compiles_and_those_that_load_the_code_give_the_same_bi
     ]
     assert bits[0] == bits[1]
     assert any(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 2047, 2048, 2051, 9000])
+@pytest.mark.parametrize("scale", [1e-44, 1e-20, 1.0, 1e20, 3e37])
+def test_logarithms_add_up_over_the_whole_range_of_float32(size, scale):
+    rng = np.random.default_rng(size)
+    x = (rng.uniform(0.5, 8, size) * scale * rng.choice([-1, 1], size)).astype(np.float32)
+    with_zeros = np.concatenate([x, np.zeros(3, np.float32)])
+    expected = math.fsum(np.log(np.abs(x.astype(np.float64))))
+    for array in (x, with_zeros):
+        assert moments(array).sum_log == pytest.approx(expected, rel=1e-13, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [0, 5])
+@pytest.mark.parametrize("size", [1, 2048, 5000])
+def test_signed_sums_are_of_the_finite_elements(size, bad):
+    x = np.random.default_rng(size).normal(1, 3, size + bad).astype(np.float32)
+    x[:bad] = [np.nan, np.inf, -np.inf, np.inf, np.nan][:bad]
+    count, total, squares = kernels.block_signed(x)
+    kept = x[bad:].astype(np.float64)
+    assert count == size
+    assert total == pytest.approx(math.fsum(kept), rel=1e-12, abs=1e-9)
+    assert squares == pytest.approx(math.fsum(kept**2), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [_FEW - 1, _FEW, _FEW + 1])
+@pytest.mark.parametrize("k", [1, 655, _FEW // 2, _FEW - 1])
+@pytest.mark.parametrize("kind", ["plain", "zeros", "ties", "nonfinite"])
+def test_few_are_sorted_and_many_are_sampled_with_one_result(size, k, kind):
+    x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    if kind == "zeros":
+        x[: size // 2] = 0
+    elif kind == "ties":
+        x = np.round(x, 1)
+    elif kind == "nonfinite":
+        x[:7] = [np.nan, np.inf, -np.inf, np.nan, np.inf, np.inf, np.nan]
+    finite = np.sort(np.abs(x[np.isfinite(x)]))[::-1]
+    expected = finite[k - 1] if k <= finite.size else 0.0
+    for array in (x, torch.from_numpy(x), torch.from_numpy(x).double()):
+        found, selection = top_candidates(array, k)
+        assert found == expected
+        kept = np.flatnonzero((np.abs(x) >= expected) & (x != 0))
+        assert np.asarray(selection.indices).tolist() == kept.tolist()
+        assert np.asarray(selection.values, np.float32).tolist() == x[kept].tolist()
+
+
+@pytest.mark.parametrize("high", [0.0, 1e-3, 1.0, 3.0, 1e300, math.inf])
+def test_a_guess_from_above_decides_about_time_alone(high):
+    x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    x[3] = np.inf
+    expected = float(np.sort(np.abs(np.delete(x, 3)))[-500])
+    assert top_candidates(x, 500, 1.0, high)[0] == expected
+    assert top_candidates(x, 500, 3.5, high)[0] == expected  # and one from below that is too high

@@ -14,10 +14,13 @@ import pytest
 from conftest import DATA
 
 import gradstats
+from gradstats.analysis.fits import fit_records
 from gradstats.errors import InputError
+from gradstats.plots.style import label_of
 from gradstats.report import write_report
 from gradstats.report.verdicts import QUESTIONS
 from gradstats.statistics.compressibility import Ruling, control
+from gradstats.statistics.fitting import MODELS
 from gradstats.trace.sources import ArraySource, open_source
 
 
@@ -126,6 +129,76 @@ def test_the_first_screen_has_the_numbers_of_the_functions(page):
     assert f"1 ± {1.96 / np.sqrt(270):.2f}" in page.answer("Which estimate hits k?")
     assert "4 have no power" in page.answer("Does it move?")
     assert page.warned == []
+    fits = fit_records(open_source(trace), MODELS, steps=[2999])
+    kept = {r["model"]: r["quality"][0.001] for r in fits if 0.001 in r["quality"]}
+    nearest = min(kept, key=lambda name: abs(np.log(max(kept[name], 1e-9))))
+    said = page.answer("Which model is closest?")
+    assert said.startswith("None fits; the closest, ") == (abs(kept[nearest] - 1) > 0.25)
+    assert f"{label_of(nearest)}" in said
+    assert f"k̂/k = {kept[nearest]:.2g} at ratio 0.001" in said
+    values = trace.read(2999).astype(float)
+    energies = (
+        np.cumsum(np.sort(np.square(values))[::-1])[[26971, 2696, 268]] / np.square(values).sum()
+    )
+    said = page.answer("Should I compress?")
+    enough = [r for r, share in zip((0.1, 0.01, 0.001), energies, strict=True) if share >= 0.5]
+    assert said.startswith(
+        f"If the network is slow: topk with error feedback, at ratio {min(enough):g}"
+    )
+    for share in energies:
+        assert f"{100 * share:.0f}\N{NO-BREAK SPACE}% at ratio" in said
+    said = page.answer("What did the compressor do?")
+    assert said.startswith("topk, ratio 0.001, without error feedback: k̂/k = 1.00 (1.00 to 1.00)")
+
+
+def test_the_run_comes_first(page, path):
+    text = path.read_text(encoding="utf-8")
+    run, table = text.index("<section class=run>"), text.index("<table class=verdicts>")
+    assert run < table
+    for fact in ("resnet20 on cifar10", "2.38 at step 10 to 1.62 at step 2999", "59 parameters"):
+        assert run < text.index(fact) < table
+    assert run < text.index("Loss of resnet20 at the captured steps") < table
+    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert rows["optimizer, learning rate"] == "0.1"
+    assert not any("{" in value for value in rows.values())
+
+
+def test_advice_comes_before_the_answers(tmp_path):
+    x = np.random.default_rng(0).laplace(size=3000)
+    answers = gradstats.report(x, tmp_path / "r.html", advice=["4 workers: don't compress."])
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert text.index("4 workers: don&#x27;t compress.") < text.index("<table class=verdicts>")
+    page = Page(text)
+    for row in answers:
+        assert page.answer(row["question"]).startswith(row["answer"])
+        assert page.answer(row["question"]).endswith(row["numbers"])
+    assert len(answers) == len(QUESTIONS)
+
+
+def _contrast(one, other):
+    def luminance(colour):
+        parts = [int(c, 16) / (15 if len(colour) == 4 else 255) for c in _parts(colour)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _parts(colour):
+    return re.findall("." if len(colour) == 4 else "..", colour[1:])
+
+
+def test_text_and_lines_stand_out_in_light_and_dark(path):
+    text = path.read_text(encoding="utf-8")
+    schemes = re.findall(r":root \{ ([^}]*--back[^}]*)\}", text)
+    assert len(schemes) == 3  # light, dark, print
+    light = dict(re.findall(r"--(\w+): (#\w+)", schemes[0]))
+    for scheme in schemes:
+        colours = light | dict(re.findall(r"--(\w+): (#\w+)", scheme))
+        for name in ("text", "dim", "link", "warn"):
+            assert _contrast(colours[name], colours["back"]) >= 4.5, (name, scheme)
+        assert _contrast(colours["strong"], colours["back"]) >= 3, scheme
 
 
 def test_how_it_was_made(page):
@@ -144,7 +217,7 @@ def test_bad_data_is_said_first(tmp_path):
     assert page.rows[0][1] == "<bad> & sons, gradient"
     said = page.answer("Is the data sound?")
     assert "7 elements NaN or infinite in one step" in said
-    assert "500 elements zero in one step" in said
+    assert "500 elements zero in one step" in said  # 14 %
     assert "50 elements of one magnitude" in said
     assert "1 constant layer" in said
     assert "No power" in page.answer("Which estimate hits k?")  # k = 4
@@ -152,17 +225,20 @@ def test_bad_data_is_said_first(tmp_path):
     assert page.warned[0] == "Is the data sound?"
 
 
+_BOTH = ["Is the data sound?", "Which model is closest?"]
+
+
 @pytest.mark.parametrize(
     ("x", "model", "warned"),
     [
-        (np.random.default_rng(0).laplace(size=3000), "Laplace", []),
-        # a thousandth is 10⁴ times as large: the quantile of every model lies far off
+        (np.random.default_rng(0).laplace(size=3000), "k̂/k = ", []),
+        # a tenth of ties: every threshold keeps all of them or none
         (
-            np.r_[np.random.default_rng(0).laplace(size=2970), np.linspace(9e3, 1e4, 30)],
-            "-fold off",
-            ["Which model is closest?"],
+            np.r_[np.linspace(1, 2, 2970), np.full(3000, 1e6)],
+            "None fits",
+            ["Is the data sound?", "Which model is closest?"],
         ),
-        (np.zeros(300), "None fits", ["Is the data sound?", "Which model is closest?"]),
+        (np.zeros(300), "None fits", _BOTH),
     ],
 )
 def test_a_model_far_off_is_warned_of(x, model, warned, tmp_path):

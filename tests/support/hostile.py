@@ -25,6 +25,7 @@ import torch
 
 import gradstats
 from gradstats import compressors, goodness, plots, pot, primitives, thresholds
+from gradstats.analysis import peaks
 from gradstats.hooks import (
     AdamCorrection,
     CompressionState,
@@ -32,6 +33,7 @@ from gradstats.hooks import (
     dgc_warm_up,
     systems,
 )
+from gradstats.network import Network
 from gradstats.statistics import compressibility
 
 LIMIT_S = 1.0
@@ -499,6 +501,17 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(gradstats.quality_series, {}, "source", _nothing, ("ratios", "estimators"))
     yield Target(gradstats.stage_budget, {}, "source", _nothing, ("ratios", "estimators"))
     yield Target(gradstats.over_training, {}, "source", _nothing, ("ratios", "models", "method"))
+    followed = ("quantities", "ratios", "models", "method")
+    yield Target(gradstats.drift, {}, "source", _nothing, followed)
+    yield Target(peaks.pot, {}, "source", _nothing, ("ratios", "method", "replicates", "layers"))
+    yield Target(
+        gradstats.plan,
+        {"network": Network.of_link(1e-3, 1e-8), "compute": 0.1, "workers": [2]}
+        | {"compressors": ["topk"]},
+        "source",
+        _nothing,
+        ("network", "compute", "workers", "ratios"),
+    )
     yield Target(gradstats.compressibility, {})
     yield Target(compressibility.local_exponents, {})
     yield Target(compressibility.control, {"name": "laplace", "numel": 1000}, array="")
@@ -527,6 +540,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(
         goodness.bootstrap, {"model": "laplace", "size": 50, "replicates": 2, "statistic": "ad"}
     )
+    yield Target(gradstats.fit_all, {"models": ["laplace", "dgamma"]})
     yield Target(pot.mean_excess, {})
     yield Target(pot.parameter_stability, {"ratios": (0.5, 0.1)})
     yield Target(pot.choose_threshold, {"ratios": (0.5,), "size": 100, "replicates": 19})
@@ -540,6 +554,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         among=("k",),
     )
 
+    yield Target(gradstats.compare, {"a": {"w": x}}, array="b", among=("weights", "tolerance"))
     fitted, sketched = gradstats.fit(x, "laplace"), gradstats.sketch(x)
     counted, m = gradstats.histogram(x), sketched.magnitudes
     for method, arguments in (
@@ -729,6 +744,7 @@ _ELSEWHERE = (
     "open_trace",  # of paths and traces: the tests of damaged traces
     "compression",
     "save_safetensors",
+    "agreement",  # of traces of several ranks
 )
 """Public functions that are no target by themselves."""
 

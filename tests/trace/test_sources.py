@@ -5,9 +5,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from conftest import DATA
 from safetensors.torch import save_file
 
-from gradstats import quality
+from gradstats import open_trace, quality, save_safetensors
 from gradstats.analysis.fits import fit_records
 from gradstats.errors import GradstatsError, InputError, TraceError
 from gradstats.trace import Layer, TraceWriter, create_trace
@@ -198,3 +199,48 @@ def test_no_advice_to_run_what_a_file_holds(tmp_path):
             open_source(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
         assert "weights_only" not in str(caught.value)
+
+
+def test_checkpoints_offer_their_dictionaries_by_name(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"step": 7, "model": model.state_dict(), "ema": {"w": torch.ones(5)}}, path)
+    with pytest.raises(InputError, match=r"give one of them: .*checkpoint\.pt:model \(7 tensors\)"):
+        open_source(path)
+    with pytest.raises(InputError, match=r"'modle'; there are model, ema; did you mean model\?"):
+        open_source(f"{path}:modle")
+    source = open_source(f"{path}:model")
+    assert [layer.name for layer in source.layers] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert source.remark == (
+        "left out of checkpoint.pt:model, as no gradients: "
+        "1.num_batches_tracked, 1.running_mean, 1.running_var"
+    )
+    (key,) = source.entries()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert np.array_equal(source.read(*key).values, flat.numpy())
+    again = pickle.loads(pickle.dumps(source))
+    assert np.array_equal(again.read(*key).values, flat.numpy())
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path):
+    names = ("module._orig_mod.a.weight", "_orig_mod.b._orig_mod.weight", "c.module.weight")
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "x.pt")
+    layers = [layer.name for layer in open_source(tmp_path / "x.pt").layers]
+    assert layers == ["a.weight", "b.weight", "c.module.weight"]
+
+
+def test_an_exported_gradient_keeps_its_step_and_the_order_of_its_layers(tmp_path):
+    trace = open_trace(DATA / "resnet20-ef.zarr")
+    path = tmp_path / "x.safetensors"
+    save_safetensors(trace, path, 100, kind="corrected")
+    source = open_source(path)
+    assert source.entries() == [(0, "corrected", 100)]
+    assert [(la.name, la.shape) for la in source.layers] == [
+        (la.name, la.shape) for la in trace.layers
+    ]
+    values = source.read(0, "corrected", 100).values
+    assert np.array_equal(values, trace.read(100, kind="corrected"))
+    save_file({"b": torch.ones(2), "a": torch.ones(3)}, path, {"step": "x", "kind": "weight"})
+    other = open_source(path)
+    assert (other.entries(), len(other.layers)) == ([(0, "gradient", 0)], 2)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from html import unescape
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
 
-__all__ = ["Docstrings", "on_files", "on_page_content"]
+__all__ = ["Docstrings", "on_config", "on_files", "on_page_content", "on_page_markdown"]
+
+_NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc):`~?([\w.]+)`")
 _TIGHT = re.compile("<mo>(&#x(?:0007C|02016|0002F);)</mo>")
@@ -34,7 +39,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         raise PluginError(f"typer could not describe the command line: {made.stderr}")
     content = re.sub("^# `gradstats`$", "# Command line", made.stdout, count=1, flags=re.MULTILINE)
     files.append(File.generated(config, "reference/cli.md", content=content))
+    for notebook in sorted(_NOTEBOOKS.glob("*.ipynb")):
+        content, resources = MarkdownExporter().from_filename(str(notebook))
+        content = content.replace("](../docs/", "](../")
+        content = re.sub(r"\[([^\]]+)\]\(\.\./data/[^)]*\)", r"\1", content)  # no page of the site
+        names = {name: f"{notebook.stem}_{name}" for name in resources["outputs"]}
+        for name, new in names.items():
+            content = content.replace(f"]({name})", f"]({new})")
+            picture = resources["outputs"][name]
+            files.append(File.generated(config, f"notebooks/{new}", content=picture))
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=content))
     return files
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version at the foot of every page."""
+    config.copyright = f"gradstats {version('gradstats')}, Apache-2.0"
+    return config
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Link the notebooks that their page names to their rendered pages, and commands to their options."""
+    if page.file.src_uri == "notebooks.md":
+        return re.sub(
+            r"^\| `(\d\d_\w+)`", r"| [`\1`](notebooks/\1.md)", markdown, flags=re.MULTILINE
+        )
+    return markdown
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
 from gradstats.statistics.pot.profile import likelihood_region
 from gradstats.statistics.solution import Z95, FitError, Reason
+from gradstats.tables import Shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "FEWEST",
@@ -213,9 +218,48 @@ class Stability:
     p_exponential: float = NAN
 
 
+class Pot(list[Stability], Shown):
+    """Fits over a series of thresholds: a list that shows itself as a table.
+
+    Parameters
+    ----------
+    fits : iterable of Stability
+        The fits.
+    sample : Magnitudes
+        What they were fitted to.
+    """
+
+    def __init__(self, fits: Iterable[Stability], sample: Magnitudes) -> None:
+        super().__init__(fits)
+        self.sample = sample
+
+    __repr__ = Shown.__repr__
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return a record of each threshold."""
+        return [asdict(one) for one in self]
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the shape over the thresholds: :func:`gradstats.plots.parameter_stability`.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Axes to draw on; new ones by default.
+        **options : object
+            Options of the figure, such as ``title``.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes.
+        """
+        return self._draw("parameter_stability", self.sample, ax=ax, **options)
+
+
 def parameter_stability(
     x: Array | Sketch | Magnitudes, ratios: Sequence[float] | None = None, method: Method = "mle"
-) -> list[Stability]:
+) -> Pot:
     """Fit the excesses over a series of thresholds.
 
     Above a threshold from which the excesses are generalized Pareto, ξ and σ* = σ − ξu stay the same (Coles 2001,
@@ -232,8 +276,8 @@ def parameter_stability(
 
     Returns
     -------
-    list of Stability
-        One per ratio; a threshold without a fit has NaN and a status.
+    Pot
+        A list of one :class:`Stability` per ratio; a threshold without a fit has NaN and a status.
 
     Raises
     ------
@@ -243,7 +287,7 @@ def parameter_stability(
         If a ratio is outside (0, 1] or the method is unknown.
     """
     m = magnitudes_of(x)
-    return [stability_at(m, ratio, method) for ratio in _ratios(m, ratios)]
+    return Pot([stability_at(m, ratio, method) for ratio in _ratios(m, ratios)], m)
 
 
 def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -> Stability:

@@ -1,0 +1,200 @@
+"""Ranks against each other: how alike their gradients are, and what that says of batches; ``gradstats agreement``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradstats.errors import InputError, TraceError
+from gradstats.primitives import Array, top_candidates
+from gradstats.primitives.arrays import numel_of
+from gradstats.primitives.pairs import gram, sign_pairs
+from gradstats.primitives.ratio import check_count, check_ratio, target_count
+from gradstats.statistics.resampling import ratio_interval
+from gradstats.statistics.union import fit_union
+from gradstats.tables import Records
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, Subset, TraceSource, layer_parts, open_source
+
+__all__ = ["agreement"]
+
+_OVER_STEPS = ("cosine", "signs", "overlap", "union", "explained")
+
+
+def agreement(
+    source: object,
+    *,
+    ratio: float = 0.001,
+    workers: int | None = None,
+    batch: int | None = None,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Records:
+    """Compare the gradients that the ranks of a run had in the same steps.
+
+    Parameters
+    ----------
+    source : str, Path, Trace or Source
+        Trace of at least two ranks, each with its own gradient: captured by a wrapped hook, not after averaging.
+    ratio : float, optional
+        Kept fraction k/d of the selections compared, in (0, 1].
+    workers : int, optional
+        Number of workers to predict the union for; by default twice as many as were captured.
+    batch : int, optional
+        Samples in a rank's batch; by default ``batch_size`` of the trace's metadata.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to look at; by default all ranks, and the steps that all of them have.
+    kinds : sequence of Kind, optional
+        Kinds to look at; all by default.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
+    per_layer : bool, optional
+        Look at every parameter by itself, too.
+    on_progress : callable, optional
+        Called after every step of each kind.
+
+    Returns
+    -------
+    Records
+        trace, step (None: over all steps), kind, layer; cosine, mean over pairs of ranks; signs, share of elements of
+        the same sign, over pairs; overlap, the mean share of a rank's k largest elements that another rank's k largest
+        have; union, positions that `workers` ranks would select together ÷ k, as modelled by
+        :class:`gradstats.network.UnionGrowth`; explained, share of the ranks' mean squared norm that their mean has
+        (1 ÷ ranks for unrelated gradients); noise_scale, low, high: the gradient noise scale tr Σ ÷ ‖G‖², which
+        estimates the critical batch size, and its 95 % interval; ranks, workers, ratio, k, batch; reason, why there is
+        no interval.
+
+    Raises
+    ------
+    InputError
+        If there are fewer than two ranks with a step in common, or an option has a wrong value.
+    TraceError
+        If the trace holds only sketches, or is damaged.
+
+    Notes
+    -----
+    The noise scale is that of McCandlish et al. (2018, appendix A.1), from the ranks' norms and their mean's; both
+    parts are without bias. It counts samples where `batch` is known, else batches of one rank. One step of a few ranks
+    says little: the row of all steps is the ratio of the means over them, with an interval (Fieller's, of blocks of
+    steps) from 20 steps on. The interval is about these steps: the noise scale grows as the loss falls. Of a kind other
+    than ``gradient`` it describes the vector that is exchanged, and is no batch size.
+
+    All ranks' gradients of one step are in memory at once.
+    """
+    opened, k_ratio = open_source(source), check_ratio(ratio)
+    subset = Subset(steps, ranks, kinds, layers, per_layer)
+    parameters = subset.parameters(opened)
+    if batch is not None:
+        batch = check_count(batch, "batch")
+    elif isinstance(opened, TraceSource):
+        stored = opened.trace.attrs.get("batch_size")
+        batch = stored if isinstance(stored, int) and stored > 0 else None
+    records = Records()
+    for kind, by_step in _together(opened, subset).items():
+        several: dict[str, list[dict[str, Any]]] = {}
+        for step, those in by_step.items():
+            vectors = [
+                dict(layer_parts(opened, opened.read(r, kind, step), parameters)) for r in those
+            ]
+            world = 2 * len(those) if workers is None else check_count(workers, "workers")
+            for layer in vectors[0]:
+                labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
+                found = _one([v[layer] for v in vectors], k_ratio, world)
+                several.setdefault(layer, []).append(found)
+                records.append(_record(labels, [found], batch))
+            on_progress()
+        for layer, found_ in several.items():
+            labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
+            records.append(_record(labels, found_, batch))
+    return records
+
+
+def _together(source: Source, subset: Subset) -> dict[Kind, dict[int, list[int]]]:
+    """Return the ranks of each kind and step, of those steps that all ranks have."""
+    ranks: dict[Kind, dict[int, list[int]]] = {}
+    for rank, kind, step in subset.keys(source):
+        if source.sketched(rank, kind):
+            raise TraceError(
+                f"{source.name} holds only sketches of {kind}, which have no elements to compare; capture with "
+                "--store gradients"
+            )
+        ranks.setdefault(kind, {}).setdefault(step, []).append(rank)
+    found: dict[Kind, dict[int, list[int]]] = {}
+    for kind, by_step in ranks.items():
+        whole = {rank for those in by_step.values() for rank in those}
+        common = {s: sorted(r) for s, r in sorted(by_step.items()) if len(r) == len(whole) > 1}
+        if common:
+            found[kind] = common
+    if not found:
+        raise InputError(
+            f"{source.name} has no step that two ranks hold; capture several ranks (gradstats capture without --rank)"
+        )
+    return found
+
+
+def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]:
+    """Compare the ranks' gradients of one layer in one step."""
+    n, numel = len(vectors), numel_of(vectors[0])
+    products = gram(vectors)
+    norms = np.sqrt(np.diag(products))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines = (products / np.outer(norms, norms))[np.triu_indices(n, 1)]
+    agree, either = sign_pairs(vectors)
+    k = target_count(ratio, numel)
+    times = np.zeros(numel, np.int64)
+    for vector in vectors:
+        times[np.asarray(top_candidates(vector, k)[1].indices)] += 1
+    counts = np.bincount(times, minlength=n + 1)
+    both = float(counts @ (np.arange(n + 1) * np.arange(-1, n))) / (n * (n - 1))
+    selected = float(counts @ np.arange(n + 1)) / n
+    square, of_mean = float(np.mean(norms**2)), float(products.sum()) / n**2
+    noise = (square - of_mean) * n / (n - 1)
+    return {
+        "cosine": float(np.mean(cosines)),
+        "signs": agree / either if either else math.nan,
+        "overlap": both / selected if selected else math.nan,
+        "union": fit_union(numel, counts).predicted(workers) / selected if selected else math.nan,
+        "explained": of_mean / square if square else math.nan,
+        "noise": noise,
+        "signal": of_mean - noise / n,
+        "ranks": n,
+        "workers": workers,
+        "ratio": ratio,
+        "k": k,
+    }
+
+
+def _record(
+    labels: dict[str, Any], found: Sequence[dict[str, Any]], batch: int | None
+) -> dict[str, Any]:
+    """Return the record of one step or of several: means over them, and the noise scale's ratio of means."""
+    noise, signal = (np.array([f[name] for f in found]) for name in ("noise", "signal"))
+    unit = 1 if batch is None else batch
+    scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
+    if noise.mean() <= 1e-12 * abs(signal.mean()):
+        reason = "the ranks hold the same gradient: captured after averaging"
+    else:
+        scale = float(noise.mean() / signal.mean()) if signal.mean() > 0 else math.inf
+        if labels["step"] is None:
+            low, high, reason = ratio_interval(noise, signal)
+    means = {}
+    for name in _OVER_STEPS:
+        known = [f[name] for f in found if not math.isnan(f[name])]
+        means[name] = float(np.mean(known)) if known else math.nan
+    return {
+        **labels,
+        **means,
+        "noise_scale": unit * scale,
+        "low": unit * low,
+        "high": unit * high,
+        **{name: found[0][name] for name in ("ranks", "workers", "ratio", "k")},
+        "batch": batch,
+        "reason": reason,
+    }

@@ -1,0 +1,475 @@
+"""Why two gradients differ: sums over their elements, and the causes that fit them.
+
+Every linear explanation (a factor, a mean over ranks, the last step's gradient, the weights) is an angle between
+vectors, and follows from their products. The rest follows from counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.primitives.pairs import Pair, gram, pair
+from gradstats.trace import Kind
+
+__all__ = ["Causes", "Measured", "explain"]
+
+Causes: TypeAlias = dict[tuple[int, Kind, int], dict[str, str]]
+"""Cause by layer, of each step, kind and rank."""
+
+_Vector: TypeAlias = NDArray[np.floating[Any]]
+
+_SLACK = {"bfloat16": 2.0**-8, "float16": 2.0**-6}
+"""Relative error that rounding to a type leaves; small elements lose more in float16, whose range is short."""
+
+_MOST_SUMMED = 64
+"""Largest whole factor that is taken for a sum over micro-batches or ranks."""
+
+_LEAST_SCALE = 128
+"""Smallest power of two that is taken for a loss scale."""
+
+_ROUNDING = 1e-3
+"""Relative error up to which a difference without a structure is taken for rounding."""
+
+
+@dataclass
+class Measured:
+    """Sums over the gradients of one step and kind, by layer.
+
+    Attributes
+    ----------
+    sizes : (int, int)
+        Ranks that A and B have.
+    pairs : list of (int, int)
+        Places of the ranks compared, in A's list and in B's.
+    ranks : list of int
+        Their numbers: A's.
+    products : dict of ndarray
+        By layer, products of all pairs of: A's ranks, B's ranks, both in the step before, the weights.
+    counts : dict of list of Pair
+        By layer, counts of each pair of ranks.
+    special : dict of list of str
+        By layer and pair of ranks, a cause that only the elements themselves can tell; empty where there is none.
+    """
+
+    sizes: tuple[int, int]
+    pairs: list[tuple[int, int]]
+    ranks: list[int]
+    products: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    counts: dict[str, list[Pair]] = field(default_factory=dict)
+    special: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, a: Sequence[int], b: Sequence[int]) -> Measured:
+        """Pair the ranks of both sides by number; by place if no number is on both.
+
+        Parameters
+        ----------
+        a, b : sequence of int
+            Ranks that each side has.
+        """
+        both = [(i, b.index(rank)) for i, rank in enumerate(a) if rank in b]
+        pairs = both or list(zip(range(len(a)), range(len(b)), strict=False))
+        return cls((len(a), len(b)), pairs, [a[i] for i, _ in pairs])
+
+    def add(
+        self,
+        layer: str,
+        shape: tuple[int, ...],
+        here: Sequence[_Vector],
+        before: Sequence[_Vector],
+        weights: _Vector | None,
+    ) -> None:
+        """Measure one layer.
+
+        Parameters
+        ----------
+        layer : str
+            Its name.
+        shape : tuple of int
+            Its shape in A.
+        here : sequence of ndarray
+            Its gradients on A's ranks, then on B's.
+        before : sequence of ndarray
+            The same in the step before; empty if there is none.
+        weights : ndarray, optional
+            Its parameters.
+        """
+        n_a = self.sizes[0]
+        numel = max(v.size for v in here)
+        rest = [*(before or [np.zeros(0)] * len(here)), np.zeros(0) if weights is None else weights]
+        vectors = [v if v.size == numel else _padded(v, numel) for v in (*here, *rest)]
+        self.products[layer] = gram(vectors)
+        self.counts[layer] = [pair(vectors[i], vectors[n_a + j]) for i, j in self.pairs]
+        self.special[layer] = [
+            ""
+            if c.same == c.numel and here[i].size == here[n_a + j].size
+            else _special(here[i], here[n_a + j], shape, c)
+            for (i, j), c in zip(self.pairs, self.counts[layer], strict=True)
+        ]
+        if "all" in self.products:
+            self.products["all"] = self.products["all"] + self.products[layer]
+            whole = zip(self.counts["all"], self.counts[layer], strict=True)
+            self.counts["all"] = [x + y for x, y in whole]
+        else:
+            self.products["all"], self.counts["all"] = self.products[layer], self.counts[layer]
+
+    def view(self, layer: str, at: int) -> _View:
+        """Return what is known of one layer on one pair of ranks.
+
+        Parameters
+        ----------
+        layer : str
+            Its name, or ``all``.
+        at : int
+            Place of the pair.
+        """
+        return _View(self.products[layer], self.counts[layer][at], self.sizes, *self.pairs[at])
+
+    def numbers(self, layer: str, at: int) -> dict[str, float]:
+        """Return how far apart one layer is on one pair of ranks.
+
+        Parameters
+        ----------
+        layer : str
+            Its name, or ``all``.
+        at : int
+            Place of the pair.
+
+        Returns
+        -------
+        dict
+            scale, cosine, error and signs; NaN where they have no value.
+        """
+        v = self.view(layer, at)
+        a, b, c = v.norm(v.a), v.norm(v.b), v.counts
+        return {
+            "scale": b / a if a else math.nan,
+            "cosine": min(max(v.dot(v.a, v.b) / (a * b), -1.0), 1.0) if a * b else math.nan,
+            "error": v.error,
+            "signs": c.agree / c.either if c.either else math.nan,
+        }
+
+
+def _padded(v: _Vector, numel: int) -> _Vector:
+    return np.concatenate([v, np.zeros(numel - v.size, v.dtype)])
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Products and counts of one layer on a pair of ranks. Vectors are combinations of those multiplied."""
+
+    products: NDArray[np.float64]
+    counts: Pair
+    sizes: tuple[int, int]
+    i: int
+    j: int
+
+    def unit(self, place: int) -> NDArray[np.float64]:
+        found = np.zeros(len(self.products))
+        found[place] = 1
+        return found
+
+    @property
+    def a(self) -> NDArray[np.float64]:
+        return self.unit(self.i)
+
+    @property
+    def b(self) -> NDArray[np.float64]:
+        return self.unit(self.sizes[0] + self.j)
+
+    @property
+    def a_before(self) -> NDArray[np.float64]:
+        return self.unit(sum(self.sizes) + self.i)
+
+    @property
+    def b_before(self) -> NDArray[np.float64]:
+        return self.unit(sum(self.sizes) + self.sizes[0] + self.j)
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        return self.unit(len(self.products) - 1)
+
+    def rank(self, side: int, place: int) -> NDArray[np.float64]:
+        return self.unit(side * self.sizes[0] + place)
+
+    def mean(self, side: int) -> NDArray[np.float64]:
+        """Mean over the ranks of A (0) or B (1)."""
+        total = np.zeros(len(self.products))
+        total[side * self.sizes[0] :][: self.sizes[side]] = 1 / self.sizes[side]
+        return total
+
+    def dot(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+        return float(x @ self.products @ y)
+
+    def norm(self, x: NDArray[np.float64]) -> float:
+        return math.sqrt(max(self.dot(x, x), 0.0))
+
+    def cosine(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+        size = self.norm(x) * self.norm(y)
+        return self.dot(x, y) / size if size and math.isfinite(size) else 0.0
+
+    def factor(self, x: NDArray[np.float64], y: NDArray[np.float64], slack: float) -> float:
+        """Return s with y = s·x up to a relative error; NaN if there is none."""
+        size = self.dot(x, x)
+        if not size or not math.isfinite(size) or not self.norm(y):
+            return math.nan
+        s = self.dot(x, y) / size
+        return s if self.norm(y - s * x) <= slack * self.norm(y) else math.nan
+
+    def differ(self, side: int, slack: float) -> bool:
+        """Tell whether the ranks of a side have different gradients."""
+        first = self.rank(side, 0)
+        others = (self.rank(side, place) for place in range(1, self.sizes[side]))
+        return any(self.norm(other - first) > slack * self.norm(first) for other in others)
+
+    @property
+    def error(self) -> float:
+        c, a = self.counts, self.norm(self.a)
+        if c.same == c.numel or (not a and not self.norm(self.b)):
+            return 0.0
+        return self.norm(self.b - self.a) / a if a else math.inf
+
+
+def _special(a: _Vector, b: _Vector, shape: tuple[int, ...], counts: Pair) -> str:
+    """Return a cause that only the elements themselves can tell, or an empty text."""
+    for x, y, name in ((a, b, "B"), (b, a, "A")):
+        if x.size < y.size:
+            if not y[x.size :].any():
+                return f"padding: {name} has {y.size - x.size} zeros more at its end"
+            return f"another shape: {a.size} elements in A, {b.size} in B"
+    if counts.prints[0] == counts.prints[1]:
+        for axes in itertools.permutations(range(len(shape))) if len(shape) < 6 else ():
+            if np.array_equal(a.reshape(shape).transpose(axes).reshape(-1), b):
+                return f"permuted: B has A's axes in the order {', '.join(map(str, axes))}"
+        return "permuted: the same values at other places"
+    for x, y, name in ((a, b, "B"), (b, a, "A")):
+        limit = float(np.abs(y).max(initial=0.0))
+        cut = 0 < limit < float(np.abs(x).max(initial=0.0))
+        if cut and np.allclose(np.clip(x, -limit, limit), y, rtol=1e-6, atol=1e-6 * limit):
+            return f"clipping: elements of {name} end at ±{limit:.4g}"
+    k = int(np.abs(b).argmax()) - int(np.abs(a).argmax()) if a.size else 0
+    head, tail = (a[: a.size - k], b[k:]) if k >= 0 else (a[-k:], b[: b.size + k])
+    if k and head.size > a.size // 2 and np.array_equal(head, tail):
+        return f"padding: B is A moved by {k} elements"
+    return ""
+
+
+def explain(
+    measured: Mapping[tuple[int, Kind], Measured], worlds: Sequence[int], tolerance: float
+) -> Causes:
+    """Name the likely cause of every difference.
+
+    Parameters
+    ----------
+    measured : mapping of (int, Kind) to Measured
+        Sums by step and kind, in order.
+    worlds : sequence of int
+        World sizes of A and B, 0 where unknown.
+    tolerance : float
+        Relative error up to which there is no difference.
+
+    Returns
+    -------
+    dict of dict of str
+        Causes by step, kind and rank, and then by layer, ``all`` included; empty where there is no difference.
+    """
+    found: Causes = {}
+    first: dict[Kind, int] = {}
+    for (step, kind), one in measured.items():
+        for at, rank in enumerate(one.ranks):
+            later = f"follows from step {first[kind]}" if first.get(kind, step) < step else ""
+            causes = _of_gradient(measured, (step, kind), at, worlds, tolerance, later)
+            found[step, kind, rank] = causes
+            if causes["all"]:
+                first.setdefault(kind, step)
+    _inherit(found)
+    return found
+
+
+_REST = "different data, randomness or weights"
+_DECAY = "weight decay"
+
+
+def _inherit(found: Causes) -> None:
+    """Give the first of steps that differ by nearly the same vector the cause that only the next one can tell."""
+    for (step, kind, rank), causes in found.items():
+        after = min((s for s, k, r in found if (k, r) == (kind, rank) and s > step), default=step)
+        following = found[after, kind, rank]
+        if following["all"].startswith(_DECAY):
+            for layer, cause in causes.items():
+                if cause == _REST and following[layer].startswith(_DECAY):
+                    causes[layer] = following[layer]
+
+
+def _of_gradient(
+    measured: Mapping[tuple[int, Kind], Measured],
+    key: tuple[int, Kind],
+    at: int,
+    worlds: Sequence[int],
+    tolerance: float,
+    later: str,
+) -> dict[str, str]:
+    one = measured[key]
+    layers = [layer for layer in one.products if layer != "all"]
+
+    def cause_of(layer: str, special: str) -> str:
+        view = one.view(layer, at)
+        if view.error <= tolerance and view.counts.nonfinite[0] == view.counts.nonfinite[1]:
+            return special
+        # norms of this layer and rank over the steps of the kind: clipping shows in them
+        same = [m for (_, kind), m in measured.items() if kind == key[1] and at < len(m.pairs)]
+        views = [m.view(layer, at) for m in same]
+        return next(_causes(view, special, views, worlds, tolerance), later or _REST)
+
+    causes = {layer: cause_of(layer, one.special[layer][at]) for layer in layers}
+    kinds = Counter(cause for cause in causes.values() if cause)
+    if not kinds:
+        return {"all": cause_of("all", ""), **causes}
+    rest = (_REST, later)
+    named = [cause for cause in kinds if cause not in rest]
+    differing = sum(kinds.values())
+    if len(kinds) == len(named) == 1 and differing < len(layers):
+        only = next(layer for layer in layers if causes[layer])
+        where = only if differing == 1 else f"{differing} of {len(layers)} layers"
+        return {"all": f"{named[0]} ({where})", **causes}
+    special = {one.special[layer][at] for layer in layers if causes[layer]}
+    whole = cause_of("all", special.pop() if len(special) == 1 else "")
+    if whole in rest and named:
+        heads = dict.fromkeys(cause.partition(":")[0] for cause in named)
+        if len(kinds) == len(named):
+            whole = "; ".join(heads) + " (by layer)"
+    elif whole:
+        # what holds for all together explains a layer that shows no more than a factor, or nothing by itself
+        vague = (*rest, *(c for c in kinds if c.startswith(("a factor", "rounding"))))
+        causes = {layer: whole if cause in vague else cause for layer, cause in causes.items()}
+    return {"all": whole, **causes}
+
+
+def _causes(
+    v: _View, special: str, steps: Sequence[_View], worlds: Sequence[int], tolerance: float
+) -> Iterator[str]:
+    """Yield the causes that fit, the surest first."""
+    if v.counts.nonfinite[0] != v.counts.nonfinite[1]:
+        name = "B" if v.counts.nonfinite[1] > v.counts.nonfinite[0] else "A"
+        yield f"overflow: {max(v.counts.nonfinite)} elements of {name} are not finite"
+    for side, name in enumerate("AB"):
+        if not v.counts.nonzero[side] and v.counts.nonzero[1 - side]:
+            yield f"no gradient in {name}: frozen, unused, or not reached by backward"
+    if special:
+        yield special
+    precision, slack = _precision(v)
+    slack = max(slack, tolerance)
+    factor = v.factor(v.a, v.b, slack)
+    if abs(factor - 1) <= slack:
+        if precision:
+            yield precision
+    elif not math.isnan(factor):
+        yield "; ".join(filter(None, [_named(factor, steps, worlds, slack), precision]))
+    yield from _over_ranks(v, slack)
+    yield from _over_steps(v)
+    if v.counts.prints[0] == v.counts.prints[1]:
+        yield "permuted: the same values at other places, shards in another order or padded"
+    for side, name, other in ((1, "B", "A"), (0, "A", "B")):
+        kept, had = v.counts.nonzero[side], v.counts.nonzero[1 - side]
+        if v.counts.shared == kept < had:
+            yield f"compressed: {name} has {kept:,} of {other}'s {had:,} non-zero elements"
+    if precision and v.error <= 8 * slack:
+        yield precision
+    if v.error <= _ROUNDING:
+        yield "rounding: another order of sums, or a shorter type in between"
+
+
+def _precision(v: _View) -> tuple[str, float]:
+    """Return whether one side has only values of a shorter type, and the relative error that this leaves."""
+    for place, (name, slack) in enumerate(_SLACK.items()):
+        fine = [side[place] for side in v.counts.fine]
+        if (fine[0] == 0) != (fine[1] == 0):
+            return f"{name} rounding of {'AB'[fine[1] == 0]}", slack
+    return "", 0.0
+
+
+def _named(s: float, steps: Sequence[_View], worlds: Sequence[int], slack: float) -> str:
+    """Name a constant factor."""
+    if s < 0:
+        minus = "−" if abs(s + 1) <= slack else f"{s:.4g} × "
+        return f"sign: B = {minus}A"
+    large = max(s, 1 / s)
+    whole = round(large)
+    if abs(large / whole - 1) <= max(slack, 1e-4):
+        text = f"B = {whole} × A" if s > 1 else f"B = A ÷ {whole}"
+        ratio = max(worlds) / max(min(worlds), 1) if all(worlds) else 0
+        if whole in {*worlds, ratio}:
+            return f"world size: {text}, a sum over ranks instead of a mean"
+        if whole >= _LEAST_SCALE and whole & (whole - 1) == 0:
+            return f"loss scale: {text}"
+        if whole <= _MOST_SUMMED:
+            names = "accumulation" if all(worlds) else "accumulation or world size"
+            return f"{names}: {text}"
+    if all(worlds) and abs(large * min(worlds) / max(worlds) - 1) <= max(slack, 1e-4):
+        return f"world size: B = {worlds[1]}/{worlds[0]} × A or its inverse"
+    return _clipped(s, steps, slack) or f"a factor: B = {s:.6g} × A in every element"
+
+
+def _clipped(s: float, steps: Sequence[_View], slack: float) -> str:
+    """Tell whether the smaller side ends at a norm: the same one in several steps, or a round number."""
+    name, flip = ("B", False) if s < 1 else ("A", True)
+    ends, whole = [], []
+    for v in steps:
+        before, after = (v.b, v.a) if flip else (v.a, v.b)
+        scale = v.factor(before, after, slack)
+        if scale < 1 - 1e-4:
+            ends.append(v.norm(after))
+            whole.append(v.norm(before))
+    if not ends:
+        return ""
+    limit, near = float(np.mean(ends)), max(slack, 1e-3)
+    several = np.ptp(whole) > 10 * near * limit
+    same = len(ends) > 1 and np.ptp(ends) <= near * limit and several
+    round_ = abs(float(f"{limit:.1e}") / limit - 1) <= 1e-4 and np.ptp(ends) <= near * limit
+    return f"clipping: the norm of {name} ends at {limit:.4g}" if same or round_ else ""
+
+
+def _over_ranks(v: _View, slack: float) -> Iterator[str]:
+    """Yield the causes that other ranks show: no exchange, or ranks in another order."""
+    for side, this, other, vector in ((1, "B", "A", v.a), (0, "A", "B", v.b)):
+        n = v.sizes[side]
+        if n > 1 and v.differ(side, slack):
+            factor = v.factor(v.mean(side), vector, slack)
+            if abs(factor - 1) <= 2 * slack:
+                yield f"missing all-reduce in {this}: {other} is the mean over {this}'s ranks"
+            if abs(factor - n) <= 2 * slack * n:
+                yield f"missing all-reduce in {this}: {other} is the sum over {this}'s ranks"
+    for j in range(v.sizes[1]):
+        if j != v.j and abs(v.factor(v.a, v.rank(1, j), slack) - 1) <= slack:
+            yield "permuted: B has A's ranks in another order"
+    for side, this in ((1, "B"), (0, "A")):
+        together = v.sizes[1 - side] > 1 and not v.differ(1 - side, slack)
+        if together and v.sizes[side] > 1 and v.differ(side, slack):
+            yield f"missing all-reduce in {this}: its ranks differ, the other's agree"
+
+
+def _over_steps(v: _View) -> Iterator[str]:
+    """Yield the causes that the step before, or the weights, show."""
+    difference = v.b - v.a
+    for name, before, added in (("B", v.b_before, difference), ("A", v.a_before, -difference)):
+        rest = v.factor(before, added, 1e-2)
+        if abs(rest - 1) <= 1e-2:
+            yield f"accumulation: {name} still holds the gradient of the step before (zero_grad)"
+        elif 0 < rest < 1:
+            yield f"momentum: {name} adds {rest:.3g} of the step before"
+    decay = v.factor(v.weights, difference, 0.1)
+    if not math.isnan(decay):
+        yield f"{_DECAY}: B − A = {decay:.3g} × weights"
+    elif (
+        v.cosine(difference, v.b_before - v.a_before) >= 0.95
+        and abs(v.cosine(v.a, v.a_before)) <= 0.9
+    ):
+        yield f"{_DECAY}, or another term that hardly changes: B − A is the same in every step"

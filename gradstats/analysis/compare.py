@@ -1,0 +1,268 @@
+"""Two runs side by side: where they differ, by what factor, and the likely cause; ``gradstats compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.analysis.causes import Measured, explain
+from gradstats.analysis.pieces import PIECE, Key
+from gradstats.errors import InputError
+from gradstats.primitives.arrays import as_numpy
+from gradstats.primitives.ratio import check_number
+from gradstats.tables import Records
+from gradstats.trace import Kind, Layer
+from gradstats.trace.sources import ArraySource, Source, TraceSource, chosen, open_source
+
+__all__ = ["TOLERANCE", "Comparison", "compare"]
+
+TOLERANCE = 1e-5
+"""Relative error up to which two gradients are the same: what another order of float32 sums leaves."""
+
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class Comparison(Records):
+    """Records of :func:`compare`, and what they say in a sentence.
+
+    Attributes
+    ----------
+    first : dict or None
+        The first gradient, in the order of steps, whose error exceeds the tolerance: step, rank, kind, layer (the first
+        such in the order of the model), error, cause. None if there is none.
+    unmatched : (list of str, list of str)
+        Parameters that only A, and that only B has.
+    """
+
+    first: dict[str, Any] | None = None
+    unmatched: tuple[list[str], list[str]] = ([], [])
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        if self.first is None:
+            return "no difference beyond the tolerance"
+        where = ", ".join(f"{n} {self.first[n]}" for n in ("step", "rank", "kind", "layer"))
+        return f"first difference: {where}; likely cause: {self.first['cause']}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two sources: what is compared of it."""
+
+    source: Source
+    places: list[slice]
+    keys: dict[tuple[int, Kind], list[Key]]
+
+    def parts(self, key: Key, layers: range) -> Iterator[NDArray[np.floating[Any]]]:
+        """Yield some layers of one gradient, read at once where they lie close together."""
+        places = [self.places[i] for i in layers]
+        first, last = min(p.start for p in places), max(p.stop for p in places)
+        together = last - first <= 2 * PIECE
+        whole = as_numpy(self.source.elements(*key, first, last)) if together else None
+        for p in places:
+            if whole is not None:
+                yield whole[p.start - first : p.stop - first]
+            else:
+                yield as_numpy(self.source.elements(*key, p.start, p.stop))
+
+
+def compare(
+    a: object,
+    b: object,
+    *,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    kinds: Sequence[Kind] | None = None,
+    layers: Sequence[str] | None = None,
+    per_layer: bool = False,
+    weights: object = None,
+    tolerance: float = TOLERANCE,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Compare the gradients of two runs, aligned by parameter name, kind, step and rank, and name the likely cause.
+
+    Parameters
+    ----------
+    a, b : str, Path, Trace, array_like, mapping of str to array_like, or Source
+        Traces or their paths, gradient files, arrays, or arrays by layer name. ``module.`` and the like, which
+        wrappers put before names, do not count. A single vector is laid out as the other source's parameters are.
+    steps, ranks : sequence of int, optional
+        Steps and ranks to compare; by default all that both have. A file has step 0 of rank 0, and is compared with
+        whatever single step is chosen of a trace.
+    kinds : sequence of Kind, optional
+        Kinds to compare; by default all that both have.
+    layers : sequence of str, optional
+        Patterns of parameter names, as in :mod:`fnmatch`: give records of these parameters, too.
+    per_layer : bool, optional
+        Give a record of every parameter, too.
+    weights : str, Path, mapping of str to array_like, or Source, optional
+        Parameters of the model, such as a file of its ``state_dict``: tells weight decay from its first step on.
+    tolerance : float, optional
+        Relative error up to which two gradients are the same, in (0, 1).
+    on_progress : callable, optional
+        Called after every group of layers.
+
+    Returns
+    -------
+    Comparison
+        step, rank, kind, layer (``all``: the whole gradient); scale, the ratio of norms ‖b‖ ÷ ‖a‖; cosine; error,
+        ‖b − a‖ ÷ ‖a‖; signs, the share of elements of the same sign among those that are not zero in both; cause, empty
+        where the error is within the tolerance. Elements that are not finite are left out of the numbers.
+
+    Raises
+    ------
+    InputError
+        If the sources have no parameter, step, kind or rank in common, or an option has a wrong value.
+    TraceError
+        If a trace holds only sketches.
+
+    Notes
+    -----
+    A cause is a guess that fits: it is named where b follows from a by that cause alone, to the tolerance (or to the
+    rounding of the shorter type). Several mistakes at once, and what follows from a difference in later steps, have no
+    such name. A factor of 4 is the same whether four ranks or four micro-batches were summed: the world sizes that
+    traces record decide, and the text names both where they cannot.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> g = np.random.default_rng(0).standard_normal(1000)
+    >>> [(r["scale"], r["cause"]) for r in compare({"w": g}, {"w": 8 * g})]
+    [(8.0, 'accumulation or world size: B = 8 × A')]
+    """
+    tolerance = check_number(tolerance, "tolerance", 0, 1)
+    names, shapes, sides, unmatched = _aligned(
+        open_source(a), open_source(b), {"steps": steps, "ranks": ranks, "kinds": kinds}
+    )
+    wanted = chosen(names, layers, per_layer, "the two sources")
+    decayed = None if weights is None else _weights(open_source(weights), names, sides[0])
+    measured = _measure(names, shapes, sides, decayed, on_progress)
+    worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
+    found = Comparison()
+    found.unmatched = unmatched
+    for (step, kind, rank), causes in explain(measured, worlds, tolerance).items():
+        one = measured[step, kind]
+        at = one.ranks.index(rank)
+        for layer in ("all", *names):
+            record: dict[str, Any] = {"step": step, "rank": rank, "kind": kind, "layer": layer}
+            record |= one.numbers(layer, at) | {"cause": causes[layer]}
+            if layer == "all" or layer in wanted:
+                found.append(record)
+            if found.first is None and layer != "all" and causes[layer]:
+                found.first = record | {"cause": causes["all"] or causes[layer]}
+    return found
+
+
+def _plain_name(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _aligned(
+    a: Source, b: Source, subset: dict[str, Any]
+) -> tuple[list[str], list[tuple[int, ...]], tuple[_Side, _Side], tuple[list[str], list[str]]]:
+    """Return the common parameters with their shapes, the two sides, and the names that only one of them has."""
+    layouts = [list(s.layers) for s in (a, b)]
+    for i, j in ((0, 1), (1, 0)):
+        total = sum(layer.numel for layer in layouts[j])
+        if len(layouts[i]) == 1 < len(layouts[j]) and layouts[i][0].numel == total:
+            layouts[i] = layouts[j]  # a flat vector of the other's parameters
+    if len(layouts[0]) == len(layouts[1]) == 1:
+        layouts[1] = [Layer(layouts[0][0].name, 0, layouts[1][0].shape)]
+    tables = [{_plain_name(layer.name): layer for layer in layout} for layout in layouts]
+    names = [name for name in tables[0] if name in tables[1]]
+    unmatched = tuple([n for n in tables[i] if n not in tables[1 - i]] for i in (0, 1))
+    if not names:
+        one, other = (", ".join(list(t)[:3]) for t in tables)
+        raise InputError(
+            f"{a.name} and {b.name} have no parameter in common: {one}, … and {other}, …; rename them, or compare "
+            "flat vectors of equal length"
+        )
+    keys = [_keys(s, subset) for s in (a, b)]
+    common = [key for key in keys[0] if key in keys[1]]
+    # the step of a file has no meaning
+    if not common or isinstance(a, ArraySource) != isinstance(b, ArraySource):
+        single = all(len({step for step, _ in k}) == 1 for k in keys)
+        if not single or not {k for _, k in keys[0]} & {k for _, k in keys[1]}:
+            held = " and ".join(
+                f"{s.name} has {', '.join(f'{kind} of step {step}' for step, kind in list(k)[:3])}"
+                f"{', …' if len(k) > 3 else ''}"
+                for s, k in zip((a, b), keys, strict=True)
+            )
+            raise InputError(f"nothing to compare: {held}; choose one step of a trace for a file")
+        # a file's gradient, or another run's, beside the only step chosen of a trace
+        step = next(iter(keys[isinstance(a, ArraySource)]))[0]
+        keys = [{(step, kind): v for (_, kind), v in k.items()} for k in keys]
+        common = [key for key in keys[0] if key in keys[1]]
+    sides = tuple(
+        _Side(s, [table[n].slice for n in names], {key: k[key] for key in sorted(common)})
+        for s, table, k in zip((a, b), tables, keys, strict=True)
+    )
+    return names, [tables[0][n].shape for n in names], sides, unmatched  # type: ignore[return-value]
+
+
+def _keys(source: Source, subset: dict[str, Any]) -> dict[tuple[int, Kind], list[Key]]:
+    """Return the gradients of a source by step and kind, ranks in order; of a file the only one, whatever is chosen."""
+    chosen = dict.fromkeys(subset) if isinstance(source, ArraySource) else subset
+    found: dict[tuple[int, Kind], list[Key]] = {}
+    for key in sorted(source.select(**chosen)):
+        found.setdefault((key[2], key[1]), []).append(key)
+    return found
+
+
+def _weights(source: Source, names: Sequence[str], side: _Side) -> list[NDArray[np.floating[Any]]]:
+    """Return the model's parameters, zeros where the file lacks one."""
+    places = {_plain_name(layer.name): layer for layer in source.layers}
+    key, found = next(iter(source.entries()), None), []
+    for name, place in zip(names, side.places, strict=True):
+        values = np.zeros(place.stop - place.start)
+        if key is not None and name in places and places[name].numel == values.size:
+            where = places[name].slice
+            values = as_numpy(source.elements(*key, where.start, where.stop)).reshape(-1)
+        found.append(values)
+    if not any(v.any() for v in found):
+        raise InputError(f"{source.name} has none of the parameters {', '.join(names[:3])}, …")
+    return found
+
+
+def _groups(places: Sequence[slice]) -> Iterator[range]:
+    """Yield consecutive layers of at most PIECE elements together."""
+    first, size = 0, 0
+    for i, place in enumerate(places):
+        numel = place.stop - place.start
+        if size + numel > PIECE and i > first:
+            yield range(first, i)
+            first, size = i, 0
+        size += numel
+    yield range(first, len(places))
+
+
+def _measure(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    sides: tuple[_Side, _Side],
+    weights: list[NDArray[np.floating[Any]]] | None,
+    on_progress: Callable[[], None],
+) -> dict[tuple[int, Kind], Measured]:
+    """Reduce every step of each kind to sums: the only place where elements are read."""
+    found = {
+        (step, kind): Measured.of(*([key[0] for key in s.keys[step, kind]] for s in sides))
+        for step, kind in sides[0].keys
+    }
+    for group in _groups(sides[0].places):
+        last: dict[Kind, list[list[NDArray[np.floating[Any]]]]] = {}
+        for (step, kind), one in found.items():
+            vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]
+            for at, i in enumerate(group):
+                here = [v[at] for v in vectors]
+                before = [v[at] for v in last.get(kind, ()) if len(last[kind]) == len(vectors)]
+                one.add(names[i], shapes[i], here, before, None if weights is None else weights[i])
+            last[kind] = vectors
+        on_progress()
+    return found

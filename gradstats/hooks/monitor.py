@@ -1,0 +1,417 @@
+"""Statistics of the gradient while training goes on, as a flat dict of floats for any logger."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
+
+from gradstats.errors import InputError, unknown
+from gradstats.hooks.gradient import real_view
+from gradstats.hooks.state import Scaler
+from gradstats.primitives import Moments, moments
+from gradstats.primitives.ratio import check_count, check_number, check_several
+from gradstats.primitives.sketch import Sketch, merge, sketch
+from gradstats.statistics.compressibility import compressibility
+from gradstats.statistics.pot.peaks import stability_at
+
+__all__ = ["Log", "Monitor"]
+
+Log: TypeAlias = Callable[[dict[str, float]], object]
+
+_BITS = 7
+"""Mantissa bits of the histograms: cells half a percent wide, as traces store them."""
+
+_TAIL = 0.1
+"""Share of the non-zero elements whose excesses give ξ."""
+
+_SMALLEST_NORMAL = 2.0**-14
+"""Smallest number that float16 holds with all its bits."""
+
+_FEWEST = 10
+"""Norms of a layer from which on a spike is told from them."""
+
+_LEAST_SPREAD = 0.05
+"""Smallest deviation of a logarithmic norm that a robust z divides by: steady layers move by less."""
+
+_COUNTS = ("numel", "count", "zeros", "nonfinite")
+_SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
+
+
+class Monitor:
+    """Describe the gradient of a training, as the optimizer is about to use it, once per optimizer step.
+
+    With `optimizer` the monitor hooks into ``optimizer.step()``, and there is nothing more to call. Otherwise call
+    :meth:`step` after the backward pass and before ``optimizer.step()``. The gradient is the one in ``.grad``: summed
+    over the micro-batches of an accumulation, averaged over the ranks (or what a compressor left) under DDP, and
+    without the loss scale of a ``GradScaler``. Of parameters that are sharded as DTensors (FSDP2, tensor parallel) each
+    rank reads its shard, and the sums are added up over the shards: every rank must take the step.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Module whose gradients are described, wrapped in DDP or not.
+    log : callable, optional
+        Called on rank 0 with the dict of every step described: ``print``, ``wandb.log``, ``trackio.log``, or a function
+        of your own.
+    every : int
+        Distance of the steps described, at least 1.
+    optimizer : torch.optim.Optimizer, optional
+        Optimizer to hook into. Steps that a ``GradScaler`` skips never reach it: call :meth:`step` before
+        ``scaler.step()`` instead where you want to see them.
+    scaler : Scaler, optional
+        ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand.
+    state : object, optional
+        State of the DDP hook, such as :class:`gradstats.hooks.CompressionState`: its last record gives k̂/k, and its
+        residual a norm.
+    parameters : sequence of str, optional
+        Name patterns (``fnmatch``) of the parameters to describe; all if None.
+    per_layer : bool
+        Whether the dict has the norm of every parameter, too.
+    window : int
+        Number of steps described before, at least 10, whose norms tell a spike.
+    spike : float
+        Robust z from which on a layer is said to spike.
+    trigger : mapping of str to float, optional
+        Values from which on :meth:`triggered` asks for a capture, by name without the prefix; a name
+        stands for the layers' values, too. By default ``spike`` at `spike`, and ``nonfinite`` at 1.
+    following : int
+        Number of steps that a trigger asks for.
+    start_step : int
+        Number of the first step, for a resumed run.
+    prefix : str
+        Beginning of the names in the dict.
+
+    Attributes
+    ----------
+    values : dict of str to float
+        What the last step described gave; empty before the first.
+    blame : str or None
+        Parameter to blame for what is odd in that step: the last one in the order of the model whose gradient is not
+        finite, or of those that spike the one that adds most to the squared norm. None if nothing is odd.
+
+    Raises
+    ------
+    InputError
+        If an option has a wrong value, or no parameter matches `parameters`.
+
+    Notes
+    -----
+    Names, all beginning with `prefix`:
+
+    ``step``
+        Number of the step.
+    ``norm``, ``mean``, ``max``
+        Euclidean norm; mean and maximum of the magnitudes that are not zero.
+    ``xi``, ``p``
+        Shape of the generalized Pareto tail of the largest tenth, by probability-weighted moments; exponent of the
+        power-law decay, as :func:`gradstats.compressibility` has it. Absent where there are too few elements.
+    ``zeros``, ``underflow``
+        Share of exact zeros; share of the other elements that float16 at the present loss scale would round to zero or
+        hold with fewer bits (below 2⁻¹⁴ ÷ scale).
+    ``nonfinite``
+        Number of NaN and infinities, which the other numbers leave out.
+    ``quality``, ``residual_norm``
+        k̂/k of this rank's last step and norm of its residual, with `state`.
+    ``spike``, ``spike/LAYER``
+        Robust z of the logarithm of the norm: distance from the median of the window ÷ 1.4826 MAD, from ten steps on;
+        of single parameters where it reaches `spike`.
+    ``norm/LAYER``
+        Norm of every parameter, with `per_layer`.
+
+    The norm, the mean and the counts are exact; ξ, p and the share of underflow come from a histogram with cells half a
+    percent wide. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
+    On a device other than the CPU the elements pass through the CPU, so choose `every` accordingly. Sharded parameters
+    add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are left out. A
+    monitor is not checkpointed: after a resume the window fills anew.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(100, 10)
+    >>> monitor = Monitor(model)
+    >>> model(torch.ones(1, 100)).sum().backward()
+    >>> found = monitor.step()
+    >>> round(found["gradient/norm"], 3), found["gradient/zeros"], monitor.blame
+    (31.78, 0.0, None)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        log: Log | None = None,
+        every: int = 1,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Scaler | None = None,
+        state: Any = None,
+        parameters: Sequence[str] | None = None,
+        per_layer: bool = False,
+        window: int = 50,
+        spike: float = 6.0,
+        trigger: Mapping[str, float] | None = None,
+        following: int = 10,
+        start_step: int = 0,
+        prefix: str = "gradient/",
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise InputError(f"a monitor watches a torch.nn.Module, not {type(model).__name__}")
+        self._log, self._every = log, check_count(every, "every")
+        self._scaler, self._state = scaler, state
+        self._per_layer, self._prefix = per_layer, prefix
+        self._spike = check_number(spike, "spike", 0, math.inf)
+        self._trigger = (
+            {"spike": self._spike, "nonfinite": 1.0} if trigger is None else dict(trigger)
+        )
+        for name in self._trigger:
+            if name not in _NAMES:
+                raise unknown("quantity of a monitor", name, _NAMES)
+        self._following = check_count(following, "following")
+        self._next = check_count(start_step, "start_step", 0)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        patterns = ["*"] if parameters is None else check_several(parameters, "parameters")
+        self._layers = [
+            (name, parameter)
+            for name, parameter in inner.named_parameters()
+            if parameter.requires_grad and any(fnmatchcase(name, p) for p in patterns)
+        ]
+        if not self._layers:
+            raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
+        size = check_count(window, "window", _FEWEST)
+        self._norms = {name: deque[float](maxlen=size) for name in ("", *dict(self._layers))}
+        self._armed, self._captured = 0, -1
+        self.values: dict[str, float] = {}
+        self.blame: str | None = None
+        self._handle = None
+        if optimizer is not None:
+            self._handle = optimizer.register_step_pre_hook(self._before)
+
+    def step(self) -> dict[str, float]:
+        """Describe the gradient of the step that is about to end, if it is one of every `every`.
+
+        Call it once per optimizer step, after the backward pass (of the last micro-batch) and before
+        ``optimizer.step()``; with a scaler before or after ``scaler.unscale_()``, and before ``scaler.step()``.
+
+        Returns
+        -------
+        dict of str to float
+            :attr:`values` if the step was described, else an empty dict.
+        """
+        return self._take(self._loss_scale())
+
+    def close(self) -> None:
+        """Unhook the optimizer. Calling it twice does no harm."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def triggered(self, step: int) -> bool:
+        """Tell whether a step is one of those that a trigger asks for: ``Capture(…, schedule=monitor.triggered)``.
+
+        Parameters
+        ----------
+        step : int
+            Number of a step, as the capture counts. The first one asked about after the trigger is the first captured.
+
+        Returns
+        -------
+        bool
+            True for `following` steps.
+        """
+        if self._armed:
+            self._captured, self._armed = max(self._captured, step + self._armed), 0
+        return step < self._captured
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Take the step that the optimizer begins. Fused optimizers unscale by themselves."""
+        scale = getattr(optimizer, "grad_scale", None)
+        self._take(1.0 if scale is None else float(scale), self._present_scale(scale))
+
+    def _present_scale(self, given: object = None) -> float:
+        if given is not None:
+            return float(given)  # type: ignore[arg-type]
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _loss_scale(self) -> float:
+        """Return the scale that the gradients have now; a scaler keeps in a private place whether it is still there."""
+        states = getattr(self._scaler, "_per_optimizer_states", {})
+        stages = [getattr(s.get("stage"), "name", "READY") for s in states.values()]
+        return 1.0 if any(stage != "READY" for stage in stages) else self._present_scale()
+
+    def _take(self, scale: float, present: float | None = None) -> dict[str, float]:
+        number = self._next
+        self._next += 1
+        if number % self._every:
+            return {}
+        names, sketches, whole = self._sketched()
+        values = {"step": float(number)}
+        values |= _described(whole, scale, self._present_scale() if present is None else present)
+        values |= self._compressed()
+        norms = {"": values["norm"]} | {
+            name: math.sqrt(s.sum_squares) / scale for name, s in zip(names, sketches, strict=True)
+        }
+        spikes, self.blame = self._spikes(norms)
+        bad = [name for name, s in zip(names, sketches, strict=True) if s.nonfinite]
+        self.blame = bad[-1] if bad else self.blame
+        values |= spikes
+        if self._per_layer:
+            values |= {f"norm/{name}": norms[name] for name in names}
+        if any(self._trigger.get(n.partition("/")[0], math.inf) <= v for n, v in values.items()):
+            self._armed = self._following
+        self.values = {self._prefix + name: value for name, value in values.items()}
+        if self._log is not None and not (dist.is_initialized() and dist.get_rank()):
+            self._log(dict(self.values))
+        return self.values
+
+    def _sketched(self) -> tuple[list[str], list[Moments], Sketch]:
+        """Return the names of the parameters with a gradient, their moments, and the sketch of the whole."""
+        plain: list[tuple[str, Sketch]] = []
+        shards: dict[Any, list[tuple[str, Sketch | None]]] = {}
+        for name, parameter in self._layers:
+            groups, local = _local(parameter)
+            one = None if local is None else sketch(local, _BITS)
+            if groups:
+                shards.setdefault(groups, []).append((name, one))
+            elif one is not None:
+                plain.append((name, one))
+        parts = [s for _, s in plain] or [sketch(np.empty(0, np.float32), _BITS)]
+        found = {name: s.moments for name, s in plain}
+        for groups, some in shards.items():
+            totals, whole = _over_shards([s for _, s in some], groups, self._device)
+            found |= {n: m for (n, _), m in zip(some, totals, strict=True) if m.numel}
+            parts.append(whole)
+        ordered = [name for name, _ in self._layers if name in found]
+        return ordered, [found[name] for name in ordered], merge(parts)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._layers[0][1].device
+
+    def _compressed(self) -> dict[str, float]:
+        """Return what the hook's state says of its last step."""
+        found = {}
+        record = getattr(self._state, "last", None)
+        if record is not None and not math.isnan(record.quality):
+            found["quality"] = record.quality
+        if hasattr(self._state, "residual"):
+            residuals = (self._state.residual(parameter) for _, parameter in self._layers)
+            squares = [
+                moments(real_view(r), log=False).sum_squares for r in residuals if r is not None
+            ]
+            if squares:
+                found["residual_norm"] = math.sqrt(sum(squares))
+        return found
+
+    def _spikes(self, norms: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
+        """Return the robust z of the norms, and the layer to blame; remember the norms."""
+        found, excess = {}, {}
+        for name, norm in norms.items():
+            if not norm > 0 or math.isinf(norm):
+                continue
+            logs, log = self._norms[name], math.log(norm)
+            if len(logs) >= _FEWEST:
+                middle = float(np.median(logs))
+                spread = 1.4826 * float(np.median(np.abs(np.array(logs) - middle)))
+                z = (log - middle) / max(spread, _LEAST_SPREAD)
+                if not name:
+                    found["spike"] = z
+                elif z >= self._spike:
+                    found[f"spike/{name}"] = z
+                    excess[name] = norm**2 - math.exp(2 * middle)
+            logs.append(log)
+        return found, max(excess, key=excess.__getitem__, default=None)
+
+
+_NAMES = (
+    *("norm", "mean", "max", "xi", "p", "zeros", "underflow", "nonfinite"),
+    *("quality", "residual_norm", "spike"),
+)
+"""Values that can trigger a capture."""
+
+
+def _described(s: Sketch, scale: float, present: float) -> dict[str, float]:
+    """Return the numbers of a whole gradient whose elements are multiplied by `scale`."""
+    sums, found = s.moments, {}
+    found["norm"] = math.sqrt(sums.sum_squares) / scale
+    found["nonfinite"] = float(sums.nonfinite)
+    found["zeros"] = sums.zero_fraction
+    if not sums.count:
+        return found
+    m = s.magnitudes
+    found["mean"], found["max"] = sums.mean / scale, sums.max / scale
+    # below the limit at the scale that is (or, unscaled already, was) on the loss
+    limit = _SMALLEST_NORMAL * scale / present
+    found["underflow"] = min(max(1 - m.exceedances(limit) / m.count, 0.0), 1.0)
+    # neither depends on the scale
+    found["xi"] = stability_at(m, _TAIL, "pwm").c
+    if m.count > 1:
+        found["p"] = compressibility(m).p
+    return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _local(parameter: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.Tensor | None]:
+    """Return the groups over which a parameter is sharded, and the part of its gradient that this rank has."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    gradient = parameter.grad
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    if isinstance(parameter, DTensor):
+        placed = parameter if gradient is None else gradient
+        placements = getattr(placed, "placements", parameter.placements)
+        if any(isinstance(p, Partial) for p in placements):
+            raise InputError(
+                "a gradient is not reduced yet (a partial DTensor): end the backward pass first"
+            )
+        mesh = parameter.device_mesh
+        groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard())
+    if gradient is None:
+        return groups, None
+    values = gradient.detach()
+    values = values.to_local() if isinstance(values, DTensor) else values
+    values = values if values.layout == torch.strided else values.to_dense()
+    return groups, real_view(values.resolve_conj())
+
+
+def _over_shards(
+    local: Sequence[Sketch | None], groups: Iterable[dist.ProcessGroup], device: torch.device
+) -> tuple[list[Moments], Sketch]:
+    """Add up the sketches of some parameters over the ranks that hold their shards."""
+    empty = sketch(np.empty(0, np.float32), _BITS)
+    sketches = [empty if s is None else s for s in local]
+    here = [s.moments for s in sketches]
+    whole = merge([s.coarsen(_BITS) for s in sketches])
+    sums = torch.tensor(
+        [[getattr(m, n) for n in _SUMS] for m in here], dtype=torch.float64, device=device
+    )
+    largest = torch.tensor([m.max for m in here], dtype=torch.float64, device=device)
+    counts = torch.from_numpy(whole.histogram.counts.astype(np.int64)).to(device)
+    for group in groups:
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(counts, group=group)
+    totals = []
+    for row, most in zip(sums.tolist(), largest.tolist(), strict=True):
+        numel, count, zeros, nonfinite = map(int, row[:4])
+        total_abs, squares, logs = row[4:]
+        totals.append(Moments(numel, count, zeros, nonfinite, total_abs, squares, logs, most))
+    every: NDArray[np.int64] = counts.cpu().numpy()
+    bins = np.flatnonzero(every)
+    total = totals[0]
+    for one in totals[1:]:
+        total = total + one
+    return totals, replace(whole, moments=total, bins=bins, counts=every[bins], values=None)

@@ -1,0 +1,179 @@
+"""Ranks against each other: numbers against NumPy and a planted noise scale; the interval against its coverage."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import betabinom
+from support.terminal import records, run
+
+import gradstats
+from gradstats.errors import InputError, TraceError
+from gradstats.statistics.resampling import ratio_interval
+from gradstats.statistics.union import UnionGrowth, fit_union
+from gradstats.trace import Layer, TraceWriter, create_trace
+
+LAYERS = [Layer("w", 0, (60, 50)), Layer("dead", 3000, (20,)), Layer("b", 3020, (180,))]
+NUMEL, RANKS, STEPS = 3200, 4, 24
+
+
+def gradient(step, rank):
+    """Return a common part of norm 1 and a rank's own, whose variance is 4 in all."""
+    x = np.random.default_rng([1, step]).standard_normal(NUMEL)
+    x = (
+        x / np.linalg.norm(x)
+        + 2 * np.random.default_rng([2, step, rank]).standard_normal(NUMEL) / NUMEL**0.5
+    )
+    x[3000:3020] = 0
+    return x.astype(np.float32)
+
+
+def write(path, ranks=RANKS, steps=STEPS, of=gradient, **metadata):
+    create_trace(path, LAYERS, world_size=ranks, metadata=metadata)
+    for rank in range(ranks):
+        writer = TraceWriter(path, rank, kinds=("gradient", "corrected"))
+        for step in range(steps):
+            g = of(step, rank)
+            writer.append(step, {"gradient": g, "corrected": 3 * g})
+        writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("agreement") / "run.zarr", batch_size=32)
+
+
+def test_numbers_are_those_of_naive_loops(trace):
+    found = gradstats.agreement(trace, ratio=0.01, per_layer=True, steps=[3], kinds=["gradient"])
+    assert [r["layer"] for r in found if r["step"] == 3] == ["all", "w", "dead", "b"]
+    slices = {"all": slice(None), **{la.name: la.slice for la in LAYERS}}
+    for record in found:
+        if record["layer"] == "dead":
+            assert math.isnan(record["cosine"])
+            assert math.isnan(record["noise_scale"])
+            continue
+        g = [np.float64(gradient(3, r)[slices[record["layer"]]]) for r in range(RANKS)]
+        pairs = list(itertools.combinations(g, 2))
+        k = max(1, round(0.01 * g[0].size))
+        top = [set(np.argsort(-abs(x))[:k]) for x in g]
+        cosines = [x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs]
+        some = [(x != 0) | (y != 0) for x, y in pairs]
+        signs = [
+            np.mean((np.sign(x) == np.sign(y))[s]) for (x, y), s in zip(pairs, some, strict=True)
+        ]
+        mean, n = np.mean(g, axis=0), RANKS
+        noise = sum(((x - mean) ** 2).sum() for x in g) / (n - 1)
+        signal = mean @ mean - noise / n
+        assert record["cosine"] == pytest.approx(np.mean(cosines), rel=1e-9)
+        assert record["signs"] == pytest.approx(np.mean(signs), rel=1e-9)
+        both = [len(s & t) / k for s, t in itertools.combinations(top, 2)]
+        assert record["overlap"] == pytest.approx(np.mean(both))
+        assert record["explained"] == pytest.approx(mean @ mean / np.mean([x @ x for x in g]))
+        expected = 32 * noise / signal if signal > 0 else math.inf
+        assert record["noise_scale"] == pytest.approx(expected, rel=1e-6)
+        times = np.bincount([i for s in top for i in s], minlength=g[0].size)
+        growth = fit_union(g[0].size, np.bincount(times, minlength=n + 1))
+        assert growth.predicted(n) / k == pytest.approx(len(set().union(*top)) / k, rel=1e-6)
+        assert record["union"] == pytest.approx(growth.predicted(8) / k)
+
+
+def test_the_union_is_the_beta_binomials():
+    for world, rho in itertools.product((1, 2, 8, 100), (1e-9, 0.01, 0.5, 0.99)):
+        growth = UnionGrowth(1000, np.array([900, 80, 20]), rho)
+        a, b = growth._beta()
+        expected = 1000 * (1 - betabinom.pmf(0, world, a, b))
+        assert growth.predicted(world) == pytest.approx(expected, rel=1e-5 if rho > 1e-6 else 1e-2)
+    assert fit_union(3, np.array([0, 0, 3])).predicted(7) == 3
+
+
+def test_a_planted_noise_scale_is_found_in_samples(trace):
+    (one,) = [r for r in gradstats.agreement(trace) if (r["step"], r["kind"]) == (None, "gradient")]
+    assert one["noise_scale"] == pytest.approx(32 * 4, rel=0.1)
+    assert one["low"] < 32 * 4 * (1 - 20 / NUMEL) < one["high"] < 2 * one["low"]
+    (more,) = [
+        r for r in gradstats.agreement(trace) if (r["step"], r["kind"]) == (None, "corrected")
+    ]
+    assert more["noise_scale"] == pytest.approx(one["noise_scale"], rel=1e-5)
+    (other,) = [
+        r for r in gradstats.agreement(trace, batch=1, kinds=["gradient"]) if r["step"] is None
+    ]
+    assert other["noise_scale"] == pytest.approx(one["noise_scale"] / 32)
+
+
+def test_the_interval_of_a_ratio_covers():
+    rng, inside, runs, d = np.random.default_rng(3), 0, 400, 40
+    for _ in range(runs):
+        g = rng.standard_normal((30, 2, d)) * 2 / d**0.5 + np.full(d, d**-0.5)
+        mean = g.mean(axis=1)
+        noise = ((g - mean[:, None]) ** 2).sum(axis=(1, 2))
+        signal = (mean**2).sum(axis=1) - noise / 2
+        low, high, reason = ratio_interval(noise, signal)
+        assert not reason
+        inside += low <= 4 <= high
+    # 95 %, and three standard deviations of 400 runs; mean_interval itself covers 92 to 97 %
+    assert 0.91 <= inside / runs <= 0.985
+
+
+def test_an_interval_without_an_upper_end_and_none():
+    rng = np.random.default_rng(0)
+    top, none = 1 + 0.1 * rng.standard_normal(40), rng.standard_normal(40)
+    low, high, reason = ratio_interval(top, none)
+    assert 0 < low < high == math.inf
+    assert not reason
+    assert ratio_interval(top[:19], none[:19])[2] == "fewer than 20 steps"
+
+
+def test_gradients_captured_after_averaging_are_told(tmp_path):
+    path = write(tmp_path / "run.zarr", 2, 3, lambda step, rank: gradient(step, 0))
+    found = gradstats.agreement(path)
+    assert {r["reason"] for r in found} == {
+        "the ranks hold the same gradient: captured after averaging"
+    }
+    assert found[0]["cosine"] == pytest.approx(1)
+    assert math.isnan(found[0]["noise_scale"])
+
+
+def test_what_has_no_ranks_to_compare_is_one_line(tmp_path, trace):
+    with pytest.raises(InputError, match="no step that two ranks hold"):
+        gradstats.agreement(write(tmp_path / "one.zarr", 1, 2))
+    with pytest.raises(InputError, match="no step that two ranks hold"):
+        gradstats.agreement(np.ones(5, np.float32))
+    create_trace(tmp_path / "s.zarr", LAYERS, world_size=2)
+    for rank in range(2):
+        writer = TraceWriter(tmp_path / "s.zarr", rank, store="sketches")
+        writer.append(0, {"gradient": gradient(0, rank)})
+        writer.close()
+    with pytest.raises(TraceError, match="only sketches"):
+        gradstats.agreement(tmp_path / "s.zarr")
+
+
+def test_the_command(trace, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = records("agreement", trace, "--per-layer", "--workers", 16)
+    fields = {
+        "step",
+        "kind",
+        "layer",
+        "cosine",
+        "signs",
+        "overlap",
+        "union",
+        "noise_scale",
+        "low",
+        "high",
+    }
+    assert all(r.keys() >= fields for r in found)
+    assert len(found) == (STEPS + 1) * 2 * (1 + len(LAYERS))
+    assert found[0]["workers"] == 16
+    done = run("agreement", trace, "--step", 0, "--step", 1)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Too wide" not in done.stdout
+    assert "no interval: fewer than 20 steps" in done.stderr
+    done = run("agreement", trace, "--rank", 0)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1

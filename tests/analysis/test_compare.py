@@ -1,0 +1,332 @@
+"""Two runs side by side: each cause planted, in real trainings where one process can show it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support.terminal import records, run
+from torch import nn
+
+import gradstats
+from capture import Capture
+from gradstats.errors import InputError, TraceError
+from gradstats.trace import Layer, TraceWriter, create_trace
+
+# These models train faster than any disk writes.
+pytestmark = pytest.mark.filterwarnings("ignore:.*slower than the training:capture.CaptureWarning")
+SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (20, 40)}
+STEPS, RANKS = 4, 2
+
+
+def layers_of(shapes):
+    found, offset = [], 0
+    for name, shape in shapes.items():
+        found.append(Layer(name, offset, shape))
+        offset += found[-1].numel
+    return found
+
+
+def gradients(seed=0):
+    """Return gradients by step, rank and layer; a common part and one of each rank."""
+    found = {}
+    for step, rank in itertools.product(range(STEPS), range(RANKS)):
+        common = np.random.default_rng([seed, step])
+        own = np.random.default_rng([seed, step, rank])
+        found[step, rank] = {
+            n: ((1 + step) * (common.standard_normal(s) + own.standard_normal(s))).astype(
+                np.float32
+            )
+            for n, s in SHAPES.items()
+        }
+    return found
+
+
+def write(path, runs, shapes=SHAPES, world=None):
+    layout = layers_of(shapes)
+    ranks = sorted({rank for _, rank in runs})
+    create_trace(path, layout, world_size=world or len(ranks))
+    for rank in ranks:
+        writer = TraceWriter(path, rank)
+        for step in sorted(s for s, r in runs if r == rank):
+            parts = [np.ravel(runs[step, rank][layer.name]) for layer in layout]
+            writer.append(step, {"gradient": np.concatenate(parts).astype(np.float32)})
+        writer.close()
+    return path
+
+
+def each(runs, change):
+    return {key: {n: change(x) for n, x in g.items()} for key, g in runs.items()}
+
+
+def flat(g):
+    return np.concatenate([x.ravel() for x in g.values()])
+
+
+def clipped(g, limit=30.0):
+    factor = min(1.0, limit / (np.linalg.norm(flat(g)) + 1e-6))
+    return {n: x * np.float32(factor) for n, x in g.items()}
+
+
+def averaged(runs):
+    mean = {s: {n: (runs[s, 0][n] + runs[s, 1][n]) / 2 for n in SHAPES} for s in range(STEPS)}
+    return {(s, r): mean[s] for s, r in runs}
+
+
+def bf16(x):
+    return torch.from_numpy(x).bfloat16().float().numpy()
+
+
+def moved(runs):
+    """Swap two shards of the flat gradient, whose borders are not those of layers."""
+    found = {}
+    for key, g in runs.items():
+        whole = np.roll(flat(g), 777)
+        found[key] = {la.name: whole[la.slice].reshape(la.shape) for la in layers_of(SHAPES)}
+    return found
+
+
+def kept(x):
+    limit = np.sort(np.abs(x), axis=None)[-5]
+    return np.where(np.abs(x) >= limit, x, 0)
+
+
+def one_layer_averaged(runs):
+    mean = averaged(runs)
+    return {key: g | {"b.weight": mean[key]["b.weight"]} for key, g in runs.items()}
+
+
+PLANTED = {
+    "world size: B = 2 × A": lambda g: each(g, lambda x: x * 2),
+    "world size: B = A ÷ 2": lambda g: each(g, lambda x: x / 2),
+    "accumulation: B = 8 × A": lambda g: each(g, lambda x: x * 8),
+    "loss scale: B = 1024 × A": lambda g: each(g, lambda x: x * 1024),
+    "loss scale: B = A ÷ 65536": lambda g: each(g, lambda x: x / 65536),
+    "sign: B = −A": lambda g: each(g, lambda x: -x),
+    "a factor: B = 1.7 × A": lambda g: each(g, lambda x: x * np.float32(1.7)),
+    "clipping: the norm of B ends at 30": lambda g: {k: clipped(x) for k, x in g.items()},
+    "clipping: the norm of B ends at 31.42": lambda g: {k: clipped(x, 31.4159) for k, x in g.items()},
+    "clipping: elements of B end at ±1.5": lambda g: each(g, lambda x: np.clip(x, -1.5, 1.5)),
+    "missing all-reduce in A: B is the mean": averaged,
+    "missing all-reduce in A: B is the mean over A's ranks (b.weight)": one_layer_averaged,
+    "missing all-reduce in A: B is the sum": lambda g: each(averaged(g), lambda x: 2 * x),
+    "permuted: B has A's ranks in another order": lambda g: {(s, r): g[s, 1 - r] for s, r in g},
+    "permuted: the same values at other places, shards": moved,
+    "permuted: the same values at other places": lambda g: each(g, lambda x: x.ravel()[::-1].reshape(x.shape)),
+    "bfloat16 rounding of B": lambda g: each(g, bf16),
+    "float16 rounding of B": lambda g: each(g, lambda x: x.astype(np.float16).astype(np.float32)),
+    "loss scale: B = 1024 × A; bfloat16 rounding of B": lambda g: each(g, lambda x: bf16(x * 1024)),
+    "different data": lambda g: gradients(1),
+    "compressed: B has 15 of A's": lambda g: each(g, kept),
+    "no gradient in B": lambda g: each(g, np.zeros_like),
+    "rounding": lambda g: each(g, lambda x: x * (1 + 1e-4 * np.sign(np.sin(1e6 * x))).astype(np.float32)),
+    "weight decay, or another": lambda g: {
+        k: {n: x + np.random.default_rng(len(n)).standard_normal(x.shape).astype(np.float32) / 9 for n, x in v.items()}
+        for k, v in g.items()
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("left") / "a.zarr", gradients())
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_every_planted_cause_is_named(cause, left, tmp_path):
+    right = write(tmp_path / "b.zarr", PLANTED[cause](gradients()))
+    found = gradstats.compare(left, right)
+    assert [(r["step"], r["rank"]) for r in found] == sorted(gradients())
+    assert all(r["cause"].startswith(cause) for r in found if r["step"] == 0), found
+    assert found.first["step"] == 0
+    assert found.first["cause"].startswith(cause)
+    # a cause that holds in every step is not said to follow from the first one
+    assert all(r["cause"].startswith(cause[:9]) or cause == "different data" for r in found), found
+    mirrored = gradstats.compare(right, left)
+    swap = str.maketrans("AB", "BA")
+    if cause.startswith(("missing", "compressed", "no gradient", "bfloat", "clipping")):
+        assert mirrored.first["cause"].startswith(cause.translate(swap)[:20])
+
+
+def test_numbers_are_those_of_numpy(left, tmp_path):
+    a, b = gradients(), gradients(1)
+    for record in gradstats.compare(left, write(tmp_path / "b.zarr", b), per_layer=True):
+        key, layer = (record["step"], record["rank"]), record["layer"]
+        x, y = (
+            np.float64(flat(g[key]) if layer == "all" else g[key][layer].ravel()) for g in (a, b)
+        )
+        one, other = np.linalg.norm(x), np.linalg.norm(y)
+        assert record["scale"] == pytest.approx(other / one, rel=1e-9)
+        assert record["cosine"] == pytest.approx(x @ y / one / other, rel=1e-9)
+        assert record["error"] == pytest.approx(np.linalg.norm(y - x) / one, rel=1e-9)
+        assert record["signs"] == pytest.approx(np.mean(np.sign(x) == np.sign(y)), rel=1e-9)
+
+
+def test_equal_runs_have_no_difference(left):
+    found = gradstats.compare(left, left, per_layer=True)
+    assert len(found) == STEPS * RANKS * (1 + len(SHAPES))
+    assert {(r["error"], r["signs"], r["cause"]) for r in found} == {(0.0, 1.0, "")}
+    assert found.first is None
+    assert "no difference" in found.verdict
+
+
+def test_the_first_difference_has_its_step_and_layer(left, tmp_path):
+    runs = gradients()
+    runs[2, 1]["b.weight"] = runs[2, 1]["b.weight"] * np.float32(1.1)
+    runs[3, 0]["a.weight"] = gradients(3)[3, 0]["a.weight"]
+    found = gradstats.compare(left, write(tmp_path / "b.zarr", runs))
+    where = {n: found.first[n] for n in ("step", "rank", "kind", "layer")}
+    assert where == {"step": 2, "rank": 1, "kind": "gradient", "layer": "b.weight"}
+    causes = {(r["step"], r["rank"]): r["cause"] for r in found}
+    assert causes[2, 1] == "a factor: B = 1.1 × A in every element (b.weight)"
+    assert causes[3, 0] == "follows from step 2"
+    assert causes[3, 1] == causes[2, 0] == ""
+
+
+def test_sizes_and_prefixes_of_wrappers(left, tmp_path):
+    runs = {
+        key: {f"module._orig_mod.{n}": x for n, x in g.items()} for key, g in gradients().items()
+    }
+    for g in runs.values():
+        g["module._orig_mod.a.bias"] = np.append(g["module._orig_mod.a.bias"], [0, 0]).astype("f4")
+        g["module.only"] = np.ones(3, np.float32)
+    shapes = {n: x.shape for n, x in runs[0, 0].items()}
+    found = gradstats.compare(left, write(tmp_path / "b.zarr", runs, shapes), per_layer=True)
+    assert found.unmatched == ([], ["only"])
+    assert found.first["layer"] == "a.bias"
+    assert {r["layer"]: r["cause"] for r in found if r["cause"]} == {
+        "all": "padding: B has 2 zeros more at its end (a.bias)",
+        "a.bias": "padding: B has 2 zeros more at its end",
+    }
+
+
+def test_transposed_and_shifted_layers():
+    x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
+    turned = gradstats.compare({"w": x}, {"w": x.T.copy()})
+    assert turned[0]["cause"] == "permuted: B has A's axes in the order 1, 0"
+    shifted = np.concatenate([np.zeros(3, np.float32), x.ravel()[:-3]])
+    assert gradstats.compare({"w": x}, {"w": shifted})[0]["cause"].startswith(
+        "padding: B is A moved"
+    )
+
+
+def test_overflow_is_told_before_all_else():
+    x = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    y = x.copy()
+    y[:7] = np.inf
+    (record,) = gradstats.compare({"w": x}, {"w": y})
+    assert record["cause"] == "overflow: 7 elements of B are not finite"
+    assert record["error"] == 0.0  # of the others
+
+
+def test_a_flat_file_against_a_step_of_a_trace(left, tmp_path):
+    np.save(tmp_path / "g.npy", 2 * flat(gradients()[1, 0]))
+    found = gradstats.compare(left, tmp_path / "g.npy", steps=[1], per_layer=True)
+    assert [r["layer"] for r in found] == ["all", *SHAPES]
+    assert {(r["step"], round(r["scale"], 6)) for r in found} == {(1, 2.0)}
+    with pytest.raises(InputError, match="choose one step"):
+        gradstats.compare(left, tmp_path / "g.npy")
+
+
+def test_what_cannot_be_compared_is_one_line(left, tmp_path):
+    x = np.ones(5, np.float32)
+    with pytest.raises(InputError, match="no parameter in common"):
+        gradstats.compare({"a": x, "b": x}, {"c": x, "d": x})
+    late = write(tmp_path / "late.zarr", {(s + 10, r): g for (s, r), g in gradients().items()})
+    with pytest.raises(InputError, match="nothing to compare"):
+        gradstats.compare(left, late)
+    create_trace(tmp_path / "s.zarr", layers_of(SHAPES), world_size=1)
+    writer = TraceWriter(tmp_path / "s.zarr", 0, store="sketches")
+    writer.append(0, {"gradient": flat(gradients()[0, 0])})
+    writer.close()
+    with pytest.raises(TraceError, match="only sketches"):
+        gradstats.compare(left, tmp_path / "s.zarr")
+
+
+# Real trainings, each with one mistake.
+
+
+def train(path, mistake="", steps=4):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+    net = net.bfloat16() if mistake == "bfloat16" else net
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    torch.save(net.state_dict(), path.with_suffix(".pt"))
+    generator = torch.Generator().manual_seed(1 if mistake == "data" else 0)
+    batch, micro = torch.randn(steps, 16, 20, generator=generator), 4
+    batch = batch.bfloat16() if mistake == "bfloat16" else batch
+    with Capture(path, net) as capture:
+        for x in batch:
+            if mistake != "not zeroed":
+                optimizer.zero_grad()
+            for part in x.split(4):
+                loss = 10 * net(part).square().mean() / (1 if mistake == "sum" else micro)
+                if mistake == "decay":
+                    squares = sum(p.square().sum() for p in net.parameters())
+                    loss = loss + 0.005 * squares / micro
+                (loss * (4096 if mistake == "scale" else 1)).backward()
+            if mistake == "clip":
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            if mistake == "frozen":
+                net[0].bias.grad = None
+            capture.step()
+            optimizer.step()
+    return path
+
+
+@pytest.fixture(scope="module")
+def right_run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("right") / "right.zarr")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "step", "cause"),
+    [
+        ("sum", 0, "accumulation: B = 4 × A"),
+        ("not zeroed", 1, "accumulation: B still holds the gradient of the step before"),
+        ("scale", 0, "loss scale: B = 4096 × A"),
+        ("clip", 0, "clipping: the norm of B ends at 0.5"),
+        ("decay", 0, "weight decay"),
+        ("bfloat16", 0, "bfloat16 rounding of B"),
+        ("data", 0, "different data"),
+        ("frozen", 0, "no gradient in B: frozen, unused, or not reached by backward (0.bias)"),
+    ],
+)
+def test_mistakes_in_a_real_training(mistake, step, cause, right_run, tmp_path):
+    wrong = train(tmp_path / "wrong.zarr", mistake)
+    found = gradstats.compare(right_run, wrong)
+    assert found.first["step"] == step
+    assert found.first["cause"].startswith(cause)
+    assert all(not r["cause"] for r in found if r["step"] < step)
+
+
+def test_weights_tell_weight_decay_from_one_step(right_run, tmp_path):
+    wrong = train(tmp_path / "wrong.zarr", "decay", steps=1)
+    weights = right_run.with_suffix(".pt")
+    found = gradstats.compare(right_run, wrong, weights=weights)
+    assert found.first["cause"] == "weight decay: B − A = 0.01 × weights"
+    assert gradstats.compare(right_run, wrong).first["cause"].startswith("different data")
+
+
+def test_the_same_training_again_is_the_same(right_run, tmp_path):
+    assert gradstats.compare(right_run, train(tmp_path / "again.zarr")).first is None
+
+
+def test_the_command(left, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    right = write(
+        tmp_path / "b.zarr", PLANTED["missing all-reduce in A: B is the mean"](gradients())
+    )
+    found = records("compare", left, right, "--per-layer", "--step", 1)
+    fields = {"step", "rank", "kind", "layer", "scale", "cosine", "error", "signs", "cause"}
+    assert {frozenset(r) for r in found} == {frozenset(fields)}
+    assert len(found) == RANKS * (1 + len(SHAPES))
+    done = run("compare", left, right)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "likely cause: missing all-reduce in A" in " ".join(done.stderr.split())
+    done = run("compare", left, tmp_path / "none.zarr")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,96 @@
+"""Monitors in trainings of several ranks: what each rank's monitor said, beside the gradient it should describe.
+
+No `from __future__ import annotations`: DDP reads the hooks' annotations.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from workers.hook import model
+from workers.trainings import loss_of
+
+from gradstats import Monitor
+from gradstats.compressors import TopK
+from gradstats.hooks import CompressionState, compression_hook
+
+STEPS = 4
+
+
+def flat(net):
+    return torch.cat([p.grad.flatten() for p in net.parameters()]).double().numpy()
+
+
+def under_ddp(rank, world, micro, scale, compress):
+    """Train with accumulation, a loss scaler or a compressor; return (values, gradient used, extra) of each step."""
+    net = model()
+    ddp = DDP(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
+    state = None
+    if compress:
+        state = CompressionState(TopK(0.05), named_parameters=net.named_parameters(), scaler=scaler)
+        ddp.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    logged, seen = [], []
+    monitor = Monitor(
+        ddp, logged.append, optimizer=optimizer, scaler=scaler, state=state, per_layer=True
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(micro):
+            with nullcontext() if part == micro - 1 else ddp.no_sync():
+                scaler.scale(loss_of(ddp, rank, micro * step + part) / micro).backward()
+        scaler.unscale_(optimizer)
+        used = flat(net)
+        scaler.step(optimizer)
+        scaler.update()
+        extra = None
+        if compress:
+            extra = state.last.quality, float(state.memory.residual.double().norm())
+        seen.append((monitor.values, used, extra))
+    monitor.close()
+    return seen, len(logged)
+
+
+def sharded(rank, world, mesh_shape):
+    """Train an FSDP2 model; return what the monitor said, and the gradient gathered from all shards."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    net = model()
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monitor = Monitor(net, optimizer=optimizer, per_layer=True)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):  # accumulated without an exchange
+            net.set_requires_gradient_sync(part == 1)
+            (loss_of(net, rank, 2 * step + part) / 2).backward()
+        whole = torch.cat([p.grad.full_tensor().flatten() for p in net.parameters()])
+        optimizer.step()
+        seen.append((monitor.values, whole.double().numpy(), None))
+    dist.barrier()
+    return seen
+
+
+CASES = {
+    "plain": (1, 1, False),
+    "accumulated": (3, 1, False),
+    "scaled": (2, 1024.0, False),
+    "compressed": (1, 1, True),
+    "compressed, accumulated, scaled": (2, 1024.0, True),
+}
+"""Micro-batches, loss scale, and whether there is a compressor."""
+
+
+def two_ranks(rank, world):
+    """Return what every case of two ranks gave, by name."""
+    found = {name: under_ddp(rank, world, *case) for name, case in CASES.items()}
+    return found | {"sharded": sharded(rank, world, (world,))}

@@ -1,0 +1,67 @@
+"""The tutorial, executed: its scripts and commands run in order, and print what the page shows.
+
+``python tests/docs/test_tutorial.py --write`` puts what they print into the page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+_BLOCK = re.compile(r"```(python|sh|text)\n(.*?)```", re.DOTALL)
+
+
+def executed(folder):
+    """Run the page's blocks in a folder; return the page with what they print in its blocks of text."""
+    text, printed = PAGE.read_text(encoding="utf-8"), ""
+
+    def run(block):
+        nonlocal printed
+        language, content = block.groups()
+        if language == "text":
+            return f"```text\n{printed}```"
+        printed = ""
+        if language == "python" and "Capture(" in content:
+            (folder / "train.py").write_text(content, encoding="utf-8")
+        elif language == "python":
+            printed = _output([sys.executable, "-c", content], folder)
+        else:
+            for line in content.splitlines():
+                name, *arguments = line.split()
+                program = {
+                    "python": [sys.executable],
+                    "gradstats": [sys.executable, "-m", "gradstats"],
+                }
+                printed += _output([*program[name], *arguments], folder)
+        return block[0]
+
+    return _BLOCK.sub(run, text)
+
+
+def _output(command, folder):
+    settings = os.environ | {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=settings)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path):
+    assert executed(tmp_path) == PAGE.read_text(encoding="utf-8")
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/docs/test_tutorial.py --write")
+    with tempfile.TemporaryDirectory() as made:
+        page = executed(Path(made))
+    PAGE.write_text(page, encoding="utf-8")

@@ -1,0 +1,221 @@
+"""The monitor against statistics of the whole gradient, and what it says when training breaks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from workers import monitor as cases
+from workers.hook import model
+
+import gradstats
+from capture import Capture
+from gradstats import Monitor
+from gradstats.errors import InputError
+from gradstats.statistics.pot.peaks import stability_at
+
+LAYERS = [(n, p.numel()) for n, p in model().named_parameters()]
+
+
+def check(values, gradient, scale=1.0):
+    """Compare a monitor's dict with NumPy on the whole gradient."""
+    size = np.abs(gradient[np.isfinite(gradient)])
+    some = size[size > 0]
+    assert values["gradient/norm"] == pytest.approx(np.linalg.norm(size), rel=1e-6)
+    assert values["gradient/mean"] == pytest.approx(some.mean(), rel=1e-6)
+    assert values["gradient/max"] == pytest.approx(some.max(), rel=1e-6)
+    assert values["gradient/zeros"] == pytest.approx(np.mean(size == 0))
+    assert values["gradient/nonfinite"] == np.count_nonzero(~np.isfinite(gradient))
+    # cells are 1/128 wide at most
+    low, high = (np.mean(some * scale < 2**-14 * f) for f in (0.99, 1.01))
+    assert low - 1e-9 <= values["gradient/underflow"] <= high + 1e-9
+    whole = gradstats.sketch(gradient).magnitudes
+    assert values["gradient/xi"] == pytest.approx(stability_at(whole, 0.1, "pwm").c, abs=0.01)
+    assert values["gradient/p"] == pytest.approx(gradstats.compressibility(gradient).p, rel=0.02)
+    if "gradient/norm/0.weight" in values:
+        start = 0
+        for name, numel in LAYERS:
+            norm = np.linalg.norm(gradient[start : start + numel])
+            assert values[f"gradient/norm/{name}"] == pytest.approx(norm, rel=1e-6)
+            start += numel
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_ranks(2, cases.two_ranks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", cases.CASES)
+def test_under_ddp_it_describes_what_the_optimizer_uses(two_ranks, name):
+    _, scale, compress = cases.CASES[name]
+    (first, logged), (second, silent) = (found[name] for found in two_ranks)
+    assert (logged, silent) == (cases.STEPS, 0)  # one step an optimizer step, logged once
+    for step, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        (values, gradient, extra), (others, other, _) = mine, theirs
+        assert values["gradient/step"] == step
+        assert np.array_equal(gradient, other)
+        check(values, gradient, scale)
+        shared = values.keys() - {"gradient/residual_norm", "gradient/quality"}
+        assert {n: values[n] for n in shared} == {n: others[n] for n in shared}
+        if compress:
+            assert values["gradient/quality"] == extra[0]
+            assert values["gradient/residual_norm"] == pytest.approx(extra[1], rel=1e-6)
+        else:
+            assert "gradient/quality" not in values
+
+
+def check_shards(results):
+    for (values, gradient, _), *others in zip(*results, strict=True):
+        check(values, gradient)
+        assert all(each[0] == values for each in others)
+
+
+@pytest.mark.distributed
+def test_of_shards_it_describes_the_whole(two_ranks):
+    """FSDP2 over two ranks; the last layer has three rows, two for one rank and one for the other."""
+    check_shards([found["sharded"] for found in two_ranks])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_of_shards_that_are_replicated_it_counts_each_once():
+    check_shards(run_ranks(4, cases.sharded, (2, 2)))
+
+
+def trained(steps=3, every=1, **options):
+    """Train a small model; return the monitor, and the gradients of all steps."""
+    net = model()
+    monitor, seen = Monitor(net, every=every, **options), []
+    for step in range(steps):
+        net.zero_grad()
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+        net(x).square().mean().backward()
+        seen.append((monitor.step(), cases.flat(net)))
+    return monitor, seen
+
+
+def test_every_nth_step_is_described():
+    logged = []
+    monitor, seen = trained(7, 3, log=logged.append, start_step=2)
+    assert [bool(values) for values, _ in seen] == [False, True, False, False, True, False, False]
+    assert [v["gradient/step"] for v in logged] == [3, 6]
+    check(logged[-1], seen[4][1])
+    assert monitor.values == logged[-1]
+    assert all(isinstance(v, float) and math.isfinite(v) for v in logged[-1].values())
+
+
+@pytest.mark.parametrize("when", ["scaled", "unscaled", "hooked", "fused"])
+def test_values_have_no_loss_scale_whenever_they_are_taken(when):
+    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3, fused=when == "fused")
+    hooked = when in ("hooked", "fused")
+    monitor = Monitor(net, optimizer=optimizer if hooked else None, scaler=scaler)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+        scaler.scale(net(x).square().mean()).backward()
+        gradient = cases.flat(net) / 2**12
+        if when == "unscaled":
+            scaler.unscale_(optimizer)
+        if not hooked:
+            monitor.step()
+        scaler.step(optimizer)
+        scaler.update()
+        check(monitor.values, gradient, 2**12)
+        assert monitor.values["gradient/step"] == step
+
+
+def test_a_step_that_the_scaler_skips_is_seen_by_hand_only():
+    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    by_hand, hooked = Monitor(net, scaler=scaler), Monitor(net, optimizer=optimizer)
+    scaler.scale(1e9 * net(torch.ones(2, 40)).square().sum()).backward()
+    assert by_hand.step()["gradient/nonfinite"] > 0
+    assert by_hand.blame is not None
+    scaler.step(optimizer)
+    assert not hooked.values
+
+
+def test_unused_parameters_and_empty_gradients():
+    net = nn.ModuleDict({"a": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
+    monitor = Monitor(net, per_layer=True)
+    assert monitor.step()["gradient/norm"] == 0.0
+    net["a"](torch.ones(1, 4)).sum().backward()
+    found = monitor.step()
+    assert set(found) >= {"gradient/norm/a.weight", "gradient/norm/a.bias"}
+    assert not any("unused" in name for name in found)
+    assert found["gradient/norm"] == pytest.approx(15**0.5)
+
+
+def steady(net, step, bad=None):
+    """Give a model the gradients of an uneventful step, with one layer changed."""
+    for i, (name, p) in enumerate(net.named_parameters()):
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+        p.grad = noise * (40 if name == bad else 1)
+
+
+def test_a_spike_names_its_layer_and_triggers_a_capture(tmp_path):
+    net = model()
+    monitor = Monitor(net, following=3)
+    with Capture(tmp_path / "run.zarr", net, monitor.triggered, total_steps=40) as capture:
+        for step in range(40):
+            steady(net, step, "2.weight" if step == 25 else None)
+            found = monitor.step()
+            capture.step()
+            if step == 25:
+                assert monitor.blame == "2.weight"
+                assert found["gradient/spike/2.weight"] > 6
+                assert [n for n in found if "spike/" in n] == ["gradient/spike/2.weight"]
+            else:
+                assert monitor.blame is None
+            assert ("gradient/spike" in found) == (step >= 10)
+    assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [25, 26, 27]
+
+
+def test_a_gradient_that_is_not_finite_is_blamed_on_the_last_layer():
+    net = model()
+    monitor = Monitor(net, trigger={"max": 50.0}, following=2)
+    steady(net, 0)
+    net[0].weight.grad[3, 4] = math.nan
+    net[2].bias.grad[:5] = math.inf
+    assert monitor.step()["gradient/nonfinite"] == 6
+    assert monitor.blame == "2.bias"
+    assert not monitor.triggered(1)
+    steady(net, 1, "4.weight")
+    monitor.step()
+    assert [monitor.triggered(s) for s in (2, 3, 4)] == [True, True, False]
+
+
+def test_a_real_divergence_triggers():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.02)
+    monitor, fired = Monitor(net, optimizer=optimizer, following=1), []
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = 5.0 if step >= 40 else 0.02
+        optimizer.zero_grad()
+        x = torch.randn(64, 40, generator=torch.Generator().manual_seed(step))
+        (net(x) - x[:, :3]).square().mean().backward()
+        optimizer.step()
+        fired.append(monitor.triggered(step))
+    assert not any(fired[:40])
+    assert any(fired[41:45])
+
+
+def test_options_that_make_no_sense_are_one_line():
+    net = model()
+    for options, message in (
+        ({"every": 0}, "every must be at least 1"),
+        ({"window": 5}, "window must be at least 10"),
+        ({"trigger": {"nrom": 1}}, "did you mean norm"),
+        ({"parameters": ["x*"]}, "no trainable parameter"),
+        ({"spike": -1}, "spike must be in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Monitor(net, **options)
+    with pytest.raises(InputError, match=r"torch\.nn\.Module"):
+        Monitor("net")
