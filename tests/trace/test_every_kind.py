@@ -73,7 +73,7 @@ def test_every_kind_opens_everywhere(tmp_path, case):
 # fmt: off
 SHARDED = {
     "two ranks": (2, {}),
-    "more ranks than rows": (32, {"kinds": ["gradient"]}),
+    "more ranks than rows": (22, {"kinds": ["gradient"]}),
     "other dimension": (2, {"dims": (1, 0)}),
     "compressed": (2, {"compress": True}),
     "compressor": (2, {"compression": True}),
@@ -173,7 +173,7 @@ def test_shards_that_are_not_a_whole_gradient_are_damage(tmp_path):
     assert np.array_equal(open_trace(path).read(1), gradient(1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_a_sharded_model_killed_at_random_moments(tmp_path, seed):
     """What both had committed is there and true, whoever died first."""
     assert kills.shards(seed, tmp_path) == "nothing lost"
