@@ -24,6 +24,7 @@ from capture.options import (
     MomentumOption,
     NesterovOption,
     NprocOption,
+    ParallelOption,
     RecipeOption,
     SeedOption,
     SingleRatioOption,
@@ -36,7 +37,7 @@ from capture.options import (
     signals_end_the_command,
     trained,
 )
-from capture.workloads.config import RunConfig
+from capture.workloads.config import DENSE, RunConfig
 from capture.workloads.registry import WORKLOADS, WorkloadInfo
 from gradstats.cli.options import (
     FormatOption,
@@ -77,14 +78,16 @@ def capture(  # numpydoc ignore=PR01
     workload: WorkloadArgument,
     out: Annotated[Path, typer.Option(help="Trace to create, NAME.zarr.", show_default=False)],
     nproc: NprocOption = 2,
+    parallel: ParallelOption = "ddp",
     recipe: RecipeOption = "short",
     compressor: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="none, topk, an estimator, a system such as dgc or marsit, or threshold:NAME, the bare rule.",
+            help="none, topk, an estimator, a system such as dgc or marsit, or threshold:NAME, the bare rule. topk if "
+            "absent; none for fsdp.",
             **one_of("compressor", trained),
         ),
-    ] = "topk",
+    ] = None,
     ratio: SingleRatioOption = 0.001,
     indices: IndicesOption = "plain",
     values: ValuesOption = "float32",
@@ -148,6 +151,7 @@ def capture(  # numpydoc ignore=PR01
             workload,
             recipe=recipe,
             nproc=nproc,
+            parallel=parallel,
             steps=steps,
             batch_size=batch_size,
             learning_rate=learning_rate,
@@ -161,7 +165,7 @@ def capture(  # numpydoc ignore=PR01
             lr_warm_up=lr_warm_up,
             hidden=hidden,
             vocab=vocab,
-            compressor=compressor,
+            compressor=compressor or (DENSE if parallel == "fsdp" else "topk"),
             ratio=ratio,
             indices=indices,
             values=values,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from capture.workloads.config import ClipKind, NesterovForm, Recipe, RunConfig
+from capture.workloads.config import ClipKind, NesterovForm, Parallel, Recipe, RunConfig
 from capture.workloads.registry import WORKLOADS, LearningRates
 from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
@@ -27,6 +27,7 @@ __all__ = [
     "MomentumOption",
     "NesterovOption",
     "NprocOption",
+    "ParallelOption",
     "RecipeOption",
     "SeedOption",
     "SingleRatioOption",
@@ -51,6 +52,13 @@ WorkloadArgument = Annotated[
 ]
 WorkloadOption = Annotated[str, typer.Option(**_WORKLOAD)]
 NprocOption = Annotated[int, typer.Option(help="Number of processes (ranks).")]
+ParallelOption = Annotated[
+    str,
+    typer.Option(
+        help="ddp, fsdp (FSDP2 over all ranks), or hsdp (within each of two replicas, compressed between them).",
+        **one_of("parallel", lambda: get_args(Parallel)),
+    ),
+]
 SingleRatioOption = Annotated[float, typer.Option(help="Kept fraction k/d.")]
 ErrorFeedbackOption = Annotated[
     bool,

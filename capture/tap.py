@@ -22,14 +22,17 @@ from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.G
 from torch.nn.parallel import DistributedDataParallel
 
 from capture.schedule import Schedule, as_schedule
+from capture.sharded import Sharding
 from capture.states import Said, name_parameters, observe, records_steps, step_columns, unnamed
 from capture.watch import BackwardWatch
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 from gradstats.hooks import Scaler
-from gradstats.hooks.gradient import logical, pairs_of, real_view
+from gradstats.hooks.gradient import Pair, logical, pairs_of, real_view
+from gradstats.hooks.units import Unit, is_sharded, local_part
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
+from gradstats.trace.format import WHOLE
 
 __all__ = ["Capture", "CaptureWarning", "Hook"]
 
@@ -65,9 +68,9 @@ class Capture:
         a step, such as :meth:`gradstats.Monitor.triggered`.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
-    kinds : sequence of {"gradient", "corrected"}, optional
-        What to store: the gradient, and the gradient plus the hook's memory. If None, both where the hook keeps a
-        memory, else the gradient.
+    kinds : sequence of {"gradient", "corrected", "local"}, optional
+        What to store: the gradient, the gradient plus the hook's memory, and, of a sharded model, this rank's gradient
+        before any reduction. If None, the first two where the hook keeps a memory, else the gradient.
     parameters : sequence of str, optional
         Name patterns (``fnmatch``) of the parameters to capture; all if None.
     store : {"gradients", "sketches"}
@@ -125,6 +128,12 @@ class Capture:
 
     The layout is that of the parameters that require gradients when the capture is made; one that is unfrozen later is
     left out, with a warning.
+
+    Under FSDP2 (``fully_shard``) every rank writes the shards that it holds of the gradient, which is read back whole
+    under the first rank of a replica. With :func:`gradstats.hooks.shard_hook` it is the mean over one replica's ranks,
+    as it goes into the compressor; else the mean over all ranks, stored once. Of kind ``"local"`` every rank writes all
+    elements: the sum over its micro-batches, before the reduce-scatter. Make the capture after ``fully_shard`` and
+    ``shard_hook``, and before the first forward pass.
     """
 
     def __init__(
@@ -182,13 +191,22 @@ class Capture:
         self._said: Said | None = None
         self._scale = 1.0
         self._warned: set[str] = set()
-        self._check_hook()
+        self._sharding: Sharding | None = None
+        self._seen: set[int] = set()
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if distributed else 0
         world_size = dist.get_world_size(process_group) if distributed else 1
         self.active = ranks is None or self.rank in set(ranks)
+        if is_sharded(self._model):
+            self._shard(ranks, process_group)
+        elif self._kinds is not None and "local" in self._kinds:
+            raise InputError(
+                "kind 'local' is of models sharded by fully_shard(); under DDP wrap a hook, and 'gradient' is each "
+                "rank's own"
+            )
+        self._check_hook()
 
         def create() -> None:
             attributes = {
@@ -214,6 +232,25 @@ class Capture:
         self._watch = BackwardWatch(self._parameters if self.active else ())
         self._closed = False
         _at_exit(weakref.WeakMethod(self.close))
+
+    def _shard(self, ranks: Iterable[int] | None, process_group: dist.ProcessGroup | None) -> None:
+        """Find out what this rank holds of a sharded model, and tap its exchanges."""
+        sharding = Sharding(self._layers, self._parameters, self._model, process_group)
+        self._sharding, self._state = sharding, sharding.hook
+        kinds = self._kinds or _usual_kinds(self._state)
+        own = sharding.kinds(kinds, ranks, self.rank)
+        self._kinds, self.active = tuple(own), bool(own)
+        if self._scaler is None and sharding.hook is not None:
+            self._scaler = sharding.hook.scaler
+        # weakly, for the model holds the taps
+        on_exchange, on_reduce = (
+            weakref.WeakMethod(self._on_exchange),
+            weakref.WeakMethod(self._on_reduce),
+        )
+        if {"gradient", "corrected"} & set(own):
+            sharding.watch(lambda *seen: _call(on_exchange, *seen))
+        if "local" in own:
+            sharding.tap(lambda *seen: _call(on_reduce, *seen))
 
     def wrap(self, state: Any, hook: Hook) -> tuple["Capture", Hook]:
         """Wrap a DDP communication hook, so that what goes into it is captured.
@@ -394,6 +431,65 @@ class Capture:
             self._current = self._borrow()
             self._scale = self._loss_scale()
 
+    def _tapped(self) -> Snapshot | None:
+        """Return where a tap of a sharded model writes; the first one of an iteration begins a step."""
+        if self._closed or not self.active:
+            return None
+        if not self._seen:
+            self._said = Said(observe(self._state))
+            if self._current is None and self._wanted():
+                self._current = self._borrow()
+                self._scale = self._loss_scale()
+                # a step writes nothing for units that it does not reach
+                for array in () if self._current is None else self._current.arrays.values():
+                    array[...] = 0
+        return self._current
+
+    def _on_exchange(
+        self, state: Any, parameters: Sequence[torch.Tensor], pairs: Sequence[Pair]
+    ) -> None:
+        """Snapshot what a unit's replicas are about to exchange."""
+        assert self._sharding is not None
+        snapshot, scale = self._tapped(), state.scaler.get_scale()
+        if id(state) in self._seen and parameters[0].grad is not None:
+            self._warn_once(
+                "exchanges",
+                "the shard hook exchanges on every micro-step, and the last is recorded: call "
+                "model.set_requires_all_reduce(False) before all but the last",
+            )
+        self._seen.add(id(state))
+        arrays = {} if snapshot is None else snapshot.arrays
+        for parameter, (shard, gradient) in zip(parameters, pairs, strict=True):
+            place = self._sharding.places.get(id(parameter))
+            if place is None:
+                continue
+            if "gradient" in arrays:
+                _copy(gradient, arrays["gradient"][place], scale)
+            if "corrected" in arrays:
+                _copy(state.corrected(shard, gradient), arrays["corrected"][place])
+
+    def _on_reduce(self, unit: Unit, buffer: torch.Tensor) -> None:
+        """Snapshot this rank's gradients of a unit, before they are reduced; add those of micro-steps."""
+        snapshot = self._tapped()
+        self._seen.add(id(unit))
+        if snapshot is None:
+            return
+        try:
+            local, divided = snapshot.arrays["local"], unit.factors[0]
+            for parameter, gradient in unit.unreduced(buffer):
+                place = self._slots.get(id(parameter.sharded_param))
+                if place is None:
+                    continue
+                values = np.empty_like(local[place])
+                _copy(gradient, values, self._scale / divided)
+                waits = unit.group._partial_reduce_output is not None
+                if waits or parameter.sharded_param.grad is not None:
+                    values += local[place]
+                local[place] = values
+        except InputError as error:
+            self._drop()
+            self._stop(error)
+
     def _after(self, bucket: GradBucket, future: object) -> None:
         """Note that the inner hook took a bucket; the last one completes the step."""
         if isinstance(future, torch.futures.Future):
@@ -414,6 +510,7 @@ class Capture:
         snapshot, self._current = self._current, None
         self._in_step = self._sent = False
         self._futures.clear()
+        self._seen.clear()
         if snapshot is not None and self._background is not None:
             self._background.give_back(snapshot)
 
@@ -426,11 +523,16 @@ class Capture:
         """Snapshot the gradients of a model without a wrapped hook, and commit the step."""
         source = self._model if model is None else _unwrap(model)
         own = source is self._model
+        if self._sharding is not None and not own:
+            raise InputError(
+                "step() takes no other model than the sharded one that the Capture was made for"
+            )
         slots = self._slots if own else self._slots_of(source)
         parameters = self._parameters
         if not own:
             parameters = [p for p in source.parameters() if id(p) in slots]
-        wanted = self._wanted()
+        # a tap has asked the schedule already
+        wanted = self._current is not None or (not self._seen and self._wanted())
         # values are looked at where they are needed, and not where DDP wrote them after the backward pass
         shallow = self._watch.fired and (not wanted or self._ddp is not None)
         if own and not shallow:
@@ -446,9 +548,9 @@ class Capture:
             self._check_scaler()
         self._in_step = self._sent = True
         try:
-            if wanted:
+            if wanted and self._current is None:
                 self._current = self._borrow()
-            if self._current is not None:
+            if self._current is not None and self._sharding is None:
                 scale = self._loss_scale()
                 for parameter in source.parameters():
                     slot = slots.get(id(parameter))
@@ -457,14 +559,27 @@ class Capture:
                             self._note_absent(parameter)
                         continue
                     for array in self._current.arrays.values():
-                        if parameter.grad is None:
-                            array[slot] = 0
-                        else:
-                            _copy(parameter.grad, array[slot], scale)
+                        _put(parameter, array[slot], scale)
+            elif self._current is not None:
+                self._take_shards(self._current.arrays)
             self._commit(loss, learning_rate)
         except BaseException:
             self._drop()
             raise
+
+    def _take_shards(self, arrays: Mapping[Kind, NDArray[np.float32]]) -> None:
+        """Snapshot what no tap has seen: the shards that FSDP2 left, where there is no hook."""
+        assert self._sharding is not None
+        if not self._seen and ("local" in arrays or self._sharding.hook is not None):
+            raise InputError(
+                "nothing was seen of the exchange: fully_shard(), shard_hook() and set_custom_reduce_scatter() come "
+                "before the Capture"
+            )
+        if self._sharding.hook is None:
+            scale = self._loss_scale()
+            for array in (array for kind, array in arrays.items() if kind not in WHOLE):
+                for parameter in self._parameters:
+                    _put(parameter, array[self._sharding.places[id(parameter)]], scale)
 
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
@@ -481,6 +596,8 @@ class Capture:
 
     def _check_hook(self) -> None:
         """Refuse a DDP model whose hook is not the wrapped one: its ``.grad`` are what that hook left."""
+        if self._sharding is not None:
+            self._sharding.check()
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None:
             return
@@ -540,7 +657,7 @@ class Capture:
     def _start(self) -> None:
         """Open this rank's writer, once the hook is known and with it the kinds to write."""
         if self._kinds is None:
-            self._kinds = KINDS if observe(self._state).error_feedback else ("gradient",)
+            self._kinds = _usual_kinds(self._state)
         expected = None
         if self._total_steps is not None and self.schedule.known:
             expected = self.schedule.count(self._total_steps)
@@ -554,10 +671,17 @@ class Capture:
                 expected_steps=expected,
                 compress=self._compress,
                 compression=records_steps(self._state),
+                **self._shards(),
             )
             self._background = BackgroundWriter(writer, self._kinds, self._buffers)
         except Exception as error:
             self._stop(error)
+
+    def _shards(self) -> dict[str, Any]:
+        """Return a writer's options of a sharded gradient."""
+        if self._sharding is None or set(self._kinds or ()) <= set(WHOLE):
+            return {}
+        return {"shards": self._sharding.shards, "shard_ranks": self._sharding.ranks}
 
     def _commit(
         self, loss: float | torch.Tensor | None = None, learning_rate: float | None = None
@@ -574,6 +698,7 @@ class Capture:
         snapshot, self._current = self._current, None
         self._in_step = self._sent = False
         self._futures.clear()
+        self._seen.clear()
         if snapshot is not None and self._background is not None:
             self._background.submit(snapshot)
 
@@ -694,6 +819,25 @@ def _copy(gradient: torch.Tensor, place: NDArray[np.float32], scale: float = 1.0
     if scale != 1:
         values = values.to(torch.promote_types(values.dtype, torch.float32)) * (1 / scale)
     torch.from_numpy(place).copy_(values)
+
+
+def _put(parameter: torch.Tensor, place: NDArray[np.float32], scale: float) -> None:
+    """Store what this rank has of a parameter's gradient, or zeros."""
+    if parameter.grad is None:
+        place[...] = 0
+    elif place.size:
+        _copy(local_part(parameter.grad), place, scale)
+
+
+def _usual_kinds(state: object) -> tuple[Kind, ...]:
+    """Return what is captured where nothing is asked for."""
+    return ("gradient", "corrected") if observe(state).error_feedback else ("gradient",)
+
+
+def _call(method: "weakref.WeakMethod[Callable[..., None]]", *arguments: Any) -> None:
+    found = method()
+    if found is not None:
+        found(*arguments)
 
 
 def _create_on_rank_zero(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gradstats.hooks.units import local_part
+
 __all__ = ["BackwardWatch"]
 
 
@@ -96,4 +98,7 @@ class BackwardWatch:
 def _values(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
+    gradient = local_part(
+        gradient
+    )  # of a sharded one: no exchange, which some ranks might not take part in
     return gradient if gradient.layout == torch.strided else gradient.to_dense()

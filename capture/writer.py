@@ -28,8 +28,8 @@ class Snapshot:
 
     Attributes
     ----------
-    arrays : dict of str to float32 array, shape (d,)
-        Values by kind, in the order of the flat gradient.
+    arrays : dict of str to float32 array
+        Values by kind, in the order of the flat gradient; of a sharded one those that this rank holds.
     step : int
         Number of the step.
     scalars : mapping
@@ -48,7 +48,7 @@ class BackgroundWriter:
     ----------
     writer : TraceWriter
         Writer of one rank. Only the background thread uses it from now on.
-    kinds : sequence of {"gradient", "corrected"}
+    kinds : sequence of Kind
         Arrays that a snapshot holds.
     buffers : int
         Largest number of snapshots in use at once; :meth:`borrow` waits when all are.
@@ -64,7 +64,7 @@ class BackgroundWriter:
         self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         for _ in range(buffers):
             # Zeros, because a step writes nothing for parameters that it does not reach.
-            self._free.put(Snapshot({k: np.zeros(writer.numel, np.float32) for k in kinds}))
+            self._free.put(Snapshot({k: np.zeros(writer.size(k), np.float32) for k in kinds}))
         self._full: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         # An event, because a join that Ctrl-C interrupts takes the thread for ended (Python 3.11 and 3.12).
         self._done = threading.Event()

@@ -36,6 +36,7 @@ ROOMS = [
     "capture.watch",
     "capture.states",
     "capture.writer",
+    "capture.sharded",
     "capture.tap",
     "capture.integrations",
     "capture.workloads",

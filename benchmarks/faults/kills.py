@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.readers import assert_all_agree, assert_as_written
-from support.traces import LAYERS, gradient, said
+from support.readers import assert_all_agree, assert_as_written, assert_shards_agree
+from support.traces import LAYERS, gradient, held, said, shards_of, write_shards
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -67,6 +67,59 @@ def _write_for_ever(folder: Path, seed: int, reports: Connection) -> None:
             writer.append(step, arrays, loss=step / 2, selected=step, **columns)
             reports.send((number, options, step))
         writer.close()
+
+
+def _write_shards_for_ever(folder: Path, rank: int, seed: int, reports: Connection) -> None:
+    """Write one rank's shards of small traces that rank 0 creates; say every step that was committed."""
+    rng = random.Random(seed)  # the same on both ranks
+    reports.send("ready")
+    for number in itertools.count():
+        path = folder / f"{number}.zarr"
+        if rank == 0:
+            create_trace(path, LAYERS, world_size=2)
+        while not is_trace(path):
+            time.sleep(0.001)
+        options: dict[str, Any] = {
+            "store": rng.choice(["gradients", "sketches"]),
+            "compression": rng.random() < 0.7,
+            "expected_steps": rng.choice([1, 2, 3, None, 500]),
+        }
+        last = rng.randrange(1, 20)
+        each = write_shards(path, [], rank=rank, world=2, close=False, **options)
+        for step in range(last):
+            shards = shards_of(rank, 2)
+            arrays = {
+                k: gradient(step, rank, k) if k == "local" else held(gradient(step, 0, k), shards)
+                for k in KINDS
+            }
+            columns = said(step) if options["compression"] else {}
+            each.append(step, arrays, loss=step / 2, selected=step, **columns)
+            reports.send((number, step))
+        each.close()
+
+
+def shards(number: int, folder: Path) -> str:
+    """Kill both writers of a sharded model: what both have committed is there, and true."""
+    rng = random.Random(number)
+    processes = [start(_write_shards_for_ever, folder, rank, number) for rank in range(2)]
+    for process in processes:
+        process.wait_for("ready")
+    time.sleep(rng.uniform(0.02, 0.8))
+    for process in rng.sample(processes, 2):
+        process.kill()
+        time.sleep(rng.choice([0, 0, 0.02]))
+    found = [process.rest() for process in processes]
+    for path in (p for p in folder.glob("*.zarr") if is_trace(p)):
+        trace = assert_shards_agree(path)
+        both = [{step for n, step in each if n == int(path.stem)} for each in found]
+        steps = trace.steps(0) if 0 in trace.ranks else []
+        least = len(set.intersection(*both))
+        assert least <= len(steps) <= least + 1, (both, steps)
+        assert steps == list(range(len(steps)))
+        for step in steps:
+            if trace.has_gradients(0):
+                assert np.array_equal(trace.read(step), gradient(step))
+    return "nothing lost"
 
 
 def writer(number: int, folder: Path) -> str:

@@ -27,6 +27,7 @@ from capture.integrations.trainer import TrainerCapture, TrainerMonitor
 from capture.schedule import Schedule
 from capture.tap import Hook
 from gradstats.errors import InputError
+from gradstats.hooks.units import is_sharded
 
 __all__ = ["CaptureCallback", "MonitorCallback"]
 
@@ -40,6 +41,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     accumulated over the micro-batches, averaged over the ranks under DDP (so every rank holds the same one;
     ``ranks=[0]`` keeps it once), and clipped to ``max_grad_norm``, which is 1 unless you set it (0 switches it off).
     The gradient is free of fp16's loss scale, except in transformers 4 with clipping off.
+
+    Under FSDP2 (``fsdp_version: 2``) the shards of this gradient are recorded, and read back whole.
 
     With `comm_hook` the callback records what goes into that hook instead: each rank's own gradient, before averaging
     and clipping, and without the loss scale of fp16. A compressor's state should know that scale too: give it the
@@ -73,7 +76,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         If an option is unknown.
     InputError
         If `comm_hook` is given without `trainer`. When training begins, if `comm_hook` is given and the model is not in
-        DDP, if the model is sharded (FSDP, DeepSpeed), or if an option has a wrong value.
+        DDP, if the model is sharded by something else than FSDP2 (DeepSpeed), or if an option has a wrong value.
     TraceError
         When training begins, if the trace cannot be created.
     """
@@ -106,8 +109,10 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Create the trace, and register the hook if there is one."""
         parallel = PartialState().distributed_type
-        if parallel in _SHARDED:
-            raise InputError(f"gradients sharded by {parallel.value} cannot be captured; use DDP")
+        if parallel in _SHARDED and not is_sharded(model):
+            raise InputError(
+                f"gradients sharded by {parallel.value} cannot be captured; use DDP, or FSDP2 (fsdp_version: 2)"
+            )
         self._open(
             model if self._trainer is None else self._trainer.model_wrapped,
             state.global_step,

@@ -10,7 +10,11 @@ import torch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
 except ImportError as error:
     raise ImportError(f"{__name__} needs lightning: pip install 'gradstats[lightning]'") from error
 
@@ -28,6 +32,8 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     The callback records every parameter's ``.grad`` at ``on_before_optimizer_step``: the mean over the micro-batches of
     ``accumulate_grad_batches``, averaged over the ranks under DDP (so every rank holds the same one; ``ranks=[0]``
     keeps it once), without the loss scale of fp16, and before ``gradient_clip_val``.
+
+    Under FSDP2 (``ModelParallelStrategy``) the shards of this gradient are recorded, and read back whole.
 
     With `comm_hook` the callback records what goes into that hook instead: each rank's own gradient, before averaging,
     and without the loss scale of fp16. A compressor's state should know that scale too: make the scaler, and give it to
@@ -57,8 +63,8 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     TypeError
         If an option is unknown.
     InputError
-        When training begins, if the strategy is neither a single device nor DDP, if `comm_hook` is given and the
-        strategy is not DDP, or if an option has a wrong value.
+        When training begins, if the strategy is neither a single device, nor DDP, nor FSDP2, if `comm_hook` is given
+        and the strategy is not DDP, or if an option has a wrong value.
     TraceError
         When training begins, if the trace cannot be created.
     """
@@ -79,9 +85,13 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule
     ) -> None:
         """Create the trace, and register the hook if there is one."""
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        known = SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
+        if not isinstance(trainer.strategy, known):
             name = type(trainer.strategy).__name__
-            raise InputError(f"gradients of {name} cannot be captured; use DDP or a single device")
+            raise InputError(
+                f"gradients of {name} cannot be captured; use a single device, DDP, or ModelParallelStrategy with "
+                "fully_shard()"
+            )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._open(trainer.strategy.model, trainer.global_step, scaler)
 

@@ -18,6 +18,7 @@ __all__ = [
     "NO_EXCHANGE",
     "ClipKind",
     "NesterovForm",
+    "Parallel",
     "Recipe",
     "RunConfig",
     "RunResult",
@@ -36,6 +37,8 @@ ClipKind: TypeAlias = Literal["local", "averaged"]
 """What is clipped: each rank's gradient before it is accumulated, or the average after the exchange."""
 NesterovForm: TypeAlias = Literal["none", "dgc", "redsync"]
 """No Nesterov's momentum, or one of the forms that :class:`gradstats.hooks.MomentumCorrection` has."""
+Parallel: TypeAlias = Literal["ddp", "fsdp", "hsdp"]
+"""Every rank with the whole model, with a shard of it, or shards in each of two replicas."""
 Recipe: TypeAlias = Literal["short", "paper"]
 """Where settings come from that are not given: the workload's own defaults, or the papers' training."""
 _SYSTEM_MOMENTUM = 0.9
@@ -67,6 +70,9 @@ class RunConfig:
         Number of words the LSTM knows.
     nproc : int
         Number of processes (ranks).
+    parallel : {"ddp", "fsdp", "hsdp"}
+        Whether every rank has the whole model, a shard of it, or a shard in one of two replicas, which exchange
+        compressed gradients.
     compressor : str
         A name of :data:`gradstats.compressors.COMPRESSORS`, :data:`BASELINES`, or :data:`NO_EXCHANGE`.
     ratio : float
@@ -129,6 +135,7 @@ class RunConfig:
     workload: str
     recipe: Recipe = "short"
     nproc: int = 2
+    parallel: Parallel = "ddp"
     steps: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
@@ -305,6 +312,7 @@ class RunConfig:
         else:
             make_compressor(self.compressor, self.ratio, **self.options)
         self._check_training()
+        self._check_parallel()
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
@@ -351,6 +359,31 @@ class RunConfig:
         if training.warm_up and self.compressor in BASELINES[1:]:
             raise InputError(f"{self.compressor} has no warm-up here: leave it out")
 
+    def _check_parallel(self) -> None:
+        if self.parallel not in get_args(Parallel):
+            raise InputError(
+                f"parallel must be one of {', '.join(get_args(Parallel))}, not {self.parallel!r}"
+            )
+        if self.parallel == "ddp":
+            return
+        if self.parallel == "hsdp" and (self.nproc < 4 or self.nproc % 2):
+            raise InputError(
+                f"hsdp shards each of two replicas: give an even nproc, at least 4, not {self.nproc}"
+            )
+        if self.parallel == "fsdp" and self.compressor != DENSE:
+            raise InputError(
+                f"fsdp exchanges no whole gradients to compress: use compressor={DENSE}, or parallel=hsdp, which "
+                "compresses between replicas"
+            )
+        if self.whole_system or self.compressor in (NO_EXCHANGE, *BASELINES[1:]):
+            raise InputError(f"{self.compressor} is for ddp alone: take another compressor")
+        for name in ("diagnose_every", "bucket_mb"):
+            if getattr(self, name):
+                raise InputError(f"{name} is for ddp alone: leave it out")
+        training = self.training()
+        if training.clip and training.clip_kind == "local":
+            raise InputError("a sharded gradient cannot be clipped locally: use clip_kind=averaged")
+
     def metadata(self) -> dict[str, Any]:
         """Return the settings as JSON values, for the trace.
 
@@ -375,6 +408,7 @@ class RunConfig:
                     if v and (k != "clip_kind" or training.clip)
                 },
             },
+            **({"parallel": self.parallel} if self.parallel != "ddp" else {}),
             "compressor": self.compressor,
             "ratio": 1.0 if dense else self.ratio,
             **({"options": dict(self.options)} if self.options else {}),

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.tap import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import RunConfig, RunResult
-from gradstats.compressors import SparseCompressor, make_compressor
+from capture.workloads.sharding import clip_gradients, shard, whole
+from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
-from gradstats.hooks import CompressionState, compression_hook
+from gradstats.hooks import CompressionState, ShardHook, compression_hook
 from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.hooks.systems import make_state
 
@@ -72,24 +73,31 @@ def thread_count(nproc: int) -> int:
 def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
-    state, hook, bucket_mb = _make_exchange(config, task.model)
-    ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
-    compression = state if isinstance(state, CompressionState) else None
-    capture = _make_capture(config, ddp)
-    if capture is not None:
-        state, hook = capture.wrap(state, hook)
-    ddp.register_comm_hook(state, hook)
+    sharded = config.parallel != "ddp"
+    compression: CompressionState | ShardHook | None
+    if sharded:
+        network = task.model
+        compression = shard(config, network, lambda: _make_compressor(config))
+        capture = _make_capture(config, network)
+    else:
+        state, hook, bucket_mb = _make_exchange(config, task.model)
+        network = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
+        compression = state if isinstance(state, CompressionState) else None
+        capture = _make_capture(config, network)
+        if capture is not None:
+            state, hook = capture.wrap(state, hook)
+        network.register_comm_hook(state, hook)
     training = config.training()
     outside = not config.whole_system  # a system corrects its momentum in the memory
     optimizer = torch.optim.SGD(
-        ddp.parameters(),
+        network.parameters(),
         lr=config.initial_learning_rate,
         momentum=training.momentum if outside else 0.0,
         nesterov=outside and bool(training.nesterov),
         weight_decay=training.weight_decay if outside else 0.0,
     )
     clip = training.clip if training.clip_kind == "averaged" else None
-    result = RunResult(numel=sum(p.numel() for p in ddp.parameters()))
+    result = RunResult(numel=sum(p.numel() for p in network.parameters()))
     steps = config.setting("steps")
     with _Progress(config.label if rank == 0 else "", steps) as progress:
         for step in range(steps):
@@ -98,12 +106,12 @@ def _train(config: RunConfig) -> RunResult:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.zero_grad()
-            loss = task.loss(ddp, step)
+            loss = task.loss(network, step)
             torch.autograd.backward(loss)
             if capture is not None:
                 capture.step(loss=loss, learning_rate=learning_rate)
             if clip is not None:
-                torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+                clip_gradients(network, clip)
             optimizer.step()
             result.losses.append(loss.item())
             result.seconds.append(time.perf_counter() - started)
@@ -112,12 +120,12 @@ def _train(config: RunConfig) -> RunResult:
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
-    if task.evaluate is not None and config.evaluate and rank == 0:
+    if task.evaluate is not None and config.evaluate and (rank == 0 or sharded):
         for name, value in task.evaluate(task.model).items():
             setattr(result, name, value)
-    if compression is not None:
+    if isinstance(compression, CompressionState):
         result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
-    result.checksum = sum(float(p.detach().double().sum()) for p in ddp.parameters())
+    result.checksum = sum(float(whole(p.detach()).double().sum()) for p in network.parameters())
     return result
 
 
@@ -150,12 +158,7 @@ def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
             **{**system, **options},
         )
     else:
-        compressor = (
-            SparseCompressor(TorchTopK(config.ratio))
-            if config.compressor == "torch-topk"
-            else make_compressor(config.compressor, config.ratio, **config.options)
-        )
-        assert compressor is not None
+        compressor = _make_compressor(config)
         state = CompressionState(
             compressor,
             error_feedback=config.error_feedback and compressor.feedback,
@@ -165,6 +168,14 @@ def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
         )
     bucket_mb = _STREAMED_BUCKET_MB if state.compressor.streams else None
     return Exchange(state, compression_hook, bucket_mb)
+
+
+def _make_compressor(config: RunConfig) -> Compressor:
+    if config.compressor == "torch-topk":
+        return SparseCompressor(TorchTopK(config.ratio))
+    compressor = make_compressor(config.compressor, config.ratio, **config.options)
+    assert compressor is not None
+    return compressor
 
 
 def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:

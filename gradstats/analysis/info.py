@@ -27,6 +27,7 @@ def describe(source: TraceSource) -> dict[str, str]:
         Of run, compressor, training, loss, gradient, captured, size, made and versions those that are known.
     """
     trace, a = source.trace, source.trace.attrs
+    captured = len(set().union(*map(trace.shard_ranks, trace.ranks)))
     optimizer = a.get("optimizer")
     optimizer = optimizer if isinstance(optimizer, Mapping) else {}
     facts = {
@@ -59,7 +60,7 @@ def describe(source: TraceSource) -> dict[str, str]:
         "loss": _ends(source, "loss"),
         "learning rate": _ends(source, "learning_rate"),
         "gradient": f"{trace.numel:,} elements in {len(trace.layers)} parameters",
-        "captured": f"{len(trace.steps())} steps, {len(trace.ranks)} of {trace.world_size} ranks",
+        "captured": f"{len(trace.steps())} steps, {captured} of {trace.world_size} ranks",
         "size": _size(source),
         "made": _joined([a.get("created"), f"on {a['host']}" if "host" in a else None], " "),
         "versions": _joined([f"{k} {v}" for k, v in dict(a.get("versions", {})).items()]),

@@ -1,4 +1,4 @@
-"""Parts that a training loop registers with DDP: the hook, its state, and the memories of a rank."""
+"""Parts that a training loop registers with DDP or FSDP2: the hook, its state, and the memories of a rank."""
 
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.hook import compression_hook
@@ -12,6 +12,7 @@ from gradstats.hooks.memory import (
 )
 from gradstats.hooks.monitor import Monitor
 from gradstats.hooks.ratio import dgc_warm_up
+from gradstats.hooks.shards import ShardHook, shard_hook
 from gradstats.hooks.state import CompressionState, NonFinite, Scaler
 from gradstats.trace.record import StepRecord
 
@@ -27,7 +28,9 @@ __all__ = [
     "NoMemory",
     "NonFinite",
     "Scaler",
+    "ShardHook",
     "StepRecord",
     "compression_hook",
     "dgc_warm_up",
+    "shard_hook",
 ]

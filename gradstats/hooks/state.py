@@ -25,7 +25,7 @@ from gradstats.primitives import warm_up
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.trace.record import StepRecord
 
-__all__ = ["CompressionState", "HeldBucket", "NonFinite", "Scaler", "after_backward"]
+__all__ = ["CompressionState", "HeldBucket", "NonFinite", "Scaler", "after_backward", "count_bad"]
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero", "propagate"]
 
@@ -198,7 +198,7 @@ class CompressionState:
         weight_decay = check_number(weight_decay, "weight_decay", 0, math.inf, "[)")
         self._gradient = FlatGradient(self._layout, self.memory, weight_decay)
         self.sparse_bad = 0
-        """Elements of this step's averaged sparse gradients that are not finite; the hook's."""
+        """Elements that are not finite in averaged sparse gradients, or on ranks with other shards; the hook's."""
         self._problem = ""
         self._hidden = 0
         self._scale: float | None = None
@@ -419,6 +419,16 @@ class CompressionState:
                 )
             self._layout.skip(parameter)
 
+    def use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that this rank used parameters in the step, where autograd does not tell. Called by the hook.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters.
+        """
+        self._used.update(map(id, parameters))
+
     def ready(self, pairs: list[Pair]) -> None:
         """Take gradients that are ready; a compressor that streams sends them. Called by the hook.
 
@@ -429,7 +439,7 @@ class CompressionState:
         """
         if self._streams():
             self._layout.require(parameter for parameter, _ in pairs)
-            self._push(pairs, self._take(pairs))
+            self._push(pairs, self._take(pairs) or min(self.sparse_bad, _LARGEST_FLAG))
 
     def complete(self, pairs: list[Pair]) -> float | None:
         """Exchange, put the average into the gradients, and settle the memory. Called by the hook.
@@ -492,7 +502,7 @@ class CompressionState:
         assert self._scale is not None
         self._gradient.write(pairs, reduced.mean, reduced.touched, self._scale)
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
-        over = _count_bad([g for _, g in pairs if g.dtype == torch.float16])
+        over = count_bad([g for _, g in pairs if g.dtype == torch.float16])
         if over:
             return self._refuse(pairs, Reduced([over] * len(reduced.flags)))
         if dense_mean is not None:
@@ -637,12 +647,12 @@ class CompressionState:
     def _take(self, pairs: list[Pair]) -> int:
         """Add the memory to gradients; return how many elements are not finite, after the policy saw to them."""
         assert self._scale is not None
-        bad = _count_bad(self._gradient.take(pairs, self._factor(pairs)))
+        bad = count_bad(self._gradient.take(pairs, self._factor(pairs)))
         if bad and self.nonfinite == "zero":
             where = self._gradient.first_bad()
             self._problem = f"{bad} NaN or infinite elements taken as zero{where}"
             zero_bad(pairs)
-            bad = _count_bad(self._gradient.take(pairs, self._factor(pairs)))
+            bad = count_bad(self._gradient.take(pairs, self._factor(pairs)))
         return min(bad, _LARGEST_FLAG)
 
     def _factor(self, pairs: list[Pair]) -> float:
@@ -728,7 +738,19 @@ def after_backward(call: Callable[[], None]) -> bool:
     return True
 
 
-def _count_bad(parts: list[torch.Tensor]) -> int:
+def count_bad(parts: Sequence[torch.Tensor]) -> int:
+    """Return the number of elements that are not finite.
+
+    Parameters
+    ----------
+    parts : sequence of tensor
+        Elements.
+
+    Returns
+    -------
+    int
+        Number of NaN and infinite ones.
+    """
     # one pass; a false alarm, sums that overflow, costs one more
     if not parts or torch.isfinite(torch.stack([part.sum() for part in parts]).sum()):
         return 0

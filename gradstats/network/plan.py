@@ -237,7 +237,8 @@ def _break_even(network: Network, other: _System, system: _System) -> tuple[floa
 
 def _kind(source: Source) -> Kind:
     """Return the kind of vector that a compressor sees: with error feedback the corrected gradient."""
-    return "corrected" if any(k == "corrected" for _, k, _ in source.entries()) else "gradient"
+    held = {kind for _, kind, _ in source.entries()}
+    return next((kind for kind in ("corrected", "gradient") if kind in held), "local")
 
 
 def _measured_quality(

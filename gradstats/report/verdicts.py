@@ -61,7 +61,7 @@ def missing_ranks(measured: Measured) -> list[int]:
     if not isinstance(measured.source, TraceSource):
         return []
     trace = measured.source.trace
-    return sorted({*range(trace.world_size)} - {*trace.ranks})
+    return sorted({*range(trace.world_size)}.difference(*map(trace.shard_ranks, trace.ranks)))
 
 
 def _of(records: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:

@@ -9,11 +9,15 @@
         gradient_counts    (step, layer, bin)      uint32
         gradient_moments   (step, layer, moment)   float64
         corrected, corrected_counts, corrected_moments    the same, gradient + residual
-        gradient_zeros, gradient_nonfinite, corrected_zeros, corrected_nonfinite   (step,) int64
+        local, local_counts, local_moments                the same, before any reduction, where the model is sharded
+        gradient_zeros, gradient_nonfinite, …             (step,)  int64, of every kind
         loss, learning_rate, threshold    (step,)  float64, NaN where unknown
         selected       (step,)            int64, k̂ kept in fact, -1 where unknown
         compression    (step, column)     float64: what a compressor of this package says of its step
         layer_compression  (step, layer, layer_column)   float64: and of its layers, in the steps it diagnosed
+
+Where the model is sharded, ``gradient`` and ``corrected`` are ``(step, shard_element)``, the parts of the parameters
+that the rank holds; its attribute ``shards`` says which, and ``shard_ranks`` who holds the others.
 
 ``xarray.open_datatree(path, engine="zarr", consolidated=False)`` opens it without this package, at any moment of its
 writing or after its writer was killed. Rows with step -1 are not committed. A process killed at any moment loses only
@@ -31,6 +35,7 @@ from gradstats.trace.format import (
     STORES,
     Kind,
     Layer,
+    Shard,
     Store,
     create_trace,
     is_trace,
@@ -46,6 +51,7 @@ __all__ = [
     "STORES",
     "Kind",
     "Layer",
+    "Shard",
     "Store",
     "Trace",
     "TraceWriter",

@@ -33,9 +33,11 @@ __all__ = [
     "SCHEMA",
     "STATISTICS",
     "STORES",
+    "WHOLE",
     "ArraySpec",
     "Kind",
     "Layer",
+    "Shard",
     "Store",
     "array_specs",
     "count_nonfinite",
@@ -51,11 +53,13 @@ __all__ = [
     "to_bfloat16",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
 
-Kind: TypeAlias = Literal["gradient", "corrected"]
-KINDS: tuple[Kind, ...] = ("gradient", "corrected")
+Kind: TypeAlias = Literal["gradient", "corrected", "local"]
+KINDS: tuple[Kind, ...] = ("gradient", "corrected", "local")
+WHOLE: tuple[Kind, ...] = ("local",)
+"""Kinds of which every rank has all elements, also where the model is sharded."""
 
 Store: TypeAlias = Literal["gradients", "sketches"]
 STORES: tuple[Store, ...] = ("gradients", "sketches")
@@ -91,12 +95,14 @@ STATISTICS = ("count", "zeros", "nonfinite", "sum_abs", "sum_squares", "sum_log"
 
 _ROWS = 1024  # rows per chunk of a scalar: a write is one file of 8 kB
 _TABLE = 1 << 16  # bytes per chunk of compression columns, about
+_RUNS = 1 << 22  # stretches of one shard in its flat parameter
 _METADATA = 1 << 26  # largest zarr.json that is read: a layout of half a million parameters
 
 
 _LONG_NAMES = {
     "gradient": "gradient as autograd left it",
     "corrected": "gradient plus what error feedback added",
+    "local": "gradient of this rank before any reduction",
     "counts": "elements by magnitude",
     "moments": "sums over the elements",
     "zeros": "zero elements",
@@ -146,6 +152,69 @@ class Layer:
     def slice(self) -> slice:
         """Return its position in the flat gradient."""
         return slice(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of one parameter that a rank holds where the model is sharded.
+
+    Attributes
+    ----------
+    name : str
+        Name of the parameter.
+    offset : tuple of int
+        Index in the parameter of the part's first element.
+    shape : tuple of int
+        Shape of the part; with a zero where the rank holds nothing.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of the part."""
+        return math.prod(self.shape)
+
+    def runs(self, whole: tuple[int, ...]) -> NDArray[np.int64]:
+        """Return where the part lies in the flat parameter.
+
+        Parameters
+        ----------
+        whole : tuple of int
+            Shape of the parameter.
+
+        Returns
+        -------
+        ndarray of int64, shape (n, 2)
+            First element and number of elements of every stretch, ascending. Where the first dimension is sharded, as
+            FSDP does it, there is one.
+
+        Raises
+        ------
+        ValueError
+            If the part does not lie within the parameter.
+        """
+        inside = all(
+            type(o) is int and type(n) is int and 0 <= o <= o + n <= total
+            for o, n, total in zip(self.offset, self.shape, whole, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"a shard of {self.name} does not lie within it")
+        if not self.numel:
+            return np.empty((0, 2), np.int64)
+        cut = [i for i, (n, total) in enumerate(zip(self.shape, whole, strict=True)) if n != total]
+        last = cut[-1] if cut else 0
+        if math.prod(self.shape[:last]) > _RUNS:
+            raise ValueError(f"a shard of {self.name} is in too many pieces")
+        starts: NDArray[np.int64] = np.zeros((), np.int64)
+        for i in range(len(whole)):
+            stride = math.prod(whole[i + 1 :])
+            indices = np.arange(self.shape[i]) if i < last else np.zeros(1, np.int64)
+            starts = np.add.outer(starts, (self.offset[i] + indices) * stride)
+        starts = starts.reshape(-1)
+        return np.stack([starts, np.full_like(starts, math.prod(self.shape[last:]))], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +311,7 @@ def array_specs(
     compression: bool = False,
     chunk: int = CHUNK,
     expected: int = _ROWS,
+    held: int | None = None,
 ) -> dict[str, ArraySpec]:
     """Return the arrays of a rank's group by name; ``step``, whose entry commits a row, is the last.
 
@@ -265,6 +335,8 @@ def array_specs(
         Largest number of elements in a chunk of a gradient.
     expected : int
         Rows expected: the chunk of a scalar need not be longer.
+    held : int, optional
+        Elements that this rank holds of a sharded gradient; None if it holds all.
 
     Returns
     -------
@@ -307,13 +379,15 @@ def array_specs(
                 )
             )
         else:
+            whole = held is None or kind in WHOLE
+            size = numel if whole or held is None else held
             found.append(
                 ArraySpec(
                     kind,
-                    ("step", "element"),
-                    (numel,),
+                    ("step", "element" if whole else "shard_element"),
+                    (size,),
                     1,
-                    (min(max(numel, 1), chunk),),
+                    (min(max(size, 1), chunk),),
                     "uint16" if bfloat16 else "float32",
                     0x7FC0 if bfloat16 else nan,
                     9 if compress else None,

@@ -18,6 +18,7 @@ from gradstats.trace.format import (
     BITS,
     KINDS,
     STATISTICS,
+    WHOLE,
     Kind,
     Layer,
     count_nonfinite,
@@ -85,6 +86,9 @@ class Trace(Shown):
             if folder.name[4:].isdecimal():
                 rank = int(folder.name[4:])
                 self._ranks[rank] = RankGroup(folder, rank, self.path, self.attrs, self.layers)
+        for rank, found in self._ranks.items():
+            if found.sharded and not found.lost and rank == found.shard_ranks[0]:
+                found.join(self._ranks)
         lost = [r.lost for r in self._ranks.values()]
         if lost and all(lost):
             raise TraceError(lost[0])
@@ -153,8 +157,28 @@ class Trace(Shown):
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks that were captured."""
-        return sorted(self._ranks)
+        """Return the ranks that gradients are read under: of a sharded model the first of those with its shards."""
+        return sorted(r for r, g in self._ranks.items() if g.lost or any(map(g.speaks, _kinds(g))))
+
+    def shard_ranks(self, rank: int) -> list[int]:
+        """Return the ranks that together hold the gradient read under one of them.
+
+        Parameters
+        ----------
+        rank : int
+            One of :attr:`ranks`.
+
+        Returns
+        -------
+        list of int
+            The ranks; `rank` alone where the model was not sharded.
+
+        Raises
+        ------
+        TraceError
+            If there is no such rank.
+        """
+        return list(self._rank(rank).shard_ranks)
 
     def steps(self, rank: int | None = None) -> list[int]:
         """Return the committed steps of a rank or of any rank, ascending.
@@ -208,7 +232,8 @@ class Trace(Shown):
         bool
             True also where the data is damaged.
         """
-        return kind in self._rank(rank).names
+        found = self._rank(rank)
+        return kind in found.names and found.speaks(kind)
 
     def has_sketches(self, rank: int = 0, kind: Kind = "gradient") -> bool:
         """Tell whether a rank holds sketches of a kind, so that :meth:`sketches` can give them.
@@ -225,7 +250,8 @@ class Trace(Shown):
         bool
             True also where the data is damaged.
         """
-        return f"{kind}_counts" in self._rank(rank).names
+        found = self._rank(rank)
+        return f"{kind}_counts" in found.names and found.speaks(kind)
 
     def _rank(self, rank: int) -> RankGroup:
         """Return a rank whose arrays can be read."""
@@ -256,23 +282,28 @@ class Trace(Shown):
         why = first_line(why) if isinstance(why, BaseException) else why
         return TraceError(f"{self.path}: {what} of step {step}, rank {rank} is damaged: {why}")
 
-    def _gradient_array(self, rank: int, kind: Kind) -> StoredArray:
-        """Return the array that holds a kind in full."""
+    def _gradient_arrays(self, rank: int, kind: Kind) -> list[StoredArray]:
+        """Return the arrays that hold a kind in full."""
         if self.has_gradients(rank, kind):
-            return self._rank(rank).array(kind)
+            return [holder.array(kind) for holder in self._rank(rank).holders(kind)]
         if self.has_sketches(rank, kind):
             raise TraceError(
                 f"{self.path} holds only sketches of {kind!r} on rank {rank}: Trace.sketches gives their "
                 "distributions; single elements need a capture with --store gradients"
+            )
+        spokesman = self._rank(rank).shard_ranks[0]
+        if kind in self._rank(rank).names and rank != spokesman:
+            raise TraceError(
+                f"{self.path}: rank {rank} holds a part of {kind!r}, which is read under rank {spokesman}"
             )
         raise TraceError(f"{self.path} has no {kind!r} on rank {rank}")
 
     def _elements(
         self, step: int, rank: int, kind: Kind, start: int, stop: int
     ) -> NDArray[np.float32]:
-        """Return a part of a gradient that begins and ends with chunks."""
-        row, array = self._row(step, rank), self._gradient_array(rank, kind)
-        size = array.chunk[1]
+        """Return a part of what one rank holds of a gradient; it begins and ends with chunks."""
+        row, array = self._row(step, rank), self._rank(rank).array(kind)
+        size, numel = array.chunk[1], array.shape[1]
         try:
             first, last, nonfinite = start // size, -(-stop // size), 0
             present = {i for i in array.chunks(row) if first <= i < last}
@@ -289,7 +320,7 @@ class Trace(Shown):
             values = from_bfloat16(values) if values.dtype == np.uint16 else values
             if missing and (
                 count_nonfinite(values) > nonfinite
-                or (stop - start == self.numel and count_nonfinite(values) < nonfinite)
+                or (stop - start == numel and count_nonfinite(values) < nonfinite)
             ):
                 raise self._damaged(kind, step, rank, "chunks are missing")
         except TraceError:
@@ -310,7 +341,7 @@ class Trace(Shown):
         rank : int
             Rank that captured it.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`KINDS`.
         layer : str, optional
             Name of a parameter; all of them if None.
 
@@ -327,7 +358,7 @@ class Trace(Shown):
             If it was not captured, or as a sketch only, or its data is damaged.
         """
         if layer is None:
-            return self._elements(step, rank, kind, 0, self.numel)
+            return self.read_slice(step, rank, kind, 0, self.numel)
         place = self._layer(layer)
         values = self.read_slice(step, rank, kind, place.slice.start, place.slice.stop)
         return values.reshape(place.shape)
@@ -391,7 +422,7 @@ class Trace(Shown):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`KINDS`.
 
         Returns
         -------
@@ -403,8 +434,7 @@ class Trace(Shown):
         TraceError
             If the kind was not captured in full.
         """
-        size: int = self._gradient_array(rank, kind).chunk[1]
-        return size
+        return max(array.chunk[1] for array in self._gradient_arrays(rank, kind))
 
     def read_slice(
         self, step: int, rank: int, kind: Kind, start: int, stop: int
@@ -418,7 +448,7 @@ class Trace(Shown):
         rank : int
             Rank that captured it.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`KINDS`.
         start, stop : int
             First element, and the one after the last, 0 ≤ start ≤ stop ≤ numel. Borders of chunks
             (:meth:`chunk_numel`) make each chunk be read once.
@@ -439,10 +469,34 @@ class Trace(Shown):
         """
         if not 0 <= start <= stop <= self.numel:
             raise InputError(f"[{start}, {stop}) is not within the {self.numel} elements")
-        size = self.chunk_numel(rank, kind)
-        first, last = start // size * size, min(-(-stop // size) * size, self.numel)
+        self._gradient_arrays(rank, kind)  # raises where there are none
+        self._row(step, rank)
+        found = self._rank(rank)
+        if len(holders := found.holders(kind)) == 1:
+            return self._part(step, rank, kind, start, stop)
+        values = np.empty(stop - start, np.float32)
+        for holder, mate in zip(found.shard_ranks, holders, strict=True):
+            # stretches of the flat gradient, and where each begins in the vector of this rank's shards
+            firsts, lengths = mate.pieces.T
+            lasts, owns = firsts + lengths, lengths.cumsum() - lengths
+            here = slice(np.searchsorted(lasts, start, "right"), np.searchsorted(firsts, stop))
+            begins, ends = np.maximum(firsts[here], start), np.minimum(lasts[here], stop)
+            if begins.size:
+                owns = owns[here] + begins - firsts[here]
+                low, high = int(owns[0]), int(owns[-1] + ends[-1] - begins[-1])
+                part = self._part(step, holder, kind, low, high)
+                for begin, end, own in zip(begins, ends, owns - low, strict=True):
+                    values[begin - start : end - start] = part[own : own + end - begin]
+        return values
+
+    def _part(self, step: int, rank: int, kind: Kind, start: int, stop: int) -> NDArray[np.float32]:
+        """Return elements [start, stop) of what one rank holds of a gradient."""
+        array = self._rank(rank).array(kind)
+        size, numel = array.chunk[1], array.shape[1]
+        first, last = start // size * size, min(-(-stop // size) * size, numel)
         values = self._elements(step, rank, kind, first, last)
-        return values[start - first : stop - first].copy()
+        whole = (first, last) == (start, stop)
+        return values if whole else values[start - first : stop - first].copy()
 
     def sketches(self, step: int, rank: int = 0, kind: Kind = "gradient") -> list[Sketch]:
         """Return the sketches stored of one gradient, one per layer in the order of the layout.
@@ -457,7 +511,7 @@ class Trace(Shown):
         rank : int
             Rank that captured it.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`KINDS`.
 
         Returns
         -------
@@ -469,9 +523,17 @@ class Trace(Shown):
         TraceError
             If no sketches were stored, or their data is damaged.
         """
-        row, found = self._row(step, rank), self._rank(rank)
+        self._row(step, rank)
         if not self.has_sketches(rank, kind):
             raise TraceError(f"{self.path} has no sketches of {kind!r} on rank {rank}")
+        found = self._rank(rank)
+        ranks = [rank] if len(found.holders(kind)) == 1 else found.shard_ranks
+        parts = [self._stored_sketches(step, r, kind) for r in ranks]
+        return [merge(of_layer) for of_layer in zip(*parts, strict=True)]
+
+    def _stored_sketches(self, step: int, rank: int, kind: Kind) -> list[Sketch]:
+        """Return the sketches of what one rank holds of each parameter."""
+        row, found = self._row(step, rank), self._rank(rank)
         what = f"the sketch of {kind}"
         stored, summed = found.array(f"{kind}_counts"), found.array(f"{kind}_moments")
         shape = (len(self.layers), len(STATISTICS))
@@ -489,14 +551,15 @@ class Trace(Shown):
         except Exception as error:
             raise self._damaged(what, step, rank, error) from error
         sketches = []
-        for layer, number, sums in zip(self.layers, counts, moments.tolist(), strict=True):
+        sizes = [la.numel for la in self.layers] if kind in WHOLE else found.sizes
+        for size, number, sums in zip(sizes, counts, moments.tolist(), strict=True):
             bins = np.flatnonzero(number > 0)  # ten times as fast as of the numbers
             occupied = number[bins].astype(np.int64)
             # A chunk that has gone missing reads as NaN moments, or as counts of zero: the sums tell.
-            if sum(sums[:3]) != layer.numel or occupied.sum() != sums[0]:
+            if sum(sums[:3]) != size or occupied.sum() != sums[0]:
                 raise self._damaged(what, step, rank, "chunks are missing")
             count, zeros, nonfinite = map(int, sums[:3])
-            total = Moments(layer.numel, count, zeros, nonfinite, *sums[3:])
+            total = Moments(size, count, zeros, nonfinite, *sums[3:])
             sketches.append(Sketch(total, bins, occupied, BITS))
         return sketches
 
@@ -552,9 +615,9 @@ class Trace(Shown):
 
     def _table(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
         found = self._whole(rank)
-        if name not in found.names:
+        if name not in found.names or found.shard_ranks[0] != rank:
             return {}
-        values, names = found.column(name), found.array(name).names
+        values, names = found.joined(name), found.array(name).names
         if len(names) != values.shape[-1]:
             raise found.damaged(name, "its columns have no names")
         return {column: values[..., i] for i, column in enumerate(names)}
@@ -567,7 +630,7 @@ class Trace(Shown):
         step, rank : int
             Training step and rank.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`KINDS`.
         values : ndarray of float32, shape (numel,)
             The gradient.
         """
@@ -623,6 +686,11 @@ class Trace(Shown):
             raise
         except Exception as error:
             raise TraceError(f"{self.path} is damaged: {first_line(error)}") from error
+
+
+def _kinds(found: RankGroup) -> list[Kind]:
+    """Return the kinds of which a group holds something."""
+    return [k for k in KINDS if {k, f"{k}_counts"} & found.names]
 
 
 def open_trace(path: str | Path) -> Trace:

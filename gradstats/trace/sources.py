@@ -63,7 +63,7 @@ class Captured:
     step, rank : int
         Training step and rank of the gradient.
     kind : Kind
-        ``"gradient"`` or ``"corrected"``.
+        One of :data:`gradstats.trace.KINDS`.
     values : ndarray or torch.Tensor, shape (d,)
         Elements of the gradient. Made up from a sketch where the source keeps only sketches
         (:meth:`Source.sketched`).
@@ -105,7 +105,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`gradstats.trace.KINDS`.
         step : int
             Training step.
 
@@ -124,7 +124,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`gradstats.trace.KINDS`.
         step : int
             Training step.
         start, stop : int
@@ -144,7 +144,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`gradstats.trace.KINDS`.
 
         Returns
         -------
@@ -161,7 +161,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`gradstats.trace.KINDS`.
         step : int
             Training step.
 
@@ -190,7 +190,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            One of :data:`gradstats.trace.KINDS`.
         step : int
             Training step.
 

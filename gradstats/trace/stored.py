@@ -17,8 +17,11 @@ from gradstats.errors import TraceError, first_line
 from gradstats.trace.format import (
     CHUNK,
     KINDS,
+    WHOLE,
     ArraySpec,
+    Kind,
     Layer,
+    Shard,
     array_specs,
     read_metadata,
 )
@@ -31,6 +34,10 @@ __all__ = ["RankGroup", "StoredArray"]
 
 _COMPLETE = 3  # from this schema on, all chunks of a committed row exist, but for counts of zero
 _CHECKSUM = 4  # bytes
+
+_OF_COMPRESSORS = ("threshold", "selected", "compression", "layer_compression")
+_ADDED = ("target", "numel", "bytes_sent", "union", "selected")
+"""Columns of a compressor that add up over the ranks of a sharded gradient; of seconds the longest counts."""
 
 
 class StoredArray:
@@ -201,6 +208,16 @@ class RankGroup:
         Arrays that the group should hold.
     complete : bool
         Whether a missing chunk is damage always: until schema 2, chunks of nothing but fill values were not written.
+    sharded : bool
+        Whether the rank holds a part of the gradient.
+    shard_ranks : list of int
+        Ranks whose shards together are the whole gradient; this one alone if its model was not sharded.
+    sizes : list of int
+        Elements that the rank holds of each parameter.
+    pieces : int64 array, shape (n, 2)
+        First element in the flat gradient, and number of elements, of the stretches that the rank holds.
+    mates : list of RankGroup
+        Groups of :attr:`shard_ranks`, once :meth:`join` has found them; until then this one alone.
     """
 
     def __init__(
@@ -219,14 +236,21 @@ class RankGroup:
         self.complete: bool = attributes["schema"] >= _COMPLETE
         self._arrays: dict[str, StoredArray] = {}
         self._specs: dict[str, ArraySpec] = {}
-        for store in ("gradients", "sketches"):
-            self._specs |= array_specs(
-                len(layers), attributes["numel"], store=store, compression=True
-            )
+        self.sharded = False
+        self.shard_ranks = [rank]
+        self.sizes = [layer.numel for layer in layers]
+        self.pieces = np.array([[0, attributes["numel"]]])
+        self.mates = [self]
+        self._numel: int = attributes["numel"]
         try:
             about = read_metadata(folder / "zarr.json", root)
             if about["node_type"] != "group":
                 raise ValueError("it is not a group")
+            held = self._find_shards(about["attributes"], layers)
+            for store in ("gradients", "sketches"):
+                self._specs |= array_specs(
+                    len(layers), self._numel, store=store, compression=True, held=held
+                )
             if self.complete:
                 self.names = {*about["attributes"]["arrays"], "step"}
             else:
@@ -239,6 +263,88 @@ class RankGroup:
             self.lost = str(error)
         except Exception as error:
             self.lost = f"{folder} is damaged: {first_line(error)}"
+
+    def _find_shards(self, about: Mapping[str, Any], layers: Sequence[Layer]) -> int | None:
+        """Find what the rank holds of a sharded gradient; return how many elements, or None if it holds all."""
+        if "shards" not in about:
+            return None
+        ranks = about["shard_ranks"]
+        if not all(type(r) is int for r in ranks) or self._rank not in ranks:
+            raise ValueError("its list of ranks is not that of a trace")
+        runs = []
+        for layer, entry in zip(layers, about["shards"], strict=True):
+            shard = Shard(entry["name"], tuple(entry["offset"]), tuple(entry["shape"]))
+            if shard.name != layer.name:
+                raise ValueError("its shards are not those of the parameter layout")
+            runs.append(shard.runs(layer.shape) + np.array([layer.offset, 0]))
+        self.sharded, self.shard_ranks = True, list(ranks)
+        self.sizes = [int(r[:, 1].sum()) for r in runs]
+        self.pieces = np.concatenate([np.empty((0, 2), np.int64), *runs])
+        return sum(self.sizes)
+
+    def speaks(self, kind: Kind) -> bool:
+        """Tell whether a kind is read under this rank.
+
+        Parameters
+        ----------
+        kind : Kind
+            The kind.
+
+        Returns
+        -------
+        bool
+            False for shards of a gradient that is read under another rank.
+        """
+        return kind in WHOLE or self.shard_ranks[0] == self._rank
+
+    def holders(self, kind: Kind) -> list[RankGroup]:
+        """Return the groups that hold a kind, this one's or its mates'.
+
+        Parameters
+        ----------
+        kind : Kind
+            The kind.
+
+        Returns
+        -------
+        list of RankGroup
+            The groups.
+        """
+        return [self] if kind in WHOLE else self.mates
+
+    def join(self, groups: Mapping[int, RankGroup]) -> None:
+        """Find the groups with the other shards; a step is committed if it is in all of them.
+
+        Parameters
+        ----------
+        groups : mapping of int to RankGroup
+            All groups of the trace, by rank.
+        """
+        found = [groups[r] for r in self.shard_ranks if r in groups]
+        if len(found) < len(self.shard_ranks):  # a rank that has not begun, or died before
+            self.rows = {}
+            return
+        lost = next((mate.lost for mate in found if mate.lost), "")
+        pieces = np.concatenate([mate.pieces for mate in found])
+        pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
+        ends = np.concatenate([[0], pieces.sum(axis=1)])
+        shared = {n for n in self.names if n.rpartition("_")[0] not in WHOLE and n not in WHOLE}
+        if lost:
+            self.lost = lost
+        elif (
+            not np.array_equal(ends[:-1], pieces[:, 0])
+            or ends[-1] != self._numel
+            or any(mate.shard_ranks != self.shard_ranks for mate in found)
+            or not all(mate.names >= shared for mate in found)
+        ):
+            self.lost = (
+                f"{self._folder} is damaged: the shards of its ranks are not a whole gradient"
+            )
+        else:
+            self.mates = found
+            self.gaps = [gap for mate in found for gap in mate.gaps]
+            common = set.intersection(*(set(mate.rows) for mate in found))
+            self.rows = {step: row for step, row in self.rows.items() if step in common}
 
     def damaged(self, name: str, why: object) -> TraceError:
         """Return the error about one array.
@@ -353,6 +459,52 @@ class RankGroup:
                 raise self.damaged(name, why) from error
         return values
 
+    def joined(self, name: str) -> NDArray[Any]:
+        """Return the committed rows of a column, of the whole gradient where the ranks of its shards have one each.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`names`.
+
+        Returns
+        -------
+        ndarray, shape (rows, …)
+            Counts are summed; of seconds the longest, of norms the root of the squares. NaN where the ranks' values do
+            not make one.
+
+        Raises
+        ------
+        TraceError
+            If one of them is damaged.
+        """
+        what, _, counted = name.rpartition("_")
+        summed = counted in ("zeros", "nonfinite") and what not in WHOLE
+        if name in _OF_COMPRESSORS and self.shard_ranks[0] != self._rank:
+            # of some shards alone: the whole is read under another rank
+            return np.full_like(self.column(name), -1 if name == "selected" else np.nan)
+        if len(self.mates) == 1 or not (summed or name in _OF_COMPRESSORS):
+            return self.column(name)
+        parts: NDArray[Any] = np.stack(
+            [m.column(name, [m.rows[s] for s in self.rows]) for m in self.mates]
+        )
+        total: NDArray[Any] = parts.sum(axis=0)
+        if name == "threshold":
+            total = np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
+        if name == "selected":
+            total = np.where((parts < 0).any(axis=0), -1, total)
+        if not total.shape[1:]:
+            return total
+        names = self.array(name).names
+        for i, column in enumerate(names):
+            if column == "residual_norm":
+                total[..., i] = np.sqrt(np.square(parts[..., i]).sum(axis=0))
+            elif column.endswith("_seconds"):
+                total[..., i] = parts[..., i].max(axis=0)
+            elif column not in _ADDED:
+                total[..., i] = np.nan
+        return total
+
     def scalar_names(self) -> list[str]:
         """Return the names of the arrays that hold one number a step.
 
@@ -405,7 +557,7 @@ class _Scalars(Mapping[str, NDArray[Any]]):
         if name not in self._names:
             raise KeyError(name)
         if name not in self._read:
-            self._read[name] = self._group.column(name)
+            self._read[name] = self._group.joined(name)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,11 @@ from gradstats.trace.format import (
     GROW,
     LAYER_COMPRESSION,
     STATISTICS,
+    WHOLE,
     ArraySpec,
     Kind,
+    Layer,
+    Shard,
     Store,
     array_specs,
     count_nonfinite,
@@ -65,9 +69,17 @@ class TraceWriter:
         always are.
     compression : bool
         Whether to make room for what a compressor says of its steps.
+    shards : sequence of Shard, optional
+        What this rank holds of each parameter, where the model is sharded: as many as there are parameters, in the
+        order of the layout. :meth:`append` is then given these parts alone, one after the other; of kind ``"local"``
+        all elements.
+    shard_ranks : sequence of int
+        Ranks whose shards together are the whole gradient, this one among them. The trace is read under the first.
 
     Raises
     ------
+    InputError
+        If the shards are not parts of the trace's parameters.
     TraceError
         If there is no such trace, it holds the rank already, or it cannot be written.
 
@@ -89,6 +101,8 @@ class TraceWriter:
         expected_steps: int | None = None,
         compress: bool = False,
         compression: bool = False,
+        shards: Sequence[Shard] | None = None,
+        shard_ranks: Sequence[int] = (),
     ) -> None:
         attributes = root_attributes(Path(path))
         self.path = Path(path)
@@ -96,6 +110,15 @@ class TraceWriter:
         self.store = store
         self.numel = int(attributes["numel"])
         self._layers = layout(Path(path), attributes)
+        held = None
+        places = [layer.slice for layer in self._layers]
+        self._places = dict.fromkeys(self.kinds, places)
+        if shards is not None:
+            _check_shards(shards, self._layers, rank, shard_ranks)
+            ends = np.cumsum([0, *(shard.numel for shard in shards)]).tolist()
+            held, parts = ends[-1], [slice(first, last) for first, last in pairwise(ends)]
+            self._places |= {kind: parts for kind in self.kinds if kind not in WHOLE}
+        self._held = held
         self._bfloat16 = dtype == "bfloat16"
         self._rows = 0
         self._last = -1
@@ -109,13 +132,24 @@ class TraceWriter:
             compress=compress,
             compression=compression,
             chunk=CHUNK,
+            held=held,
             **({"expected": expected_steps} if expected_steps else {}),
         )
         name = f"rank{rank:05d}"
         self._group = self.path / name
         if self._group.exists():
             raise TraceError(f"{self.path} already holds rank {rank}")
-        about = {"rank": rank, "store": store, "dtype": dtype, "arrays": list(self._specs)}
+        about: dict[str, Any] = {
+            "rank": rank,
+            "store": store,
+            "dtype": dtype,
+            "arrays": list(self._specs),
+        }
+        if shards is not None:
+            about["shard_ranks"] = list(shard_ranks)
+            about["shards"] = [
+                {"name": s.name, "offset": list(s.offset), "shape": list(s.shape)} for s in shards
+            ]
         try:
             _lay_out(self._group, self._specs, self._capacity, about)
         except OSError as error:
@@ -123,6 +157,21 @@ class TraceWriter:
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
+
+    def size(self, kind: Kind) -> int:
+        """Return the number of elements that :meth:`append` takes of a kind.
+
+        Parameters
+        ----------
+        kind : Kind
+            One of this writer's kinds.
+
+        Returns
+        -------
+        int
+            All of the flat gradient, or those that this rank holds of it.
+        """
+        return self.numel if self._held is None or kind in WHOLE else self._held
 
     def append(
         self,
@@ -142,7 +191,7 @@ class TraceWriter:
         ----------
         step : int
             Step number, not negative and greater than the last.
-        arrays : mapping of Kind to ndarray of float32, shape (numel,)
+        arrays : mapping of Kind to ndarray of float32, shape (size(kind),)
             Gradients, one for every kind of this writer.
         loss, learning_rate, threshold : float
             Values used in the step; NaN where unknown.
@@ -163,9 +212,9 @@ class TraceWriter:
         """
         for kind in self.kinds:
             values = arrays[kind]
-            if values.shape != (self.numel,) or values.dtype != np.float32:
+            if values.shape != (self.size(kind),) or values.dtype != np.float32:
                 raise TraceError(
-                    f"expected float32 ({self.numel},), got {values.dtype} {values.shape}"
+                    f"expected float32 ({self.size(kind)},), got {values.dtype} {values.shape}"
                 )
         if step <= self._last:
             raise InputError(f"step {step} does not come after step {self._last}")
@@ -203,9 +252,9 @@ class TraceWriter:
         spec = self._specs[kind]
         stored = to_bfloat16(values) if self._bfloat16 else values
         folder, (size,) = self._group / kind / "c" / str(row), spec.chunk
-        for i, start in enumerate(range(0, self.numel, size)):
+        for i, start in enumerate(range(0, values.size, size)):
             _write_chunk(folder / str(i), _padded(stored[start : start + size], spec), spec)
-        return self.numel - int(np.count_nonzero(values)), count_nonfinite(values)
+        return values.size - int(np.count_nonzero(values)), count_nonfinite(values)
 
     def _put_sketch(self, kind: Kind, row: int, values: NDArray[np.float32]) -> tuple[int, int]:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""
@@ -213,8 +262,8 @@ class TraceWriter:
         moments = np.empty((layers, len(STATISTICS)))
         # by their first bin, those alone that hold a count of any layer
         chunks: dict[int, NDArray[np.uint32]] = {}
-        for i, layer in enumerate(self._layers):
-            counts, moments[i] = _tally(values[layer.slice])
+        for i, place in enumerate(self._places[kind]):
+            counts, moments[i] = _tally(values[place])
             for first in range(0, BINS, BIN_CHUNK):
                 part = counts[first : first + BIN_CHUNK]
                 if part.any():
@@ -252,6 +301,20 @@ class TraceWriter:
                 self._resize(self._rows)
             except OSError as error:
                 raise TraceError(f"cannot finish {self.path}: {error}") from error
+
+
+def _check_shards(
+    shards: Sequence[Shard], layers: Sequence[Layer], rank: int, ranks: Sequence[int]
+) -> None:
+    if [s.name for s in shards] != [layer.name for layer in layers]:
+        raise InputError("shards must be one of each parameter, in the order of the trace's layout")
+    if rank not in ranks:
+        raise InputError(f"rank {rank} must be one of shard_ranks, not beside {list(ranks)}")
+    try:
+        for shard, layer in zip(shards, layers, strict=True):
+            shard.runs(layer.shape)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 class _Column:

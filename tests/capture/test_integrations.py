@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import DATA, ROOT
+from ranks import run_ranks
 from torch.utils.data import DistributedSampler
 from workers import trainers as cases
 
@@ -54,7 +55,7 @@ def run(folder, script, *launcher):
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/distributed",
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed",
             "GLOO_SOCKET_IFNAME": "lo",
         },
         capture_output=True,
@@ -259,6 +260,49 @@ Trainer(
         assert error < 0.01  # of half precision
 
 
+@pytest.mark.distributed
+def test_lightning_under_fsdp2(tmp_path):
+    script = """
+from capture.integrations.lightning import CaptureCallback
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from workers import trainers as cases
+base = cases.module()
+class Sharded(type(base)):
+    def configure_model(self):
+        if not isinstance(self.network, FSDPModule):
+            for module in (self.network[0], self.network):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+Trainer(
+    callbacks=[CaptureCallback("fsdp.zarr", kinds=["gradient", "local"])],
+    strategy=strategy, devices=2, **cases.SETTINGS | {"max_steps": 3},
+).fit(Sharded(), cases.loader())
+"""
+    run(tmp_path, script)
+    trace = gradstats.open_trace(tmp_path / "fsdp.zarr")
+    assert (trace.steps(), trace.shard_ranks(0)) == ([0, 1, 2], [0, 1])
+    rows = cases.tokens()
+    dealt = [list(DistributedSampler(rows, num_replicas=2, rank=rank)) for rank in range(2)]
+    first = [[rows[each[: cases.BATCH]] for each in dealt]]
+    (seen,) = cases.plain_loop(cases.network(), cases.network_loss, first)
+    agree(trace.read(0), seen[1])
+    for rank in range(2):
+        agree(trace.read(0, rank, "local"), seen[0][rank])
+
+
+@pytest.mark.distributed
+def test_huggingface_under_fsdp2(tmp_path):
+    """The callback on a sharded model, in the order of the Trainer's events: accelerate itself shards on no CPU."""
+    found = run_ranks(2, cases.sharded_by_huggingface, str(tmp_path / "fsdp.zarr"))
+    trace = gradstats.open_trace(tmp_path / "fsdp.zarr")
+    assert (trace.steps(), trace.shard_ranks(0)) == ([7, 8], [0, 1])
+    for step, mean in enumerate(np.mean(found, axis=0)):
+        agree(trace.read(7 + step), mean)
+    assert trace.scalars()["learning_rate"].tolist() == [cases.RATE] * 2
+
+
 def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, monkeypatch):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -306,7 +350,9 @@ def test_callbacks_refuse_at_once_what_cannot_work(tmp_path, monkeypatch):
     PartialState(cpu=True)
     monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.DEEPSPEED)
     with pytest.raises(InputError, match="DEEPSPEED"):
-        ForTransformers(path).on_train_begin(None, SimpleNamespace(global_step=0), None, model=None)
+        ForTransformers(path).on_train_begin(
+            None, SimpleNamespace(global_step=0), None, model=cases.network()
+        )
     assert not path.exists()
     path.touch()
     with pytest.raises(TraceError, match="not a trace"):

@@ -374,3 +374,60 @@ def test_demo_from_a_to_z(tmp_path):
         assert len(open_trace(trace).steps()) == 20
         tree = xarray.open_datatree(trace, engine="zarr", consolidated=False)
         assert tree["rank00001"].sizes["step"] == 20
+
+
+@pytest.mark.distributed
+def test_a_sharded_run_trains_as_ddp_and_is_captured(tmp_path):
+    settings = {"workload": "resnet20-digits", "steps": 3, "batch_size": 8, "every": 1}
+    dense = run(RunConfig(**settings, compressor="none", evaluate=False))
+    path = tmp_path / "fsdp.zarr"
+    sharded = run(RunConfig(**settings, compressor="none", parallel="fsdp", out=path))
+    assert sharded.losses == pytest.approx(dense.losses, rel=1e-3)
+    assert sharded.numel == dense.numel
+    assert sharded.checksum == pytest.approx(dense.checksum, rel=1e-4)
+    trace = open_trace(path)
+    assert (trace.ranks, trace.shard_ranks(0), trace.steps()) == ([0], [0, 1], [0, 1, 2])
+    assert trace.attrs["parallel"] == "fsdp"
+
+
+@pytest.mark.distributed
+def test_two_replicas_of_two_shards_compress_between_them(tmp_path):
+    path = tmp_path / "hsdp.zarr"
+    config = RunConfig(
+        workload="lstm-pydoc",
+        parallel="hsdp",
+        nproc=4,
+        steps=3,
+        hidden=32,
+        vocab=200,
+        out=path,
+        ratio=0.01,
+    )
+    result = run(config)
+    trace = open_trace(path)
+    assert trace.ranks == [0, 2]
+    assert list(trace.kinds(2)) == ["gradient", "corrected"]
+    assert len(result.records) == 3
+    assert trace.scalars(0)["loss"].tolist() == result.losses
+    both = trace.compression(0)["bytes_sent"]
+    assert (both > [r["bytes_sent"] for r in result.records]).all()
+    assert (trace.compression(0)["numel"] == trace.numel).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"parallel": "tp"}, "ddp, fsdp, hsdp"),
+        ({"parallel": "fsdp"}, "compressor=none"),
+        ({"parallel": "hsdp"}, "at least 4"),
+        ({"parallel": "hsdp", "nproc": 5}, "even nproc"),
+        ({"parallel": "hsdp", "nproc": 4, "compressor": "dgc"}, "for ddp alone"),
+        ({"parallel": "hsdp", "nproc": 4, "compressor": "powersgd"}, "for ddp alone"),
+        ({"parallel": "hsdp", "nproc": 4, "bucket_mb": 1.0}, "bucket_mb is for ddp"),
+        ({"parallel": "hsdp", "nproc": 4, "diagnose_every": 1}, "diagnose_every is for ddp"),
+        ({"parallel": "hsdp", "nproc": 4, "clip": 1.0, "clip_kind": "local"}, "averaged"),
+    ],
+)
+def test_what_sharded_runs_refuse(settings, said):
+    with pytest.raises(InputError, match=said):
+        RunConfig(workload="resnet20-digits", **settings).check()

@@ -60,6 +60,28 @@ def test_the_plain_loop_captures(tmp_path):
 
 
 @pytest.mark.distributed
+def test_the_sharded_scripts_run_as_printed(tmp_path):
+    page = (DOCS / "howto/sharded.md").read_text(encoding="utf-8")
+    names = re.findall(r"Save as `(\w+\.py)` and run `torchrun (.*?) \w+\.py`", page)
+    train, read, compress = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for (name, options), script in zip(names, (train, compress), strict=True):
+        assert len(script.splitlines()) <= 60
+        (tmp_path / name).write_text(script, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", *options.split(), name]
+        done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+    sent, whole = map(int, re.findall(r"(\d+) bytes sent of (\d+)", done.stdout)[0])
+    assert sent < whole / 50
+    trace = gradstats.open_trace(tmp_path / "fsdp.zarr")
+    subprocess.run([sys.executable, "-c", read], check=True, cwd=tmp_path)
+    for step in (0, 10, 20, 30, 40):
+        mean = (trace.read(step, 0, "local") + trace.read(step, 1, "local")) / 2
+        assert abs(trace.read(step) - mean).max() < 1e-6
+    trace = gradstats.open_trace(tmp_path / "hsdp.zarr")
+    assert trace.ranks == [0, 2]
+    assert list(trace.kinds(2)) == ["gradient", "corrected"]
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerwise):
     page = (DOCS / "howto/ddp.md").read_text(encoding="utf-8")

@@ -97,6 +97,91 @@ def assert_all_agree(path):
     return trace
 
 
+def groups(path):
+    """Yield {rank: (attributes, arrays)} as zarr, xarray and our reader's data tree see them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        root = zarr.open_group(path, mode="r", use_consolidated=False)
+        yield {n: (dict(g.attrs), dict(g.arrays())) for n, g in root.groups()}
+        with xarray.open_datatree(path, engine="zarr", consolidated=False) as tree:
+            yield {n: (g.attrs, dict(g.to_dataset().load().variables)) for n, g in tree.items()}
+        tree = open_trace(path).to_datatree()
+        yield {n: (g.attrs, dict(g.to_dataset().load().variables)) for n, g in tree.items()}
+
+
+def rows_of(view, ranks, name, rows, step):
+    """Return attributes of some ranks' groups and of an array, and its row of a step."""
+    found = []
+    for rank in ranks:
+        attributes, arrays = view[rank]
+        array = arrays[name]
+        found.append(({**attributes, **array.attrs}, np.asarray(array[rows[rank][step]])))
+    return found
+
+
+def put_together(trace, parts):
+    """Make a gradient of the shards of its ranks, by what the page on the format says of them."""
+    whole = np.full(trace.numel, np.nan, np.float32)
+    for attributes, values in parts:
+        if "encoding" in attributes:
+            values = (values.astype("u4") << 16).view("f4")
+        start = 0
+        for layer, shard in zip(trace.layers, attributes["shards"], strict=True):
+            assert shard["name"] == layer.name
+            box = tuple(
+                slice(o, o + n) for o, n in zip(shard["offset"], shard["shape"], strict=True)
+            )
+            end = start + int(np.prod(shard["shape"]))
+            whole[layer.slice].reshape(layer.shape)[box] = values[start:end].reshape(shard["shape"])
+            start = end
+        assert start == values.size
+    return whole
+
+
+def assert_shards_agree(path):
+    """Compare what is committed of a sharded model as zarr, xarray and our reader see it; return our trace."""
+    trace = open_trace(path)
+    for view in groups(path):
+        rows = {}
+        for name, (_, arrays) in view.items():
+            assert len({array.shape[0] for array in arrays.values()}) == 1
+            numbers = np.asarray(arrays["step"][:]).tolist()
+            rows[name] = {step: row for row, step in enumerate(numbers) if step >= 0}
+        for rank in trace.ranks:
+            mates = [f"rank{r:05d}" for r in trace.shard_ranks(rank)]
+            speaks = mates[0] == f"rank{rank:05d}"
+            if speaks and not set(mates) <= view.keys():  # one was killed before it began
+                assert trace.steps(rank) == []
+                continue
+            holders = mates if speaks else [f"rank{rank:05d}"]
+            assert trace.steps(rank) == sorted(set.intersection(*(set(rows[n]) for n in holders)))
+            for kind in trace.kinds(rank):
+                own = [f"rank{rank:05d}"] if kind == "local" else holders
+                for step in trace.steps(rank)[-4:]:
+                    if trace.has_sketches(rank, kind):
+                        counts = sum(
+                            values for _, values in rows_of(view, own, f"{kind}_counts", rows, step)
+                        )
+                        for i, one in enumerate(trace.sketches(step, rank, kind)):
+                            assert np.array_equal(np.flatnonzero(counts[i]), one.bins)
+                            assert np.array_equal(counts[i][one.bins], one.counts)
+                            assert one.numel == trace.layers[i].numel
+                        continue
+                    parts = rows_of(view, own, kind, rows, step)
+                    theirs = parts[0][1] if kind == "local" else put_together(trace, parts)
+                    if kind == "local" and "encoding" in parts[0][0]:
+                        theirs = (theirs.astype("u4") << 16).view("f4")
+                    assert np.array_equal(theirs, trace.read(step, rank, kind))
+                    zeros = trace.scalars(rank)[f"{kind}_zeros"][trace.steps(rank).index(step)]
+                    assert zeros >= 0
+                    for start in range(0, trace.numel, max(trace.numel // 3, 1)):
+                        stop = min(start + 100, trace.numel)
+                        part = trace.read_slice(step, rank, kind, start, stop)
+                        assert np.array_equal(part, theirs[start:stop])
+    assert_frames_agree(trace)
+    return trace
+
+
 def assert_frames_agree(trace):
     """Compare the data frame and the arrays of layers with what the trace gives step by step."""
     frame = trace.to_dataframe()

@@ -6,7 +6,15 @@ import numpy as np
 import torch
 
 from gradstats.primitives.sketch import sketch
-from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION, Layer, TraceWriter, create_trace
+from gradstats.trace import (
+    COMPRESSION,
+    KINDS,
+    LAYER_COMPRESSION,
+    Layer,
+    Shard,
+    TraceWriter,
+    create_trace,
+)
 from gradstats.trace.format import BIN_CHUNK, BINS, STATISTICS
 
 LAYERS = [Layer("a.weight", 0, (30, 20)), Layer("a.bias", 600, (20,))]
@@ -16,8 +24,47 @@ NUMEL = 620
 
 
 def gradient(step, rank=0, kind="gradient"):
-    x = np.random.default_rng([step, rank, kind == "corrected"]).standard_normal(NUMEL)
+    x = np.random.default_rng([step, rank, KINDS.index(kind)]).standard_normal(NUMEL)
     return x.astype(np.float32)
+
+
+def shards_of(rank, world, dims=(0, 0)):
+    """Return what a rank holds of LAYERS, each sharded along one dimension."""
+    shards = []
+    for layer, dim in zip(LAYERS, dims, strict=True):
+        size = -(-layer.shape[dim] // world)
+        first, last = (min(r * size, layer.shape[dim]) for r in (rank, rank + 1))
+        offset, shape = [0] * len(layer.shape), list(layer.shape)
+        offset[dim], shape[dim] = first, last - first
+        shards.append(Shard(layer.name, tuple(offset), tuple(shape)))
+    return shards
+
+
+def held(values, shards):
+    """Return the parts of a flat gradient that lie in shards."""
+    parts = []
+    for layer, shard in zip(LAYERS, shards, strict=True):
+        box = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))
+        parts.append(values[layer.slice].reshape(layer.shape)[box].ravel())
+    return np.concatenate(parts)
+
+
+def write_shards(path, steps, *, rank, world, kinds=KINDS, dims=(0, 0), close=True, **options):
+    """Write one rank's shards of the gradients of rank 0, and a local gradient of its own."""
+    shards = shards_of(rank, world, dims)
+    writer = TraceWriter(
+        path, rank, kinds=kinds, shards=shards, shard_ranks=range(world), **options
+    )
+    for step in steps:
+        arrays = {
+            k: gradient(step, rank, k) if k == "local" else held(gradient(step, 0, k), shards)
+            for k in kinds
+        }
+        told = said(step) if options.get("compression") else {}
+        writer.append(step, arrays, loss=step / 2, selected=step, **told)
+    if close:
+        writer.close()
+    return writer
 
 
 def said(step):

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
 import time
 
 import numpy as np
 import pytest
+import torch
 import xarray
 from faults import kills
 from forked import CONTEXT
 from ranks import run_ranks
-from support.readers import assert_all_agree, assert_as_written, received, through_xarray
-from support.traces import LAYERS, NUMEL, gradient, old_trace, write
+from support.readers import (
+    assert_all_agree,
+    assert_as_written,
+    assert_shards_agree,
+    received,
+    through_xarray,
+)
+from support.traces import LAYERS, NUMEL, gradient, old_trace, said, write, write_shards
 from workers.layerwise import captured
 
 from gradstats import open_trace
 from gradstats.errors import TraceError
+from gradstats.primitives.sketch import sketch
 from gradstats.trace import COMPRESSION, KINDS, SCHEMA, TraceWriter, create_trace
 from gradstats.trace import writer as trace_writer
 
@@ -59,6 +68,115 @@ def test_every_kind_opens_everywhere(tmp_path, case):
     assert not left
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
     assert not any(p.is_symlink() for p in tmp_path.rglob("*"))
+
+
+# fmt: off
+SHARDED = {
+    "two ranks": (2, {}),
+    "more ranks than rows": (22, {"kinds": ["gradient"]}),
+    "other dimension": (2, {"dims": (1, 0)}),
+    "compressed": (2, {"compress": True}),
+    "compressor": (2, {"compression": True}),
+    "sketches": (3, {"store": "sketches"}),
+    "sketches and a compressor": (2, {"store": "sketches", "compression": True}),
+    "bfloat16": (2, {"dtype": "bfloat16"}),
+    "grown": (2, {"expected_steps": 1}),
+    "unused rows": (2, {"expected_steps": 50, "close": False}),
+    "one rank": (1, {}),
+    "no local": (2, {"kinds": ["gradient", "corrected"]}),
+    "local alone": (2, {"kinds": ["local"]}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_every_kind_of_a_sharded_model_opens_everywhere(tmp_path, case):
+    world, options = SHARDED[case]
+    path = tmp_path / "run.zarr"
+    create_trace(path, LAYERS, world_size=world)
+    for rank in range(world):  # the last was killed a step earlier
+        steps = range(5 if world == 1 or rank < world - 1 else 4)
+        write_shards(path, steps, rank=rank, world=world, **options)
+    trace = assert_shards_agree(path)
+    kinds = options.get("kinds", KINDS)
+    whole = [k for k in kinds if k != "local"]
+    assert trace.kinds(0) == list(kinds)
+    assert trace.ranks == (list(range(world)) if "local" in kinds else [0])
+    if whole:
+        assert trace.steps(0) == list(range(5 if world == 1 else 4))
+    for kind, step in itertools.product(whole, trace.steps(0)):
+        x = gradient(step, 0, kind)
+        row = trace.steps(0).index(step)
+        assert trace.scalars(0)[f"{kind}_zeros"][row] == np.count_nonzero(x == 0)
+        if options.get("store") == "sketches":
+            for layer, one in zip(LAYERS, trace.sketches(step, 0, kind), strict=True):
+                expected = sketch(x[layer.slice], 7)
+                assert one.moments.count == expected.moments.count
+                assert one.moments.sum_abs == pytest.approx(expected.moments.sum_abs, rel=1e-12)
+                assert np.array_equal(one.bins, expected.bins)
+                assert np.array_equal(one.counts, expected.counts)
+        elif options.get("dtype") == "bfloat16":
+            rounded = torch.from_numpy(x).bfloat16().float().numpy()
+            assert np.array_equal(trace.read(step, 0, kind), rounded)
+        else:
+            assert np.array_equal(trace.read(step, 0, kind), x)
+            for layer in LAYERS:
+                part = trace.read(step, 0, kind, layer.name)
+                assert np.array_equal(part, x[layer.slice].reshape(layer.shape))
+    if options.get("compression"):  # counts are of all ranks, seconds of the slowest
+        columns = trace.compression(0)
+        told = said(3)["compression"]
+        assert columns["bytes_sent"][3] == world * told["bytes_sent"]
+        assert columns["communicate_seconds"][3] == told["communicate_seconds"]
+        assert columns["residual_norm"][3] == pytest.approx(world**0.5 * told["residual_norm"])
+        assert trace.scalars(0)["selected"].tolist() == [world * s for s in trace.steps(0)]
+        assert np.isnan(trace.layer_compression(0)["delta"]).all()
+
+
+def test_shards_that_are_not_a_whole_gradient_are_damage(tmp_path):
+    """Attributes that were changed: another part twice, a part beyond its parameter, ranks that disagree."""
+    path = tmp_path / "run.zarr"
+    create_trace(path, LAYERS, world_size=2)
+    for rank in range(2):
+        write_shards(path, range(3), rank=rank, world=2, kinds=["gradient"])
+    file = path / "rank00001/zarr.json"
+    text = file.read_text()
+    for change in (
+        lambda a: a["shards"][0].update(offset=[0, 0]),
+        lambda a: a["shards"][0].update(offset=[16, 0]),
+        lambda a: a["shards"][0].update(shape=[14, 20]),
+        lambda a: a["shards"].pop(),
+        lambda a: a["shards"].reverse(),
+        lambda a: a.update(shard_ranks=[1, 0]),
+        lambda a: a.update(shard_ranks=[1]),
+        lambda a: a.update(shard_ranks="ranks"),
+        lambda a: a["shards"][0].update(offset=["0", 0]),
+        lambda a: a["shards"][0].update(offset=[-1, 0]),
+        lambda a: a["shards"][0].update(shape=[15]),
+        lambda a: a.pop("shards"),
+    ):
+        about = json.loads(text)
+        change(about["attributes"])
+        file.write_text(json.dumps(about))
+        with pytest.raises(TraceError, match="damaged") as raised:
+            open_trace(path).read(0)
+        assert "\n" not in str(raised.value)
+    file.write_text(text)
+    assert np.array_equal(open_trace(path).read(0), gradient(0))
+    with pytest.raises(
+        TraceError, match="rank 1 holds a part of 'gradient', which is read under rank 0"
+    ):
+        open_trace(path).read(0, 1)
+    (path / "rank00001/gradient/c/2/0").unlink()
+    with pytest.raises(TraceError, match="chunks are missing"):
+        open_trace(path).read(2)
+    assert np.array_equal(open_trace(path).read(1), gradient(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_of_a_sharded_model_killed_at_random_moments(tmp_path, seed):
+    """What both had committed is there and true, whoever died first."""
+    assert kills.shards(seed, tmp_path) == "nothing lost"
 
 
 @pytest.mark.distributed
@@ -227,7 +345,7 @@ def test_older_schemas_are_read(tmp_path, schema, left):
     path = old_trace(tmp_path / "run.zarr", schema, steps, **left)
     trace = open_trace(path)
     assert trace.attrs["schema"] == schema < SCHEMA
-    kinds = KINDS if schema == 2 else ["gradient"]
+    kinds = ["gradient", "corrected"] if schema == 2 else ["gradient"]
     assert trace.kinds(0) == list(kinds)
     assert_as_written(trace, 0, steps, kinds, compression=schema == 2)
     assert np.array_equal(trace.read_slice(3, 0, "gradient", 100, 200), gradient(3)[100:200])

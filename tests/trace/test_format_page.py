@@ -7,10 +7,11 @@ import re
 
 import numpy as np
 import pytest
+import xarray
 from conftest import ROOT
-from support.traces import LAYERS, NUMEL, write
+from support.traces import LAYERS, NUMEL, gradient, shards_of, write, write_shards
 
-from gradstats.trace import COMPRESSION, LAYER_COMPRESSION, SCHEMA, create_trace
+from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION, SCHEMA, create_trace
 from gradstats.trace.format import BINS, BITS, STATISTICS
 
 PAGE = (ROOT / "docs/reference/trace_format.md").read_text(encoding="utf-8")
@@ -40,7 +41,7 @@ def run(request, tmp_path_factory):
         suffix = {1: " (bfloat16)", 2: " (compressed)"}.get(rank, "")
         for file in (path / f"rank{rank:05d}").glob("*/zarr.json"):
             name = file.parent.name
-            found[name + (suffix if name in ("gradient", "corrected") else "")] = file.parent
+            found[name + (suffix if name in KINDS else "")] = file.parent
     return path, request.param, found
 
 
@@ -50,7 +51,8 @@ def test_every_array_is_as_the_page_says(run):
     for name, *cells in table("arrays"):
         described[name.replace("` ", " ")] = cells
     for name in [n for n in described if n.startswith("gradient")]:
-        described[name.replace("gradient", "corrected")] = described[name]
+        for kind in ("corrected", "local"):
+            described[name.replace("gradient", kind)] = described[name]
     assert described.keys() == found.keys()
     names = {
         "d": NUMEL,
@@ -111,3 +113,24 @@ def test_the_programs_on_the_page_run(run, monkeypatch):
     names = {}
     exec(program, names)
     assert names["done"].step.values.tolist() == [0, 1, 2]
+
+
+def test_shards_are_as_the_page_says(tmp_path):
+    path, world = tmp_path / "run.zarr", 3
+    create_trace(path, LAYERS, world_size=world)
+    for rank in range(world):
+        write_shards(path, range(2), rank=rank, world=world, dims=(1, 0))
+        about = json.loads((path / f"rank{rank:05d}/zarr.json").read_text())["attributes"]
+        assert list(about) == [row[0] for row in (*table("rank"), *table("sharded"))]
+        assert about["shard_ranks"] == [0, 1, 2]
+        for kind, dimension in (("gradient", "shard_element"), ("local", "element")):
+            array = json.loads((path / f"rank{rank:05d}/{kind}/zarr.json").read_text())
+            assert array["dimension_names"] == ["step", dimension]
+            held = sum(shard.numel for shard in shards_of(rank, world, (1, 0)))
+            assert array["shape"][1] == (held if kind == "gradient" else NUMEL)
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    names = {}
+    exec(program, names)
+    with xarray.open_datatree(path, engine="zarr", consolidated=False) as tree:
+        for kind in ("gradient", "corrected"):
+            assert np.array_equal(names["whole"](tree, 1, kind), gradient(1, 0, kind))

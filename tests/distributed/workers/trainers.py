@@ -125,3 +125,36 @@ def plain_loop(model, loss_of, batches, clip=float("inf")):
             for p, g in zip(parameters, used.split([p.numel() for p in parameters]), strict=True):
                 p -= RATE * g.view_as(p)
     return seen
+
+
+def sharded_by_huggingface(rank, world, path):
+    """Give a sharded model to the callback, as a Trainer does; return this rank's own gradients."""
+    from types import SimpleNamespace
+
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from capture.integrations.huggingface import CaptureCallback
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    plain, model = network(), network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    callback = CaptureCallback(path)
+    callback.on_train_begin(None, SimpleNamespace(global_step=7), None, model=model)
+    seen = []
+    for step in range(2):
+        rows = tokens()[step * 2 * BATCH :][rank * BATCH :][:BATCH]
+        network_loss(model, rows).backward()
+        with torch.no_grad():
+            for ours, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+                ours.copy_(theirs.full_tensor())
+        seen.append(flat(torch.autograd.grad(network_loss(plain, rows), list(plain.parameters()))))
+        callback.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    callback.on_train_end(None, None, None)
+    return torch.stack(seen).numpy()

@@ -1,0 +1,363 @@
+"""Compression between the replicas of a sharded model: the slow links alone.
+
+FSDP2 reduces gradients within a replica, over fast links, as ever; what it would all-reduce between replicas is
+compressed::
+
+    mesh = init_device_mesh("cuda", (sites, ranks), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    hook = shard_hook(model, mesh["replicate"], lambda: make_compressor("warm-exact", 0.001), ErrorFeedback)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.plain import all_gather_flags
+from gradstats.compressors import Compressor, Selector
+from gradstats.errors import InputError, NonFiniteGradientError, first_line
+from gradstats.hooks.diagnostics import Diagnosis
+from gradstats.hooks.gradient import Pair
+from gradstats.hooks.memory import Memory
+from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
+from gradstats.hooks.units import Unit, units
+from gradstats.primitives.ratio import shown
+from gradstats.trace.record import StepRecord
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Observer", "ShardHook", "shard_hook"]
+
+Observer: TypeAlias = Callable[["CompressionState", Sequence[torch.Tensor], Sequence[Pair]], None]
+"""Called before an exchange with the unit's state, its sharded parameters, and what stands for them in the state with
+the gradients of this rank's shards, in the units of FSDP2's buffers."""
+
+
+_LARGEST_FLAG = 2**31 - 1
+
+
+class _Scale:
+    """The factor that a unit's gradients carry when the hook gets them: the loss scale, and a division to come."""
+
+    def __init__(self, unit: Unit, scaler: Scaler | None) -> None:
+        self._unit, self._scaler = unit, scaler
+
+    def get_scale(self) -> float:
+        """Return the factor."""
+        loss = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        return loss * self._unit.factors[1]
+
+
+class _Exchange:
+    """One unit's parameters, state, and gradients that wait for a later micro-step."""
+
+    def __init__(self, unit: Unit, state: Callable[..., CompressionState]) -> None:
+        self.unit = unit
+        # stand for the shards: a state asks for sizes, and FSDP2's parameters have those of the whole
+        self.shards = [
+            torch.empty(p.sharded_size, dtype=p.sharded_param.dtype, device="meta").requires_grad_()
+            for p in unit.parameters
+        ]
+        names = [unit.names[id(p.sharded_param)] for p in unit.parameters]
+        self.state = state(named_parameters=zip(names, self.shards, strict=True))
+        self.waiting: torch.Tensor | None = None
+
+    def __call__(self, observers: Sequence[Observer], output: torch.Tensor) -> None:
+        pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
+        if not self.unit.group.all_reduce_grads:  # set_requires_all_reduce(False): a micro-step
+            self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
+            output.zero_()
+            return
+        if self.waiting is not None:
+            output += self.waiting
+            self.waiting = None
+        parameters = [p.sharded_param for p in self.unit.parameters]
+        for observer in observers:
+            observer(self.state, parameters, pairs)
+        # other shards' exchanges are none of this rank's, and yet all ranks must raise if one does
+        group = self.unit.group._reduce_scatter_process_group
+        bad = min(count_bad([gradient for _, gradient in pairs]), _LARGEST_FLAG)
+        bad = sum(all_gather_flags(bad, group, output.device))
+        if self.state.nonfinite == "zero":
+            bad = 0
+        if not any(shard.numel() for shard in self.shards):
+            # nothing here is nothing on the ranks that this one would talk to
+            flags = all_gather_flags(
+                min(bad, _LARGEST_FLAG), self.state.process_group, output.device
+            )
+            if any(flags) and self.state.nonfinite == "raise":
+                raise NonFiniteGradientError(
+                    "NaN or infinite gradient elements on a rank with other shards"
+                )
+            return
+        with self.state.naming_step():
+            self.state.begin(output.device)
+            self.state.sparse_bad = bad
+            self.state.use(self.shards)
+            self.state.ready(pairs)
+            self.state.complete(pairs)
+
+
+class ShardHook:
+    """What :func:`shard_hook` registered: a state for every FSDP unit, and their checkpoint.
+
+    Parameters
+    ----------
+    exchanges : mapping of str to callable
+        The units' exchanges, by the names of their modules.
+    shards, replicas : int
+        Number of ranks in a replica, and of replicas.
+    scaler : Scaler, optional
+        The loss scaler of the training.
+
+    Attributes
+    ----------
+    states : dict of str to CompressionState
+        States by the name of the unit's module; ``root`` for the model itself.
+    error_feedback : bool
+        Whether anything is remembered.
+    diagnosis : None
+        Exchanges between replicas are not diagnosed.
+    scaler : Scaler or None
+        The loss scaler of the training.
+    observers : list of callable
+        Functions that see every exchange before it happens, such as a capture's.
+    """
+
+    diagnosis: Diagnosis | None = None
+
+    def __init__(
+        self,
+        exchanges: Mapping[str, _Exchange],
+        shards: int,
+        replicas: int,
+        scaler: Scaler | None = None,
+    ) -> None:
+        self.scaler = scaler
+        self.states = {name: each.state for name, each in exchanges.items()}
+        self.error_feedback = any(state.error_feedback for state in self.states.values())
+        self.observers: list[Observer] = []
+        self._size = {"shards": shards, "replicas": replicas}
+        self._rank = dist.get_rank()
+        self._exchanged: set[str] = set()
+        self._records: list[StepRecord] = []
+        self._last: StepRecord | None = None
+        self._exchanges = exchanges
+
+    def exchange(self, unit: str, output: torch.Tensor) -> None:
+        """Average what a unit's replicas have; FSDP2's all-reduce hook of that unit.
+
+        Parameters
+        ----------
+        unit : str
+            Name of the unit.
+        output : tensor, shape (n,)
+            Padded shards of the unit's gradients on this rank. They are overwritten.
+
+        Raises
+        ------
+        NonFiniteGradientError, ExchangeError, InputError
+            As :func:`gradstats.hooks.compression_hook` says. FSDP2 needs ``model.reset_iter_state()`` before the next
+            step then.
+        """
+        if unit in self._exchanged:  # a new step
+            self._exchanged.clear()
+        self._exchanged.add(unit)
+        self._exchanges[unit](self.observers, output)
+
+    @property
+    def last(self) -> StepRecord | None:
+        """Record of the last step on this rank, of all units together; None before the first."""
+        states = (self.states[name] for name in self.states if name in self._exchanged)
+        records = [state.last for state in states if state.last is not None]
+        if len(records) != len(self._records) or any(
+            new is not old for new, old in zip(records, self._records, strict=True)
+        ):
+            self._records, self._last = records, _together(records)
+        return self._last
+
+    def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient as it is: an observer sees what a unit's state adds.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the model's parameters.
+        gradient : torch.Tensor
+            Its gradient.
+
+        Returns
+        -------
+        torch.Tensor
+            The gradient.
+        """
+        return gradient
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs, of this rank alone: every rank saves its own.
+
+        Returns
+        -------
+        dict
+            One entry, named by the global rank, so that ``torch.distributed.checkpoint`` can save all ranks' under one
+            name: a dictionary with the numbers of shards and replicas, and the units'
+            :meth:`gradstats.hooks.CompressionState.state_dict`.
+        """
+        each = {name: state.state_dict() for name, state in self.states.items()}
+        return {f"rank{self._rank}": {**self._size, "units": each}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, on the rank that saved it.
+
+        Parameters
+        ----------
+        state : mapping
+            What this rank saved; entries of other ranks beside it do not matter.
+
+        Raises
+        ------
+        InputError
+            If this rank's entry is missing, or it is of other numbers of shards or replicas, other units, compressors,
+            memories or parameters. Nothing has been restored then.
+        """
+        own = state.get(f"rank{self._rank}")
+        if own is None:
+            has = ", ".join(map(str, state)) or "nothing"
+            raise InputError(
+                f"this is rank {self._rank}, and the checkpoint holds {has}: every rank saves and loads its own"
+            )
+        for what, here in self._size.items():
+            if int(own[what]) != here:
+                raise InputError(f"the checkpoint is of {own[what]} {what}, and these are {here}")
+        if own["units"].keys() != self.states.keys():
+            odd = sorted(own["units"].keys() ^ self.states.keys())[0]
+            raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")
+        before = {name: each.state_dict() for name, each in self.states.items()}
+        try:
+            for name, each in self.states.items():
+                each.load_state_dict(own["units"][name])
+        except BaseException:
+            for name, each in self.states.items():
+                each.load_state_dict(before[name])
+            raise
+
+
+def shard_hook(
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    compressor: Callable[[], Compressor | Selector],
+    memory: Callable[[], Memory] | None = None,
+    *,
+    ratio_at: Callable[[int], float | None] | None = None,
+    nonfinite: NonFinite | None = None,
+    scaler: Scaler | None = None,
+) -> ShardHook:
+    """Compress what replicas of a sharded model exchange.
+
+    Call ``fully_shard`` with the mesh of a replica's shards, ``mesh=mesh["shard"]``, and this with the mesh across the
+    replicas. FSDP2 gathers parameters and reduces gradients within a replica; then the ranks that hold the same shards
+    exchange them compressed, unit by unit during the backward pass.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Model after ``fully_shard``.
+    mesh : torch.distributed.device_mesh.DeviceMesh
+        Ranks with the same shards, one dimension: ``mesh["replicate"]``.
+    compressor : callable
+        Function without arguments that makes a compressor or a selector, such as
+        ``lambda: make_compressor("warm-exact", 0.001)``. It is called once for every FSDP unit.
+    memory : callable, optional
+        Function without arguments that makes a memory, such as :class:`gradstats.hooks.ErrorFeedback`; called once for
+        every unit. If None, error feedback where the compressor is made for it.
+    ratio_at : callable, optional
+        Step to ratio, as for :class:`gradstats.hooks.CompressionState`.
+    nonfinite : {"raise", "skip", "zero", "propagate"}, optional
+        What NaN or infinity does, as for :class:`gradstats.hooks.CompressionState`, for each unit by itself.
+    scaler : Scaler, optional
+        The loss scaler of the training. Memories are then kept in unscaled units.
+
+    Returns
+    -------
+    ShardHook
+        States of the units, their records and their checkpoint.
+
+    Raises
+    ------
+    InputError
+        If the model is not sharded, FSDP2 averages over replicas itself, or the meshes do not cross.
+
+    Notes
+    -----
+    Parameters that a step does not use get gradients of zero, as their memory may have something to send. With several
+    micro-steps call ``model.set_requires_all_reduce(False)`` before all but the last, or each of them is exchanged.
+    Where a step fails on one unit (a gradient that is not finite), units before it have sent theirs.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for what, factory in (("compressor", compressor), ("memory", memory)):
+        if not callable(factory) and (what, factory) != ("memory", None):
+            raise InputError(
+                f"{what} must be a function that makes one for each FSDP unit, not {shown(factory)}: write lambda: …"
+            )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise InputError(
+            f'mesh must be one dimension of a mesh, such as mesh["replicate"], not {shown(mesh)}'
+        )
+    if not isinstance(model, torch.nn.Module) or not (found := units(model)):
+        raise InputError("the model is not sharded: call fully_shard() on it first")
+    group = mesh.get_group()
+    replicas = set(dist.get_process_group_ranks(group))
+    exchanges = {}
+    for unit in found:
+        if unit.replicated:
+            raise InputError(
+                "fully_shard() has the replicas' dimension in its mesh, and averages over it before any hook: give it "
+                'the other one alone, mesh=mesh["shard"]'
+            )
+        within = set(dist.get_process_group_ranks(unit.group._reduce_scatter_process_group))
+        if len(replicas & within) != 1:
+            raise InputError(
+                "mesh holds ranks of one replica: give the dimension across replicas, not the one of its shards"
+            )
+        state = partial(
+            CompressionState,
+            compressor(),
+            memory=None if memory is None else memory(),
+            ratio_at=ratio_at,
+            nonfinite=nonfinite or ("raise" if scaler is None else "propagate"),
+            scaler=_Scale(unit, scaler),
+            process_group=group,
+        )
+        exchanges[unit.name] = _Exchange(unit, state)
+    hook = ShardHook(exchanges, found[0].shards, len(replicas), scaler)
+    for unit in found:
+        if hasattr(unit.module, "set_reduce_scatter_unused_params"):
+            unit.module.set_reduce_scatter_unused_params(True, recurse=False)
+        try:
+            unit.module.set_all_reduce_hook(partial(hook.exchange, unit.name))
+        except ValueError as error:
+            raise InputError(first_line(error)) from None
+    return hook
+
+
+def _together(records: Sequence[StepRecord]) -> StepRecord | None:
+    """Return one record for all units of a step."""
+    if not records:
+        return None
+    names = ("selected", "numel", "bytes_sent", "target", "union")
+    seconds = ("select_seconds", "communicate_seconds", "overlapped_seconds")
+    return StepRecord(
+        step=max(record.step for record in records),
+        threshold=records[0].threshold if len(records) == 1 else math.nan,
+        problem=next((record.problem for record in records if record.problem), ""),
+        **{name: sum(getattr(record, name) for record in records) for name in (*names, *seconds)},
+    )

@@ -1,0 +1,290 @@
+"""FSDP2's units and what lies where in their buffers: the one place that knows what PyTorch keeps to itself."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradstats.errors import InputError
+from gradstats.trace.format import Shard
+
+__all__ = ["Unit", "is_sharded", "local_part", "shard_of", "shard_ranks", "units"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that ``fully_shard`` was called on: its parameters are gathered, and their gradients reduced, together.
+
+    Attributes
+    ----------
+    name : str
+        Name of the module in the model; ``root`` for the model itself.
+    module : torch.distributed.fsdp.FSDPModule
+        The module.
+    group : FSDPParamGroup
+        What FSDP2 keeps of it.
+    names : dict of int to str
+        Names of the model's parameters, by identity.
+    """
+
+    name: str
+    module: Any
+    group: Any
+    names: dict[int, str]
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters that have gradients, as FSDP2 notes them, in the order of its buffers."""
+        return [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which the parameters are sharded."""
+        return int(getattr(self.group.mesh_info, "shard_mesh_size", 1))
+
+    @property
+    def replicated(self) -> bool:
+        """Whether FSDP2 itself averages over replicas."""
+        return hasattr(self.group.mesh_info, "replicate_process_group")
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What FSDP2 divides gradients by before the reduce-scatter, and after the hook."""
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+            _get_gradient_divide_factors,
+        )
+
+        group = self.group
+        before, after, *_ = _get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            group._all_reduce_process_group if self.replicated else None,
+            group._reduce_dtype or group._orig_dtype,
+            group.device.type,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        return float(before or 1), float(after or 1)
+
+    def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of this rank's shards in the result of a reduce-scatter, without the padding.
+
+        Parameters
+        ----------
+        output : tensor, shape (n,)
+            What FSDP2 gives to an all-reduce hook.
+
+        Returns
+        -------
+        list of tensor
+            One for each of :attr:`parameters`, of the shape of its shard.
+
+        Raises
+        ------
+        InputError
+            If the buffer lacks a parameter.
+        """
+        views, sizes = [], self._padded(output.numel())
+        for p, part in zip(self.parameters, torch.split(output, sizes), strict=True):
+            views.append(part[: math.prod(p.sharded_size)].view(p.sharded_size))
+        return views
+
+    def unreduced(self, buffer: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield the whole gradients in what a rank is about to reduce.
+
+        Parameters
+        ----------
+        buffer : tensor, shape (shards · n,)
+            What FSDP2 gives to a reduce-scatter.
+
+        Yields
+        ------
+        parameter : FSDPParam
+            FSDP2's notes on a parameter.
+        gradient : torch.Tensor
+            This rank's gradient of it, divided by the first of :attr:`factors`.
+
+        Raises
+        ------
+        InputError
+            If the buffer lacks a parameter.
+        """
+        rows = buffer.view(self.shards, -1)
+        sizes = self._padded(rows.shape[1])
+        for p, part in zip(self.parameters, torch.split(rows, sizes, dim=1), strict=True):
+            size, dim = p._orig_size, p.fsdp_placement.dim
+            if dim == 0:  # ranks have as many rows each, and padding is at the end
+                yield p, part.reshape(-1)[: size.numel()].view(size)
+            else:
+                yield p, torch.cat([row.view(p.sharded_size) for row in part], dim=dim)
+
+    def _padded(self, numel: int) -> list[int]:
+        sizes = [math.prod(p.padded_sharded_param_size) for p in self.parameters]
+        if sum(sizes) != numel:
+            raise InputError(
+                f"unit {self.name}: some parameter got no gradient; call "
+                "model.set_reduce_scatter_unused_params(True), which gives it zeros"
+            )
+        return sizes
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Tell whether a model's parameters are sharded tensors.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Any module.
+
+    Returns
+    -------
+    bool
+        True after ``fully_shard``.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")  # no DTensor before it is loaded
+    return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
+
+
+def units(model: torch.nn.Module) -> list[Unit]:
+    """Return the units of a model that ``fully_shard`` was called on.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Model.
+
+    Returns
+    -------
+    list of Unit
+        Units that have parameters, in the order of the modules.
+
+    Raises
+    ------
+    InputError
+        If a unit has several meshes, or its parameters are gathered now.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[int, Unit] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # until PyTorch 2.11
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        if len(groups) > 1:
+            raise InputError(
+                f"{name or 'the model'} has parameters on several meshes; give each mesh a fully_shard() of its own"
+            )
+        for group in groups:
+            # modules that were sharded together share one group
+            found.setdefault(id(group), Unit(name or "root", module, group, names))
+    for unit in found.values():
+        if any(id(p.sharded_param) not in names for p in unit.parameters):
+            raise InputError(
+                f"the parameters of unit {unit.name} are gathered: do this before the first forward pass, or call the "
+                "unit's reshard()"
+            )
+    return [unit for unit in found.values() if unit.parameters]
+
+
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a gradient.
+
+    Parameters
+    ----------
+    gradient : torch.Tensor
+        A gradient, sharded or not.
+
+    Returns
+    -------
+    torch.Tensor
+        The local tensor of a sharded one; any other as it is.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None and isinstance(gradient, tensor.DTensor):
+        return gradient.to_local()  # type: ignore[no-any-return]
+    return gradient
+
+
+def shard_ranks(parameter: Any) -> tuple[list[int], bool]:
+    """Return the ranks that hold the shards of a parameter, this one among them.
+
+    Parameters
+    ----------
+    parameter : torch.distributed.tensor.DTensor
+        A sharded parameter.
+
+    Returns
+    -------
+    ranks : list of int
+        Global ranks, in the order of their shards.
+    first : bool
+        Whether this is the first of several replicas that hold the same.
+
+    Raises
+    ------
+    InputError
+        If it is sharded in another way than ``fully_shard`` does by itself.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as Sharded
+
+    if any(type(each) not in (Replicate, Sharded) for each in parameter.placements):
+        raise InputError(
+            f"parameters placed as {parameter.placements} cannot be captured: use fully_shard() without tensor "
+            "parallelism"
+        )
+    mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    copies = [isinstance(each, Replicate) for each in parameter.placements]
+    index = tuple(i if copy else slice(None) for i, copy in zip(own, copies, strict=True))
+    first = not any(i for i, copy in zip(own, copies, strict=True) if copy)
+    return mesh.mesh[index].flatten().tolist(), first
+
+
+def shard_of(name: str, parameter: torch.Tensor, holds: bool) -> Shard:
+    """Return what this rank holds of a parameter.
+
+    Parameters
+    ----------
+    name : str
+        Name of the parameter.
+    parameter : torch.Tensor
+        Parameter, sharded or not.
+    holds : bool
+        Whether this rank stands for all where it is not sharded.
+
+    Returns
+    -------
+    Shard
+        Its part. Of a complex parameter real and imaginary parts, as a last dimension of 2.
+
+    Raises
+    ------
+    InputError
+        If it has no dimension to shard.
+    """
+    if local_part(parameter) is parameter:
+        if not parameter.dim():
+            raise InputError(f"{name} has no dimension: of a sharded model it cannot be captured")
+        shape = list(parameter.shape)
+        offset = [0] * len(shape)
+        shape[0] = shape[0] if holds else 0
+    else:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        sharded: Any = parameter
+        shape, offset = map(
+            list,
+            compute_local_shape_and_global_offset(
+                sharded.shape, sharded.device_mesh, sharded.placements
+            ),
+        )
+    tail = [2] if parameter.is_complex() else []
+    return Shard(name, (*offset, *(0 for _ in tail)), (*shape, *tail))

@@ -1,0 +1,70 @@
+"""Compression between the replicas of a sharded model: real ranks, two replicas of two shards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from workers import sharded
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def warm_exact():
+    """60 steps of two replicas of two shards, dense and with warm-exact, by rank."""
+    return run_ranks(4, sharded.hybrid, "warm-exact", 0.001, STEPS, 8192)
+
+
+def test_replicas_stay_the_same_to_the_bit(warm_exact):
+    for name in ("dense", "warm-exact"):
+        assert len({found[name]["parameters"] for found in warm_exact}) == 1
+    assert warm_exact[0]["dense"]["parameters"] != warm_exact[0]["warm-exact"]["parameters"]
+    assert all(found["warm-exact"]["last"] == STEPS - 1 for found in warm_exact)
+
+
+def test_the_loss_falls_as_without_compression(warm_exact):
+    losses = {
+        name: np.mean([found[name]["losses"] for found in warm_exact], axis=0)
+        for name in ("dense", "warm-exact")
+    }
+    dense, sparse = losses["dense"][-20:], losses["warm-exact"][-20:]
+    noise = dense.std()
+    assert dense.mean() < losses["dense"][:5].mean() - 2 * noise  # it trains
+    assert abs(sparse.mean() - dense.mean()) < 2 * noise
+
+
+def test_the_slow_link_carries_a_500th(warm_exact):
+    for found in warm_exact:
+        run = found["warm-exact"]
+        # 4-byte positions and values of one element in 1,000, and the messages' heads
+        assert run["sent"] / (4 * run["local"]) == pytest.approx(1 / 500, rel=0.25)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "signsgd", "dgc"])
+def test_one_shard_a_replica_is_ddp_to_the_bit(compressor):
+    for shards, ddp in run_ranks(2, sharded.against_ddp, compressor, 0.05):
+        assert np.array_equal(shards, ddp)
+
+
+@pytest.mark.parametrize("compressor", ["warm-exact", "lags"])
+def test_stop_and_resume_through_a_distributed_checkpoint(tmp_path, compressor):
+    found = run_ranks(4, sharded.resumed, str(tmp_path / "checkpoint"), compressor)
+    for rank, (expected, resumed, refused) in enumerate(found):
+        assert resumed == expected == found[0][0]
+        another, replicas, units, parameters = refused
+        assert f"this is rank {rank}, and the checkpoint holds rank{(rank + 1) % 4}" in another
+        assert "of 3 replicas, and these are 2" in replicas
+        assert "other FSDP units" in units
+        assert "another model" in parameters
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_and_training_goes_on():
+    found = run_ranks(4, sharded.not_finite)
+    for said, losses, _, last in found:
+        assert "step 0: NaN or infinite gradient elements" in said
+        assert np.isfinite(losses).all()
+        assert last in (2, 3)  # of the units, some had sent before the failure
+    assert len({parameters for *_, parameters, _ in found}) == 1
