@@ -25,8 +25,8 @@ from capture.states import Said, name_parameters, observe, records_steps, step_c
 from capture.watch import BackwardWatch
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
-from gradstats.hooks import Scaler
-from gradstats.hooks.gradient import logical, pairs_of, real_view
+from gradstats.hooks import LocalSteps, Scaler
+from gradstats.hooks.gradient import Pair, logical, pairs_of, real_view
 from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
 
 __all__ = ["Capture", "CaptureWarning", "Hook"]
@@ -62,9 +62,9 @@ class Capture:
         Steps to capture: a :class:`Schedule`, N for every N-th step, or a list of steps.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
-    kinds : sequence of {"gradient", "corrected"}, optional
+    kinds : sequence of {"gradient", "corrected", "pseudogradient"}, optional
         What to store: the gradient, and the gradient plus the hook's memory. If None, both where the hook keeps a
-        memory, else the gradient.
+        memory, else the gradient. :meth:`follow` adds the pseudo-gradient, and corrected is then of that.
     parameters : sequence of str, optional
         Name patterns (``fnmatch``) of the parameters to capture; all if None.
     store : {"gradients", "sketches"}
@@ -173,6 +173,8 @@ class Capture:
         self._background: BackgroundWriter | None = None
         self._state: Any = None
         self._hook: Hook | None = None
+        self._local: LocalSteps | None = None
+        self._told: dict[str, float | torch.Tensor | None] = {}
         self._in_step = False
         self._sent = False
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
@@ -249,6 +251,30 @@ class Capture:
 
         return self, capture_hook
 
+    def follow(self, local_steps: LocalSteps) -> None:
+        """Record the exchanges of local steps: one step of the trace for each, numbered from 0.
+
+        It holds the pseudo-gradient, what is compressed of it where there is a memory, and the gradient of the last
+        local step, as the optimizer saw it. :meth:`step`, before ``optimizer.step()``, adds that step's loss and
+        learning rate.
+
+        Parameters
+        ----------
+        local_steps : LocalSteps
+            What the training goes through, before it is entered. With a delay, what the compressor says of an exchange
+            is not recorded.
+
+        Raises
+        ------
+        InputError
+            If the capture wraps a hook already.
+        """
+        if self._hook is not None:
+            raise InputError("a Capture wraps a hook or follows local steps: make one for each")
+        self._local = self._state = local_steps
+        if not self._closed:
+            local_steps.watch(self._before_exchange, self._after_exchange)
+
     def step(
         self,
         model: torch.nn.Module | None = None,
@@ -284,7 +310,9 @@ class Capture:
         self._check_hook()
         if not self.active:
             return
-        if self._hook is None:
+        if self._local is not None:
+            self._told = {"loss": loss, "learning_rate": learning_rate}
+        elif self._hook is None:
             self._take(model, loss, learning_rate)
         elif self._in_step:
             self._commit(loss, learning_rate)
@@ -370,6 +398,36 @@ class Capture:
         if self._wanted():
             self._current = self._borrow()
             self._scale = self._loss_scale()
+
+    def _before_exchange(self, pairs: list[Pair]) -> None:
+        """Snapshot the pseudo-gradients of a fragment; the first one of an interval begins a step."""
+        if self._closed:
+            return
+        if not self._in_step:
+            self._begin()
+        if self._current is None:
+            return
+        assert self._local is not None
+        arrays = self._current.arrays
+        for parameter, pseudogradient in pairs:
+            slot = self._slots.get(id(parameter))
+            if slot is None:
+                self._note_absent(parameter)
+                continue
+            if "pseudogradient" in arrays:
+                _copy(pseudogradient, arrays["pseudogradient"][slot])
+            if "corrected" in arrays:
+                corrected = self._local.corrected(parameter, pseudogradient)
+                _copy(corrected, arrays["corrected"][slot])
+            if "gradient" in arrays:
+                gradient = parameter.grad
+                _copy(torch.zeros(()) if gradient is None else gradient, arrays["gradient"][slot])
+
+    def _after_exchange(self) -> None:
+        """End the step of an exchange."""
+        if self._in_step:
+            self._sent = True
+            self._commit(**self._told)  # type: ignore[arg-type]
 
     def _after(self, bucket: GradBucket, future: object) -> None:
         """Note that the inner hook took a bucket; the last one completes the step."""
@@ -516,8 +574,15 @@ class Capture:
 
     def _start(self) -> None:
         """Open this rank's writer, once the hook is known and with it the kinds to write."""
+        feedback = observe(self._state).error_feedback
+        own: list[Kind] = ["pseudogradient"] if self._local is not None else []
         if self._kinds is None:
-            self._kinds = KINDS if observe(self._state).error_feedback else ("gradient",)
+            memory: list[Kind] = ["corrected"] if feedback else []
+            self._kinds = ("gradient", *memory, *own)
+        elif not own and "pseudogradient" in self._kinds:
+            raise InputError(
+                "there are pseudo-gradients where local steps are taken: call capture.follow(local_steps)"
+            )
         expected = None if self._total_steps is None else self.schedule.count(self._total_steps)
         try:
             writer = TraceWriter(

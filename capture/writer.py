@@ -42,7 +42,7 @@ class BackgroundWriter:
     ----------
     writer : TraceWriter
         Writer of one rank. Only the background thread uses it from now on.
-    kinds : sequence of {"gradient", "corrected"}
+    kinds : sequence of Kind
         Arrays that a snapshot holds.
     buffers : int
         Largest number of snapshots in use at once; :meth:`borrow` waits when all are.

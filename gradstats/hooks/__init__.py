@@ -1,7 +1,8 @@
-"""Parts that a training loop registers with DDP: the hook, its state, and the memories of a rank."""
+"""Parts of a training loop: the hook that DDP calls, its state, the memories of a rank, and local steps."""
 
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.hook import compression_hook
+from gradstats.hooks.local_steps import LocalSteps
 from gradstats.hooks.memory import (
     AdamCorrection,
     ErrorFeedback,
@@ -19,6 +20,7 @@ __all__ = [
     "CompressionState",
     "Diagnosis",
     "ErrorFeedback",
+    "LocalSteps",
     "Memory",
     "MomentumCorrection",
     "Nesterov",

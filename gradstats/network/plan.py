@@ -205,8 +205,10 @@ def _break_even(network: Network, other: _System, system: _System) -> float:
 
 
 def _kind(source: Source) -> Kind:
-    """Return the kind of vector that a compressor sees: with error feedback the corrected gradient."""
-    return "corrected" if any(k == "corrected" for _, k, _ in source.entries()) else "gradient"
+    """Return the kind of vector that a compressor sees: the corrected one, or what is exchanged without a memory."""
+    kinds = {k for _, k, _ in source.entries()}
+    seen: tuple[Kind, ...] = ("corrected", "pseudogradient", "gradient")
+    return next((kind for kind in seen if kind in kinds), "gradient")
 
 
 def _measured_quality(

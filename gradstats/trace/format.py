@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,8 @@ __all__ = [
 SCHEMA = 3
 """Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
 
-Kind: TypeAlias = Literal["gradient", "corrected"]
-KINDS: tuple[Kind, ...] = ("gradient", "corrected")
+Kind: TypeAlias = Literal["gradient", "corrected", "pseudogradient"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Store: TypeAlias = Literal["gradients", "sketches"]
 STORES: tuple[Store, ...] = ("gradients", "sketches")
@@ -97,6 +97,7 @@ _METADATA = 1 << 26  # largest zarr.json that is read: a layout of half a millio
 _LONG_NAMES = {
     "gradient": "gradient as autograd left it",
     "corrected": "gradient plus what error feedback added",
+    "pseudogradient": "parameters at the last exchange less those now",
     "counts": "elements by magnitude",
     "moments": "sums over the elements",
     "zeros": "zero elements",

@@ -255,7 +255,7 @@ class Trace:
         rank : int
             Rank that captured it.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         layer : str, optional
             Name of a parameter; all of them if None.
 
@@ -336,7 +336,7 @@ class Trace:
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
 
         Returns
         -------
@@ -363,7 +363,7 @@ class Trace:
         rank : int
             Rank that captured it.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         start, stop : int
             First element, and the one after the last, 0 ≤ start ≤ stop ≤ numel. Borders of chunks
             (:meth:`chunk_numel`) make each chunk be read once.
@@ -402,7 +402,7 @@ class Trace:
         rank : int
             Rank that captured it.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
 
         Returns
         -------
@@ -512,7 +512,7 @@ class Trace:
         step, rank : int
             Training step and rank.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         values : ndarray of float32, shape (numel,)
             The gradient.
         """

@@ -58,7 +58,7 @@ class Captured:
     step, rank : int
         Training step and rank of the gradient.
     kind : Kind
-        ``"gradient"`` or ``"corrected"``.
+        ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
     values : ndarray or torch.Tensor, shape (d,)
         Elements of the gradient. Made up from a sketch where the source keeps only sketches
         (:meth:`Source.sketched`).
@@ -98,7 +98,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         step : int
             Training step.
 
@@ -117,7 +117,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         step : int
             Training step.
         start, stop : int
@@ -137,7 +137,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
 
         Returns
         -------
@@ -154,7 +154,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         step : int
             Training step.
 
@@ -183,7 +183,7 @@ class Source(ABC):
         rank : int
             Rank that captured the gradient.
         kind : Kind
-            ``"gradient"`` or ``"corrected"``.
+            ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
         step : int
             Training step.
 

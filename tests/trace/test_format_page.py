@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from support.traces import LAYERS, NUMEL, write
 
-from gradstats.trace import COMPRESSION, LAYER_COMPRESSION, SCHEMA, create_trace
+from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION, SCHEMA, create_trace
 from gradstats.trace.format import BINS, BITS, STATISTICS
 
 PAGE = (ROOT / "docs/reference/trace_format.md").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def run(request, tmp_path_factory):
         suffix = {1: " (bfloat16)", 2: " (compressed)"}.get(rank, "")
         for file in (path / f"rank{rank:05d}").glob("*/zarr.json"):
             name = file.parent.name
-            found[name + (suffix if name in ("gradient", "corrected") else "")] = file.parent
+            found[name + (suffix if name in KINDS else "")] = file.parent
     return path, request.param, found
 
 
@@ -50,7 +50,7 @@ def test_every_array_is_as_the_page_says(run):
     for name, *cells in table("arrays"):
         described[name.replace("` ", " ")] = cells
     for name in [n for n in described if n.startswith("gradient")]:
-        described[name.replace("gradient", "corrected")] = described[name]
+        described |= {name.replace("gradient", kind): described[name] for kind in KINDS}
     assert described.keys() == found.keys()
     names = {
         "d": NUMEL,
