@@ -469,9 +469,10 @@ class LocalSteps:
 
     def _finish(self) -> None:
         """Exchange what some rank has not exchanged yet, so that all end with the same parameters."""
-        for fragment in self._fragments:
+        for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
                 self._apply(fragment)
+        for fragment in self._fragments:
             left = self.step - fragment.sent + (self.delay > 0)
             device = fragment.named[0][1].device
             with _naming(self.step):
