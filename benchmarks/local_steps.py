@@ -1,7 +1,8 @@
 """What pseudo-gradients are like beside gradients: tails, agreement of ranks, thresholds, means over senders.
 
-    gradstats capture gpt-pydoc --nproc 4 --local-steps 20 --compressor none --steps 400 --every 1 --out dense.zarr
-    gradstats capture gpt-pydoc --nproc 4 --local-steps 20 --outer sparseloco --steps 400 --every 1 --out sparse.zarr
+    options="gpt-pydoc --nproc 4 --local-steps 20 --steps 240 --every 1 --dtype bfloat16"
+    gradstats capture $options --compressor none --out dense.zarr
+    gradstats capture $options --outer sparseloco --out sparse.zarr
     python benchmarks/local_steps.py dense.zarr sparse.zarr --write
 
 Rows are stored in docs/results/local_steps.jsonl; ``--write`` also puts tables into docs/howto/local-steps.md. A number
