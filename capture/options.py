@@ -9,38 +9,63 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from capture.workloads.config import ClipKind, NesterovForm, Parallel, Recipe, RunConfig
+from capture.workloads.config import (
+    ClipKind,
+    NesterovForm,
+    Outer,
+    Parallel,
+    Recipe,
+    RunConfig,
+    Size,
+)
 from capture.workloads.registry import WORKLOADS, LearningRates
 from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
 
 __all__ = [
+    "AutocastOption",
+    "AverageOption",
     "BatchSizeOption",
     "ClipKindOption",
     "ClipOption",
     "DataDirOption",
+    "DelayOption",
     "ErrorFeedbackOption",
+    "FragmentsOption",
     "HiddenOption",
     "LearningRateOption",
     "LearningRateWarmUpOption",
     "LearningRatesOption",
+    "LocalStepsOption",
     "MomentumOption",
     "NesterovOption",
     "NprocOption",
+    "OuterLearningRateOption",
+    "OuterOption",
     "ParallelOption",
     "RecipeOption",
     "SeedOption",
     "SingleRatioOption",
+    "SizeOption",
     "StepsOption",
     "VocabOption",
     "WarmUpOption",
     "WeightDecayOption",
     "WorkloadArgument",
     "WorkloadOption",
+    "averages",
     "run_config",
     "signals_end_the_command",
     "trained",
 ]
+
+
+def averages() -> Sequence[str]:
+    """Return what a sum of sparse messages may be divided by."""
+    from gradstats.compressors.sparse import Average
+
+    return get_args(Average)
+
 
 _WORKLOAD: dict[str, Any] = {
     "help": f"{', '.join(WORKLOADS)}.",
@@ -117,7 +142,49 @@ WarmUpOption = Annotated[
     int | None, typer.Option(help="Steps of warm-up: DGC's ratios for dgc, dense for others.")
 ]
 HiddenOption = Annotated[int | None, typer.Option(help="Width of the LSTM.")]
-VocabOption = Annotated[int | None, typer.Option(help="Number of words the LSTM knows.")]
+VocabOption = Annotated[
+    int | None, typer.Option(help="Number of words that a model of text knows.")
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Size of the transformer: 0.5M, 2M, 10M, 30M or 124M.",
+        **one_of("size", lambda: get_args(Size)),
+    ),
+]
+AutocastOption = Annotated[
+    bool, typer.Option("--autocast", help="Let the transformer compute in bfloat16.")
+]
+LocalStepsOption = Annotated[
+    int,
+    typer.Option(
+        help="Exchange pseudo-gradients after so many local steps; 0 for gradients in every step.",
+        metavar="H",
+    ),
+]
+OuterOption = Annotated[
+    str,
+    typer.Option(
+        help="What follows local steps: diloco, sparseloco (a compressor of its own), or mean.",
+        **one_of("outer", lambda: get_args(Outer)),
+    ),
+]
+OuterLearningRateOption = Annotated[
+    float | None, typer.Option(help="Outer learning rate; 0.7 for diloco if absent, else 1.")
+]
+FragmentsOption = Annotated[
+    int, typer.Option(help="Parts of the model exchanged at different local steps.")
+]
+DelayOption = Annotated[
+    int, typer.Option(help="Local steps that an exchange takes in the background.")
+]
+AverageOption = Annotated[
+    str,
+    typer.Option(
+        help="What sums of local steps' sparse messages are divided by: ranks, or senders.",
+        **one_of("average", averages),
+    ),
+]
 DataDirOption = Annotated[Path | None, typer.Option(help="Folder of the data set.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")]
 

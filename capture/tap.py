@@ -27,7 +27,7 @@ from capture.states import Said, name_parameters, observe, records_steps, step_c
 from capture.watch import BackwardWatch
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
-from gradstats.hooks import Scaler
+from gradstats.hooks import LocalSteps, Scaler
 from gradstats.hooks.gradient import Pair, logical, pairs_of, real_view
 from gradstats.hooks.units import Unit, is_sharded, local_part
 from gradstats.primitives.ratio import check_count, shown
@@ -68,9 +68,10 @@ class Capture:
         a step, such as :meth:`gradstats.Monitor.triggered`.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
-    kinds : sequence of {"gradient", "corrected", "local"}, optional
+    kinds : sequence of {"gradient", "corrected", "local", "pseudogradient"}, optional
         What to store: the gradient, the gradient plus the hook's memory, and, of a sharded model, this rank's gradient
-        before any reduction. If None, the first two where the hook keeps a memory, else the gradient.
+        before any reduction. If None, the first two where the hook keeps a memory, else the gradient. :meth:`follow`
+        adds the pseudo-gradient, and corrected is then of that.
     parameters : sequence of str, optional
         Name patterns (``fnmatch``) of the parameters to capture; all if None.
     store : {"gradients", "sketches"}
@@ -184,6 +185,8 @@ class Capture:
         self._background: BackgroundWriter | None = None
         self._state: Any = None
         self._hook: Hook | None = None
+        self._local: LocalSteps | None = None
+        self._told: dict[str, float | torch.Tensor | None] = {}
         self._in_step = False
         self._passed = 0
         self._sent = False
@@ -302,6 +305,30 @@ class Capture:
 
         return self, capture_hook
 
+    def follow(self, local_steps: LocalSteps) -> None:
+        """Record the exchanges of local steps: one step of the trace for each, numbered from 0.
+
+        It holds the pseudo-gradient, what is compressed of it where there is a memory, and the gradient of the last
+        local step, as the optimizer saw it. :meth:`step`, before ``optimizer.step()``, adds that step's loss and
+        learning rate.
+
+        Parameters
+        ----------
+        local_steps : LocalSteps
+            What the training goes through, before it is entered. With a delay, what the compressor says of an exchange
+            is not recorded.
+
+        Raises
+        ------
+        InputError
+            If the capture wraps a hook already.
+        """
+        if self._hook is not None:
+            raise InputError("a Capture wraps a hook or follows local steps: make one for each")
+        self._local = self._state = local_steps
+        if not self._closed:
+            local_steps.watch(self._before_exchange, self._after_exchange)
+
     def step(
         self,
         model: torch.nn.Module | None = None,
@@ -337,7 +364,9 @@ class Capture:
         self._check_hook()
         if not self.active:
             return
-        if self._hook is None:
+        if self._local is not None:
+            self._told = {"loss": loss, "learning_rate": learning_rate}
+        elif self._hook is None:
             self._take(model, loss, learning_rate)
         elif self._in_step:
             self._commit(loss, learning_rate)
@@ -489,6 +518,36 @@ class Capture:
         except InputError as error:
             self._drop()
             self._stop(error)
+
+    def _before_exchange(self, pairs: list[Pair]) -> None:
+        """Snapshot the pseudo-gradients of a fragment; the first one of an interval begins a step."""
+        if self._closed:
+            return
+        if not self._in_step:
+            self._begin()
+        if self._current is None:
+            return
+        assert self._local is not None
+        arrays = self._current.arrays
+        for parameter, pseudogradient in pairs:
+            slot = self._slots.get(id(parameter))
+            if slot is None:
+                self._note_absent(parameter)
+                continue
+            if "pseudogradient" in arrays:
+                _copy(pseudogradient, arrays["pseudogradient"][slot])
+            if "corrected" in arrays:
+                corrected = self._local.corrected(parameter, pseudogradient)
+                _copy(corrected, arrays["corrected"][slot])
+            if "gradient" in arrays:
+                gradient = parameter.grad
+                _copy(torch.zeros(()) if gradient is None else gradient, arrays["gradient"][slot])
+
+    def _after_exchange(self) -> None:
+        """End the step of an exchange."""
+        if self._in_step:
+            self._sent = True
+            self._commit(**self._told)  # type: ignore[arg-type]
 
     def _after(self, bucket: GradBucket, future: object) -> None:
         """Note that the inner hook took a bucket; the last one completes the step."""
@@ -656,8 +715,13 @@ class Capture:
 
     def _start(self) -> None:
         """Open this rank's writer, once the hook is known and with it the kinds to write."""
+        own: list[Kind] = ["pseudogradient"] if self._local is not None else []
         if self._kinds is None:
-            self._kinds = _usual_kinds(self._state)
+            self._kinds = (*_usual_kinds(self._state), *own)
+        elif not own and "pseudogradient" in self._kinds:
+            raise InputError(
+                "there are pseudo-gradients where local steps are taken: call capture.follow(local_steps)"
+            )
         expected = None
         if self._total_steps is not None and self.schedule.known:
             expected = self.schedule.count(self._total_steps)

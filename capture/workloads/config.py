@@ -18,10 +18,12 @@ __all__ = [
     "NO_EXCHANGE",
     "ClipKind",
     "NesterovForm",
+    "Outer",
     "Parallel",
     "Recipe",
     "RunConfig",
     "RunResult",
+    "Size",
     "Training",
 ]
 
@@ -41,6 +43,10 @@ Parallel: TypeAlias = Literal["ddp", "fsdp", "hsdp"]
 """Every rank with the whole model, with a shard of it, or shards in each of two replicas."""
 Recipe: TypeAlias = Literal["short", "paper"]
 """Where settings come from that are not given: the workload's own defaults, or the papers' training."""
+Size: TypeAlias = Literal["0.5M", "2M", "10M", "30M", "124M"]
+"""Sizes of the transformer; :mod:`capture.workloads.gpt` has their shapes."""
+Outer: TypeAlias = Literal["diloco", "sparseloco", "mean"]
+"""What a run with local steps does with the mean of its pseudo-gradients."""
 _SYSTEM_MOMENTUM = 0.9
 """Momentum of systems that have one of their own, as published."""
 _SYSTEM_WARM_UP = 20
@@ -67,7 +73,11 @@ class RunConfig:
     hidden : int or None
         Width of the LSTM.
     vocab : int or None
-        Number of words the LSTM knows.
+        Number of words that a model of text knows.
+    size : {"0.5M", "2M", "10M", "30M", "124M"} or None
+        Size of the transformer, by its parameters with 4,000 words.
+    autocast : bool
+        Whether the transformer computes in bfloat16 where torch's autocast does.
     nproc : int
         Number of processes (ranks).
     parallel : {"ddp", "fsdp", "hsdp"}
@@ -102,6 +112,20 @@ class RunConfig:
         Number of steps in the beginning in which the learning rate rises to its value; as the workload's if None.
     error_feedback : bool
         Whether what is not sent is added to the next gradient, where the compressor is made for that.
+    local_steps : int
+        Local steps from one exchange to the next, see :class:`gradstats.hooks.LocalSteps`; 0 for DDP, which averages
+        in every step. What is compressed, and captured, are then pseudo-gradients.
+    outer : {"diloco", "sparseloco", "mean"}
+        What is done with them: Nesterov's momentum on their mean; SparseLoCo, whose compressor takes the place of
+        `compressor`; or the mean of the parameters.
+    outer_learning_rate : float or None
+        Learning rate of the outer optimizer; that of the papers if None.
+    fragments : int
+        Number of parts of the model that are exchanged at different steps.
+    delay : int
+        Local steps that an exchange takes place in the background.
+    average : {"ranks", "senders"}
+        What a sum of sparse messages is divided by.
     seed : int
         Seed of weights, batches and sampling.
     data_dir : Path or None
@@ -141,6 +165,8 @@ class RunConfig:
     learning_rate: float | None = None
     hidden: int | None = None
     vocab: int | None = None
+    size: Size | None = None
+    autocast: bool = False
     compressor: str = "topk"
     ratio: float = 0.001
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -153,6 +179,12 @@ class RunConfig:
     lr_schedule: LearningRates | None = None
     lr_warm_up: int | None = None
     error_feedback: bool = True
+    local_steps: int = 0
+    outer: Outer = "diloco"
+    outer_learning_rate: float | None = None
+    fragments: int = 1
+    delay: int = 0
+    average: Literal["ranks", "senders"] = "ranks"
     seed: int = 0
     data_dir: Path | None = None
     out: Path | None = None
@@ -273,8 +305,14 @@ class RunConfig:
         )
 
     @property
+    def outer_rate(self) -> float:
+        """The learning rate of the outer optimizer."""
+        published = 0.7 if self.outer == "diloco" else 1.0
+        return published if self.outer_learning_rate is None else self.outer_learning_rate
+
+    @property
     def schedule(self) -> Schedule:
-        """The steps to capture."""
+        """The steps to capture; with local steps, the exchanges."""
         return at(self.at) if self.at else every(self.every)
 
     def check(self) -> None:
@@ -313,6 +351,7 @@ class RunConfig:
             make_compressor(self.compressor, self.ratio, **self.options)
         self._check_training()
         self._check_parallel()
+        self._check_local_steps()
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
@@ -320,6 +359,11 @@ class RunConfig:
                 raise InputError(f"{name} must be at least 1, not {self.setting(name)}")
         if any(getattr(info, name) and self.setting(name) < 2 for name in ("hidden", "vocab")):
             raise InputError("hidden and vocab must be at least 2")
+        if self.size is not None and (not info.size or self.size not in get_args(Size)):
+            sizes = f"has the sizes {', '.join(get_args(Size))}" if info.size else "has one size"
+            raise InputError(f"{self.workload} {sizes}, not {self.size!r}")
+        if self.autocast and not info.size:
+            raise InputError(f"{self.workload} does not compute in bfloat16: leave autocast out")
         if self.out is not None:
             _ = self.schedule  # raises for a negative step, or `every` below 1
         if info.files:
@@ -331,6 +375,7 @@ class RunConfig:
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
 
     def _check_training(self) -> None:
+        from gradstats.compressors import RULE
         from gradstats.primitives.ratio import check_count, check_number, shown
 
         training = self.training()
@@ -358,6 +403,47 @@ class RunConfig:
             raise InputError(f"{self.compressor} cannot clip locally: use clip_kind=averaged")
         if training.warm_up and self.compressor in BASELINES[1:]:
             raise InputError(f"{self.compressor} has no warm-up here: leave it out")
+        if self.info.optimizer != "SGD" and (self.whole_system or training.momentum):
+            raise InputError(
+                f"{self.workload} trains with {self.info.optimizer}, without momentum: leave it out, and of systems "
+                f"with a momentum of their own use the rule, such as {RULE}dgc"
+            )
+
+    def _check_local_steps(self) -> None:
+        from gradstats.compressors.sparse import check_average
+        from gradstats.primitives.ratio import check_count, check_number
+
+        check_count(self.local_steps, "local_steps", 0)
+        check_average(self.average)
+        if self.outer not in get_args(Outer):
+            raise InputError(
+                f"outer must be one of {', '.join(get_args(Outer))}, not {self.outer!r}"
+            )
+        if self.outer_learning_rate is not None:
+            check_number(self.outer_learning_rate, "outer_learning_rate", 0, math.inf)
+        check_count(self.fragments, "fragments")
+        check_count(self.delay, "delay", 0)
+        if not self.local_steps:
+            given = {
+                "outer": self.outer != "diloco",
+                "outer_learning_rate": self.outer_learning_rate is not None,
+                "fragments": self.fragments > 1,
+                "delay": self.delay > 0,
+                "average": self.average != "ranks",
+            }
+            if any(given.values()):
+                raise InputError(
+                    f"{next(k for k, v in given.items() if v)} is of local steps: give --local-steps too"
+                )
+        elif self.fragments > self.local_steps or self.delay >= self.local_steps:
+            raise InputError(
+                f"{self.local_steps} local steps leave room for as many fragments and a shorter delay, not for "
+                f"{self.fragments} and {self.delay}"
+            )
+        elif self.whole_system or self.compressor in (NO_EXCHANGE, *BASELINES):
+            raise InputError(
+                f"{self.compressor} does not go with local steps: use none, or a compressor"
+            )
 
     def _check_parallel(self) -> None:
         if self.parallel not in get_args(Parallel):
@@ -366,6 +452,8 @@ class RunConfig:
             )
         if self.parallel == "ddp":
             return
+        if self.local_steps:
+            raise InputError("local steps are for ddp alone: leave parallel out")
         if self.parallel == "hsdp" and (self.nproc < 4 or self.nproc % 2):
             raise InputError(
                 f"hsdp shards each of two replicas: give an even nproc, at least 4, not {self.nproc}"
@@ -392,13 +480,15 @@ class RunConfig:
         dict
             Settings that describe the run to a reader of its trace.
         """
-        info, dense, training = self.info, self.compressor == DENSE, self.training()
+        info, training = self.info, self.training()
+        sparseloco = self.local_steps > 0 and self.outer == "sparseloco"
+        dense = self.compressor == DENSE and not sparseloco
         return {
             "workload": self.workload,
             "model": info.name.split("-")[0],
             "data": info.name.split("-")[1],
             "optimizer": {
-                "name": "SGD",
+                "name": info.optimizer,
                 "learning_rate": self.initial_learning_rate,
                 "lr_schedule": self.decay,
                 **({"lr_warm_up": rise} if (rise := self._chosen("lr_warm_up")) else {}),
@@ -409,14 +499,29 @@ class RunConfig:
                 },
             },
             **({"parallel": self.parallel} if self.parallel != "ddp" else {}),
-            "compressor": self.compressor,
-            "ratio": 1.0 if dense else self.ratio,
+            "compressor": "sparseloco" if sparseloco else self.compressor,
+            "ratio": 64 / 4096 if sparseloco else 1.0 if dense else self.ratio,
+            **(
+                {
+                    "local_steps": {
+                        "steps": self.local_steps,
+                        "outer": self.outer,
+                        "outer_learning_rate": self.outer_rate,
+                        "fragments": self.fragments,
+                        "delay": self.delay,
+                        "average": self.average,
+                    }
+                }
+                if self.local_steps
+                else {}
+            ),
             **({"options": dict(self.options)} if self.options else {}),
             "error_feedback": self.error_feedback and not dense,
             "seed": self.seed,
             "steps": self.setting("steps"),
             "batch_size": self.setting("batch_size"),
             **{k: self.setting(k) for k in ("hidden", "vocab") if getattr(info, k)},
+            **({"size": self.size or info.size, "autocast": self.autocast} if info.size else {}),
         }
 
     def replace(self, **changes: Any) -> RunConfig:

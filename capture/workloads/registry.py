@@ -46,7 +46,13 @@ class WorkloadInfo:
     hidden : int
         Width of the LSTM; 0 for other models.
     vocab : int
-        Number of words the LSTM knows; 0 for other models.
+        Number of words that a model of text knows; 0 for other models.
+    size : str
+        Size of the transformer; empty for other models.
+    optimizer : {"SGD", "AdamW"}
+        Name of the optimizer in ``torch.optim``.
+    weight_decay : float
+        Multiple of the parameter that the optimizer takes off.
     lr_schedule : {"constant", "step", "thirds", "cosine", "linear", "annealed"}
         How the learning rate falls, see :meth:`RunConfig.learning_rate_at`.
     momentum : float
@@ -76,6 +82,9 @@ class WorkloadInfo:
     files: tuple[str, ...] = ()
     hidden: int = 0
     vocab: int = 0
+    size: str = ""
+    optimizer: Literal["SGD", "AdamW"] = "SGD"
+    weight_decay: float = 0.0
     lr_schedule: LearningRates = "constant"
     momentum: float = 0.0
     lr_warm_up: int = 0
@@ -159,6 +168,29 @@ def _words(name: str, description: str, parameters: int, **rest: Any) -> Workloa
         batch_size=20,
         clip=0.25,
         **rest,
+    )
+
+
+def _transformer(name: str, description: str, parameters: int, **rest: Any) -> WorkloadInfo:
+    """Return a transformer that predicts words."""
+    settings: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "batch_size": 8,
+        "steps": 400,
+        "lr_schedule": "cosine",
+        "lr_warm_up": 20,
+        "clip": 1.0,
+        "weight_decay": 0.1,
+        "size": "0.5M",
+        **rest,
+    }
+    return WorkloadInfo(
+        name=name,
+        description=description,
+        module="capture.workloads.gpt",
+        parameters=parameters,
+        optimizer="AdamW",
+        **settings,
     )
 
 
@@ -268,6 +300,16 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             135_891_278, steps=1000, files=("wiki.train.tokens",), hidden=1500, vocab=33_278,
             papers={"RedSync": "543 MB"}, epoch=2_088_628 // 35,
             recipe=_SIDCO_PTB | {"momentum": 0.0, "nesterov": "none", "batch_size": 5},
+        ),
+        _transformer(
+            "gpt-pydoc",
+            "Transformer on the English text of CPython's pydoc topics (embedded)",
+            460_160, vocab=4000,
+        ),
+        _transformer(
+            "gpt-ptb",
+            "Transformer on the words of the Penn Treebank, up to 129 M parameters",
+            844_160, vocab=10_000, steps=1000, files=("ptb.train.txt",), epoch=929_589 // 64,
         ),
         WorkloadInfo(
             name="lstm-an4",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from capture.workloads.config import RunConfig, RunResult
 from capture.workloads.sharding import clip_gradients, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
-from gradstats.hooks import CompressionState, ShardHook, compression_hook
+from gradstats.hooks import CompressionState, LocalSteps, ShardHook, compression_hook
 from gradstats.hooks.ratio import DGC_RATIOS
-from gradstats.hooks.systems import make_state
+from gradstats.hooks.systems import diloco, make_state, sparseloco
 
 if TYPE_CHECKING:
     from capture.workloads.task import Task
@@ -29,6 +30,9 @@ __all__ = ["thread_count", "worker"]
 
 _STREAMED_BUCKET_MB = 0.1
 """Bucket size for compressors that stream: PyTorch's 25 MB would hold all of a small model, with nothing to overlap."""
+
+_BETAS = (0.9, 0.95)
+"""AdamW's decays, as transformers are trained."""
 
 
 def worker(config: RunConfig) -> RunResult:
@@ -73,33 +77,35 @@ def thread_count(nproc: int) -> int:
 def _train(config: RunConfig) -> RunResult:
     rank = dist.get_rank()
     task: Task = importlib.import_module(config.info.module).make_task(config, rank)
-    sharded = config.parallel != "ddp"
-    compression: CompressionState | ShardHook | None
-    if sharded:
-        network = task.model
-        compression = shard(config, network, lambda: _make_compressor(config))
-        capture = _make_capture(config, network)
-    else:
-        state, hook, bucket_mb = _make_exchange(config, task.model)
-        network = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
-        compression = state if isinstance(state, CompressionState) else None
+    network: torch.nn.Module = task.model
+    local: LocalSteps | None = None
+    compression: CompressionState | LocalSteps | ShardHook | None = None
+    if config.local_steps:
+        optimizer = _make_optimizer(config, network)
+        compression = local = _make_local_steps(config, network, optimizer)
         capture = _make_capture(config, network)
         if capture is not None:
+            capture.follow(local)
+    elif config.parallel != "ddp":
+        compression = shard(config, network, lambda: _make_compressor(config))
+        capture = _make_capture(config, network)
+        optimizer = _make_optimizer(config, network)
+    else:
+        state, hook, bucket_mb = _make_exchange(config, task.model)
+        ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
+        compression = state if isinstance(state, CompressionState) else None
+        capture = _make_capture(config, ddp)
+        if capture is not None:
             state, hook = capture.wrap(state, hook)
-        network.register_comm_hook(state, hook)
+        ddp.register_comm_hook(state, hook)
+        optimizer = _make_optimizer(config, ddp)
+        network = ddp
     training = config.training()
-    outside = not config.whole_system  # a system corrects its momentum in the memory
-    optimizer = torch.optim.SGD(
-        network.parameters(),
-        lr=config.initial_learning_rate,
-        momentum=training.momentum if outside else 0.0,
-        nesterov=outside and bool(training.nesterov),
-        weight_decay=training.weight_decay if outside else 0.0,
-    )
     clip = training.clip if training.clip_kind == "averaged" else None
     result = RunResult(numel=sum(p.numel() for p in network.parameters()))
     steps = config.setting("steps")
-    with _Progress(config.label if rank == 0 else "", steps) as progress:
+    recorded = None
+    with _Progress(config.label if rank == 0 else "", steps) as progress, local or nullcontext():
         for step in range(steps):
             started = time.perf_counter()
             learning_rate = config.learning_rate_at(step)
@@ -115,18 +121,58 @@ def _train(config: RunConfig) -> RunResult:
             optimizer.step()
             result.losses.append(loss.item())
             result.seconds.append(time.perf_counter() - started)
-            if compression is not None and compression.last is not None:
-                result.records.append(asdict(compression.last))
+            if compression is not None and compression.last not in (None, recorded):
+                recorded = compression.last
+                result.records.append(asdict(recorded))
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
-    if task.evaluate is not None and config.evaluate and (rank == 0 or sharded):
+    if task.evaluate is not None and config.evaluate and (rank == 0 or config.parallel != "ddp"):
         for name, value in task.evaluate(task.model).items():
             setattr(result, name, value)
     if isinstance(compression, CompressionState):
         result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
     result.checksum = sum(float(whole(p.detach()).double().sum()) for p in network.parameters())
     return result
+
+
+def _make_optimizer(config: RunConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    training, rate = config.training(), config.initial_learning_rate
+    if config.info.optimizer == "AdamW":
+        return torch.optim.AdamW(
+            model.parameters(), lr=rate, betas=_BETAS, weight_decay=training.weight_decay
+        )
+    outside = not config.whole_system  # a system corrects its momentum in the memory
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=rate,
+        momentum=training.momentum if outside else 0.0,
+        nesterov=outside and bool(training.nesterov),
+        weight_decay=training.weight_decay if outside else 0.0,
+    )
+
+
+def _make_local_steps(
+    config: RunConfig, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> LocalSteps:
+    options: dict[str, Any] = {
+        "fragments": config.fragments,
+        "delay": config.delay,
+        "average": config.average,
+        "diagnose_every": config.diagnose_every,
+    }
+    if warm_up := config.training().warm_up:
+        options["ratio_at"] = lambda step: 1.0 if step < warm_up else None
+    steps, rate = config.local_steps, config.outer_rate
+    if config.outer == "sparseloco":
+        return sparseloco(model, optimizer, steps, learning_rate=rate, **options)
+    compressor = make_compressor(config.compressor, config.ratio, **config.options)
+    if compressor is not None:
+        options["error_feedback"] = config.error_feedback and compressor.feedback
+    if config.outer == "diloco":
+        return diloco(model, optimizer, steps, learning_rate=rate, compressor=compressor, **options)
+    outer = torch.optim.SGD(model.parameters(), lr=rate)
+    return LocalSteps(model, optimizer, outer, steps, compressor, **options)
 
 
 def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:

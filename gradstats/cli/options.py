@@ -153,7 +153,7 @@ KindOption = Annotated[
     list[str] | None,
     typer.Option(
         "--kind",
-        help="Look at this kind only: gradient or corrected (repeatable).",
+        help="Look at this kind only: gradient, corrected or pseudogradient (repeatable).",
         **one_of("kind", _kinds),
     ),
 ]
@@ -166,7 +166,8 @@ SchedulerOption = Annotated[
 IndicesOption = Annotated[
     str,
     typer.Option(
-        help="How positions travel: plain, or rice (coded gaps).", **one_of("indices", _indices)
+        help="How positions travel: plain, rice (coded gaps), or chunk (12 bits).",
+        **one_of("indices", _indices),
     ),
 ]
 ValuesOption = Annotated[

@@ -10,12 +10,20 @@ import torch
 
 from gradstats.collectives.ragged import check_positions, damaged
 from gradstats.errors import InputError
-from gradstats.primitives.codec import rice_decode, rice_encode, rice_words
+from gradstats.primitives.codec import (
+    LOCAL,
+    chunk_decode,
+    chunk_encode,
+    chunk_words,
+    rice_decode,
+    rice_encode,
+    rice_words,
+)
 from gradstats.primitives.ratio import shown
 
 __all__ = ["CHUNK", "INDICES", "PLAIN", "VALUES", "Codec", "as_codec", "check_codec", "index_dtype"]
 
-INDICES = ("plain", "rice")
+INDICES = ("plain", "rice", "chunk")
 """Names of the ways in which positions travel."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -51,9 +59,10 @@ class Codec:
 
     Attributes
     ----------
-    indices : {"plain", "rice"}
+    indices : {"plain", "rice", "chunk"}
         ``"plain"`` for 32 bits each (64 from 2³¹ elements on); ``"rice"`` for the Rice codes of the gaps between them,
-        whose parameter is chosen for each selection.
+        whose parameter is chosen for each selection; ``"chunk"`` for 12 bits each, the place within a chunk of 4,096
+        elements, and 16 bits for every chunk's number of them. Where that is longer, positions travel as they are.
     values : {"float32", "float16", "bfloat16", "int8", "int4", "int2"}
         Type of the values. Integers are rounded to the nearest of 255, 15 or 3 evenly spaced multiples, zero among
         them, of the largest magnitude among :data:`CHUNK` values in index order, which travels as a float32.
@@ -108,7 +117,12 @@ class Codec:
         """
         if self.indices == "rice":
             return rice_words(count, span)
-        return count * index_dtype(span if numel is None else numel).itemsize // _WORD
+        plain = count * index_dtype(span if numel is None else numel).itemsize // _WORD
+        if self.indices == "chunk" and count:
+            # a part of the gradient may begin within a chunk
+            reach = -(-span // LOCAL) + (numel is not None and span < numel)
+            return min(chunk_words(count, reach), 1 + plain)
+        return plain
 
     def value_words(self, count: int) -> int:
         """Return the words that values take.
@@ -148,7 +162,13 @@ class Codec:
             return torch.from_numpy(words.view(np.int32)).to(indices.device)
         # a copy whose stride is 1, even where there are too few positions for a stride to matter
         like = torch.contiguous_format
-        return indices.to(index_dtype(numel), copy=True, memory_format=like).view(torch.int32)
+        plain = indices.to(index_dtype(numel), copy=True, memory_format=like).view(torch.int32)
+        if self.indices == "chunk" and indices.numel():
+            found = chunk_encode(indices.cpu().contiguous().numpy(), 1 + plain.numel())
+            if found is None:  # a reach of 0 chunks says so
+                return torch.cat([plain.new_zeros(1), plain])
+            return torch.from_numpy(found.view(np.int32)).to(indices.device)
+        return plain
 
     def unpack_indices(
         self, words: torch.Tensor, count: int, numel: int, rank: int = 0
@@ -184,13 +204,29 @@ class Codec:
             except ValueError as error:
                 raise damaged(rank, str(error)) from None
             return torch.from_numpy(found).to(words.device), used
-        used = self.index_words(count, numel)
+        if self.indices == "chunk" and count:
+            return self._unpack_chunks(words, count, numel, rank)
+        used = count * index_dtype(numel).itemsize // _WORD
         if not 0 <= used <= words.numel():
             raise damaged(rank, f"it claims {count} positions in {_WORD * words.numel()} bytes")
         # Cloned, as words may start at an odd offset, which a view as 64-bit integers refuses.
         indices = words[:used].clone().view(index_dtype(numel)).long()
         check_positions(indices, numel, rank)
         return indices, used
+
+    @staticmethod
+    def _unpack_chunks(
+        words: torch.Tensor, count: int, numel: int, rank: int
+    ) -> tuple[torch.Tensor, int]:
+        """Return positions that travelled within chunks, or as they are, and the words they take."""
+        if words.numel() and not words[0]:
+            found, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
+            return found, 1 + used
+        try:
+            local, used = chunk_decode(words.cpu().numpy().view(np.uint32), count, numel)
+        except ValueError as error:
+            raise damaged(rank, str(error)) from None
+        return torch.from_numpy(local).to(words.device), used
 
     def pack_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as words.

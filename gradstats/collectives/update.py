@@ -67,22 +67,28 @@ class SparseUpdate:
             values = each.values.to(self.vector.dtype)  # they travel as float32
             self.vector.index_add_(0, each.indices, values.expand(each.indices.shape))
 
-    def divide(self, ranks: int) -> int:
-        """Make the sum a mean over the ranks.
+    def divide(self, ranks: int | None) -> int:
+        """Make the sum a mean over the ranks, or at each position over those that sent it.
 
         Parameters
         ----------
-        ranks : int
-            Number of ranks.
+        ranks : int or None
+            Number of ranks. None for a mean over senders: selections then are of different ranks.
 
         Returns
         -------
         int
             Number of positions at which anything was added.
         """
-        if self._many():
+        if ranks is None and self.written:
+            positions = torch.cat(self.written)
+            senders = torch.zeros_like(self.vector).index_add_(
+                0, positions, self.vector.new_ones(()).expand(positions.shape)
+            )
+            self.vector.div_(senders.clamp_(min=1))
+        elif ranks is not None and self._many():
             self.vector.div_(ranks)
-        elif self.written:
+        elif ranks is not None and self.written:
             positions = torch.cat(self.written)
             # Where positions repeat the values are equal, so it does not matter which is written last.
             self.vector[positions] = self.vector[positions].div_(ranks)

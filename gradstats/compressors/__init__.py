@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradstats.compressors.micro import MiCRO
     from gradstats.compressors.randomk import RandomK
     from gradstats.compressors.redsync import RedSync
-    from gradstats.compressors.selectors import ThresholdSelector, TopK
+    from gradstats.compressors.selectors import ChunkTopK, ThresholdSelector, TopK
     from gradstats.compressors.shared import GlobalHistogram
     from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD
     from gradstats.compressors.sparse import SparseCompressor, as_compressor
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CLTk": "cltk",
     "Cascading": "cascading",
+    "ChunkTopK": "selectors",
     "Compressor": "base",
     "DenseCompressor": "dense",
     "EFSignSGD": "signsgd",
@@ -59,6 +60,7 @@ __all__ = [
     "SSDM",
     "CLTk",
     "Cascading",
+    "ChunkTopK",
     "Compressor",
     "DenseCompressor",
     "EFSignSGD",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,29 @@ from gradstats.errors import InputError
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import check_number, shown
 
-__all__ = ["SparseCompressor", "as_compressor"]
+__all__ = ["Average", "SparseCompressor", "as_compressor", "check_average"]
+
+Average: TypeAlias = Literal["ranks", "senders"]
+"""What a sum of sparse messages is divided by, see :class:`SparseCompressor`."""
+
+
+def check_average(average: str) -> Average:
+    """Return what a sum is divided by if it is one of the two.
+
+    Parameters
+    ----------
+    average : str
+        What the user gave.
+
+    Raises
+    ------
+    InputError
+        If it is neither ``"ranks"`` nor ``"senders"``.
+    """
+    known = get_args(Average)
+    if not isinstance(average, str) or average not in known:
+        raise InputError(f"average must be one of {', '.join(known)}, not {shown(average)}")
+    return cast("Average", average)
 
 
 class SparseCompressor(WithSelector, Compressor):
@@ -36,11 +58,14 @@ class SparseCompressor(WithSelector, Compressor):
     dense_above : float
         Share of the gradient's elements. If the selections of all ranks in the step before came to more, they are
         all-reduced as one dense vector; from 1 on that moves fewer bytes. Infinity for never.
+    average : {"ranks", "senders"}
+        What the sum at a position is divided by: the number of all ranks, or of those that sent this position, which
+        makes the update up to as many times larger as there are ranks. A mean over senders is never sent densely.
 
     Raises
     ------
     InputError
-        If values cannot travel as this type.
+        If values cannot travel as this type, or the average is neither of these.
 
     Notes
     -----
@@ -54,9 +79,14 @@ class SparseCompressor(WithSelector, Compressor):
     codecs = ("indices", "values")
 
     def __init__(
-        self, selector: Selector, codec: Codec | torch.dtype = PLAIN, dense_above: float = 1.0
+        self,
+        selector: Selector,
+        codec: Codec | torch.dtype = PLAIN,
+        dense_above: float = 1.0,
+        average: Average = "ranks",
     ) -> None:
         self.selector = selector
+        self.average = check_average(average)
         self.dense_above = check_number(dense_above, "dense_above", 0, math.inf, "[]")
         self._gather = SparseAllGather(codec)
         self._counts = RaggedAllGather()
@@ -82,7 +112,7 @@ class SparseCompressor(WithSelector, Compressor):
         own = []
         if message is not None:
             own = [Selection(message.indices, self._gather.rounded(message.values))]
-        dense = self._last > self.dense_above * numel
+        dense = self.average == "ranks" and self._last > self.dense_above * numel
         if dense:
             reduced = self._all_reduce(own, corrected, group, flag)
         else:
@@ -114,7 +144,7 @@ class SparseCompressor(WithSelector, Compressor):
         # in the same order, and so to the same bits, on every rank
         for rank in gathered.selections:
             self._update.add(rank)
-        union = self._update.divide(len(gathered.flags))
+        union = self._update.divide(len(gathered.flags) if self.average == "ranks" else None)
         return Reduced(
             gathered.flags,
             self._update.vector,

@@ -1,7 +1,8 @@
-"""Parts that a training loop registers with DDP or FSDP2: the hook, its state, and the memories of a rank."""
+"""Parts of a training loop: what DDP or FSDP2 calls, its state, the memories of a rank, and local steps."""
 
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.hook import compression_hook
+from gradstats.hooks.local_steps import LocalSteps
 from gradstats.hooks.memory import (
     AdamCorrection,
     ErrorFeedback,
@@ -21,6 +22,7 @@ __all__ = [
     "CompressionState",
     "Diagnosis",
     "ErrorFeedback",
+    "LocalSteps",
     "Memory",
     "MomentumCorrection",
     "Monitor",

@@ -195,12 +195,25 @@ class NoMemory(Memory):
 class ErrorFeedback(Memory):
     """Error feedback: what was not sent is added to the next gradient.
 
+    Parameters
+    ----------
+    decay : float
+        What the residual is multiplied by before it is added, in (0, 1]. Below 1 it forgets.
+
+    Raises
+    ------
+    InputError
+        If the decay is outside (0, 1].
+
     Notes
     -----
-    Source: Seide et al. 2014.
+    Source: Seide et al. 2014; with decay SparseLoCo (Sarfi et al. 2025), where it stands in for an outer momentum.
     """
 
     kinds = ("residual",)
+
+    def __init__(self, decay: float = 1.0) -> None:
+        self.decay = check_number(decay, "decay", 0, 1, "(]")
 
     def allocate(
         self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -210,12 +223,17 @@ class ErrorFeedback(Memory):
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
-        """Write gradient + residual into :attr:`corrected`."""
-        torch.add(gradient, self._residual[slot], out=self.corrected[slot])
+        """Write gradient + decay · residual into :attr:`corrected`."""
+        if self.decay == 1:
+            torch.add(gradient, self._residual[slot], out=self.corrected[slot])
+        else:
+            torch.mul(self._residual[slot], self.decay, out=self.corrected[slot]).add_(gradient)
 
     def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
-        """Return gradient + residual."""
-        return gradient + self._residual[slot]
+        """Return gradient + decay · residual."""
+        if self.decay == 1:
+            return gradient + self._residual[slot]
+        return (self._residual[slot] * self.decay).add_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the corrected gradient as the residual."""
@@ -226,8 +244,8 @@ class ErrorFeedback(Memory):
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """The residual, shape (d,)."""
-        return self._residual
+        """The residual, shape (d,); None with a decay."""
+        return self._residual if self.decay == 1 else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the residual."""

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from gradstats.collectives.codec import PLAIN, Codec
-from gradstats.compressors import Layerwise, Selector, make_compressor, make_selector, with_codec
+from gradstats.compressors import (
+    ChunkTopK,
+    Compressor,
+    Layerwise,
+    Selector,
+    SparseCompressor,
+    make_compressor,
+    make_selector,
+    with_codec,
+)
 from gradstats.compressors.layerwise import MERGE
 from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE, redsync_selector
 from gradstats.compressors.selectors import Everything
+from gradstats.compressors.sparse import Average
 from gradstats.errors import InputError
-from gradstats.hooks import CompressionState, Nesterov, dgc_warm_up
+from gradstats.hooks import CompressionState, LocalSteps, Nesterov, dgc_warm_up
 from gradstats.hooks.layout import check_patterns
-from gradstats.hooks.memory import MomentumCorrection
+from gradstats.hooks.memory import ErrorFeedback, MomentumCorrection
 from gradstats.hooks.ratio import DGC_RATIOS
-from gradstats.primitives.ratio import check_count, check_ratio
+from gradstats.primitives.ratio import check_count, check_number, check_ratio
 
-__all__ = ["SYSTEMS", "dgc", "make_state", "redsync"]
+__all__ = ["SYSTEMS", "dgc", "diloco", "make_state", "redsync", "sparseloco"]
+
+_SPARSELOCO = Codec("chunk", "int2")
 
 
 def dgc(
@@ -207,6 +220,135 @@ def redsync(
 
 def _quantised(*args: Any, **options: Any) -> CompressionState:
     return redsync(*args, **{"quantise": True, **options})
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def diloco(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 500,
+    *,
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    compressor: Compressor | Selector | None = None,
+    **options: Any,
+) -> LocalSteps:
+    """Build DiLoCo: local steps, and Nesterov's momentum on the mean of the pseudo-gradients.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, not wrapped in DDP.
+    optimizer : torch.optim.Optimizer
+        Optimizer of the local steps; the paper's is AdamW.
+    steps : int
+        Number of local steps H from one exchange to the next.
+    learning_rate : float
+        Learning rate of the outer optimizer, above 0.
+    momentum : float
+        Momentum of the outer optimizer, in (0, 1).
+    compressor : Compressor or Selector, optional
+        What is sent of the pseudo-gradients; all, as published, if None.
+    **options : Any
+        Further options of :class:`gradstats.hooks.LocalSteps`.
+
+    Returns
+    -------
+    LocalSteps
+        Context manager around the training loop.
+
+    Raises
+    ------
+    InputError
+        If an option is out of range.
+
+    Notes
+    -----
+    Source: DiLoCo (Douillard et al. 2023), algorithm 1 and its settings.
+    """
+    outer = torch.optim.SGD(
+        _trained(model),
+        lr=check_number(learning_rate, "learning_rate", 0, math.inf),
+        momentum=check_number(momentum, "momentum", 0, 1),
+        nesterov=True,
+    )
+    return LocalSteps(model, optimizer, outer, steps, compressor, **options)
+
+
+def sparseloco(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 30,
+    *,
+    learning_rate: float = 1.0,
+    ratio: float = 64 / 4096,
+    chunk: int = 4096,
+    decay: float = 0.95,
+    codec: Codec = _SPARSELOCO,
+    average: Average = "ranks",
+    **options: Any,
+) -> LocalSteps:
+    """Build SparseLoCo: local steps, and the largest of every chunk of pseudo-gradient plus a decaying residual.
+
+    The residual stands in for the outer momentum. A position takes 12 bits and 16 for each chunk, a value 2 bits and
+    the scale of 256 values.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, not wrapped in DDP.
+    optimizer : torch.optim.Optimizer
+        Optimizer of the local steps; the paper's is AdamW.
+    steps : int
+        Number of local steps H from one exchange to the next.
+    learning_rate : float
+        Learning rate α of the outer SGD, above 0; it has no momentum.
+    ratio : float
+        Kept fraction k/d of every chunk, in (0, 1].
+    chunk : int
+        Number of elements of a chunk.
+    decay : float
+        What the residual is multiplied by before it is added, in (0, 1].
+    codec : Codec
+        What positions and values are on the wire.
+    average : {"ranks", "senders"}
+        What a sum is divided by: ``"ranks"`` is the paper's formula, ``"senders"`` what the programs of SparseLoCo and
+        DeMo do.
+    **options : Any
+        Further options of :class:`gradstats.hooks.LocalSteps`.
+
+    Returns
+    -------
+    LocalSteps
+        Context manager around the training loop.
+
+    Raises
+    ------
+    InputError
+        If an option is out of range.
+
+    Notes
+    -----
+    Source: SparseLoCo (Sarfi et al. 2025), algorithm 1.
+
+    Differs from the paper: chunks are cut from the flat vector (:class:`gradstats.compressors.ChunkTopK`); its program
+    rounds to four bins around the mean of a tensor's values, where here they are 0 and plus or minus the largest of 256
+    values (:class:`gradstats.collectives.Codec`); here a result of `average` is not normalised further.
+    """
+    learning_rate = check_number(learning_rate, "learning_rate", 0, math.inf)
+    return LocalSteps(
+        model,
+        optimizer,
+        torch.optim.SGD(_trained(model), lr=learning_rate),
+        steps,
+        SparseCompressor(ChunkTopK(ratio, chunk), codec),
+        ErrorFeedback(decay),
+        average=average,
+        **options,
+    )
 
 
 SYSTEMS: dict[str, Callable[..., CompressionState]] = {

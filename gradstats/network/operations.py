@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.codec import VALUES, Codec
+from gradstats.collectives.codec import INDICES, VALUES, Codec
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
 from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
@@ -143,15 +143,16 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
 
 def _coding(positions: torch.Tensor, values: torch.Tensor, numel: int) -> dict[str, Call]:
     """Return the calls in which positions and values are coded and decoded."""
-    rice = Codec("rice")
-    stream = rice.pack_indices(positions, numel)
-    calls: dict[str, Call] = {
-        "encode:rice": lambda: rice.pack_indices(positions, numel),
-        "decode:rice": lambda: rice.unpack_indices(stream, positions.numel(), numel),
-    }
+    calls: dict[str, Call] = {}
+    for codec in (Codec(name) for name in INDICES if name != "plain"):
+        stream = codec.pack_indices(positions, numel)
+        # bound now, as the loop goes on
+        calls[f"encode:{codec.indices}"] = lambda c=codec: c.pack_indices(positions, numel)  # type: ignore[misc]
+        calls[f"decode:{codec.indices}"] = lambda c=codec, w=stream: c.unpack_indices(  # type: ignore[misc]
+            w, positions.numel(), numel
+        )
     for codec in (Codec(values=name) for name in VALUES if name.startswith("int")):
         words = codec.pack_values(values)
-        # bound now, as the loop goes on
         calls[f"encode:{codec.values}"] = lambda c=codec: c.pack_values(c.rounded(values))  # type: ignore[misc]
         calls[f"decode:{codec.values}"] = lambda c=codec, w=words: c.unpack_values(  # type: ignore[misc]
             w, values.numel()

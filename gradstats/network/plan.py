@@ -236,9 +236,10 @@ def _break_even(network: Network, other: _System, system: _System) -> tuple[floa
 
 
 def _kind(source: Source) -> Kind:
-    """Return the kind of vector that a compressor sees: with error feedback the corrected gradient."""
-    held = {kind for _, kind, _ in source.entries()}
-    return next((kind for kind in ("corrected", "gradient") if kind in held), "local")
+    """Return the kind of vector that a compressor sees: the corrected one, or what is exchanged without a memory."""
+    kinds = {k for _, k, _ in source.entries()}
+    seen: tuple[Kind, ...] = ("corrected", "pseudogradient", "gradient")
+    return next((kind for kind in seen if kind in kinds), "local")
 
 
 def _measured_quality(

@@ -30,7 +30,7 @@ def union_growth(
         Trace of at least two ranks.
     ratio : float
         Kept fraction k/d, in (0, 1].
-    kind : {"gradient", "corrected"}
+    kind : Kind
         Which captured vector to look at. A compressor with error feedback sees ``"corrected"``.
     steps : sequence of int, optional
         Steps to measure. By default all that every rank has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -201,7 +202,11 @@ class Distances:
         starts, ends = np.append(0.0, m.right[:-1]), m.left
         gap_before = np.append(0.0, after[:-1])
         total += _absolute_area(gap_before, before, ends - starts)
-        mean = float(self.law.mean())
+        from scipy.integrate import IntegrationWarning
+
+        with warnings.catch_warnings():  # only whether it is finite counts
+            warnings.simplefilter("ignore", IntegrationWarning)
+            mean = float(self.law.mean())
         if not math.isfinite(mean):
             return math.inf
         return total + self._beyond()

@@ -36,7 +36,7 @@ def save_safetensors(
     rank : int
         Rank that captured the gradient.
     kind : Kind
-        ``"gradient"`` or ``"corrected"``.
+        ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
 
     Raises
     ------

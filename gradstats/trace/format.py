@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,9 +56,9 @@ __all__ = [
 SCHEMA = 4
 """Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
 
-Kind: TypeAlias = Literal["gradient", "corrected", "local"]
-KINDS: tuple[Kind, ...] = ("gradient", "corrected", "local")
-WHOLE: tuple[Kind, ...] = ("local",)
+Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WHOLE: tuple[Kind, ...] = ("local", "pseudogradient")
 """Kinds of which every rank has all elements, also where the model is sharded."""
 
 Store: TypeAlias = Literal["gradients", "sketches"]
@@ -103,6 +103,7 @@ _LONG_NAMES = {
     "gradient": "gradient as autograd left it",
     "corrected": "gradient plus what error feedback added",
     "local": "gradient of this rank before any reduction",
+    "pseudogradient": "parameters at the last exchange less those now",
     "counts": "elements by magnitude",
     "moments": "sums over the elements",
     "zeros": "zero elements",

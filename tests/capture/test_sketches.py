@@ -65,13 +65,14 @@ def test_stored_sketches_are_those_of_the_layers_bit_for_bit(tmp_path):
     layers, x = awkward()
     path = tmp_path / "a.zarr"
     create_trace(path, layers)
-    kinds = ("gradient", "corrected")
-    writer = TraceWriter(path, 0, kinds=kinds, store="sketches")
-    writer.append(4, {"gradient": x, "corrected": -x[::-1].copy()}, loss=1.5)
-    writer.append(9, {"gradient": np.zeros_like(x), "corrected": np.full_like(x, np.inf)})
+    writer = TraceWriter(path, 0, kinds=KINDS, store="sketches")
+    others = dict.fromkeys(KINDS, x)
+    writer.append(4, others | {"corrected": -x[::-1].copy()}, loss=1.5)
+    last = {"gradient": np.zeros_like(x), "corrected": np.full_like(x, np.inf)}
+    writer.append(9, others | last)
     writer.close()
     trace = open_trace(path)
-    assert trace.kinds(0) == list(kinds)
+    assert trace.kinds(0) == list(KINDS)
     for step, kind, values in (
         (4, "gradient", x),
         (4, "corrected", -x[::-1]),
@@ -99,9 +100,9 @@ def test_stored_sketches_are_those_of_the_layers_bit_for_bit(tmp_path):
 def test_the_trace_says_what_it_holds(sketched):
     write(sketched, [0, 1], rank=1, kinds=["gradient"])
     trace = open_trace(sketched)
-    none = [False] * len(KINDS)
-    assert [[trace.has_sketches(r, k) for k in KINDS] for r in (0, 1)] == [[True] * 3, none]
-    assert [[trace.has_gradients(r, k) for k in KINDS] for r in (0, 1)] == [none, [True, *none[1:]]]
+    whole, none = [True] * len(KINDS), [False] * len(KINDS)
+    assert [trace.has_sketches(r, k) for r in (0, 1) for k in KINDS] == [*whole, *none]
+    assert [trace.has_gradients(r, k) for r in (0, 1) for k in KINDS] == [*none, True, *none[1:]]
     assert (trace.kinds(0), trace.kinds(1)) == (list(KINDS), ["gradient"])
     assert [key for *key, _ in trace.gradients()] == [[0, 1, "gradient"], [1, 1, "gradient"]]
     for call in (

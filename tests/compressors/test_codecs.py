@@ -30,12 +30,13 @@ def trained():
 @pytest.mark.parametrize("name", cases.MADE)
 def test_coded_positions_change_no_bit(name, numel):
     for report in reports():
-        plain, coded = (report[name, indices, "float32", numel] for indices in ("plain", "rice"))
-        for one, other in zip(plain, coded, strict=True):
-            assert torch.equal(one[0], other[0])
-            assert torch.equal(one[1], other[1])
+        plain, *coded = (report[name, i, "float32", numel] for i in ("plain", "rice", "chunk"))
+        for one, *others in zip(plain, *coded, strict=True):
+            for other in others:
+                assert torch.equal(one[0], other[0])
+                assert torch.equal(one[1], other[1])
     if numel > 500:
-        assert sum(s[3] for s in coded) < sum(s[3] for s in plain)
+        assert sum(s[3] for s in coded[0]) < sum(s[3] for s in plain)
 
 
 @pytest.mark.parametrize("numel", cases.NUMELS)
@@ -59,7 +60,7 @@ def test_what_rounding_takes_off_stays_in_the_residual(name, values, numel):
 def test_bytes_on_the_wire_are_those_that_plan_says(name, values, numel):
     if (name == "cltk" and values != "float32") or (name == "lags" and numel < 500):
         return  # its values have no codec; so small a layer is sent whole
-    for indices in ("plain", "rice") if values == "float32" else ("rice",):
+    for indices in ("plain", "rice", "chunk") if values == "float32" else ("rice",):
         ranks = [report[name, indices, values, numel] for report in reports()]
         sent = [sum(step[3] for step in steps) for steps in zip(*ranks, strict=True)]
         one = exchange(name, numel, cases.RATIO, WORLD, codec=Codec(indices, values))

@@ -100,6 +100,26 @@ def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerw
 
 
 @pytest.mark.distributed
+def test_the_script_with_local_steps_prints_and_captures_its_exchanges(tmp_path):
+    page = (DOCS / "howto/local-steps.md").read_text(encoding="utf-8")
+    script, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(script.splitlines()) <= 60
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "train.py"],
+        check=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert re.search(r"loss 0\.\d\d after 20 exchanges, \d+ bytes each", done.stdout)
+    trace = gradstats.open_trace(tmp_path / "run.zarr")
+    assert trace.steps(1) == list(range(20))
+    assert trace.kinds(1) == ["gradient", "corrected", "pseudogradient"]
+
+
+@pytest.mark.distributed
 def test_the_script_with_a_loss_scaler_captures_unscaled_gradients(tmp_path):
     page = (DOCS / "howto/mixed_precision.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

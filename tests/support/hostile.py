@@ -29,6 +29,7 @@ from gradstats.analysis import peaks
 from gradstats.hooks import (
     AdamCorrection,
     CompressionState,
+    ErrorFeedback,
     MomentumCorrection,
     dgc_warm_up,
     systems,
@@ -591,14 +592,17 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
             yield Target(cls, {"ratio": 0.1} if cls.has_ratio else {}, array="")
     yield Target(compressors.GlobalHistogram, {"ratio": 0.1}, array="")
     yield Target(compressors.TopK, {"ratio": 0.1}, array="")
+    yield Target(compressors.ChunkTopK, {"ratio": 0.1}, array="")
     yield Target(compressors.SparseCompressor, {"selector": compressors.TopK(0.1)}, array="")
     yield Target(
         CompressionState,
+        ErrorFeedback,
         {"compressor": compressors.TopK(0.1)},
         array="",
         among=("compressor", "dense_below", "clip", "weight_decay", "diagnose_every", "exclude"),
     )
     yield Target(_scheduled, {"ratio": 0.5}, array="")
+    yield Target(ErrorFeedback, {}, array="")
     yield Target(MomentumCorrection, {}, array="", among=("momentum", "nesterov"))
     yield Target(AdamCorrection, {}, array="")
     named = [("weight", torch.zeros(8, 8))]

@@ -51,8 +51,7 @@ def test_every_array_is_as_the_page_says(run):
     for name, *cells in table("arrays"):
         described[name.replace("` ", " ")] = cells
     for name in [n for n in described if n.startswith("gradient")]:
-        for kind in ("corrected", "local"):
-            described[name.replace("gradient", kind)] = described[name]
+        described |= {name.replace("gradient", kind): described[name] for kind in KINDS}
     assert described.keys() == found.keys()
     names = {
         "d": NUMEL,

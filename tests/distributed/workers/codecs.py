@@ -66,8 +66,9 @@ def compressed(rank, world):
     for numel in NUMELS:
         for name in MADE:
             report[name, "plain", "float32", numel] = steps(made(name), rank, numel)
-            rice = made(name, indices="rice")
-            report[name, "rice", "float32", numel] = steps(rice, rank, numel)
+            for indices in ("rice", "chunk"):
+                coded = made(name, indices=indices)
+                report[name, indices, "float32", numel] = steps(coded, rank, numel)
             for values in () if name in SUMMED else VALUES:
                 coded = made(name, indices="rice", values=values)
                 report[name, "rice", values, numel] = steps(coded, rank, numel)

@@ -1,0 +1,563 @@
+"""Local steps: every rank trains by itself, and once in a while they exchange how far they came."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradstats.collectives.plain import all_gather_flags, broadcast
+from gradstats.compressors import (
+    Compressor,
+    DenseCompressor,
+    Selector,
+    SparseCompressor,
+    as_compressor,
+)
+from gradstats.compressors.sparse import Average, check_average
+from gradstats.errors import ExchangeError, InputError
+from gradstats.hooks.diagnostics import Diagnosis
+from gradstats.hooks.gradient import Pair
+from gradstats.hooks.layout import check_patterns
+from gradstats.hooks.memory import Memory
+from gradstats.hooks.state import CompressionState
+from gradstats.primitives.ratio import check_count, check_number, check_several, shown
+from gradstats.trace.record import StepRecord
+
+__all__ = ["LocalSteps"]
+
+_SUMMED = (
+    "selected",
+    "numel",
+    "bytes_sent",
+    "target",
+    "union",
+    "select_seconds",
+    "communicate_seconds",
+    "overlapped_seconds",
+)
+"""Fields of the records of an exchange's fragments that add up."""
+
+
+@dataclass(slots=True)
+class _Fragment:
+    """Parameters that are exchanged together.
+
+    Attributes
+    ----------
+    named : list of (str, torch.Tensor)
+        Names and parameters.
+    state : CompressionState
+        Memory and compressor of these parameters.
+    offset : int
+        Local steps into an interval after which it is exchanged, from 1 to the length of the interval.
+    sent : int
+        Local step of its last exchange.
+    due : int
+        Local step at which the exchange under way is applied.
+    pairs : list of (parameter, pseudo-gradient)
+        What is exchanged, and the mean once :attr:`exchange` is done; empty if no exchange is under way.
+    exchange : Future or None
+        The exchange in the background; None once it is done.
+    """
+
+    named: list[tuple[str, torch.Tensor]]
+    state: CompressionState
+    offset: int
+    sent: int = 0
+    due: int = 0
+    pairs: list[Pair] = field(default_factory=list)
+    exchange: Future[None] | None = None
+
+
+class LocalSteps:
+    """Local steps between exchanges, around an ordinary training loop: DiLoCo, SparseLoCo, local SGD.
+
+    Every rank takes `steps` steps of its own optimizer. The ranks then average their pseudo-gradients, the parameters
+    at the last exchange less those now, and the outer optimizer applies the mean to the parameters of the last
+    exchange: these are again the same on all ranks. Only the exchange needs the network::
+
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        with LocalSteps(model, optimizer, outer, steps=100):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                criterion(model(inputs), targets).backward()
+                optimizer.step()
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, the same on all ranks but for its values, and not wrapped in DDP. Parameters and buffers of rank 0
+        become those of all.
+    optimizer : torch.optim.Optimizer
+        Optimizer of the local steps. Its state stays on its rank.
+    outer_optimizer : torch.optim.Optimizer, optional
+        Optimizer of the exchanges, over the model's trainable parameters; their gradient is the mean pseudo-gradient
+        when it steps. If None, the parameters become the mean over the ranks (local SGD).
+    steps : int
+        Number of local steps H from one exchange to the next.
+    compressor : Compressor or Selector, optional
+        What is sent of the pseudo-gradients, and how it is averaged. Densely if None.
+    memory : Memory, optional
+        What is added of past pseudo-gradients, such as ``ErrorFeedback(decay=0.95)``. If None, error feedback where the
+        compressor is made for it.
+    fragments : int or sequence of sequences of str
+        Parts of the model that are exchanged at different steps of an interval: a number of parts of about equal size,
+        or name patterns (``fnmatch``) of each. Each has a compressor and a memory of its own, copies of those given.
+    delay : int
+        Local steps that an exchange takes place in the background, before its result is applied.
+    mix : float
+        Weight, in [0, 1], of the parameters now against those of the outer optimizer when a delayed result is applied.
+    average : {"ranks", "senders"}
+        What a sum of sparse messages is divided by, see :class:`gradstats.compressors.SparseCompressor`.
+    process_group : torch.distributed.ProcessGroup, optional
+        Group to average over; the default group if None.
+    **options : Any
+        Further options of :class:`gradstats.hooks.CompressionState`, such as ``exclude``, ``ratio_at``, ``nonfinite``.
+
+    Attributes
+    ----------
+    step : int
+        Number of local steps taken.
+    exchanges : int
+        Number of whole exchanges, of all fragments.
+    last : StepRecord or None
+        Record of the last whole exchange, sums over the fragments; None before the first.
+
+    Raises
+    ------
+    InputError
+        For options that do not go together or are out of range.
+    ExchangeError
+        Out of the optimizer's ``step()``, or the end of the ``with`` block, if a rank is lost. Parameters and memories
+        stay as they were.
+    NonFiniteGradientError
+        In the same places, if any rank's parameters are no longer finite.
+
+    Notes
+    -----
+    Source: DiLoCo (Douillard et al. 2023, arXiv 2311.08105), algorithm 1; fragments, delay and mixing Streaming DiLoCo
+    (Douillard et al. 2025, arXiv 2501.18512); SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) for compression with a
+    decaying residual. :func:`gradstats.hooks.systems.diloco` and :func:`gradstats.hooks.systems.sparseloco` have the
+    papers' settings.
+
+    With one local step, no compressor and plain averaging there is nothing local left, and the gradients are averaged
+    before the optimizer's step, as in DDP: the same bits on two ranks.
+
+    All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
+    overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
+    all ranks end with the same parameters. Buffers, such as running means, stay each rank's own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | None = None,
+        steps: int = 100,
+        compressor: Compressor | Selector | None = None,
+        memory: Memory | None = None,
+        fragments: int | Sequence[Sequence[str]] = 1,
+        *,
+        delay: int = 0,
+        mix: float = 0.5,
+        average: Average = "ranks",
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise InputError("DDP averages in every step: give LocalSteps the module inside it")
+        if not dist.is_initialized():
+            raise InputError("LocalSteps averages over ranks: call init_process_group first")
+        self.steps = check_count(steps, "steps")
+        self.delay = check_count(delay, "delay", 0)
+        if self.delay >= self.steps:
+            raise InputError(f"delay must be below steps, {self.steps}, not {self.delay}")
+        self.mix = check_number(mix, "mix", 0, 1, "[]")
+        self.step = self.exchanges = 0
+        self.last: StepRecord | None = None
+        self._group = process_group
+        self._named: list[tuple[str, torch.Tensor]] = [
+            (n, p) for n, p in model.named_parameters() if p.requires_grad
+        ]
+        parameters = [p for _, p in self._named]
+        if not parameters:
+            raise InputError("the model has no parameter to train")
+        self._optimizer = optimizer
+        self._outer = outer_optimizer or torch.optim.SGD(parameters, lr=1.0)
+        theirs = {id(p) for group in self._outer.param_groups for p in group["params"]}
+        if theirs != {id(p) for p in parameters}:
+            raise InputError("the outer optimizer must have the model's trainable parameters")
+        self._data_parallel = compressor is None and self.steps == 1 and _is_plain(self._outer)
+        if compressor is None:
+            if memory is not None or check_average(average) == "senders":
+                raise InputError("a memory, or a mean over senders, needs a compressor")
+            compressor, options = DenseCompressor(), {"error_feedback": False, **options}
+        compressor = _averaging(as_compressor(compressor), check_average(average))
+        if self.delay:  # a group of its own, whose messages those of the training cannot meet
+            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            options["process_group"] = dist.new_group(ranks, use_local_synchronization=True)
+        else:
+            options["process_group"] = process_group
+        parts = _parts(self._named, fragments)
+        if len(parts) > self.steps:
+            raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
+        self._fragments = [
+            _Fragment(
+                named,
+                CompressionState(
+                    copy.deepcopy(compressor) if i else compressor,
+                    memory=copy.deepcopy(memory) if i else memory,
+                    named_parameters=named,
+                    **options,
+                ),
+                (i + 1) * self.steps // len(parts),
+            )
+            for i, named in enumerate(parts)
+        ]
+        self._fragment_of = {id(p): f for f in self._fragments for _, p in f.named}
+        with torch.no_grad():
+            for values in (*model.parameters(), *model.buffers()):
+                values.copy_(broadcast(values.detach().contiguous(), 0, process_group))
+        self._anchors = {id(p): p.detach().clone() for p in parameters}
+        self._handles: list[Any] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._before: Callable[[list[Pair]], None] = lambda pairs: None
+        self._after: Callable[[], None] = lambda: None
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether anything is remembered of past pseudo-gradients."""
+        return self._fragments[0].state.error_feedback
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Comparison of the last diagnosed exchange with a dense one; None with several fragments."""
+        return self._fragments[0].state.diagnosis if len(self._fragments) == 1 else None
+
+    def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what will be compressed of a parameter's pseudo-gradient: with the memory, the same bits.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the model's parameters.
+        gradient : torch.Tensor
+            Its pseudo-gradient.
+
+        Returns
+        -------
+        tensor, shape (n,)
+            Flat, in logical order.
+        """
+        return self._fragment_of[id(parameter)].state.corrected(parameter, gradient)
+
+    def watch(self, before: Callable[[list[Pair]], None], after: Callable[[], None]) -> None:
+        """Call functions around exchanges: what :class:`capture.Capture` does.
+
+        Parameters
+        ----------
+        before : callable
+            Called with the parameters and pseudo-gradients of a fragment, before they are exchanged. It must not change
+            them.
+        after : callable
+            Called without arguments after the last fragment of an interval; with a delay, once it is under way.
+        """
+        self._before, self._after = before, after
+
+    def __enter__(self) -> LocalSteps:
+        """Begin to count the optimizer's steps."""
+        if self._handles:
+            raise InputError("this LocalSteps is entered already")
+        if self._data_parallel:
+            self._handles = [
+                self._optimizer.register_step_pre_hook(lambda *_: self._average_gradients()),
+                self._optimizer.register_step_post_hook(lambda *_: self._count()),
+            ]
+        else:
+            self._handles = [self._optimizer.register_step_post_hook(lambda *_: self._stepped())]
+        if self.delay:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradstats-exchange")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the count, and exchange what is left unless an error ended the block."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        try:
+            if kind is None and not self._data_parallel:
+                self._finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=kind is None)
+                self._thread = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs beside the inner optimizer's state, at any step, of this rank alone.
+
+        Every rank saves its own, and that of its own optimizer. The parameters are in it: those of the last exchange
+        and, different on every rank, those now.
+
+        Returns
+        -------
+        dict
+            One entry, ``rank0`` on rank 0, of tensors, numbers and bytes.
+        """
+        for fragment in self._fragments:
+            self._wait(fragment)
+        own = {
+            "world_size": dist.get_world_size(self._group),
+            "steps": self.steps,
+            "step": self.step,
+            "exchanges": self.exchanges,
+            "parameters": {n: p.detach().clone() for n, p in self._named},
+            "anchors": {n: self._anchors[id(p)].clone() for n, p in self._named},
+            "outer": copy.deepcopy(self._outer.state_dict()),
+            "fragments": [
+                {
+                    "names": [n for n, _ in f.named],
+                    "sent": f.sent,
+                    "due": f.due,
+                    "pending": [mean.clone() for _, mean in f.pairs],
+                    **f.state.state_dict(),
+                }
+                for f in self._fragments
+            ],
+        }
+        return {f"rank{dist.get_rank(self._group)}": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, and the model's parameters with it.
+
+        Parameters
+        ----------
+        state : mapping
+            What this rank saved; entries of other ranks beside it do not matter.
+
+        Raises
+        ------
+        InputError
+            If it is of another rank, number of ranks, model, number of steps or division into fragments.
+        """
+        rank = f"rank{dist.get_rank(self._group)}"
+        if rank not in state:
+            has = ", ".join(map(str, state)) or "nothing"
+            raise InputError(
+                f"this is {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
+            )
+        own = state[rank]
+        if own["steps"] != self.steps:
+            raise InputError(
+                f"the checkpoint is of {own['steps']} local steps, and these are {self.steps}"
+            )
+        for key, ours, theirs in (
+            ("parameters", [n for n, _ in self._named], list(own["parameters"])),
+            (
+                "fragments",
+                [[n for n, _ in f.named] for f in self._fragments],
+                [f["names"] for f in own["fragments"]],
+            ),
+        ):
+            if ours != theirs:
+                raise InputError(f"the checkpoint has other {key} than this model")
+        for name, parameter in self._named:
+            if own["parameters"][name].shape != parameter.shape:
+                raise InputError(f"the checkpoint's {name} has another shape than this model's")
+        for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
+            fragment.state.load_state_dict(saved)
+        with torch.no_grad():
+            for name, parameter in self._named:
+                parameter.copy_(own["parameters"][name])
+                self._anchors[id(parameter)].copy_(own["anchors"][name])
+        self._outer.load_state_dict(own["outer"])
+        for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
+            fragment.sent, fragment.due, fragment.exchange = saved["sent"], saved["due"], None
+            fragment.pairs = [
+                (p, mean.to(p.device, copy=True))
+                for (_, p), mean in zip(fragment.named, saved["pending"], strict=False)
+            ]
+        self.step, self.exchanges = own["step"], own["exchanges"]
+
+    def _stepped(self) -> None:
+        """Count a local step, apply what came in, and exchange what is due."""
+        self.step += 1
+        for fragment in self._fragments:
+            if fragment.pairs and self.step >= fragment.due:
+                self._apply(fragment)
+            if (self.step - fragment.offset) % self.steps == 0:
+                self._send(fragment, self.delay)
+                if fragment is self._fragments[-1]:
+                    self._count_exchange()
+
+    def _send(self, fragment: _Fragment, delay: int) -> None:
+        """Exchange a fragment's pseudo-gradient now, or have it exchanged in the background."""
+        pairs = [(p, self._anchors[id(p)] - p.detach()) for _, p in fragment.named]
+        self._before(pairs)
+        if delay:
+            assert self._thread is not None
+            fragment.exchange = self._thread.submit(self._reduce, fragment, pairs, self.step)
+        else:
+            self._reduce(fragment, pairs, self.step)
+        fragment.pairs, fragment.sent, fragment.due = pairs, self.step, self.step + delay
+        if not delay:
+            self._apply(fragment)
+
+    def _reduce(self, fragment: _Fragment, pairs: list[Pair], step: int) -> None:
+        """Put the mean of the ranks' pseudo-gradients into them."""
+        state = fragment.state
+        with _naming(step), state.naming_step():
+            state.begin(pairs[0][0].device)
+            state.ready(pairs)
+            state.complete(pairs)
+
+    def _wait(self, fragment: _Fragment) -> None:
+        """Wait for an exchange in the background, and raise what it raised."""
+        exchange, fragment.exchange = fragment.exchange, None
+        if exchange is not None:
+            try:
+                exchange.result()
+            except BaseException:
+                fragment.pairs = []
+                raise
+
+    @torch.no_grad()
+    def _apply(self, fragment: _Fragment) -> None:
+        """Step the outer optimizer from the parameters of the last exchange, with the mean as their gradient."""
+        self._wait(fragment)
+        late = self.step > fragment.sent
+        gradients = [(p, p.grad) for _, p in self._named]
+        local = [p.detach().clone() for p, _ in fragment.pairs] if late else []
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for parameter, mean in fragment.pairs:
+            parameter.copy_(self._anchors[id(parameter)])
+            parameter.grad = mean
+        self._outer.step()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for i, (parameter, _) in enumerate(fragment.pairs):
+            self._anchors[id(parameter)].copy_(parameter)
+            if late:
+                parameter.lerp_(local[i], self.mix)
+        fragment.pairs = []
+
+    def _count_exchange(self) -> None:
+        """Count an exchange of all fragments, and put their records together."""
+        records = [f.state.last for f in self._fragments]
+        if not self.delay and all(records):
+            first = records[0]
+            assert first is not None
+            sums = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
+            self.last = StepRecord(
+                step=self.exchanges,
+                threshold=first.threshold if len(records) == 1 else math.nan,
+                problem=next((r.problem for r in records if r is not None and r.problem), ""),
+                **sums,
+            )
+        self.exchanges += 1
+        self._after()
+
+    def _finish(self) -> None:
+        """Exchange what some rank has not exchanged yet, so that all end with the same parameters."""
+        for fragment in self._fragments:  # all of them before another exchange of their group
+            if fragment.pairs:
+                self._apply(fragment)
+        for fragment in self._fragments:
+            left = self.step - fragment.sent + (self.delay > 0)
+            device = fragment.named[0][1].device
+            with _naming(self.step):
+                flags = all_gather_flags(left, self._group, device)
+            if any(flags):
+                self._send(fragment, 0)
+
+    def _average_gradients(self) -> None:
+        """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
+        (fragment,) = self._fragments
+        pairs = [
+            (p, torch.zeros_like(p) if p.grad is None else p.grad.detach())
+            for _, p in fragment.named
+        ]
+        self._before(pairs)
+        self._reduce(fragment, pairs, self.step)
+        for parameter, mean in pairs:
+            parameter.grad = mean
+
+    def _count(self) -> None:
+        self.step += 1
+        self._count_exchange()
+
+
+@contextmanager
+def _naming(step: int) -> Iterator[None]:
+    """Say in errors of the exchange after which local step it was."""
+    try:
+        yield
+    except ExchangeError as error:
+        why = str(error)
+        if why.startswith("step "):  # of the exchange, which nobody has counted
+            why = why.partition(": ")[2]
+        raise ExchangeError(f"after local step {step}: {why}") from error
+
+
+def _is_plain(outer: torch.optim.Optimizer) -> bool:
+    """Tell whether an outer optimizer makes the parameters the mean over the ranks."""
+    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
+    return type(outer) is torch.optim.SGD and all(
+        group[key] == value for group in outer.param_groups for key, value in plain.items()
+    )
+
+
+def _averaging(compressor: Compressor, average: Average) -> Compressor:
+    """Return a compressor that divides by the number of senders, if that is wanted."""
+    if average == "senders":
+        if not isinstance(compressor, SparseCompressor):
+            name = type(compressor).__name__
+            raise InputError(f"{name} does not know who sent what: average over ranks")
+        compressor = copy.copy(compressor)
+        compressor.average = average
+    return compressor
+
+
+def _parts(
+    named: list[tuple[str, torch.Tensor]], fragments: int | Sequence[Sequence[str]]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Return the parameters of each fragment, in the model's order."""
+    if isinstance(fragments, int):
+        count = check_count(fragments, "fragments")
+        if count > len(named):
+            raise InputError(f"{count} fragments of {len(named)} parameters")
+        total, before = sum(p.numel() for _, p in named), 0
+        parts: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(count)]
+        at = 0
+        for i, (name, parameter) in enumerate(named):
+            middle = before + parameter.numel() / 2
+            # as far as the elements go, but leaving a parameter for each fragment behind
+            wanted = min(int(count * middle / max(total, 1)), count - 1)
+            if parts[at] and (wanted > at or len(named) - i <= count - 1 - at):
+                at += 1
+            parts[at].append((name, parameter))
+            before += parameter.numel()
+        return parts
+    patterns = [
+        check_patterns(each, "each of fragments") for each in check_several(fragments, "fragments")
+    ]
+    found: list[list[tuple[str, torch.Tensor]]] = [[] for _ in patterns]
+    for name, parameter in named:
+        own = (i for i, p in enumerate(patterns) if any(fnmatch.fnmatchcase(name, e) for e in p))
+        place = next(own, None)
+        if place is None:
+            raise InputError(f"{name} is in none of the fragments: add a pattern such as '*'")
+        found[place].append((name, parameter))
+    if not all(found):
+        raise InputError(f"no parameter is in fragment {found.index([])}: {shown(fragments)}")
+    return found

@@ -1,0 +1,394 @@
+"""Local steps in real processes, beside loops written from the papers' formulas."""
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from capture import Capture
+from gradstats.collectives import Codec
+from gradstats.compressors import ChunkTopK, SparseCompressor, TopK, make_compressor
+from gradstats.errors import ExchangeError, GradstatsError, NonFiniteGradientError
+from gradstats.hooks import ErrorFeedback, LocalSteps
+from gradstats.hooks.systems import diloco, sparseloco
+
+H = 5
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
+    )
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batch(rank, step):
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return x, (x[:, :3] + 0.3 * rank).argmax(1)
+
+
+def backward(model, optimizer, rank, step):
+    x, y = batch(rank, step)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return float(loss.detach())
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(local, model, optimizer, rank, steps, start=0):
+    """Return the parameters after each step."""
+    seen = []
+    with local:
+        for step in range(start, steps):
+            backward(model, optimizer, rank, step)
+            optimizer.step()
+            seen.append(flat(model))
+    return seen
+
+
+def dense_reference(rank, world, steps):
+    """DiLoCo, algorithm 1: local AdamW, then v ← μ v + Δ, θ ← θ − η (Δ + μ v) with the mean Δ of θ₀ − θ."""
+    model = net()
+    optimizer, anchor = adamw(model), [p.detach().clone() for p in model.parameters()]
+    velocity, seen = [torch.zeros_like(a) for a in anchor], []
+    for step in range(steps):
+        backward(model, optimizer, rank, step)
+        optimizer.step()
+        if (step + 1) % H == 0 or step == steps - 1:
+            for p, a, v in zip(model.parameters(), anchor, velocity, strict=True):
+                delta = a - p.detach()
+                dist.all_reduce(delta)
+                delta /= world
+                v.mul_(0.9).add_(delta)
+                a.add_(delta.add(v, alpha=0.9), alpha=-0.7)
+                p.data.copy_(a)
+        seen.append(flat(model))
+    return seen
+
+
+def diloco_beside_its_loop(rank, world, steps):
+    model = net(seed=rank)  # the ranks start apart; rank 0's parameters become everyone's
+    optimizer = adamw(model)
+    local = diloco(model, optimizer, H)
+    seen = train(local, model, optimizer, rank, steps)
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(seen[:-1], dense_reference(rank, world, steps)[:-1], strict=True)
+    ]
+    return (
+        same,
+        torch.equal(flat(model), dense_reference(rank, world, steps)[-1]),
+        flat(model).numpy(),
+    )
+
+
+def sparse_reference(rank, world, steps, chunk, k, average):
+    """SparseLoCo from its formulas, all dense: e ← β e + Δ, Δ̂ = Q(top-k(e)), e ← e − Δ̂, θ ← θ₀ − α mean Δ̂."""
+    model = net()
+    optimizer, anchor = adamw(model), flat(model)
+    e = torch.zeros_like(anchor)
+    for step in range(steps):
+        backward(model, optimizer, rank, step)
+        optimizer.step()
+        if (step + 1) % H:
+            continue
+        e = 0.95 * e + (anchor - flat(model))
+        chosen = torch.zeros_like(e, dtype=torch.bool)
+        for start in range(0, len(e), chunk):
+            part = e[start : start + chunk].abs()
+            keep = max(1, round(k / chunk * len(part)))
+            chosen[start + part.argsort(descending=True)[:keep]] = True
+        values = e[chosen]
+        for start in range(0, len(values), 256):  # 2 bits: 0, or ± the largest of 256
+            part = values[start : start + 256]
+            largest = part.abs().max()
+            values[start : start + 256] = largest * (part / largest).round()
+        sent = torch.zeros_like(e)
+        sent[chosen] = values
+        e = e - sent
+        dist.all_reduce(sent)
+        senders = chosen.float()
+        dist.all_reduce(senders)
+        anchor = anchor - sent / (world if average == "ranks" else senders.clamp(min=1))
+        torch.nn.utils.vector_to_parameters(anchor.clone(), model.parameters())
+    return flat(model), e
+
+
+def sparseloco_beside_its_formulas(rank, world, average):
+    steps, chunk, k = 4 * H, 64, 4
+    model = net()
+    optimizer = adamw(model)
+    local = sparseloco(model, optimizer, H, ratio=k / chunk, chunk=chunk, average=average)
+    train(local, model, optimizer, rank, steps)
+    expected, e = sparse_reference(rank, world, steps, chunk, k, average)
+    memory = local._fragments[0].state.memory.tensors()["residual"]
+    return (
+        float((flat(model) - expected).abs().max()),
+        float((memory - e).abs().max()),
+        float(expected.abs().max()),
+        local.last,
+        flat(model).numpy(),
+    )
+
+
+def one_step_beside_ddp(rank, world, name):
+    make = {
+        "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        "AdamW": adamw,
+    }[name]
+    model, twin = net(), net()
+    optimizer = make(model)
+    ours = train(LocalSteps(model, optimizer, steps=1), model, optimizer, rank, 7)
+    ddp = DDP(twin)
+    optimizer = make(ddp)
+    same = []
+    for step, parameters in enumerate(ours):
+        backward(ddp, optimizer, rank, step)
+        optimizer.step()
+        same.append(torch.equal(flat(twin), parameters))
+    return same
+
+
+def the_mean_of_the_parameters(rank, world):
+    """Local SGD: without an outer optimizer the parameters become the ranks' mean."""
+    model = net()
+    optimizer = adamw(model)
+    local = LocalSteps(model, optimizer, steps=H)
+    before = []
+    optimizer.register_step_post_hook(lambda *_: before.append(flat(model)))  # seen before ours
+    seen = train(local, model, optimizer, rank, H)
+    dist.all_reduce(before[-1])
+    return float((seen[-1] - before[-1] / world).abs().max())
+
+
+OPTIONS = {
+    "dense": dict,
+    "topk with decay": lambda: {"compressor": TopK(0.1), "memory": ErrorFeedback(0.9)},
+    "fragments": lambda: {"compressor": TopK(0.05), "fragments": 3},
+    "patterns": lambda: {"fragments": [["0.*", "2.weight"], ["*"]]},
+    "delayed": lambda: {"compressor": TopK(0.05), "fragments": 2, "delay": 2},
+    "marsit": lambda: {"compressor": make_compressor("marsit", 1.0)},
+    "micro": lambda: {"compressor": make_compressor("micro", 0.3)},
+    "lags": lambda: {"compressor": make_compressor("lags", 0.05)},
+    "signsgd": lambda: {"compressor": make_compressor("signsgd", 1.0)},
+    "cltk": lambda: {"compressor": make_compressor("cltk", 0.3), "exclude": ["*.bias"]},
+}
+RESUMED = ("topk with decay", "delayed")
+CAPTURED = ("dense", "topk with decay", "fragments", "delayed")
+AVERAGES = ("ranks", "senders")
+SHARED = {0.0: (2.7, 3.0), 0.7: (1.2, 2.6), 1.0: (1.0, 1.0)}
+"""Share of a vector that all ranks have in common, and how much larger a mean over three senders then is."""
+
+
+def built(name, model, optimizer):
+    options = OPTIONS[name]()
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    if "memory" in options:  # a residual that decays stands in for the momentum
+        outer = torch.optim.SGD(model.parameters(), lr=0.7)
+    return LocalSteps(model, optimizer, outer, H, **options)
+
+
+def learns(rank, world, name):
+    """Return the first and last losses, and the parameters when the block has ended."""
+    model = net()
+    optimizer = adamw(model)
+    local, losses = built(name, model, optimizer), []
+    with local:
+        for step in range(65 if name == "delayed" else 63):  # 65: an exchange is under way
+            losses.append(backward(model, optimizer, rank, step))
+            optimizer.step()
+    return sum(losses[:5]) / 5, sum(losses[-5:]) / 5, flat(model).numpy(), local.exchanges
+
+
+def resumes(rank, world, name):
+    """Return whether stopping in the middle of an interval changes any bit of what follows."""
+    model = net()
+    optimizer = adamw(model)
+    whole = train(built(name, model, optimizer), model, optimizer, rank, 19)
+    model = net()
+    optimizer = adamw(model)
+    local = built(name, model, optimizer)
+    with local:
+        for step in range(11):  # a step after an exchange, which may be under way
+            backward(model, optimizer, rank, step)
+            optimizer.step()
+        saved = copy.deepcopy((local.state_dict(), optimizer.state_dict()))
+    model = net(seed=7)
+    optimizer = adamw(model)
+    local = built(name, model, optimizer)
+    torch.save(saved, path := f"/tmp/{os.getpid()}.pt")
+    ours, theirs = torch.load(path, weights_only=True)
+    os.unlink(path)
+    local.load_state_dict(ours)
+    optimizer.load_state_dict(theirs)
+    rest = train(local, model, optimizer, rank, 19, start=11)
+    refused = []
+    for change in (
+        {"steps": 6},
+        {"parameters": {}},
+        {"fragments": []},
+    ):
+        other = {f"rank{rank}": {**saved[0][f"rank{rank}"], **change}}
+        try:
+            local.load_state_dict(other)
+        except GradstatsError as error:
+            refused.append(str(error))
+    try:
+        local.load_state_dict({"rank9": {}})
+    except GradstatsError as error:
+        refused.append(str(error))
+    same = [torch.equal(a, b) for a, b in zip(whole[11:], rest, strict=True)]
+    return same, refused
+
+
+def norms(rank, world, shared):
+    """Return the norm of a mean over senders against that over ranks, and how many send a coordinate."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(20_000, generator=generator)
+    own = torch.randn(20_000, generator=generator.manual_seed(1 + rank))
+    means = []
+    for average in ("ranks", "senders"):
+        compressor = SparseCompressor(ChunkTopK(), Codec("chunk"), average=average)
+        reduced = compressor.reduce(shared * common + (1 - shared) * own, None)
+        means.append(reduced.mean.clone())
+    ranks, senders = (float(mean.norm()) for mean in means)
+    return senders / ranks, world * reduced.selected / reduced.union
+
+
+def not_finite(rank, world):
+    """Return the error of an exchange, and whether the parameters were left alone and can go on."""
+    model = net()
+    optimizer = adamw(model)
+    local = LocalSteps(model, optimizer, steps=2, compressor=TopK(0.1))
+    with local:
+        for step in range(2):
+            backward(model, optimizer, rank, step)
+            if step == 1 and rank == 1:
+                model[0].weight.data[0, 0] = float("nan")
+            try:
+                optimizer.step()
+            except NonFiniteGradientError as error:
+                message = str(error)
+        left = bool(flat(model).isnan().any()) == (rank == 1)
+        model[0].weight.data.nan_to_num_(0.0)
+        for step in range(2, 4):
+            backward(model, optimizer, rank, step)
+            optimizer.step()
+    return message, left, flat(model).numpy()
+
+
+def lost_rank(rank, world, folder, delay):
+    """Return nothing, but leave the error of the rank that stays in a file: the other one is gone."""
+    model = net()
+    optimizer = adamw(model)
+    try:
+        with LocalSteps(model, optimizer, steps=4, compressor=TopK(0.1), delay=delay):
+            for step in range(40):
+                if rank == 1 and step == 6:
+                    os._exit(0)
+                backward(model, optimizer, rank, step)
+                optimizer.step()
+    except ExchangeError as error:
+        finite = bool(flat(model).isfinite().all())
+        (folder / "error").write_text(f"{finite} {error}", encoding="utf-8")
+    os._exit(0)  # the group is beyond a barrier
+
+
+def wrong(rank, world):
+    """Return the errors of options that do not go together."""
+    model = net()
+    optimizer = adamw(model)
+    other = torch.optim.SGD(net().parameters(), lr=1.0)
+    found = {}
+    for label, make in {
+        "steps": lambda: LocalSteps(model, optimizer, steps=0),
+        "delay": lambda: LocalSteps(model, optimizer, steps=4, delay=4),
+        "mix": lambda: LocalSteps(model, optimizer, mix=2),
+        "fragments": lambda: LocalSteps(model, optimizer, steps=2, fragments=3),
+        "many": lambda: LocalSteps(model, optimizer, fragments=9),
+        "none": lambda: LocalSteps(model, optimizer, fragments=[["0.*"]]),
+        "empty": lambda: LocalSteps(model, optimizer, fragments=[["*"], ["0.*"]]),
+        "outer": lambda: LocalSteps(model, optimizer, other),
+        "average": lambda: LocalSteps(model, optimizer, compressor=TopK(0.1), average="all"),
+        "senders": lambda: LocalSteps(
+            model, optimizer, compressor=make_compressor("micro", 0.1), average="senders"
+        ),
+        "memory": lambda: LocalSteps(model, optimizer, memory=ErrorFeedback()),
+        "ddp": lambda: LocalSteps(DDP(model), optimizer),
+        "momentum": lambda: diloco(model, optimizer, momentum=1.0),
+        "decay": lambda: sparseloco(model, optimizer, decay=0.0),
+        "frozen": lambda: LocalSteps(nn.ReLU(), optimizer),
+    }.items():
+        try:
+            make()
+        except GradstatsError as error:
+            found[label] = str(error)
+    return found
+
+
+def captured(rank, world, path, name):
+    """Train with a capture; return what the trace must hold, step by step."""
+    model = net()
+    optimizer = adamw(model)
+    local = built(name, model, optimizer)
+    anchors, deltas, gradients = [flat(model)], [], []
+
+    def seen(*_):  # registered before ours, so that the local parameters are still there
+        deltas.append(anchors[-1] - flat(model))
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+
+    optimizer.register_step_post_hook(seen)
+    with Capture(path, model, schedule=2, metadata={"local_steps": H}) as capture:
+        capture.follow(local)
+        with local:
+            for step in range(5 * H + 2):
+                loss = backward(model, optimizer, rank, step)
+                capture.step(loss=loss, learning_rate=step)
+                optimizer.step()
+                if (step + 1) % H == 0:
+                    anchors.append(flat(model))
+    return deltas[H - 1 :: H], gradients[H - 1 :: H], len(local._fragments)
+
+
+def _each(cases):
+    return {name: case() for name, case in cases.items()}
+
+
+def two_ranks(rank, world, folder):
+    """Return what every case for two ranks returned: processes take longer to start than these to run."""
+    return _each(
+        {
+            "diloco": lambda: diloco_beside_its_loop(rank, world, 17),
+            "ddp": lambda: [one_step_beside_ddp(rank, world, n) for n in ("SGD", "AdamW")],
+            "mean": lambda: the_mean_of_the_parameters(rank, world),
+            "not finite": lambda: not_finite(rank, world),
+            "wrong": lambda: wrong(rank, world),
+            **{f"learns, {n}": lambda n=n: learns(rank, world, n) for n in OPTIONS},
+            **{f"resumes, {n}": lambda n=n: resumes(rank, world, n) for n in RESUMED},
+            **{
+                f"captured, {n}": lambda n=n: captured(rank, world, f"{folder}/{n}.zarr", n)
+                for n in CAPTURED
+            },
+        }
+    )
+
+
+def three_ranks(rank, world):
+    """Return what every case for three ranks returned."""
+    return _each(
+        {
+            **{a: lambda a=a: sparseloco_beside_its_formulas(rank, world, a) for a in AVERAGES},
+            **{s: lambda s=s: norms(rank, world, s) for s in SHARED},
+        }
+    )

@@ -1,0 +1,194 @@
+"""Local steps and their outer loop: against loops from the papers' formulas, and what a run may meet."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from workers import local_steps as cases
+
+from gradstats import open_trace
+from gradstats.compressors import ChunkTopK
+from gradstats.errors import InputError
+from gradstats.hooks import ErrorFeedback, LocalSteps
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("local")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """What the cases returned, rank by rank."""
+    return run_ranks(2, cases.two_ranks, str(folder))
+
+
+@pytest.fixture(scope="module")
+def three():
+    return run_ranks(3, cases.three_ranks)
+
+
+def test_diloco_with_a_dense_exchange_is_its_loop_bit_for_bit(two):
+    results = [rank["diloco"] for rank in two]  # three exchanges, and two steps left over
+    for same, last, parameters in results:
+        assert all(same)
+        assert last
+        assert np.array_equal(parameters, results[0][2])
+
+
+@pytest.mark.parametrize("average", cases.AVERAGES)
+def test_sparseloco_is_its_formulas(three, average):
+    results = [rank[average] for rank in three]
+    for off, residual_off, largest, record, parameters in results:
+        assert off < 1e-5 * largest
+        assert residual_off < 1e-5 * largest
+        assert np.array_equal(parameters, results[0][4])
+        assert (record.step, record.target) == (3, ChunkTopK(4 / 64, 64).target(record.numel))
+        # 12 bits for a position, 16 for each chunk's count, 2 for a value; the rest is scales, headers and room
+        assert record.bytes_sent < 1.3 * (14 * record.selected + 16 * record.numel / 4096) / 8 + 40
+
+
+def test_one_dense_step_is_ddp_to_the_bit(two):
+    assert [rank["ddp"] for rank in two] == [[[True] * 7] * 2] * 2  # with SGD and with AdamW
+
+
+def test_without_an_outer_optimizer_parameters_become_the_mean(two):
+    assert max(rank["mean"] for rank in two) < 1e-6
+
+
+@pytest.mark.parametrize("name", cases.OPTIONS)
+def test_it_learns_and_ends_with_the_same_parameters_everywhere(two, name):
+    results = [rank[f"learns, {name}"] for rank in two]
+    for first, last, parameters, exchanges in results:
+        assert last < 0.8 * first
+        assert exchanges == (65 if name == "delayed" else 63) // cases.H
+        assert np.array_equal(parameters, results[0][2])
+
+
+@pytest.mark.parametrize("name", cases.RESUMED)
+def test_resuming_in_the_middle_of_an_interval_changes_no_bit(two, name):
+    for same, refused in [rank[f"resumes, {name}"] for rank in two]:
+        assert same == [True] * 8
+        *others, foreign = refused
+        assert others == [
+            "the checkpoint is of 6 local steps, and these are 5",
+            "the checkpoint has other parameters than this model",
+            "the checkpoint has other fragments than this model",
+        ]
+        assert "every rank saves and loads its own" in foreign
+
+
+@pytest.mark.parametrize("shared", cases.SHARED)
+def test_a_mean_over_senders_is_larger_the_less_ranks_agree(three, shared):
+    """From 1, where all send the same positions, to the number of ranks, where no two do."""
+    low, high = cases.SHARED[shared]
+    for ratio, senders in [rank[shared] for rank in three]:
+        assert low <= ratio * (1 + 1e-6)
+        assert ratio <= high * (1 + 1e-6)
+        # with the same number of senders s at every position it would be ranks / s
+        assert ratio == pytest.approx(3 / senders, rel=0.25)
+
+
+def test_parameters_that_are_not_finite_stop_all_ranks_and_leave_the_rest_alone(two):
+    results = [rank["not finite"] for rank in two]
+    for message, left, parameters in results:
+        assert message.startswith("step 0: NaN or infinite gradient elements: ")
+        assert "on rank 1" in message
+        assert left
+        assert np.isfinite(parameters).all()
+        assert np.array_equal(parameters, results[0][2])
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_lost_rank_is_one_error(tmp_path, delay):
+    with pytest.raises(FileNotFoundError):  # no rank returns
+        run_ranks(2, cases.lost_rank, tmp_path, delay)
+    finite, _, text = (tmp_path / "error").read_text(encoding="utf-8").partition(" ")
+    assert finite == "True"
+    assert text.startswith("after local step 8: the exchange failed, a rank may be lost")
+    assert "\n" not in text
+
+
+def test_options_that_cannot_work_are_one_line(two):
+    expected = {
+        "steps": "steps must be at least 1",
+        "delay": "delay must be below steps, 4, not 4",
+        "mix": "mix must be in [0, 1]",
+        "fragments": "3 fragments need as many steps, and these are 2",
+        "many": "9 fragments of 6 parameters",
+        "none": "2.weight is in none of the fragments: add a pattern such as '*'",
+        "empty": "no parameter is in fragment 1",
+        "outer": "the outer optimizer must have the model's trainable parameters",
+        "average": "average must be one of ranks, senders",
+        "senders": "MiCRO does not know who sent what: average over ranks",
+        "memory": "a memory, or a mean over senders, needs a compressor",
+        "ddp": "give LocalSteps the module inside it",
+        "momentum": "momentum must be in (0, 1)",
+        "decay": "decay must be in (0, 1]",
+        "frozen": "the model has no parameter to train",
+    }
+    found = two[0]["wrong"]
+    assert found.keys() == expected.keys()
+    assert [label for label, text in expected.items() if text not in found[label]] == []
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="call init_process_group first"):
+        LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("name", cases.CAPTURED)
+def test_a_capture_holds_pseudogradients(two, folder, name):
+    results = [rank[f"captured, {name}"] for rank in two]
+    trace = open_trace(folder / f"{name}.zarr")
+    feedback = ["corrected"] if name != "dense" else []
+    for rank, (deltas, gradients, fragments) in enumerate(results):
+        assert trace.kinds(rank) == ["gradient", *feedback, "pseudogradient"]
+        assert trace.steps(rank) == [0, 2, 4]
+        for step in (0, 2, 4):
+            if fragments == 1:  # others leave at other local steps
+                found = trace.read(step, rank, "pseudogradient")
+                assert np.array_equal(found, deltas[step].numpy())
+            assert np.array_equal(
+                trace.read(step, rank, "gradient")[-3:], gradients[step][-3:].numpy()
+            )
+        columns = trace.scalars(rank)
+        assert columns["learning_rate"].tolist() == [4.0, 14.0, 24.0]
+        assert np.isfinite(columns["loss"]).all()
+        if name in ("topk with decay", "fragments"):
+            assert (columns["selected"] > 0).all()
+    if feedback and name != "delayed":
+        # the corrected one is what was compressed: with the pseudo-gradient alone in the first step
+        first = trace.read(0, 1, "pseudogradient")
+        assert np.array_equal(trace.read(0, 1, "corrected"), first)
+        assert not np.array_equal(trace.read(2, 1, "corrected"), trace.read(2, 1, "pseudogradient"))
+
+
+def test_chunks_keep_their_largest():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values[100:200] = 0  # of this chunk nothing
+    found = ChunkTopK(0.1, 100).select(values)
+    expected = []
+    for start in range(0, 1000, 100):
+        part = values[start : start + 100].abs()
+        expected += [start + int(i) for i in part.topk(10).indices if part[i]]
+    assert found.indices.tolist() == sorted(expected)
+    assert torch.equal(found.values, values[found.indices])
+    assert ChunkTopK(0.1, 300).target(1000) == 3 * 30 + 10
+    assert len(ChunkTopK(0.1, 300).select(values[300:])) == 30 + 30 + 10
+    assert len(ChunkTopK().select(values[:0])) == 0
+    assert len(ChunkTopK(1.0, 1).select(values)) == 900
+
+
+def test_a_residual_decays():
+    memory = ErrorFeedback(0.5)
+    memory.allocate(3, torch.device("cpu"))
+    part = slice(0, 3)
+    for expected in (1.0, 1.5, 1.75):  # nothing is sent
+        one = torch.ones(3)
+        assert torch.equal(memory.preview(one, part), torch.full((3,), expected))
+        memory.add(one, part)
+        memory.settle(memory.corrected, None)
+        assert torch.equal(memory.tensors()["residual"], torch.full((3,), expected))
