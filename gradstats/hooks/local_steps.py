@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,21 +30,9 @@ from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
 from gradstats.primitives.ratio import check_count, check_number, check_several, shown
-from gradstats.trace.record import StepRecord
+from gradstats.trace.record import StepRecord, together
 
 __all__ = ["LocalSteps"]
-
-_SUMMED = (
-    "selected",
-    "numel",
-    "bytes_sent",
-    "target",
-    "union",
-    "select_seconds",
-    "communicate_seconds",
-    "overlapped_seconds",
-)
-"""Fields of the records of an exchange's fragments that add up."""
 
 
 @dataclass(slots=True)
@@ -453,17 +440,9 @@ class LocalSteps:
 
     def _count_exchange(self) -> None:
         """Count an exchange of all fragments, and put their records together."""
-        records = [f.state.last for f in self._fragments]
-        if not self.delay and all(records):
-            first = records[0]
-            assert first is not None
-            sums = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
-            self.last = StepRecord(
-                step=self.exchanges,
-                threshold=first.threshold if len(records) == 1 else math.nan,
-                problem=next((r.problem for r in records if r is not None and r.problem), ""),
-                **sums,
-            )
+        records = [f.state.last for f in self._fragments if f.state.last is not None]
+        if not self.delay and len(records) == len(self._fragments):
+            self.last = together(records, self.exchanges)
         self.exchanges += 1
         self._after()
 

@@ -12,7 +12,6 @@ compressed::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,7 +28,7 @@ from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
 from gradstats.hooks.units import Unit, units
 from gradstats.primitives.ratio import shown
-from gradstats.trace.record import StepRecord
+from gradstats.trace.record import StepRecord, together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +38,6 @@ __all__ = ["Observer", "ShardHook", "shard_hook"]
 Observer: TypeAlias = Callable[["CompressionState", Sequence[torch.Tensor], Sequence[Pair]], None]
 """Called before an exchange with the unit's state, its sharded parameters, and what stands for them in the state with
 the gradients of this rank's shards, in the units of FSDP2's buffers."""
-
 
 _LARGEST_FLAG = 2**31 - 1
 
@@ -181,7 +179,8 @@ class ShardHook:
         if len(records) != len(self._records) or any(
             new is not old for new, old in zip(records, self._records, strict=True)
         ):
-            self._records, self._last = records, _together(records)
+            step = max((record.step for record in records), default=0)
+            self._records, self._last = records, together(records, step) if records else None
         return self._last
 
     def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -347,17 +346,3 @@ def shard_hook(
         except ValueError as error:
             raise InputError(first_line(error)) from None
     return hook
-
-
-def _together(records: Sequence[StepRecord]) -> StepRecord | None:
-    """Return one record for all units of a step."""
-    if not records:
-        return None
-    names = ("selected", "numel", "bytes_sent", "target", "union")
-    seconds = ("select_seconds", "communicate_seconds", "overlapped_seconds")
-    return StepRecord(
-        step=max(record.step for record in records),
-        threshold=records[0].threshold if len(records) == 1 else math.nan,
-        problem=next((record.problem for record in records if record.problem), ""),
-        **{name: sum(getattr(record, name) for record in records) for name in (*names, *seconds)},
-    )

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["StepRecord"]
+__all__ = ["StepRecord", "together"]
+
+_SUMMED = (
+    *("selected", "numel", "bytes_sent", "target", "union"),
+    *("select_seconds", "communicate_seconds", "overlapped_seconds"),
+)
+"""Fields that add up over the parts of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +76,21 @@ class StepRecord:
     def bits_per_element(self) -> float:
         """Return the bits sent ÷ d."""
         return 8 * self.bytes_sent / self.numel if self.numel else math.nan
+
+
+def together(records: Sequence[StepRecord], step: int) -> StepRecord:
+    """Return one record of a step in which the parts of a model were exchanged each by itself.
+
+    Parameters
+    ----------
+    records : sequence of StepRecord
+        One for each part, at least one. Sizes, bytes and seconds add up.
+    step : int
+        Number of the step.
+    """
+    return StepRecord(
+        step=step,
+        threshold=records[0].threshold if len(records) == 1 else math.nan,
+        problem=next((record.problem for record in records if record.problem), ""),
+        **{name: sum(getattr(record, name) for record in records) for name in _SUMMED},
+    )
