@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives import Array, Selection, exceedances, select, top_candidates
+from gradstats.primitives import Array, Selection, exceedances, moments, top_candidates
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_count
 from gradstats.primitives.select import keep
@@ -45,7 +45,7 @@ class GaussianK(Estimator):
         from scipy.special import ndtri
 
         finite, total, squares = (sum(part) for part in zip(*map_blocks(_sums, x), strict=True))
-        if squares == 0 and select(x, 0.0).values.shape[0] == 0:
+        if squares == 0 and moments(x, log=False).count == 0:
             return Found(0.0)
         if not LEAST_SQUARES < squares < math.inf:
             raise FitError(Reason.RANGE)

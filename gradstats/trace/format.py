@@ -58,7 +58,7 @@ SCHEMA = 4
 
 Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-WHOLE: tuple[Kind, ...] = ("local", "pseudogradient")
+WHOLE: tuple[Kind, ...] = ("local",)
 """Kinds of which every rank has all elements, also where the model is sharded."""
 
 Store: TypeAlias = Literal["gradients", "sketches"]

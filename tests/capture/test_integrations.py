@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -321,7 +322,11 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
             return state, hook
 
     monkeypatch.setattr(base, "Capture", Recorder)
-    trainer = SimpleNamespace(model_wrapped=model, accelerator=SimpleNamespace(scaler=scaler))
+    trainer = SimpleNamespace(
+        model_wrapped=model,
+        accelerator=SimpleNamespace(scaler=scaler),
+        training_step=lambda *_: torch.ones(()),
+    )
     for hook in (None, allreduce_hook):
         callback = CaptureCallback(tmp_path / "a.zarr", comm_hook=hook, trainer=trainer)
         callback.on_train_begin(None, SimpleNamespace(global_step=0), None, model=model)
@@ -514,7 +519,9 @@ def test_a_step_exported_has_the_same_statistics(trace_path, tmp_path):
     for layer in trace.layers:
         assert np.array_equal(tensors[layer.name].numpy().ravel(), values[layer.slice])
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"trace": trace.name, "step": "100", "rank": "0", "kind": kind}
+        about = file.metadata()
+    assert json.loads(about.pop("layers")) == [layer.name for layer in trace.layers]
+    assert about == {"trace": trace.name, "step": "100", "rank": "0", "kind": kind}
     told = [
         {
             f"{r['model']} {r['layer']} {name}": value

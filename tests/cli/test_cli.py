@@ -160,7 +160,7 @@ ERRORS = [
     (("quality", EF, "--estimator", "sidko-e"), "did you mean sidco-e?"),
     (
         ("quality", EF, "--kind", "correct"),
-        "there are gradient, corrected; did you mean corrected?",
+        "there are gradient, corrected, local, pseudogradient; did you mean corrected?",
     ),
     (("quality", EF, "--format", "xml"), "no format 'xml'; there are table"),
     (("quality",), "gradstats quality: Missing argument 'SOURCE'. (gradstats quality --help)"),
@@ -463,7 +463,7 @@ COMPLETIONS = [
     ("info x.zarr --format l", ["latex"]),
     ("capture lstm-p", ["lstm-pydoc", "lstm-ptb"]),
     ("capture lstm-ptb --compressor mar", ["marsit"]),
-    ("comp", ["compressibility", "compression"]),
+    ("comp", ["compressibility", "compare", "compression"]),
 ]
 
 

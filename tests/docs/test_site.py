@@ -101,7 +101,7 @@ def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerw
 
 @pytest.mark.distributed
 def test_the_script_with_local_steps_prints_and_captures_its_exchanges(tmp_path):
-    page = (DOCS / "howto/local-steps.md").read_text(encoding="utf-8")
+    page = (DOCS / "howto/local_steps.md").read_text(encoding="utf-8")
     script, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(script.splitlines()) <= 60
     (tmp_path / "train.py").write_text(script, encoding="utf-8")

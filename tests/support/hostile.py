@@ -596,7 +596,6 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(compressors.SparseCompressor, {"selector": compressors.TopK(0.1)}, array="")
     yield Target(
         CompressionState,
-        ErrorFeedback,
         {"compressor": compressors.TopK(0.1)},
         array="",
         among=("compressor", "dense_below", "clip", "weight_decay", "diagnose_every", "exclude"),

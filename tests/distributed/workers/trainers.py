@@ -144,7 +144,8 @@ def sharded_by_huggingface(rank, world, path):
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     callback = CaptureCallback(path)
-    callback.on_train_begin(None, SimpleNamespace(global_step=7), None, model=model)
+    arguments = SimpleNamespace(gradient_accumulation_steps=1)
+    callback.on_train_begin(arguments, SimpleNamespace(global_step=7), None, model=model)
     seen = []
     for step in range(2):
         rows = tokens()[step * 2 * BATCH :][rank * BATCH :][:BATCH]
