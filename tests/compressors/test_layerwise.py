@@ -141,7 +141,9 @@ def test_every_way_to_send_is_tried_and_loses_nothing(double_sampling):
                 assert selected == target
                 assert sent == 8 * selected + 4 * (2 * messages + 2 * messages)
             else:
-                assert 0.4 * target < selected < 1.5 * target  # of a sample of one in a hundred
+                # above the second largest of a sample of 200 lies less than a twentieth of that once in two hundred
+                # draws; above 4/3 the selection is made again
+                assert 0.05 * target < selected < 1.5 * target
 
 
 @distributed
