@@ -105,7 +105,7 @@ class Measured:
         n_a = self.sizes[0]
         numel = max(v.size for v in here)
         rest = [*(before or [np.zeros(0)] * len(here)), np.zeros(0) if weights is None else weights]
-        vectors = [v if v.size == numel else _padded(v, numel) for v in (*here, *rest)]
+        vectors = [v if v.size == numel else np.pad(v, (0, numel - v.size)) for v in (*here, *rest)]
         self.products[layer] = gram(vectors)
         self.counts[layer] = [pair(vectors[i], vectors[n_a + j]) for i, j in self.pairs]
         self.special[layer] = [
@@ -156,10 +156,6 @@ class Measured:
             "error": v.error,
             "signs": c.agree / c.either if c.either else math.nan,
         }
-
-
-def _padded(v: _Vector, numel: int) -> _Vector:
-    return np.concatenate([v, np.zeros(numel - v.size, v.dtype)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,9 +136,9 @@ def top_candidates(
 ) -> tuple[float, Selection]:
     """Return the k-th largest finite magnitude and the selection of everything that reaches it.
 
-    Exact for little more than one pass (after Floyd and Rivest 1975): a sample, or the caller, gives a threshold almost
-    surely a little below the answer, one streaming pass collects what reaches it, and the order statistic is taken
-    among those. A bad guess costs another pass, never a wrong answer.
+    Few elements are sorted. Of more it is exact for little more than one pass (after Floyd and Rivest 1975): a sample,
+    or the caller, gives a threshold almost surely a little below the answer, one streaming pass collects what reaches
+    it, and the order statistic is taken among those. A bad guess costs another pass, never a wrong answer.
 
     Parameters
     ----------

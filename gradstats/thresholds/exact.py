@@ -20,7 +20,7 @@ _SAMPLE = 1 << 14
 
 
 class Exact(Estimator):
-    """The k-th largest finite magnitude, exactly, for a sample and one pass.
+    """The k-th largest finite magnitude, exactly, for a sample and one pass; few elements are sorted.
 
     Elements tied with it are all kept, so k̂ ≥ k, with equality when the magnitudes are distinct. k̂ < k only if fewer
     than k elements are non-zero; the threshold is then 0 and all of them are kept.

@@ -24,8 +24,8 @@ class GaussianK(Estimator):
     Parameters
     ----------
     loops : int
-        Largest number of counts, 0 to 100, each of which costs one pass; a correction follows every count but the
-        last. The authors' program has 3 with error feedback, 5 without.
+        Largest number of counts, 0 to 100; a correction follows every count but the last. The authors' program has 3
+        with error feedback, 5 without. One pass collects the 2k largest elements; a count beyond them takes another.
 
     Notes
     -----
