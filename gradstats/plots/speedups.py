@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["speedup"]
 
 _MOST_LINES = 8
-
-
-def _local(record: Mapping[str, Any]) -> int:
-    """Return the local steps of a record; steps that were measured before there were any have none."""
-    return int(record.get("local_steps", 0))
-
-
 _LABELS = {"rate": "bandwidth of a link (Mbit/s)", "workers": "workers"}
 
 
@@ -94,3 +87,8 @@ def speedup(
     plain_log(ax.yaxis)
     ax.legend(fontsize="small", title=what, title_fontsize="small", loc="upper right")
     return tidy(ax, title)
+
+
+def _local(record: Mapping[str, Any]) -> int:
+    """Return the local steps of a record; steps that were measured before there were any have none."""
+    return int(record.get("local_steps", 0))
