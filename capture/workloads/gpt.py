@@ -1,4 +1,4 @@
-"""A decoder-only transformer that predicts words, of torch's own modules, in sizes from half a million parameters on.
+"""A decoder-only transformer that predicts words, of torch's own modules, from a tenth of a million parameters on.
 
 Source: GPT-2 (Radford et al. 2019): normalisation before each part, learned positions, output weights tied to the
 embedding. Words take the place of its byte pairs.
@@ -34,6 +34,7 @@ class _Size(NamedTuple):
 
 
 _SIZES = {
+    "0.1M": _Size(2, 24, 2, 32),
     "0.5M": _Size(4, 64, 4, 64),
     "2M": _Size(4, 160, 5, 64),
     "10M": _Size(7, 320, 5, 128),
