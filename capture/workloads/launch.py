@@ -18,18 +18,9 @@ from typing import Any, TypeVar
 from capture.workloads.config import RunConfig, RunResult
 from gradstats.errors import GradstatsError
 
-__all__ = ["PRELOADED", "RunFailedError", "launch", "start"]
+__all__ = ["RunFailedError", "launch", "start"]
 
 T = TypeVar("T")
-
-PRELOADED = [
-    "capture.workloads.training",
-    "torch._inductor.config",  # DistributedDataParallel and deterministic algorithms import it
-    "torch.onnx",
-    "gradstats.primitives.kernels",
-    "sklearn.datasets",
-]
-"""Modules that every rank comes to need; each rank would spend seconds on importing them."""
 
 
 class RunFailedError(GradstatsError):
@@ -97,10 +88,10 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).disabled = True
-    # One process imports what every rank needs, and the ranks are forked from it. They are then not children of this process, and must
-    # watch it themselves to end with it.
+    # One process imports what every rank needs, and the ranks are forked from it. They are then not children of this
+    # process, and must watch it themselves to end with it.
     forked = hasattr(os, "pidfd_open")
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    multiprocessing.set_forkserver_preload(["capture.workloads.forked"])
     with tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
         launcher = elastic_launch(
             LaunchConfig(

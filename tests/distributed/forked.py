@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from capture.workloads.launch import PRELOADED
-
 __all__ = ["CONTEXT"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "zarr", "capture.tap", *PRELOADED])
+CONTEXT.set_forkserver_preload(["capture.workloads.forked"])
