@@ -10,7 +10,7 @@ for name in (
     "capture.workloads.training",
     "torch._inductor.config",  # DistributedDataParallel and deterministic algorithms import it
     "torch.onnx",
-    "sklearn.datasets",
 ):
     import_module(name)
 warm_up()
+import_module("sklearn.datasets")  # last, for it may be missing
