@@ -476,7 +476,9 @@ def plan(
     compute = float(np.median(times))
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
-    links = [_link(rate) for rate in check_several(rates, "rates")] or [(network.rate, network.rate)]
+    links = [_link(rate) for rate in check_several(rates, "rates")] or [
+        (network.rate, network.rate)
+    ]
     local_steps = _check_local(local_steps, fragments, delay)
     if baseline not in BASELINES:
         raise InputError(f"baseline must be {' or '.join(BASELINES)}, not {shown(baseline)}")
