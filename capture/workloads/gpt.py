@@ -72,6 +72,10 @@ class GPT(nn.Module):
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
+        # a module that shares its weight: FSDP2 gathers what modules own, not what others reach into; no memory of its
+        # own, and no random numbers
+        self.output = nn.Linear(width, vocab, bias=False, device="meta")
+        self.output.weight = self.words.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 # what is added to the residual stream: less of each, the more layers add to it
@@ -93,10 +97,11 @@ class GPT(nn.Module):
         """
         time = words.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time, device=words.device)
-        hidden = self.words(words) + self.positions.weight[:time]
+        hidden = self.words(words) + self.positions(torch.arange(time, device=words.device))
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
-        return F.linear(self.norm(hidden), self.words.weight)
+        scores: Tensor = self.output(self.norm(hidden))
+        return scores
 
 
 class _Windows:

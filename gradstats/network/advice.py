@@ -62,11 +62,11 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
     records : sequence of mapping
         Records of :func:`gradstats.network.plan` with local steps, for one number of workers and one rate.
     """
-    first = records[0]
+    ddp = next(r for r in records if not r["local_steps"] and r["compressor"] == r["baseline"])
     local = [r for r in records if r["local_steps"]]
     text = (
-        f"{first['workers']} workers at {format_rate(first['rate'])}: with an exchange in every step, by DDP, "
-        f"{_percent(first)} of the time is spent computing. "
+        f"{ddp['workers']} workers at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, "
+        f"{_percent(ddp)} of the time is spent computing. "
     )
     enough = [r for r in local if r["utilisation"] >= _BUSY / 100]
     if enough:

@@ -409,8 +409,8 @@ def plan(
     Returns
     -------
     Records
-        One record for each number of workers and local steps, rate, compressor and ratio; the fastest of each number
-        and rate first. Without a 0 in `local_steps`, the baseline alone is in the plan with 0.
+        One record for each number of workers, rate, number of local steps, compressor and ratio; the fastest of these
+        first. Without a 0 in `local_steps`, the baseline alone is in the plan with 0.
 
         - compressor, workers, and ratio, which is None for a compressor without one.
         - rate, the bandwidth in Mbit/s, of the slower direction; up and down, both.
@@ -615,9 +615,9 @@ def _link(rate: float | tuple[float, float]) -> tuple[float, float]:
 
 
 def _check_local(local_steps: Sequence[int], fragments: int, delay: int) -> list[int]:
-    """Return numbers of local steps, without repeats, that leave room for the fragments and the delay."""
+    """Return numbers of local steps, in order, that leave room for the fragments and the delay."""
     asked = check_several(local_steps, "local_steps")
-    found = list(dict.fromkeys(check_count(each, "local_steps", 0) for each in asked)) or [0]
+    found = sorted({check_count(each, "local_steps", 0) for each in asked}) or [0]
     check_count(fragments, "fragments")
     check_count(delay, "delay", 0)
     if not any(found) and (fragments > 1 or delay):

@@ -244,6 +244,11 @@ def test_sentences_and_the_figure_tell_local_steps_apart():
     assert text.startswith("4 workers at 1 Mbit/s: with an exchange in every step, by DDP, 0.4")
     assert "90 % takes 128 local steps with topk at ratio 0.01" in text
     assert "Dense exchanges every 128 local steps give" in text
+    mixed = plan(
+        ZEROS, LINK, COMPUTE, [4], [0.01], rates=[1e6], **options | {"local_steps": [128, 0]}
+    )
+    assert [r["local_steps"] for r in mixed] == [0, 0, 128, 128]
+    assert local_advice(mixed).startswith(text[:80])
     slow = plan(ZEROS, LINK, COMPUTE, [4], rates=[1e3], **options)
     assert "None of this gives 90 %: 128 local steps with topk at ratio 0.001" in local_advice(slow)
     alone = plan(ZEROS, LINK, COMPUTE, [4], [0.01], ["topk"])
