@@ -160,7 +160,7 @@ def plan(  # numpydoc ignore=PR01
         needed = [f"bandwidth_{share}" for share in network.TARGETS]
         columns = ["local_steps", "compressor", "ratio", "seconds", "utilisation", *needed]
     if (indices, values) != ("plain", "float32"):
-        columns += ["bytes", "codec_pays"]
+        columns += ["bytes"] if local_steps else ["bytes", "codec_pays"]
     advise = network.local_advice if local_steps else network.advice
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
@@ -187,7 +187,8 @@ def plan(  # numpydoc ignore=PR01
     if any(r["low"] < r["high"] for r in records):
         held, known = network.HELD
         note(
-            f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}."
+            f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}"
+            + (", none of them with local steps." if local_steps else ".")
         )
     note(_CAVEAT)
 

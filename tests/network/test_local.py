@@ -8,14 +8,18 @@ import math
 import numpy as np
 import pytest
 import utilisation
+from conftest import ROOT
 from pages import block
 from utilisation import PAGE
 
 from gradstats.cli import main
+from gradstats.collectives import Codec
+from gradstats.collectives.codec import PLAIN
 from gradstats.errors import InputError
 from gradstats.network import TARGETS, Network, advice, local_advice, local_interval, plan
 from gradstats.plots import speedup
 from gradstats.primitives.ratio import target_count
+from gradstats.trace import open_trace
 
 D, COMPUTE = 100_000, 0.02
 ALPHA, BETA, SELECT, MEMORY, UNPACK = 5e-5, 8e-9, 1e-9, 2e-9, 3e-9
@@ -124,6 +128,19 @@ def test_at_the_bandwidth_for_a_share_it_computes_for_that_share():
                 == (wanted["compressor"], wanted["local_steps"])
             ]
             assert same == [pytest.approx(target / 100, rel=1e-5)]
+
+
+def test_bytes_are_those_that_runs_with_local_steps_sent():
+    for name, compressor, codec in (
+        ("dense", "none", PLAIN),
+        ("sparseloco", "topk", Codec("chunk", "int2")),
+    ):
+        trace = open_trace(ROOT / "data" / "local" / f"{name}.zarr")
+        options = {"local_steps": [20], "codec": codec}
+        planned = plan(trace, LINK, COMPUTE, [2], [64 / 4096], [compressor], **options)
+        found = {r["compressor"]: r for r in planned if r["local_steps"]}[compressor]
+        assert set(trace.compression(0)["bytes_sent"]) == {found["bytes"]}
+        assert set(trace.compression(0)["target"]) == {found["selected"]}
 
 
 def test_a_delay_hides_exchanges_and_fragments_alone_do_not():
