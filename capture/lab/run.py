@@ -273,11 +273,11 @@ def train(
     results, sent = zip(*launch(cluster, _train, run), strict=True)
     recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
 
-    def one(values: Sequence[float]) -> float:
-        """Return the seconds, or bytes, of a step: local steps differ, and are averaged."""
+    def per_step(values: Sequence[float]) -> float:
+        # one local step in so many exchanges: the median would not see it
         return fmean(values[settling:]) if local else _median(values, settling)
 
-    seconds = fmean(one(result.seconds) for result in results)
+    seconds = fmean(per_step(result.seconds) for result in results)
 
     def measured(name: str) -> float:
         if not recorded:
@@ -308,7 +308,7 @@ def train(
         "select": select,
         "communicate": communicate,
         "overlapped": measured("overlapped_seconds"),
-        "bytes": round(fmean(one(counts) for counts in sent)),
+        "bytes": round(fmean(per_step(counts) for counts in sent)),
         "quality": _quality(
             [r for result in results for r in result.records[1 if local else settling :]]
         ),
