@@ -43,15 +43,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content, resources = MarkdownExporter().from_filename(str(notebook))
         content = content.replace("](../docs/", "](../")
         content = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.md)", content)
+        content = content.replace(
+            '<table border="1" class="dataframe">', "<table>"
+        )  # the site's look
         content = re.sub(r"\[([^\]]+)\]\(\.\./data/[^)]*\)", r"\1", content)  # no page of the site
         names = {name: f"{notebook.stem}_{name}" for name in resources["outputs"]}
         for name, new in names.items():
             content = content.replace(f"]({name})", f"]({new})")
             picture = resources["outputs"][name]
             files.append(File.generated(config, f"notebooks/{new}", content=picture))
-        link = (
-            f"[This notebook]({notebook.name}){{download}} as it was executed; `make lab` opens it."
-        )
+        link = f"[This notebook]({notebook.name}) as it was executed; `make lab` opens it."
         title, _, rest = content.partition("\n\n")
         content = f"{title}\n\n{link}\n\n{rest}"
         files.append(
