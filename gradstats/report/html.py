@@ -111,7 +111,7 @@ def figure(
     data = base64.b64encode(plots.png(canvas)).decode()
     text = escape(caption)
     return (
-        f'<figure><img alt="{text}" src="data:image/png;base64,{data}">'
+        f'<figure{" class=wide" * (panels > 1)}><div><img alt="{text}" src="data:image/png;base64,{data}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
     )
 

@@ -72,7 +72,8 @@ def unknown(whole, words):
             if script is None or "/" not in script:
                 return []  # a script that the page itself shows
             source = ROOT / script
-        code = source.read_text(encoding="utf-8")
+        # one program may hand its options on to another beside it
+        code = "".join(p.read_text(encoding="utf-8") for p in source.parent.glob("*.py"))
         after = rest[[w.endswith(".py") or w == "gradstats.network" for w in rest].index(True) :]
         return [w for w in after if w.startswith("--") and f'"{w}"' not in code]
     _load_plugins()
