@@ -17,6 +17,7 @@ from support.networks import measured_network
 from support.terminal import run
 from support.traces import LAYERS, NUMEL, write
 
+import gradstats
 from gradstats.cli import _load_plugins, app
 from gradstats.trace import create_trace
 
@@ -132,3 +133,13 @@ def test_the_commands_that_read_run_as_they_are_shown(folder, monkeypatch):
         assert done.returncode == 0, (words, done.stderr)
         assert done.stdout, words
         assert max(map(len, done.stdout.splitlines()), default=0) <= 80, words
+
+
+@pytest.mark.parametrize("page", ["compare", "agreement"])
+def test_their_python_runs_on_the_same_files(folder, monkeypatch, page):
+    monkeypatch.chdir(folder)
+    text = (ROOT / "docs" / "howto" / f"{page}.md").read_text(encoding="utf-8")
+    names = {"gradstats": gradstats}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, names)
+    assert names["found"]
