@@ -31,7 +31,8 @@ def text(cell, stream="stdout"):
 def shown(cell):
     """Return what a cell printed, and the text of the results that it showed but for figures and bars."""
     data = [o.data for o in cell.outputs if "data" in o]
-    return text(cell) + "\n".join(d["text/plain"] for d in data if not {"image/png", BAR} & {*d})
+    results = [d["text/plain"] for d in data if not {"image/png", BAR} & {*d}]
+    return text(cell) + "\n".join(r for r in results if r.strip())  # a bar leaves an empty line
 
 
 def compared(notebook):
