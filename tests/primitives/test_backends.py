@@ -1,0 +1,199 @@
+"""Device code against the compiled loops, on CPU tensors: torch operators, and Triton's kernels in its interpreter.
+
+Nothing here runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from support import hostile
+
+import gradstats
+from gradstats import primitives
+from gradstats.errors import InputError
+from gradstats.primitives import (
+    backend,
+    exceedances,
+    histogram,
+    kth_largest,
+    moments,
+    operators,
+    select,
+    top_candidates,
+)
+from gradstats.primitives.backend import device_code
+from gradstats.primitives.moments import signed_sums
+from gradstats.thresholds import ESTIMATORS, make_estimator
+
+ONE_ROUNDING = 2.0**-23
+"""Between neighbouring float32: sums in another order move a threshold by no more."""
+
+EXACT = ("exact", "warm-exact", "histogram", "dgc", "hard", "micro", "redsync-trimmed")
+"""Estimators that only compare and count: their thresholds are the same bits."""
+
+
+def tensors():
+    """Return the odd arrays that are gradients, as tensors."""
+    found = []
+    for odd in hostile.arrays(np.random.default_rng(5)):
+        if odd.elements is None:
+            continue
+        value = odd.value
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+        found.append(hostile.Odd(odd.name, value, odd.elements))
+    return found
+
+
+ODD = tensors()
+CHECKED = ("moments", "exceedances", "histogram", "select", "kth_largest", "top_candidates")
+
+
+@pytest.fixture(params=["torch"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def chunk(monkeypatch):
+    """Chunks of which most odd arrays have several."""
+    monkeypatch.setattr(operators, "CHUNK", 1000)
+
+
+def same(a, b):
+    return math.isnan(a) and math.isnan(b) if math.isnan(a) else a == pytest.approx(b, rel=1e-12)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_the_same_answers_as_the_elements_give(name, chunk, odd):
+    """Those that the compiled loops are asked for: counts, sums, histograms, selections, order statistics."""
+    targets = [
+        t
+        for t in hostile.targets(np.random.default_rng(3))
+        if t.array and getattr(t.function, "__name__", "") in CHECKED
+    ]
+    assert len(targets) > len(CHECKED)
+    for target in targets:
+        with backend(name):
+            found = target.function(**{target.array: odd.value}, **target.arguments)
+        target.check(odd, found)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_the_same_sums_as_the_compiled_loops(name, chunk, odd):
+    x = odd.value
+    for above, log in product((0.0, 0.5, 1e-42, 1e300, math.inf), (True, False)):
+        with backend(name):
+            found = moments(x, above, log=log), exceedances(x, above)
+        for a, b in zip(found, (moments(x, above, log=log), exceedances(x, above)), strict=True):
+            assert (a.numel, a.count, a.zeros, a.nonfinite) == (
+                (b.numel, b.count, b.zeros, b.nonfinite)
+            )
+            assert same(a.max, b.max)
+            for field in ("sum_abs", "sum_squares", "sum_log"):
+                assert same(getattr(a, field), getattr(b, field)), field
+    plain = x.detach().resolve_neg()
+    with backend(name):
+        found = signed_sums(plain)
+    assert all(same(a, b) for a, b in zip(found, signed_sums(plain), strict=True))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_the_same_thresholds_and_selections(name, chunk, odd):
+    for estimator in ESTIMATORS:
+        same_selections(name, odd, estimator)
+
+
+def same_selections(name, odd, estimator):
+    """Twice, so that what is remembered counts; a selection follows from the threshold alone."""
+    ours, theirs = make_estimator(estimator), make_estimator(estimator)
+    for ratio in (0.01, 0.3):
+        try:
+            expected, compiled = theirs.select(odd.value, ratio)
+        except gradstats.GradstatsError as error:
+            with pytest.raises(type(error)), backend(name):
+                ours.select(odd.value, ratio)
+            return
+        with backend(name):
+            estimate, found = ours.select(odd.value, ratio)
+        if estimator in EXACT:
+            assert estimate.threshold == expected.threshold
+        assert estimate.threshold == pytest.approx(expected.threshold, rel=ONE_ROUNDING, abs=1e-45)
+        if estimate.threshold != expected.threshold:
+            compiled = select(odd.value, estimate.threshold)
+        assert torch.equal(found.indices, compiled.indices)
+        assert torch.equal(found.values, compiled.values)
+        assert found.values.dtype == odd.value.dtype
+
+
+def test_orders_of_many_elements(name):
+    """Beyond what is sorted: a sampled bracket, and one that misses."""
+    x = torch.from_numpy(np.random.default_rng(0).random(200_000).astype(np.float32))
+    hidden = x.clone()
+    hidden[:: x.numel() // (1 << 15)] += 10
+    for y, k in product((x, hidden, x.double(), x.bfloat16()), (1, 100, 10_000, 199_999, 200_001)):
+        with backend(name):
+            eta, found = top_candidates(y, k)
+            assert kth_largest(y, k) == eta
+        expected, compiled = top_candidates(y, k)
+        assert eta == expected
+        assert torch.equal(found.indices, compiled.indices)
+        assert torch.equal(found.values, compiled.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_histograms_are_the_same(name, chunk, dtype):
+    x = torch.from_numpy(np.random.default_rng(1).standard_t(2, 70_000)).to(dtype)
+    x[:7] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, 1e38])
+    for bits in (0, 7, 12):
+        with backend(name):
+            found = histogram(x, bits)
+        expected = histogram(x, bits)
+        assert np.array_equal(found.counts, expected.counts)
+        assert (found.zeros, found.nonfinite) == (expected.zeros, expected.nonfinite)
+
+
+def test_strided_tensors_are_read_in_index_order(name, chunk):
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((50, 60, 7)).astype(np.float32))
+    for y in (x.permute(2, 0, 1), x[::2, ::3, ::2], x.flip(0), x[:1].expand(3, 60, 7)):
+        with backend(name):
+            found, sums = select(y, 1.0), moments(y)
+        flat = y.contiguous()
+        assert torch.equal(found.indices, select(flat, 1.0).indices)
+        assert torch.equal(found.values, select(flat, 1.0).values)
+        assert sums.sum_abs == pytest.approx(moments(flat).sum_abs, rel=1e-12)
+
+
+def test_twice_the_same_bits(name):
+    x = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
+    with backend(name):
+        a, b = (
+            (moments(x), exceedances(x, 1.0), signed_sums(x), select(x, 2.0).indices.tolist())
+            for _ in range(2)
+        )
+    assert repr(a) == repr(b)
+
+
+def test_the_device_decides_unless_it_is_said():
+    x, array = torch.ones(3), np.ones(3, np.float32)
+    assert device_code(x) is device_code(array) is None
+    with backend("torch"):
+        assert device_code(x) is operators
+        assert device_code(array) is None
+        with backend("compiled"):
+            assert device_code(x) is None
+        assert device_code(x) is operators
+    assert device_code(x) is None
+    with pytest.raises(InputError, match="no backend 'cuda'; there are"):
+        backend("cuda")
+
+
+def test_a_block_that_fails_ends_the_choice():
+    with pytest.raises(InputError), backend("torch"):
+        primitives.moments(torch.ones(3), -1.0)
+    assert device_code(torch.ones(3)) is None
