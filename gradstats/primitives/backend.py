@@ -37,7 +37,7 @@ class DeviceCode(Protocol):
         """Return (count, Σx, Σx²) over the finite elements."""
 
     def counts(self, x: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, on the device, the elements per bin of leading bits (NaN and zeros too), and the exact zeros."""
+        """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros."""
 
     def select(self, x: Any, low: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending positions and values of |x| ≥ low > 0, without NaN."""
@@ -112,7 +112,9 @@ def device_code(x: Array) -> DeviceCode | None:
             name = "triton"
     if name == "compiled":
         return None
-    from gradstats.primitives import operators
-
-    code: DeviceCode = operators
+    code: DeviceCode
+    if name == "triton" and x.is_contiguous() and "float64" not in str(x.dtype):
+        from gradstats.primitives import triton_kernels as code
+    else:
+        from gradstats.primitives import operators as code
     return code

@@ -212,10 +212,11 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     if code is not None:
         from gradstats.primitives import operators
 
-        bins, inside, zeros = operators.occupied(*code.counts(x, bits))
+        counted, none = code.counts(x, bits)
+        occupied, inside = operators.occupied(counted)
         dense = np.zeros(1 << (8 + bits), np.int64)
-        dense[bins] = inside
-        return Histogram(dense[:finite], zeros, int(dense[finite:].sum()), bits)
+        dense[occupied] = inside
+        return Histogram(dense[:finite], int(none), int(dense[finite:].sum()), bits)
     # 32-bit counters keep twice as many bins in the cache, and cannot overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
@@ -253,7 +254,8 @@ def histogram_quantile(x: Array, k: float, bits: int) -> tuple[float, int]:
         return h.upper_quantile(k), h.nonfinite
     from gradstats.primitives import operators
 
-    i, reached, around, nonfinite = operators.descend(*code.counts(x, bits), k, _INFINITE << bits)
+    counted, _ = code.counts(x, bits)
+    i, reached, around, nonfinite = operators.descend(counted, k, _INFINITE << bits)
     return _inside_bin(i, reached - k, around, bits), nonfinite
 
 

@@ -134,7 +134,7 @@ def signed(x: torch.Tensor) -> tuple[int, float, float]:
 
 
 def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, on the device, the elements per bin of leading bits (NaN and zeros too), and the exact zeros.
+    """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     counts : int64 tensor, shape (2^(8 + bits),)
         Elements per bin.
     zeros : int64 tensor, shape ()
-        Elements of the first bin that are zero.
+        Elements that are zero.
     """
     found = torch.zeros(1 << (8 + bits), dtype=torch.int64, device=x.device)
     zeros = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -157,8 +157,9 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         magnitude = chunk.float().abs()
         zeros += (magnitude == 0).sum()
         bins = (magnitude.view(torch.int32) >> (23 - bits)).long()
-        # whole numbers add up to the same in any order; bincount would ask the host for their largest
+        # counts add up to the same in any order; bincount would ask the host for their largest
         found.scatter_add_(0, bins, one.expand_as(bins))
+    found[0] -= zeros
     return found, zeros
 
 
@@ -180,44 +181,35 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(indices), torch.cat(values)
 
 
-def occupied(
-    counts: torch.Tensor, zeros: torch.Tensor
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def occupied(counts: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Bring the occupied bins of a histogram to the host.
 
     Parameters
     ----------
     counts : int64 tensor, shape (bins,)
-        What :func:`counts` returns; overwritten.
-    zeros : int64 tensor, shape ()
-        Its zeros.
+        Elements per bin.
 
     Returns
     -------
     bins : ndarray of int64, shape (b,)
         Occupied bins, ascending.
     counts : ndarray of int64, shape (b,)
-        Elements in each of them, without the zeros.
-    zeros : int
-        Number of zeros.
+        Elements in each of them.
     """
-    counts[0] -= zeros
     bins = counts.nonzero().view(-1)
     found = torch.stack([bins, counts[bins]]).cpu().numpy()
-    return found[0], found[1], int(zeros)
+    return found[0], found[1]
 
 
 def descend(
-    counts: torch.Tensor, zeros: torch.Tensor, k: float, finite: int
+    counts: torch.Tensor, k: float, finite: int
 ) -> tuple[int, int, tuple[int, int, int], int]:
     """Go down from the last finite bin until more than k elements are reached.
 
     Parameters
     ----------
     counts : int64 tensor, shape (bins,)
-        What :func:`counts` returns; overwritten.
-    zeros : int64 tensor, shape ()
-        Its zeros.
+        Elements per bin.
     k : float
         Number of elements to exceed.
     finite : int
@@ -234,7 +226,6 @@ def descend(
     nonfinite : int
         NaN and infinities.
     """
-    counts[0] -= zeros
     reached = counts[:finite].flip(0).cumsum(0)
     place = torch.searchsorted(reached, reached.new_tensor([math.floor(k)]), right=True)
     here = finite - 1 - place
