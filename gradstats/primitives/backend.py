@@ -23,7 +23,7 @@ _forced: Backend | None = None
 
 
 class DeviceCode(Protocol):
-    """What a module offers that reads tensors where they are. Every function moves a few scalars to the host."""
+    """What a module offers that reads tensors where they are; no more than a few scalars go to the host."""
 
     def sums(
         self, x: Any, above: float, log: bool
@@ -41,6 +41,12 @@ class DeviceCode(Protocol):
 
     def select(self, x: Any, low: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending positions and values of |x| ≥ low > 0, without NaN."""
+
+    def pack_bits(self, bits: Any) -> torch.Tensor:
+        """Return bool bits, eight a byte, the first the lowest."""
+
+    def unpack_bits(self, packed: Any, numel: int) -> torch.Tensor:
+        """Return the first bits of packed ones, as bool."""
 
 
 @contextmanager

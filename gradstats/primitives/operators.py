@@ -22,10 +22,12 @@ __all__ = [
     "keep",
     "kth_magnitude",
     "occupied",
+    "pack_bits",
     "select",
     "signed",
     "sums",
     "tail",
+    "unpack_bits",
 ]
 
 CHUNK = 1 << 22
@@ -179,6 +181,48 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
         indices.append(kept + offset)
         values.append(chunk[kept])
     return torch.cat(indices), torch.cat(values)
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack bits, eight a byte.
+
+    Parameters
+    ----------
+    bits : bool tensor, shape (n,)
+        The bits.
+
+    Returns
+    -------
+    uint8 tensor, shape (⌈n/8⌉,)
+        Element i is bit i mod 8, counted from the lowest, of byte i div 8.
+    """
+    packed = bits.new_zeros((bits.numel() + 7) // 8, dtype=torch.uint8)
+    for lane in range(8):
+        each = bits[lane::8]
+        packed[: each.numel()] |= each.to(torch.uint8) << lane
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the first bits of what :func:`pack_bits` made.
+
+    Parameters
+    ----------
+    packed : uint8 tensor, shape (bytes,)
+        Packed bits.
+    numel : int
+        Number of bits wanted.
+
+    Returns
+    -------
+    bool tensor, shape (numel,)
+        The bits.
+    """
+    bits = packed.new_empty(numel, dtype=torch.bool)
+    for lane in range(8):
+        each = bits[lane::8]
+        each.copy_((packed[: each.numel()] >> lane) & 1)
+    return bits
 
 
 def occupied(counts: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

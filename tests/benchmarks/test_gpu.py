@@ -1,0 +1,33 @@
+"""Triton's kernels, compiled for GPUs that nobody needs to have: nothing is run on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_ahead_of_time_without_spills(tmp_path):
+    kernels = pytest.importorskip(
+        "gradstats.primitives.triton_kernels",
+        reason="Triton is installed with the extra dev, on Linux",
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_kernels.py"), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    records = json.loads(done.stdout)
+    written = {name.strip("_") for name in vars(kernels) if name.endswith("_kernel")}
+    assert {r["kernel"] for r in records} == written
+    assert {r["arch"] for r in records} == {"sm_80", "sm_90"}
+    assert [r for r in records if r["stores"] or r["loads"]] == []
+    # four programs of 128 threads and 128 registers fill a multiprocessor's register file
+    assert max(r["registers"] for r in records) <= 128
