@@ -51,7 +51,15 @@ def tensors():
 
 
 ODD = tensors()
-CHECKED = ("moments", "exceedances", "histogram", "select", "kth_largest", "top_candidates")
+CHECKED = (
+    "moments",
+    "exceedances",
+    "histogram",
+    "select",
+    "kth_largest",
+    "top_candidates",
+    "sketch",
+)
 
 
 WHY = "Triton is installed with the extra dev, on Linux"
