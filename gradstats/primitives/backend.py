@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -20,6 +23,9 @@ Backend: TypeAlias = Literal["compiled", "torch", "triton"]
 """What reads a tensor, see :func:`backend`."""
 
 _forced: Backend | None = None
+
+_LEAST_CAPABILITY = (7, 5)
+"""Compute capability from which on Triton compiles the kernels."""
 
 
 class DeviceCode(Protocol):
@@ -62,8 +68,9 @@ def _reading_with(name: Backend) -> Iterator[None]:
 def backend(name: Backend) -> AbstractContextManager[None]:
     """Choose what reads tensors, inside a ``with`` statement and in the whole process.
 
-    Without it the device decides: compiled loops read CPU tensors; Triton kernels read CUDA tensors where Triton is
-    installed, and torch operators those of any other device. NumPy arrays are always read by the compiled loops.
+    Without it the device decides: compiled loops read CPU tensors; Triton kernels read CUDA tensors, where Triton is
+    installed with a C compiler and the GPU is of compute capability 7.5 or newer; torch operators read all others.
+    NumPy arrays are always read by the compiled loops. No GPU has been tried yet.
 
     Parameters
     ----------
@@ -102,6 +109,18 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def _by_device(device: torch.device) -> Backend:
+    """Return what reads the tensors of a device. Triton builds its launcher with a C compiler."""
+    if device.type == "cpu":
+        return "compiled"
+    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    if device.type != "cuda" or not compiler or not _has_triton():
+        return "torch"
+    capability = sys.modules["torch"].cuda.get_device_capability(device)
+    return "triton" if capability >= _LEAST_CAPABILITY else "torch"
+
+
 def device_code(x: Array) -> DeviceCode | None:
     """Return the module that reads an array on its device; None for the compiled loops.
 
@@ -112,12 +131,7 @@ def device_code(x: Array) -> DeviceCode | None:
     """
     if not is_tensor(x):
         return None
-    name = _forced
-    if name is None:
-        device = x.device.type
-        name = "compiled" if device == "cpu" else "torch"
-        if device == "cuda" and _has_triton():
-            name = "triton"
+    name = _forced or _by_device(x.device)
     if name == "compiled":
         return None
     code: DeviceCode

@@ -31,3 +31,19 @@ def test_every_kernel_compiles_ahead_of_time_without_spills(tmp_path):
     assert [r for r in records if r["stores"] or r["loads"]] == []
     # four programs of 128 threads and 128 registers fill a multiprocessor's register file
     assert max(r["registers"] for r in records) <= 128
+
+
+@pytest.mark.slow
+def test_the_benchmark_goes_through_without_a_gpu_and_gives_no_number(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    selections, measurements = done.stdout.splitlines()
+    assert selections.endswith("selections as on the CPU")
+    assert measurements.endswith("measurements would have been taken")
+    assert not list(tmp_path.iterdir())

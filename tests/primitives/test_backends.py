@@ -5,7 +5,9 @@ Nothing here runs on a GPU.
 
 from __future__ import annotations
 
+import importlib
 import math
+import shutil
 from itertools import product
 
 import numpy as np
@@ -29,6 +31,8 @@ from gradstats.primitives import (
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.moments import signed_sums
 from gradstats.thresholds import ESTIMATORS, make_estimator
+
+backends = importlib.import_module("gradstats.primitives.backend")  # the name is a function's
 
 ONE_ROUNDING = 2.0**-23
 """Between neighbouring float32: sums in another order move a threshold by no more."""
@@ -209,7 +213,7 @@ def test_borders_of_blocks_and_programs(numel, programs, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1023, 1024, 3001])
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 8, 9, 127, 128, 129, 1000, 1023, 1024, 1025, 3001])
 def test_bits_are_packed_as_numpy_packs_them(numel, share, monkeypatch):
     kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
     monkeypatch.setattr(kernels, "BLOCK", 128)
@@ -243,6 +247,30 @@ def test_the_device_decides_unless_it_is_said():
     assert device_code(x) is None
     with pytest.raises(InputError, match="no backend 'cuda'; there are"):
         backend("cuda")
+
+
+def test_triton_needs_a_gpu_that_is_new_enough_and_a_compiler(monkeypatch):
+    """What the device would decide, told to it: there is none."""
+    pytest.importorskip("triton", reason=WHY)
+
+    def chosen(device, capability=(8, 0), compiler="/usr/bin/gcc"):
+        by_device.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(shutil, "which", lambda _: compiler)
+        return by_device(torch.device(device))
+
+    by_device = backends._by_device
+    monkeypatch.delenv("CC", raising=False)
+    assert chosen("cuda:1") == "triton"
+    assert chosen("cuda:1", capability=(7, 0)) == "torch"
+    assert chosen("cuda:1", compiler=None) == "torch"
+    assert chosen("mps") == "torch"
+    assert chosen("cpu") == "compiled"
+    monkeypatch.setattr(backends, "_has_triton", lambda: False)
+    assert chosen("cuda:1") == "torch"
+    with pytest.raises(InputError, match="Triton is not installed: pip install triton"):
+        backend("triton")
+    by_device.cache_clear()
 
 
 def test_a_block_that_fails_ends_the_choice():

@@ -11,7 +11,16 @@ from torch.overrides import TorchFunctionMode
 
 from gradstats import backend
 from gradstats.compressors import make_selector
-from gradstats.primitives import histogram
+from gradstats.primitives import (
+    exceedances,
+    histogram,
+    moments,
+    operators,
+    select,
+    top_candidates,
+)
+from gradstats.primitives.histogram import histogram_quantile
+from gradstats.primitives.moments import signed_sums
 from gradstats.thresholds import ESTIMATORS, make_estimator
 from gradstats.thresholds.bench import sample_gradient
 from gradstats.thresholds.exact import _SAMPLE
@@ -30,6 +39,7 @@ class Moved(TorchFunctionMode):
         super().__init__()
         self.bytes = 0
         self.calls = Counter()
+        """Calls for which the host waits: those that copy to it, and `nonzero`, whose result has a size."""
         self._host = []
 
     def __enter__(self):
@@ -50,6 +60,7 @@ class Moved(TorchFunctionMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         name = getattr(function, "__name__", "")
+        self.calls["nonzero"] += name == "nonzero"
         if name not in (*_WHOLE, *_ONE) or any(args[0] is each for each in self._host):
             return result
         if name == "to" and "cpu" not in map(str, [*args[1:], *kwargs.values()]):
@@ -104,6 +115,33 @@ def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
             if name.startswith("sidco"):
                 sample = 0  # until the sixth step
             assert selection.values.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_how_often_the_host_waits(name, gradient, monkeypatch):
+    """As docs/howto/gpu.md says: once for sums and quantiles; for a selection once, or once a chunk."""
+    chunks = 1
+    if name == "triton":
+        kernels = pytest.importorskip(
+            "gradstats.primitives.triton_kernels",
+            reason="Triton is installed with the extra dev, on Linux",
+        )
+        monkeypatch.setattr(kernels, "BLOCK", 1 << 17)
+    else:
+        monkeypatch.setattr(operators, "CHUNK", 1 << 17)
+        chunks = 5
+    for run, waits in (
+        (lambda: moments(gradient), 1),
+        (lambda: exceedances(gradient, 1e-3), 1),
+        (lambda: signed_sums(gradient), 1),
+        (lambda: histogram_quantile(gradient, 6000, 10), 1),
+        (lambda: histogram(gradient), 3),
+        (lambda: select(gradient, 1e-2), chunks),
+        (lambda: top_candidates(gradient, 6000), 3 + chunks),
+    ):
+        with backend(name), Moved() as moved:
+            run()
+        assert moved.calls.total() == waits, moved.calls
 
 
 @pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])
