@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import rich.console
     import rich.progress
 
-__all__ = ["LATEST_S", "SOON_S", "messages", "progress_bar"]
+__all__ = ["LATEST_S", "SOON_S", "followed", "messages", "progress_bar"]
+
+T = TypeVar("T")
 
 SOON_S, LATEST_S = 5.0, 15.0
 """Seconds after which work says how far it is if a tenth is done, and in any case."""
@@ -37,8 +41,9 @@ def progress_bar() -> rich.progress.Progress:
     Returns
     -------
     rich.progress.Progress
-        Where stderr is no terminal it prints one line, if the work takes more than five seconds: how much is done, and
-        the time left as soon as a tenth is. Shows nothing if the console is quiet.
+        In a notebook it appears if the work takes more than five seconds, and goes when that is done; it needs
+        ipywidgets. Elsewhere, where stderr is no terminal, it prints one line then: how much is done, and the time left
+        as soon as a tenth is. Shows nothing if the console is quiet.
     """
     from rich.progress import (
         BarColumn,
@@ -51,15 +56,18 @@ def progress_bar() -> rich.progress.Progress:
     )
 
     console = messages()
+    notebook = console.is_jupyter and find_spec("ipywidgets") is not None
+    visible = console.is_terminal or notebook
 
     class Bar(Progress):
         """A display that says something where it cannot be seen, too."""
 
         began = time.monotonic()
-        said = console.quiet or console.is_terminal
+        said = console.quiet or visible
 
         def start(self) -> None:
-            super().start()
+            if not notebook:
+                super().start()
             self.timers = [
                 threading.Timer(s, self._say, [s == LATEST_S]) for s in (SOON_S, LATEST_S)
             ]
@@ -75,8 +83,11 @@ def progress_bar() -> rich.progress.Progress:
 
         def advance(self, task_id: TaskID, advance: float = 1) -> None:
             super().advance(task_id, advance)
-            if not self.said and time.monotonic() - self.began >= SOON_S:
-                self._say()
+            if time.monotonic() - self.began >= SOON_S:
+                if not self.said:
+                    self._say()
+                elif notebook:
+                    super().start()
 
         def _say(self, anyway: bool = False) -> None:
             """Say how far the work is, once, if a tenth is done or it is late."""
@@ -98,5 +109,34 @@ def progress_bar() -> rich.progress.Progress:
         TextColumn("left:"),
         TimeRemainingColumn(),
         console=console,
-        disable=console.quiet or not console.is_terminal,
+        disable=console.quiet or not visible,
+        transient=notebook,
     )
+
+
+def followed(items: Iterable[T], title: str) -> Iterator[T]:
+    """Yield items one by one, in a notebook with a bar of how many are done.
+
+    Elsewhere nothing is shown: the commands have a bar for all of their work.
+
+    Parameters
+    ----------
+    items : iterable
+        What is worked on.
+    title : str
+        What they are, in the plural.
+
+    Yields
+    ------
+    object
+        The items.
+    """
+    if not messages().is_jupyter:
+        yield from items
+        return
+    items = list(items)
+    with progress_bar() as bar:
+        task = bar.add_task(title, total=len(items))
+        for item in items:
+            yield item
+            bar.advance(task)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import time
 
+import nbformat
 import pytest
+from conftest import DATA
+from nbclient import NotebookClient
 
 from gradstats import console
 
@@ -44,3 +47,20 @@ def test_quick_or_quiet_work_says_nothing(said, monkeypatch):
     assert said(3, 0.01) == ""
     monkeypatch.setattr(console.messages(), "quiet", True)
     assert said(20, 0.05) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_in_a_notebook_a_bar_comes_when_work_takes_long():
+    quick = f"""
+import gradstats
+from gradstats import console
+result = gradstats.quality({str(DATA / "resnet20.zarr")!r}, ratios=[0.01], estimators=["exact"])
+"""
+    slow = f"console.SOON_S = 0{quick}"
+    source = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in (quick, slow)])
+    notebook = NotebookClient(source, timeout=120).execute()
+    none, bar = (cell.outputs for cell in notebook.cells)
+    assert none == []
+    assert {"application/vnd.jupyter.widget-view+json"} <= {key for o in bar for key in o.data}
+    assert all(o.output_type == "display_data" for o in bar)

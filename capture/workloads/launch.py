@@ -88,10 +88,10 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).disabled = True
-    # One process imports torch, and the ranks are forked from it. They are then not children of this process, and must
-    # watch it themselves to end with it.
+    # One process imports what every rank needs, and the ranks are forked from it. They are then not children of this
+    # process, and must watch it themselves to end with it.
     forked = hasattr(os, "pidfd_open")
-    multiprocessing.set_forkserver_preload(["capture.workloads.training"])
+    multiprocessing.set_forkserver_preload(["capture.workloads.forked"])
     with tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
         launcher = elastic_launch(
             LaunchConfig(

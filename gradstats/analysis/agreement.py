@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradstats.console import followed
 from gradstats.errors import InputError, TraceError
 from gradstats.primitives import Array, top_candidates
 from gradstats.primitives.arrays import numel_of
@@ -99,7 +100,7 @@ def agreement(
     records = Records()
     for kind, by_step in _together(opened, subset).items():
         several: dict[str, list[dict[str, Any]]] = {}
-        for step, those in by_step.items():
+        for step, those in followed(by_step.items(), "steps"):
             vectors = [
                 dict(layer_parts(opened, opened.read(r, kind, step), parameters)) for r in those
             ]

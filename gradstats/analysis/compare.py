@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.causes import Measured, explain
 from gradstats.analysis.pieces import PIECE, Key
+from gradstats.console import followed
 from gradstats.errors import InputError
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_number
@@ -255,7 +256,7 @@ def _measure(
         (step, kind): Measured.of(*([key[0] for key in s.keys[step, kind]] for s in sides))
         for step, kind in sides[0].keys
     }
-    for group in _groups(sides[0].places):
+    for group in followed(_groups(sides[0].places), "groups of layers"):
         last: dict[Kind, list[list[NDArray[np.floating[Any]]]]] = {}
         for (step, kind), one in found.items():
             vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]

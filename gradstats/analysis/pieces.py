@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.console import followed
 from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy
@@ -101,7 +102,7 @@ def evaluate(
         What the last step of the plan returned.
     """
     if client is None:
-        for key in keys:
+        for key in followed(keys, "gradients"):
             yield plan(_call, key)
         return
 
@@ -110,7 +111,7 @@ def evaluate(
 
     futures = [plan(submit, key) for key in keys]
     try:
-        for i, future in enumerate(futures):
+        for i, future in followed(enumerate(futures), "gradients"):
             yield future.result()
             futures[i] = None  # lets the cluster forget it
     finally:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.console import followed
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy
@@ -248,7 +249,7 @@ def _replay(
     names, ratios = check_several(estimators, "estimators"), check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
-    for rank, kind, step in subset.keys(source):
+    for rank, kind, step in followed(subset.keys(source), "gradients"):
         captured, where = source.read(rank, kind, step), source.labels(rank, kind, step)
         for layer, values in layer_parts(source, captured, parameters):
             for name in names:

@@ -363,7 +363,7 @@ def test_an_unknown_store_is_one_line(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_demo_from_a_to_z(tmp_path):
-    done = command("demo", "--out", tmp_path / "demo", "--steps", 20)
+    done = command("demo", "--out", tmp_path / "demo", "--steps", 8)
     assert "Estimation quality" in done.stdout
     assert "resnet20" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -371,9 +371,9 @@ def test_demo_from_a_to_z(tmp_path):
     assert "Try next" in done.stderr
     for name in ("topk", "topk-ef"):
         trace = tmp_path / "demo" / f"{name}.zarr"
-        assert len(open_trace(trace).steps()) == 20
+        assert len(open_trace(trace).steps()) == 8
         tree = xarray.open_datatree(trace, engine="zarr", consolidated=False)
-        assert tree["rank00001"].sizes["step"] == 20
+        assert tree["rank00001"].sizes["step"] == 8
 
 
 @pytest.mark.distributed

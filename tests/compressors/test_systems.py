@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from exits import assert_ends
 from ranks import run_ranks
 from workers import systems as cases
 
@@ -335,24 +334,17 @@ def test_options_are_checked_before_the_first_step():
     assert not torch.equal(RandomK(0.5, seed=1)._draw(99, 9), RandomK(0.5, seed=2)._draw(99, 9))
 
 
-EXIT = """
-import os, sys, torch, torch.distributed as dist
-from gradstats.compressors.cltk import CLTk
-from gradstats.compressors.micro import MiCRO
-from gradstats.compressors.randomk import RandomK
-torch.set_num_threads(1)
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-for compressor in (MiCRO(0.5), RandomK(0.5), CLTk(0.5)):
-    compressor.reduce(torch.ones(50000), None)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
     """A plain all-reduce aborts a quarter of the processes here, a plain broadcast an eighth."""
-    for trial in range(4):
-        command = [sys.executable, "-c", EXIT]
-        ranks = [subprocess.Popen([*command, str(r), tmp_path / str(trial)]) for r in range(2)]
-        assert [p.wait(timeout=60) for p in ranks] == [0, 0]
+    imports = """
+import torch, torch.distributed as dist, capture.workloads.forked
+from gradstats.compressors import CLTk, MiCRO, RandomK
+torch.set_num_threads(1)
+"""
+    body = """
+for compressor in (MiCRO(0.5), RandomK(0.5), CLTk(0.5)):
+    compressor.reduce(torch.ones(50000), None)
+"""
+    assert_ends(imports, body, tmp_path, trials=8)

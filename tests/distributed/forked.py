@@ -7,6 +7,4 @@ import multiprocessing
 __all__ = ["CONTEXT"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "zarr", "gradstats.hooks", "capture.tap"]
-)
+CONTEXT.set_forkserver_preload(["capture.workloads.forked"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from exits import assert_ends
 from ranks import run_ranks
 from workers import hook as cases
 
@@ -111,27 +110,24 @@ def test_the_futures_of_a_refused_step_hold_the_error():
         assert asked == [True, raised, True]
 
 
-EXIT = """
-import sys, torch, torch.distributed as dist
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
+    """With the model alive, as scripts end. Before the fix one run in five aborted here, so eight tell."""
+    imports = """
+import torch, torch.distributed as dist, capture.workloads.forked
 from torch.nn.parallel import DistributedDataParallel as DDP
 from gradstats.compressors import TopK
 from gradstats.hooks import CompressionState, compression_hook
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+"""
+    body = """
 ddp = DDP(torch.nn.Linear(300, 300))
 ddp.register_comm_hook(CompressionState(TopK(0.003)), compression_hook)
 for _ in range(5):
     ddp(torch.randn(8, 300)).sum().backward()
 dist.destroy_process_group()
 """
-
-
-@pytest.mark.slow
-def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
-    """With the model alive, as scripts end. Before the fix one run in five aborted here, so eight tell."""
-    for trial in range(8):
-        command = [sys.executable, "-c", EXIT]
-        ranks = [subprocess.Popen([*command, str(r), tmp_path / str(trial)]) for r in range(2)]
-        assert [p.wait(timeout=60) for p in ranks] == [0, 0]
+    assert_ends(imports, body, tmp_path, trials=8)
 
 
 def test_compressors_by_name():

@@ -188,7 +188,7 @@ def assert_frames_agree(trace):
     assert frame.index.tolist() == [
         (rank, step) for rank in trace.ranks for step in trace.steps(rank)
     ]
-    for rank in trace.ranks if len(frame) else ():
+    for rank in filter(trace.steps, trace.ranks):
         for name, column in {**trace.scalars(rank), **trace.compression(rank)}.items():
             if name != "step":
                 assert np.array_equal(frame.loc[rank][name], column, equal_nan=True)

@@ -1,0 +1,16 @@
+"""What every rank comes to need, imported and compiled once: the process that ranks are forked from imports this."""
+
+from importlib import import_module
+
+from gradstats.primitives import warm_up
+
+__all__: list[str] = []
+
+for name in (
+    "capture.workloads.training",
+    "torch._inductor.config",  # DistributedDataParallel and deterministic algorithms import it
+    "torch.onnx",
+):
+    import_module(name)
+warm_up()
+import_module("sklearn.datasets")  # last, for it may be missing
