@@ -7,10 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from gradstats import backend
-from gradstats.compressors import make_selector
+from gradstats.compressors import make_compressor, make_selector
 from gradstats.primitives import (
     exceedances,
     histogram,
@@ -142,6 +143,29 @@ def test_how_often_the_host_waits(name, gradient, monkeypatch):
         with backend(name), Moved() as moved:
             run()
         assert moved.calls.total() == waits, moved.calls
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["topk", "sidco-e", "redsync", "signsgd", "marsit"])
+def test_exchanges_move_scalars_and_give_the_same_update(name, gradient, one_rank):
+    """Live as on a device, and live on the CPU; what a process group moves by itself is not counted."""
+    live, offline = make_compressor(name, 0.01), make_compressor(name, 0.01)
+    for step in range(2):
+        with backend("torch"), Moved() as moved:
+            ours = live.reduce(gradient.clone(), None)
+        theirs = offline.reduce(gradient.clone(), None)
+        assert torch.equal(ours.mean, theirs.mean)
+        assert torch.equal(ours.residual, theirs.residual)
+        assert ours.selected == theirs.selected
+        if name != "sidco-e" or step:  # the first step adapts the stages
+            assert moved.bytes <= SCALARS, moved.calls
 
 
 @pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])
