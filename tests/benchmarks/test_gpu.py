@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -31,6 +32,24 @@ def test_every_kernel_compiles_ahead_of_time_without_spills(tmp_path):
     assert [r for r in records if r["stores"] or r["loads"]] == []
     # four programs of 128 threads and 128 registers fill a multiprocessor's register file
     assert max(r["registers"] for r in records) <= 128
+
+
+def test_the_page_has_the_numbers_of_the_results():
+    records = json.loads((ROOT / "docs" / "results" / "gpu_kernels.json").read_text("utf-8"))
+    assert not any(r["stores"] or r["loads"] for r in records)
+    sums = [r for r in records if r["kernel"] == "sums_kernel"]
+    groups = (
+        [r for r in sums if "LOG" in r["constants"]],
+        [r for r in sums if "LOG" not in r["constants"]],
+        [r for r in records if r not in sums],
+    )
+    most = [max(r["registers"] for r in group) for group in groups]
+    page = (ROOT / "docs" / "howto" / "gpu.md").read_text("utf-8")
+    found = re.search(
+        r"up to (\d+) registers a thread for the sums with logarithms, (\d+) without, (\d+) for",
+        page,
+    )
+    assert list(map(int, found.groups())) == most
 
 
 @pytest.mark.slow
