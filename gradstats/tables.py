@@ -8,6 +8,7 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -98,8 +99,12 @@ class Shown:
         """Return the table that Jupyter shows."""
         import pandas as pd
 
-        html: str = pd.DataFrame(joined(self._rows())).to_html(max_rows=60, index=False)
-        return html
+        rows = joined(self._rows())
+        names, said = _said_once(list(rows[0]) if rows else [], rows)
+        labels = {name: _header(name, names) for name in names}
+        frame = pd.DataFrame(rows, columns=names).rename(columns=labels)
+        table: str = frame.to_html(max_rows=60, index=False)
+        return f"<p>{escape(said)}</p>\n{table}" if said else table
 
     def _draw(self, figure: str, *arguments: Any, ax: Axes | None, **options: Any) -> Axes:
         """Draw a figure of :mod:`gradstats.plots`, on axes of its own where none are given."""
@@ -330,20 +335,9 @@ def render(
         return _csv(records)
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
-    if format == "table" and records:
-        # 80 columns are few: what is the same in every row is said once, above the table, and nothing is not shown
-        names = [
-            n for n in names if n in _ANSWERS or any(_cell(n, r[n]) != "–" for r in records)
-        ] or names
-        same = _shared(names, records)
-        if len(records) == 1:
-            same = {n: value for n, value in records[0].items() if n in names and n in caption}
-        names = [n for n in names if n not in same]
-        heading += (
-            ["; ".join(f"{_header(n, [*names, *same])} {_cell(n, v)}" for n, v in same.items())]
-            if same
-            else []
-        )
+    if format == "table":
+        names, said = _said_once(names, records, caption)
+        heading += [said] if said else []
     rows = [[_cell(n, r[n]) for n in names] for r in records]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     if format == "markdown":
@@ -354,6 +348,23 @@ def render(
     if format == "latex":
         return _latex(names, rows, numeric)
     return _terminal(names, rows, numeric, heading, width, color)
+
+
+def _said_once(
+    names: Sequence[str], records: Sequence[Record], caption: Sequence[str] = ()
+) -> tuple[list[str], str]:
+    """Return the columns that differ between records and hold something, and a line that says the rest."""
+    if not records:
+        return list(names), ""
+    held = [
+        n for n in names if n in _ANSWERS or any(_cell(n, r[n]) not in ("–", "") for r in records)
+    ]
+    names = held or list(names)
+    same = _shared(names, records)
+    if len(records) == 1:
+        same = {n: value for n, value in records[0].items() if n in names and n in caption}
+    said = "; ".join(f"{_header(n, names)} {_cell(n, v)}" for n, v in same.items())
+    return [n for n in names if n not in same], said
 
 
 def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_every_result_shows_itself(name):
     assert max(map(len, text.splitlines())) <= 80 or "\n" not in text
     assert not re.search(r"\d\.\d{7,}", text)
     html = thing._repr_html_()
-    assert html.startswith("<table")
+    assert re.match("(<p>.*</p>\n)?<table", html)
     assert not re.search(r"\d\.\d{7,}", html)
     frame = thing.summary()
     assert len(frame) >= 1
@@ -64,6 +64,15 @@ def test_a_drift_and_a_plan_show_themselves():
     assert isinstance(moved.plot(), Axes)
     assert isinstance(moved.plot("p"), Axes)
     assert "mean" in repr(moved)
+
+
+def test_a_notebook_says_once_what_all_rows_share():
+    html = Records(
+        [{"layer": "<b>", "step": i, "c": 0.5 * i, "flags": ""} for i in range(2)]
+    )._repr_html_()
+    said, table = html.split("\n", 1)
+    assert said == "<p>layer &lt;b&gt;</p>"
+    assert re.findall("<th>(.*)</th>", table) == ["step", "ξ"]
 
 
 def test_the_summary_has_the_numbers_in_full():
