@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import shutil
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -101,8 +102,14 @@ def test_the_same_answers_as_the_elements_give(name, chunk, odd):
     ]
     assert len(targets) > len(CHECKED)
     for target in targets:
-        with backend(name):
-            found = target.function(**{target.array: odd.value}, **target.arguments)
+        call = partial(target.function, **{target.array: odd.value}, **target.arguments)
+        try:
+            with backend(name):
+                found = call()
+        except InputError:  # a sketch beyond float32's range
+            with pytest.raises(InputError):
+                call()
+            continue
         target.check(odd, found)
 
 
