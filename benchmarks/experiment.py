@@ -82,7 +82,7 @@ def table(rows: list[Row], setting: Row) -> str:
         f"batches of {setting['batch_size']}, ratio {setting['ratio']:g}, {setting['steps']} steps. Computing takes "
         f"{1e3 * bound:,.0f} ms of a step, {100 * share:.0f} % of a dense one is communication.",
         "",
-        "| system | ms/step | × dense | of the bound | select ms | exchange ms | rest ms | MB sent | k̂/k | loss | "
+        "| system | ms/step | × dense | × no exchange | select ms | exchange ms | rest ms | MB sent | k̂/k | loss | "
         "s to the dense loss |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]

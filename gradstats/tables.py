@@ -52,6 +52,7 @@ _HEADERS = {
     "change_low": "change ÷ low",
     "change_high": "change ÷ high",
     "acf1": "autocorrelation",
+    **{f"bandwidth_{share}": f"{share} %" for share in (50, 75, 90, 95, 99)},
 }
 """Headings of terminal tables where a field's name has no unit or is SciPy's."""
 _ANSWERS = {"compressible"}
@@ -163,6 +164,8 @@ class Quality(Records):
         """
         labels = ("trace", "kind", "layer")
         one = [r for r in self if all(r.get(n) == self[0].get(n) for n in labels)]
+        shown = [str(self[0][n]) for n in labels if self and self[0].get(n) not in (None, "all")]
+        options.setdefault("title", ", ".join(shown))
         return self._draw("quality_bars", one, ax=ax, **options)
 
 
@@ -195,6 +198,7 @@ class Drift(Records):
             The axes.
         """
         one = self.dataset.isel(kind=0, layer=0)
+        options.setdefault("title", f"{one.attrs.get('source')}, {one['kind'].item()}")
         return self._draw("drift", one, quantity, ax=ax, **options)
 
 

@@ -40,6 +40,35 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
 }
 """Quantities measured on every gradient, and their dimensions apart from step, rank, kind and layer."""
 
+_UNIT = "gradient's unit"
+_MEANINGS = {
+    "zero_fraction": ("share of zeros", "1"),
+    "nonfinite": ("NaN and infinite elements", "1"),
+    "mean": ("mean magnitude", _UNIT),
+    "rms": ("root mean square", _UNIT),
+    "max": ("largest magnitude", _UNIT),
+    "p": ("decay exponent p", "1"),
+    "p_low": ("lower end of the 95 % interval of p", "1"),
+    "p_high": ("upper end of the 95 % interval of p", "1"),
+    "hill": ("Hill's estimate of p", "1"),
+    "shape": ("shape of the fitted model", "1"),
+    "scale": ("scale of the fitted model", _UNIT),
+    "nll": ("negative log-likelihood", "1"),
+    "ks": ("Kolmogorov distance", "1"),
+    "wasserstein": ("Wasserstein distance", _UNIT),
+    "tail_error": ("largest |ln(threshold of the model ÷ exact)|", "1"),
+    "threshold": ("exact threshold", _UNIT),
+    "loss": ("training loss", "1"),
+    "learning_rate": ("learning rate", "1"),
+    "step": ("training step", "1"),
+    "rank": ("process", "1"),
+    "kind": ("kind of gradient", "1"),
+    "layer": ("parameter, or all", "1"),
+    "model": ("fitted model", "1"),
+    "ratio": ("kept fraction k/d", "1"),
+}
+"""Long name and unit of every variable, as xarray shows them; 1 is a plain number, as in the CF conventions."""
+
 FEWEST_STEPS = 20
 """Steps below which a series says nothing about autocorrelation or stationarity."""
 
@@ -220,7 +249,13 @@ def dataset_of(
         attributes |= {
             k: v for k, v in source.trace.attrs.items() if isinstance(v, str | int | float)
         }
-    return xarray.Dataset(data, coords, attributes)
+    dataset = xarray.Dataset(data, coords, attributes)
+    for name, variable in dataset.variables.items():
+        long_name, unit = _MEANINGS[str(name)]
+        variable.attrs |= {"long_name": long_name}
+        if variable.dtype.kind not in "OU":  # names have no unit
+            variable.attrs |= {"units": unit}
+    return dataset
 
 
 def _scalars(

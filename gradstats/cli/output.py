@@ -153,7 +153,8 @@ def note(text: str) -> None:
     """
     from gradstats.console import messages
 
-    messages().print(text, soft_wrap=True)
+    console = messages()
+    console.print(text, soft_wrap=not console.is_terminal)  # one line where it is not for eyes
 
 
 def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) -> None:

@@ -38,6 +38,8 @@ def compression(  # numpydoc ignore=PR01
     traces = [s.trace for s in open_sources(source) if isinstance(s, TraceSource)]
     records = [r for trace in traces for r in compression.compression(trace, per_layer=per_layer)]
     if not records:
-        steps = "diagnosed steps" if per_layer else "steps of a gradstats compressor"
+        steps = "steps of a gradstats compressor"
+        if per_layer:
+            steps = "diagnosed steps; capture with --diagnose-every N, CompressionState(diagnose_every=N)"
         raise InputError(f"{source} holds no {steps}")
     (BY_LAYER if per_layer else BY_STEP).emit(records, format, output)

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.plots.style import LINES, MARKERS, PALETTE, label_of, log_ranks, ranked, tidy
+from gradstats.plots.style import (
+    LINES,
+    MARKERS,
+    PALETTE,
+    label_of,
+    legend_beside,
+    log_ranks,
+    ranked,
+    tidy,
+)
 from gradstats.primitives import Array
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.compressibility import (
@@ -201,7 +210,7 @@ def window_exponent(
     _exponents(ax, each, estimate)
     ax.set(xlabel="share of the non-zero elements in the window", ylabel="exponent p of the window")
     ax.set(xscale="log", xlim=(5e-5, 0.2), ylim=(0, None))
-    ax.legend(fontsize="small")
+    legend_beside(ax)
     return tidy(ax, title)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "MARKERS",
     "PALETTE",
     "label_of",
+    "legend_beside",
     "log_ranks",
     "look_of",
     "next_colour",
@@ -67,6 +68,11 @@ _LABELS = {
     "double_genpareto": "double gen. Pareto",
     "halfnorm": "half-normal",
 }
+_OTHERS = (
+    *("lags", "cltk", "redsync-quantised", "marsit", "randomk", "signsgd", "ef-signsgd"),
+    *("none", "ssdm", "cascading", "dense-bf16", "torch-topk", "powersgd", "torch-bf16"),
+)
+"""Compressors that are no rules, which are above this room: their places in the palette."""
 _MOST_POINTS = 2000
 
 
@@ -99,9 +105,9 @@ def look_of(name: str) -> dict[str, Any]:
     dict
         ``color``, ``marker`` and ``ls`` of :meth:`matplotlib.axes.Axes.plot`.
     """
-    known = ["exact", *(rule for rule in ESTIMATORS if rule != "exact")]
+    known = ["exact", *(rule for rule in ESTIMATORS if rule != "exact"), *_OTHERS]
     rule = {"topk": "exact"}.get(name, name)
-    # others have a place of their own that does not depend on what is drawn beside them
+    # what others add has a place of its own that does not depend on what is drawn beside it
     place = known.index(rule) if rule in known else len(known) + crc32(name.encode()) % 60
     line = ("-", *LINES)[(place + place // 10) % (1 + len(LINES))]
     return {
@@ -125,6 +131,17 @@ def next_colour(ax: Axes) -> tuple[float, float, float]:
         Red, green and blue, in [0, 1].
     """
     return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]
+
+
+def legend_beside(ax: Axes) -> None:
+    """Put the legend at the right of the axes, where it covers nothing.
+
+    Parameters
+    ----------
+    ax : matplotlib.axes.Axes
+        Axes with labelled artists.
+    """
+    ax.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def tidy(ax: Axes, title: str | None) -> Axes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import NullLocator
 
-from gradstats.plots.style import HATCHES, LINES, PALETTE, look_of, plain_log, tidy
+from gradstats.plots.style import HATCHES, LINES, PALETTE, legend_beside, look_of, plain_log, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +108,7 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     ax.set_ylim(0, max(1.2, ax.get_ylim()[1]))
     ax.axhspan(1, ax.get_ylim()[1], color="0.92", zorder=0, label=label)
     ax.set(xlabel="step", ylabel="δ of the layer")
-    ax.legend(fontsize="small", loc="lower right")
+    legend_beside(ax)
     return tidy(ax, title)
 
 
@@ -132,7 +132,7 @@ def matching_rate(
         The axes given.
     """
     _lines(records, "step", "matching_rate", ax, marker=False)
-    ax.axhline(0.5, color="0.5", lw=1, ls=(0, (1, 3)), label="a coin")
+    ax.axhline(0.5, color="0.3", lw=0.8, label="a coin")
     ax.set(xlabel="step", ylabel="share of matching signs", ylim=(0.4, 1.02))
     ax.legend(fontsize="small")
     return tidy(ax, title)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradstats.plots.style import HATCHES, PALETTE, look_of, plain_log, tidy
+from gradstats.plots.style import (
+    HATCHES,
+    PALETTE,
+    legend_beside,
+    look_of,
+    plain_log,
+    tidy,
+)
 from gradstats.statistics.solution import Z95
 
 if TYPE_CHECKING:
@@ -15,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["latency_bars", "quality_bars", "quality_over_steps"]
 
-_FLOOR = "noise floor (known law, independent elements)"
+_FLOOR = "noise floor"
 
 
 _LEAST = 1e-3
@@ -33,7 +40,8 @@ def quality_bars(
 ) -> Axes:
     """Draw mean k̂/k of each estimator and ratio with its low and high (SIDCo figure 1 c).
 
-    Whiskers hold 90 % of the gradients, or all of them where they are fewer than 20.
+    Whiskers hold 90 % of the gradients, or all of them where they are fewer than 20. The noise floor is what chance
+    does to a known law of independent elements.
 
     Parameters
     ----------
@@ -81,7 +89,7 @@ def quality_bars(
     ax.set(xlabel="ratio k/d", ylabel="k̂/k", yscale="log")
     ax.set_xticks(range(len(ratios)), [f"{r:g}" for r in ratios])
     plain_log(ax.yaxis)
-    ax.legend(fontsize="small")
+    legend_beside(ax)
     return tidy(ax, title)
 
 
@@ -89,6 +97,8 @@ def quality_over_steps(
     series: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None
 ) -> Axes:
     """Draw k̂/k of each estimator over the steps, mean over ranks (SIDCo figures 4 b, d and 9).
+
+    The noise floor is what chance does to a known law of independent elements.
 
     Parameters
     ----------
@@ -123,7 +133,7 @@ def quality_over_steps(
     ax.axhline(1, color="0.3", lw=0.8)
     ax.set(xlabel="step", ylabel="k̂/k", yscale="log")
     plain_log(ax.yaxis)
-    ax.legend(fontsize="small", ncols=2)
+    legend_beside(ax)
     return tidy(ax, title)
 
 

@@ -60,7 +60,7 @@ def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None
         label = None if value is None else label_of(str(value))
         style = ("-", *LINES)[i % 5]
         ax.plot(middle["step"], middle, color=PALETTE[i % 10], ls=style, lw=1.2, label=label)
-    ax.set(xlabel="step", ylabel=quantity.replace("_", " "))
+    ax.set(xlabel="step", ylabel=_named(array))
     if float(array.min()) > 0 and float(array.max()) > 10 * float(array.min()):
         ax.set_yscale("log")
     if other:
@@ -99,7 +99,7 @@ def drift_map(
     """
     array = _by_layer(dataset, quantity, ("step",))
     values = array.transpose("layer", "step").values.astype(float)
-    name = quantity.replace("_", " ")
+    name = array.attrs.get("long_name", quantity.replace("_", " "))
     norm: Normalize | None = None
     known = values[np.isfinite(values)]
     if relative and known.size and (known > 0).all():
@@ -156,17 +156,21 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     ax.hlines(place, low, high, color="0.6", lw=2)
     ax.plot(middle, place, "o", ms=3.5, color=PALETTE[0])
     _name_layers(ax, array, 0.0)
-    units = {
-        "mean": "mean magnitude (gradient's unit)",
-        "zero_fraction": "share of zeros",
-        "shape": "shape of the tail",
-    }
-    ax.set(xlabel=units.get(quantity, quantity.replace("_", " ")))
+    ax.set(xlabel=_named(array))
     if quantity in ("mean", "rms", "max", "scale", "threshold"):
         ax.set_xscale("log")
     if quantity == "zero_fraction":
         ax.set_xlim(-0.03, 1.03)
     return tidy(ax, title)
+
+
+def _named(array: DataArray) -> str:
+    """Return the long name of a variable with its unit, or its name where it has no other."""
+    name, unit = (
+        array.attrs.get("long_name", str(array.name).replace("_", " ")),
+        array.attrs.get("units", "1"),
+    )
+    return str(name) if unit == "1" else f"{name} ({unit})"
 
 
 def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArray:

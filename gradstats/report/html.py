@@ -76,6 +76,7 @@ def figure(
     draw: Callable[[Sequence[Axes]], object],
     caption: str,
     *,
+    title: str = "",
     width: float = 5.2,
     height: float = 3.7,
 ) -> str:
@@ -89,6 +90,8 @@ def figure(
         Called with the axes to draw on.
     caption : str
         Plain text that says what is drawn and how to read it.
+    title : str, optional
+        Title over all axes, such as the run and the step.
     width, height : float, optional
         Size of a panel in inches.
 
@@ -102,11 +105,13 @@ def figure(
     from gradstats import plots
 
     canvas = Figure(figsize=(width * panels, height), layout="constrained")
+    if title:
+        canvas.suptitle(title)
     draw(list(canvas.subplots(1, panels, squeeze=False)[0]))
     data = base64.b64encode(plots.png(canvas)).decode()
     text = escape(caption)
     return (
-        f'<figure><img alt="{text}" src="data:image/png;base64,{data}">'
+        f'<figure{" class=wide" * (panels > 1)}><div><img alt="{text}" src="data:image/png;base64,{data}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
     )
 

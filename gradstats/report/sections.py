@@ -163,7 +163,7 @@ def _decay(m: Measured, reduced: dict[str, Sketch]) -> str:
     caption += "window: where it crosses ½, the answer depends on the window. Grey: controls, which must fail."
     return (
         "<h3>Is it compressible?</h3>"
-        + figure(3, draw, caption)
+        + figure(3, draw, caption, title=m.source.name)
         + table(
             m.decay,
             columns,
@@ -189,7 +189,8 @@ def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
             axes[0].set(xlabel="threshold u ÷ mean", ylabel="mean of |g| − u beyond u, ÷ mean")
 
         caption = f"Mean excess (rising: heavy) and shape ξ of the excesses by threshold at step {m.shown[-1]}; 95 %."
-        parts.append(figure(2, draw, caption))
+        title = f"{m.source.name}, step {m.shown[-1]}"
+        parts.append(figure(2, draw, caption, title=title))
     labels = {"kind": "kind", "step": "step"}
     shapes = {"n": "excesses", "c": "ξ", "c_low": "low", "c_high": "high"}
     peaks = labels | {"ratio": "share beyond", "threshold": "threshold u", **shapes}
@@ -208,7 +209,7 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
     parts = ["<h3>Which model is closest?</h3>"]
     ends = m.shown[0], m.shown[-1]
     pairs = zip(captured, reduced.values(), strict=True)
-    parts += [_fits(c, s) for c, s in pairs if c.step in ends]
+    parts += [_fits(m.source.name, c, s) for c, s in pairs if c.step in ends]
     at = min(RATIOS)
     rows = [r | {"kept": r["quality"].get(at, math.nan)} for r in m.fits]
     columns = {
@@ -233,7 +234,7 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
     return "".join([*parts, table(rows, columns, caption)])
 
 
-def _fits(captured: Captured, reduced: Sketch) -> str:
+def _fits(name: str, captured: Captured, reduced: Sketch) -> str:
     from gradstats import plots
 
     fits = []
@@ -250,7 +251,8 @@ def _fits(captured: Captured, reduced: Sketch) -> str:
 
     caption = f"Density, tail and Q–Q of the {captured.kind} at step {captured.step} with closed-form fits. "
     caption += "Bands hold at one rank each, if elements were independent."
-    return figure(3, draw, caption, width=4.3, height=3.6)
+    title = f"{name}, {captured.kind}, step {captured.step}"
+    return figure(3, draw, caption, title=title, width=4.3, height=3.6)
 
 
 def _thresholds(m: Measured) -> str:
@@ -262,12 +264,10 @@ def _thresholds(m: Measured) -> str:
     def bars(axes: Sequence[Axes]) -> None:
         for ax, kind in zip(axes, m.kinds, strict=True):
             plots.quality_bars([r for r in quality if r["kind"] == kind], ax, title=kind)
-            ax.legend(fontsize=6.5, ncols=2)
 
     def steps(axes: Sequence[Axes]) -> None:
         for ax, kind in zip(axes, m.kinds, strict=True):
             plots.quality_over_steps([r for r in series if r["kind"] == kind], ax, title=kind)
-            ax.legend(fontsize=6.5, ncols=2)
 
     n = len(m.kinds)
     parts = ["<h3>Which threshold hits k?</h3>"]
@@ -276,13 +276,14 @@ def _thresholds(m: Measured) -> str:
         "alone does to a known law of independent elements; in clusters of ten it is 3.2 times as wide. Rules that "
         "count k elements are in the table only."
     )
-    parts.append(figure(n, bars, caption, width=6, height=4.2))
+    parts.append(figure(n, bars, caption, title=m.source.name, width=6, height=4.2))
     if len(m.steps) > 1:
         caption = (
             f"Kept over asked for at ratio {min(RATIOS):g}, step by step. Rules with a state see the captured steps as "
             "if they were adjacent: in training they do better."
         )
-        parts.append(figure(n, steps, caption, width=6, height=4.2))
+        title = f"{m.source.name}, ratio {min(RATIOS):g}"
+        parts.append(figure(n, steps, caption, title=title, width=6, height=4.2))
     columns = {
         "estimator": "rule",
         "ratio": "ratio",
@@ -313,15 +314,20 @@ def _layers(m: Measured) -> str:
     parts = ["<h3>Layer by layer</h3>"]
     for kind in m.kinds:
         data = m.training.sel(kind=kind, model="double_genpareto", ratio=TREND_RATIO)
+        zeros = bool((data["zero_fraction"] > 0).any())  # else there is nothing to see
 
-        def draw(axes: Sequence[Axes], data: Any = data) -> None:
-            for ax, quantity in zip(axes, ("zero_fraction", "mean", "shape"), strict=False):
+        def draw(axes: Sequence[Axes], data: Any = data, zeros: bool = zeros) -> None:
+            for ax, quantity in zip(
+                axes, ("mean", "shape", "zero_fraction")[: 2 + zeros], strict=False
+            ):
                 plots.layer_map(data, quantity, ax)
-            plots.drift_map(data, "mean", axes[3])
+            plots.drift_map(data, "mean", axes[-1])
             for ax in axes[1:]:
                 ax.tick_params(labelleft=False)
 
-        caption = f"Zeros, scale and tail of the {kind} by layer, median and range over steps; how the scale moves."
+        caption = f"Scale{', tail and zeros' if zeros else ' and tail'} of the {kind} by layer, median and range over "
+        caption += "steps; how the scale moves."
         height = min(2 + 0.11 * len(m.source.layers), 9)
-        parts.append(figure(4, draw, caption, width=3.4, height=height))
+        title = f"{m.source.name}, {kind}"
+        parts.append(figure(3 + zeros, draw, caption, title=title, width=3.4, height=height))
     return "".join(parts)

@@ -148,6 +148,7 @@ class Trace(Shown):
             full = self.has_gradients(rank, kind)
             one = self.read(step, rank, kind) if full else merge(self.sketches(step, rank, kind))
             vectors[f"step {step}"] = one
+        options.setdefault("title", f"{self.name}, {kind}, rank {rank}")
         return self._draw("magnitude_decay", vectors, ax=ax, **options)
 
     @property

@@ -1,6 +1,6 @@
-"""The page that sets claims beside measurements: all its numbers are those of docs/results.
+"""Claims beside measurements, and other tables and sentences: all their numbers are those of docs/results or data/.
 
-Run this file with ``--write`` to make the page's tables anew, and to see what its sentences must say.
+Run this file with ``--write`` to make the tables anew, and to see what the sentences must say.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gradstats
+from gradstats.tables import render
+
 ROOT = Path(__file__).parents[2]
 for folder in ("tools", "benchmarks"):
     sys.path.insert(0, str(ROOT / folder))
 try:
+    import convergence
+    import experiment
     from experiment import LAST, steps_to
     from lags import table as lags_table
     from pages import RESULTS, block, put
@@ -84,9 +89,36 @@ def by_system(value: Any, form: str) -> str:
     return "\n".join(lines)
 
 
-def tables() -> dict[str, str]:
-    """Return the tables that are made from the results."""
-    return {"throughput": by_system(speed, ".2f"), "time to loss": by_system(to_loss, ".2f")}
+def mixture() -> str:
+    """Return ξ of the top tenth, pooled and with every layer divided by its mean magnitude."""
+    lines = ["| step | pooled | normalised |", "|---:|---:|---:|"]
+    trace = gradstats.open_trace(ROOT / "data" / "resnet20.zarr")
+    for step in trace.steps():
+        g = trace.read(step)
+        found = gradstats.pot.mixture({layer.name: g[layer.slice] for layer in trace.layers})
+        cells = [
+            f"{each.c:.3f} ({each.c_low:.3f}–{each.c_high:.3f})"
+            for each in (found.pooled, found.normalised)
+        ]
+        lines.append(f"| {step} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[tuple[str, str], str]:
+    """Return the tables that are made from the results, by page and mark."""
+    made = {
+        ("claims", "throughput"): by_system(speed, ".2f"),
+        ("claims", "time to loss"): by_system(to_loss, ".2f"),
+        ("measurements", "bench"): render(stored("bench.json"), "markdown"),
+        ("statistics", "mixture"): mixture(),
+    }
+    for workload in WORKLOADS:
+        setting, *rows = stored(f"network-{workload}.jsonl")
+        made["network", workload] = experiment.table(rows, setting)
+        if workload != "vgg16-cifar10":
+            live = [stored(f"{name}-{workload}.jsonl") for name in ("convergence", "times")]
+            made["systems", workload] = convergence.table(*live)
+    return made
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:
@@ -284,9 +316,46 @@ def test_every_claim_has_the_numbers_of_the_results():
 
 
 def test_the_tables_are_those_of_the_results():
-    page = PAGE.read_text(encoding="utf-8")
-    for mark, text in tables().items():
-        assert block(mark, text) in page, mark
+    for (page, mark), text in tables().items():
+        shown = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert block(mark, text) in shown, (page, mark)
+
+
+def sentences() -> list[tuple[str, str]]:
+    """Return sentences of other pages whose numbers are those of a table or of the results."""
+    bench = {
+        r["compressor"]: r["streams"]
+        for r in stored("bench.json")
+        if (r["numel"], r["ratio"], r["threads"]) == (26_000_000, 0.001, 1)
+    }
+    table = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+    table = table.partition("÷ allreduce_hook")[2].partition("\n\n")[0]
+    hook = {
+        name: float(ratio)
+        for name, ratio in re.findall(r"^\| (\S+) \| [\d.]+ \| ([\d.]+) \|", table, re.MULTILINE)
+    }
+    dense, marsit, power = hook.pop("allreduce_hook"), hook.pop("marsit"), hook.pop("PowerSGD")
+    assert dense == 1 < power < marsit
+    lstm = next(iter(WORKLOADS))
+    compute = stored(f"network-{lstm}.jsonl")[0]["compute"]
+    alone = [f"{compute / runs(lstm)[n]['seconds']:.2f}" for n in ("topk", "warm-exact")]
+    return [
+        ("measurements", f"with three stages and selection ≤ 9 ({bench['sidco-e']:.1f})"),
+        ("measurements", f"warm-started exact with selection ≤ 4 ({bench['warm-exact']:.1f})"),
+        ("network", f"{span(hook.values())} times the time of a dense all-reduce"),
+        (
+            "systems",
+            f"more than {100 * max(hook.values()) - 100:.0f} % longer than PyTorch's dense",
+        ),
+        ("systems", f"hook takes {100 * power - 100:.0f} % longer"),
+        ("network", f"noise alone: {' and '.join(alone)} times the steps without an exchange"),
+    ]
+
+
+def test_sentences_of_other_pages_have_the_numbers_of_their_tables():
+    for page, sentence in sentences():
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert sentence in " ".join(text.split()), sentence
 
 
 def test_every_claim_has_one_answer():
@@ -299,7 +368,7 @@ def test_every_claim_has_one_answer():
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        for mark, text in tables().items():
-            put(PAGE, mark, text)
-    for begin, fact in facts():
+        for (page, mark), text in tables().items():
+            put(ROOT / "docs" / f"{page}.md", mark, text)
+    for begin, fact in [*facts(), *sentences()]:
         print(f"{begin} …: {fact}")

@@ -1,4 +1,4 @@
-"""Every notebook asks, answers with what it prints, runs, and prints what is committed.
+"""Every notebook asks, answers at once with what its cells show, runs, and shows what is committed.
 
 Cells tagged ``varies`` depend on the machine or its clock: they have to run, and are not compared.
 """
@@ -6,6 +6,7 @@ Cells tagged ``varies`` depend on the machine or its clock: they have to run, an
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import nbformat
 import pytest
@@ -14,6 +15,7 @@ from nbclient import NotebookClient
 
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 300_000
+BAR = "application/vnd.jupyter.widget-view+json"  # of an analysis that takes long: on a busy machine only
 
 each = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 
@@ -26,11 +28,18 @@ def text(cell, stream="stdout"):
     return "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == stream)
 
 
+def shown(cell):
+    """Return what a cell printed, and the text of the results that it showed but for figures and bars."""
+    data = [o.data for o in cell.outputs if "data" in o]
+    results = [d["text/plain"] for d in data if not {"image/png", BAR} & {*d}]
+    return text(cell) + "\n".join(r for r in results if r.strip())  # a bar leaves an empty line
+
+
 def compared(notebook):
-    """Return what the cells without a tag printed, and how many figures each of all cells drew."""
+    """Return what the cells without a tag showed, and how many figures each of all cells drew."""
     return [
         (
-            None if "varies" in cell.metadata.get("tags", ()) else text(cell),
+            None if "varies" in cell.metadata.get("tags", ()) else shown(cell),
             sum("image/png" in o.get("data", {}) for o in cell.outputs),
         )
         for cell in code_cells(notebook)
@@ -42,15 +51,35 @@ def numbers(prose):
 
 
 @each
-def test_starts_with_a_question_and_ends_with_an_answer_in_numbers_printed_above(path):
+def test_begins_with_a_question_and_its_answer_in_numbers_that_the_cells_show(path):
     notebook = nbformat.read(path, as_version=4)
-    first, last = notebook.cells[0].source, notebook.cells[-1].source
-    assert first.startswith("# ")
-    assert re.search(r"^\*\*Question\.\*\* .*\?$", first, re.MULTILINE)
-    assert last.startswith("## Answer\n")
-    printed = numbers("\n".join(text(cell) for cell in code_cells(notebook)))
-    assert numbers(last)
-    assert numbers(last) <= printed
+    question, answer = (cell.source for cell in notebook.cells[:2])
+    assert question.startswith("# ")
+    assert re.search(r"^\*\*Question\.\*\* .*\?$", question, re.MULTILINE)
+    assert answer.startswith("**Answer.** ")
+    assert len(answer.split()) <= 130
+    assert numbers(answer)
+    assert numbers(answer) <= numbers("\n".join(map(shown, code_cells(notebook))))
+
+
+@each
+def test_tables_are_objects_and_training_in_processes_is_announced_and_has_a_bar(path):
+    cells = nbformat.read(path, as_version=4).cells
+    for before, cell in pairwise(cells):
+        if cell.cell_type == "code":
+            assert "render(" not in cell.source
+            if "capture.workloads" in cell.source:
+                assert "ProgressBar(" in cell.source
+                assert re.search(r"takes .* (?:seconds|minutes?)", before.source)
+
+
+@each
+def test_links_to_other_notebooks_open_them(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        for name in re.findall(
+            r"\]\(([^):#]+)[^)]*\)", cell.source if cell.cell_type == "markdown" else ""
+        ):
+            assert (path.parent / name).exists(), name
 
 
 @each
@@ -59,8 +88,13 @@ def test_committed_as_executed_from_top_to_bottom_small_and_without_volatile_met
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert any(figures for _, figures in compared(notebook))
-    assert {o.output_type for cell in cells for o in cell.outputs} <= {"stream", "display_data"}
+    assert {o.output_type for cell in cells for o in cell.outputs} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
     assert not any(text(cell, "stderr") for cell in cells)
+    assert not any(BAR in o.get("data", {}) for cell in cells for o in cell.outputs)
     assert all(cell.metadata in ({}, {"tags": ["varies"]}) for cell in notebook.cells)
     assert set(notebook.metadata) == {"kernelspec"}
     assert path.stat().st_size < LARGEST
@@ -68,10 +102,12 @@ def test_committed_as_executed_from_top_to_bottom_small_and_without_volatile_met
 
 def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_its_answer():
     page = (ROOT / "docs/notebooks.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| \[`(\w+)`\]\(\.\./notebooks/\1\.ipynb\) \|(.*)\|$", page, re.MULTILINE)
+    )
     assert list(rows) == [path.stem for path in PATHS]
     for path in PATHS:
-        answer = nbformat.read(path, as_version=4).cells[-1].source
+        answer = nbformat.read(path, as_version=4).cells[1].source
         assert numbers(rows[path.stem]) <= numbers(answer), path.stem
 
 

@@ -18,9 +18,8 @@ from gradstats.errors import InputError
 from gradstats.statistics import pot
 from gradstats.statistics.compressibility import CONTROLS, local_exponents, window_exponents
 from gradstats.statistics.fitting import as_magnitudes
-from gradstats.thresholds import ESTIMATORS
 
-DOCS = ROOT / "docs"
+DATA, DOCS = ROOT / "data", ROOT / "docs"
 X = np.random.default_rng(0).standard_t(3, 50_000).astype(np.float32)
 CONTROL_LABELS = ["control: uniform", "control: half-normal", "control: Laplace"]
 
@@ -260,6 +259,8 @@ def test_committed_figures_are_small():
 
 
 def test_a_rule_looks_the_same_in_every_figure():
+    from capture.workloads import BASELINES
+    from gradstats.compressors import COMPRESSORS
     from gradstats.plots.style import PALETTE, _luminance, look_of
 
     records = gradstats.quality(
@@ -271,7 +272,8 @@ def test_a_rule_looks_the_same_in_every_figure():
     colours = {c.get_label(): c.lines[0].get_color() for c in ax.containers}
     assert colours["dgc"] == alone.lines[0].get_color() == look_of("dgc")["color"]
     assert look_of("topk") == look_of("exact") != look_of("dgc")
-    looks = [tuple(map(str, look_of(name).values())) for name in ESTIMATORS]
+    names = [n for n in (*COMPRESSORS, *BASELINES) if n != "exact"]  # topk is exact
+    looks = [tuple(str(look_of(name)[part]) for part in ("color", "ls")) for name in names]
     assert len(set(looks)) == len(looks)
     for colour in PALETTE:
         assert 1.05 / (_luminance(colour) + 0.05) >= 3
@@ -287,3 +289,29 @@ def test_nothing_kept_is_marked():
     ]
     ax = plots.quality_over_steps(series, Figure().subplots())
     assert [(t.get_text(), t.xy[0]) for t in ax.texts] == [("0", 1)]
+
+
+def test_results_name_the_run_in_their_titles_and_axes_the_unit():
+    from matplotlib import pyplot
+
+    path = DATA / "resnet20.zarr"
+    assert gradstats.open_trace(path).plot().get_title() == "resnet20, gradient, rank 0"
+    records = gradstats.quality(path, [0.01], ["exact"])
+    assert records.plot().get_title() == "resnet20, gradient"
+    assert records.plot(title="mine").get_title() == "mine"
+    found = gradstats.drift(path, ["mean"], models=["laplace"])
+    drawn = found.plot("mean")
+    assert drawn.get_title() == "resnet20, gradient"
+    assert drawn.get_ylabel() == "mean magnitude (gradient's unit)"
+    for name, variable in found.dataset.variables.items():
+        assert variable.attrs["long_name"], name
+        assert ("units" in variable.attrs) == (variable.dtype.kind not in "OU"), name
+    pyplot.close("all")
+
+
+def test_legends_of_many_rules_cover_nothing():
+    records = gradstats.quality(np.random.default_rng(0).laplace(size=2000), [0.1, 0.01])
+    figure = Figure(layout="constrained")
+    ax = plots.quality_bars(records, figure.subplots())
+    figure.draw_without_rendering()
+    assert ax.get_legend().get_window_extent().x0 >= ax.get_window_extent().x1 - 1

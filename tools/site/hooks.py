@@ -42,12 +42,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted(_NOTEBOOKS.glob("*.ipynb")):
         content, resources = MarkdownExporter().from_filename(str(notebook))
         content = content.replace("](../docs/", "](../")
+        content = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.md)", content)
+        content = content.replace(
+            '<table border="1" class="dataframe">', "<table>"
+        )  # the site's look
         content = re.sub(r"\[([^\]]+)\]\(\.\./data/[^)]*\)", r"\1", content)  # no page of the site
         names = {name: f"{notebook.stem}_{name}" for name in resources["outputs"]}
         for name, new in names.items():
             content = content.replace(f"]({name})", f"]({new})")
             picture = resources["outputs"][name]
             files.append(File.generated(config, f"notebooks/{new}", content=picture))
+        link = f"[This notebook]({notebook.name}) as it was executed; `make lab` opens it."
+        title, _, rest = content.partition("\n\n")
+        content = f"{title}\n\n{link}\n\n{rest}"
+        files.append(
+            File.generated(
+                config, f"notebooks/{notebook.name}", content=notebook.read_text("utf-8")
+            )
+        )
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=content))
     return files
 
@@ -59,11 +71,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Link the notebooks that their page names to their rendered pages, and commands to their options."""
+    """Link the notebooks that their page names to their rendered pages."""
     if page.file.src_uri == "notebooks.md":
-        return re.sub(
-            r"^\| `(\d\d_\w+)`", r"| [`\1`](notebooks/\1.md)", markdown, flags=re.MULTILINE
-        )
+        return re.sub(r"\]\(\.\./(notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     return markdown
 
 
