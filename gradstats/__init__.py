@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gradstats.hooks.monitor import Monitor
     from gradstats.network.plan import plan
     from gradstats.primitives import warm_up
+    from gradstats.primitives.backend import backend
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
     from gradstats.primitives.select import select
@@ -65,7 +66,7 @@ _HOME = {
     ),
     "gradstats.hooks.monitor": ("Monitor",),
     "gradstats.network.plan": ("plan",),
-    "gradstats.primitives": ("histogram", "moments", "select", "warm_up"),
+    "gradstats.primitives": ("backend", "histogram", "moments", "select", "warm_up"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "pot"),
     "gradstats.statistics.compressibility": ("compressibility",),
@@ -91,6 +92,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "agreement",
+    "backend",
     "compare",
     "compressibility",
     "compression",

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import exchange_errors
+from gradstats.primitives.backend import device_code
 
 __all__ = ["Merge", "Ring", "one_bit_ring", "pack_bits", "reduce_bits", "split", "unpack_bits"]
 
@@ -28,8 +29,6 @@ Merge: TypeAlias = Callable[[torch.Tensor, int, int], Callable[[torch.Tensor], t
 All bits are packed, uint8 of equal length; the counts say how many ranks' contributions are in them. `merge` runs while
 the message is on its way, so random bits that can be drawn before it arrives should be drawn there.
 """
-
-_SHIFTS = range(8)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -45,9 +44,11 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     uint8 tensor, shape (⌈n/8⌉,)
         Element i is bit i mod 8, counted from the lowest, of byte i div 8.
     """
-    if bits.device.type == "cpu":
-        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
-    return _pack(bits)
+    code = device_code(bits)
+    if code is not None:
+        return code.pack_bits(bits)
+    packed = np.packbits(bits.cpu().numpy(), bitorder="little")
+    return torch.from_numpy(packed).to(bits.device)
 
 
 def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
@@ -65,23 +66,11 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
     bool tensor, shape (numel,)
         The bits.
     """
-    if packed.device.type == "cpu":
-        bits = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
-    return _unpack(packed, numel)
-
-
-def _pack(bits: torch.Tensor) -> torch.Tensor:
-    """Pack bits on an accelerator; on a CPU NumPy is fifty times as fast."""
-    padded = bits.new_zeros((bits.numel() + 7) // 8 * 8)
-    padded[: bits.numel()] = bits
-    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=bits.device)
-    return (padded.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
-
-
-def _unpack(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).view(-1)[:numel].bool()
+    code = device_code(packed)
+    if code is not None:
+        return code.unpack_bits(packed, numel)
+    bits = np.unpackbits(packed.cpu().numpy(), count=numel, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_)).to(packed.device)
 
 
 class Ring:

@@ -186,7 +186,8 @@ class FlatGradient:
         """
         # squares in float64: those of float16 end at 65,504
         norms = [torch.linalg.vector_norm(flatten(*pair), dtype=torch.float64) for pair in pairs]
-        norm = math.sqrt(sum(float(each) ** 2 for each in norms)) / scale
+        found = torch.stack(norms).tolist() if norms else []  # waits for a device once
+        norm = math.sqrt(sum(each**2 for each in found)) / scale
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
     def take(self, pairs: Sequence[Pair], factor: float = 1.0) -> list[torch.Tensor]:

@@ -130,9 +130,9 @@ class Monitor:
 
     The norm, the mean and the counts are exact; ξ, p and the share of underflow come from a histogram with cells half a
     percent wide. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
-    On a device other than the CPU the elements pass through the CPU, so choose `every` accordingly. Sharded parameters
-    add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are left out. A
-    monitor is not checkpointed: after a resume the window fills anew.
+    On a device other than the CPU the elements stay there, and the host waits a few times for every parameter. Sharded
+    parameters add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are
+    left out. A monitor is not checkpointed: after a resume the window fills anew.
 
     Examples
     --------

@@ -2,10 +2,12 @@
 
 Three streaming passes reduce a NumPy array or torch tensor of any size and floating dtype to scalars
 (:func:`moments`), to a mergeable histogram (:func:`histogram`), or to its large elements (:func:`select`). Everything
-else in gradstats works on what they return. None of them makes a temporary as large as the gradient.
+else in gradstats works on what they return. None of them makes a temporary as large as the gradient. What reads it
+depends on its device, see :func:`backend`.
 """
 
 from gradstats.primitives.arrays import Array, Selection, numel_of
+from gradstats.primitives.backend import backend
 from gradstats.primitives.blocks import get_num_threads, set_num_threads
 from gradstats.primitives.histogram import Histogram, histogram
 from gradstats.primitives.moments import Moments, exceedances, moments
@@ -16,6 +18,7 @@ __all__ = [
     "Histogram",
     "Moments",
     "Selection",
+    "backend",
     "exceedances",
     "get_num_threads",
     "histogram",

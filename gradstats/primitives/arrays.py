@@ -212,6 +212,20 @@ def wide_dtype(x: Array) -> np.dtype[Any]:
     return np.dtype(np.float64 if double else np.float32)
 
 
+def as_compared(x: Array, magnitude: float) -> float:
+    """Round a magnitude to the precision in which the elements of an array are compared with it.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any floating dtype.
+    magnitude : float
+        A number, not NaN; infinite where it is beyond the range.
+    """
+    with np.errstate(over="ignore"):
+        return float(wide_dtype(x).type(magnitude))
+
+
 def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
     """Return a flat view of a contiguous float32 or float64 CPU array and where its blocks start.
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives.arrays import Array, check, numel_of
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_runs
 from gradstats.primitives.ratio import check_count, check_number
 
-__all__ = ["Histogram", "bin_edges", "check_bits", "histogram"]
+__all__ = ["Histogram", "bin_edges", "check_bits", "histogram", "histogram_quantile"]
 
 _MANTISSA = 23
 _INFINITE = 0xFF
@@ -150,22 +151,31 @@ class Histogram:
 
         k = check_number(k, "k", 0, math.inf, "[)", ", a number of elements")
         i, above = descend(self.counts, k)
-        if i < 0:
-            return 0.0
-        n = int(self.counts[i])
-        fraction = (above - k) / n  # share of the bin's elements that lie under the answer
-        left, right = _edge(i, self.bits), _edge(i + 1, self.bits)
-        slope = 0.0
-        if 0 < i < self.counts.size - 1:
-            # density across the bin from 1 - slope to 1 + slope times its mean
-            change = (int(self.counts[i + 1]) - int(self.counts[i - 1])) / (4 * n)
-            slope = min(max(change, -1.0), 1.0)
-        t = fraction
-        if abs(slope) > 1e-9:
-            # solve (1 - slope) t + slope t² = fraction
-            b = 1 - slope
-            t = (-b + np.sqrt(b * b + 4 * slope * fraction)) / (2 * slope)
-        return float(left + t * (right - left))
+        ends = max(i - 1, 0), max(i, 0), min(i + 1, self.counts.size - 1)
+        before, inside, after = (int(self.counts[j]) for j in ends)
+        return _inside_bin(i, above - k, (before, inside, after), self.bits)
+
+
+def _inside_bin(i: int, under: float, around: tuple[int, int, int], bits: int) -> float:
+    """Return the magnitude in bin i below which `under` of its elements lie; 0 for no bin.
+
+    `around` has the numbers of elements in the bin before it, in it, and in the one after it.
+    """
+    if i < 0:
+        return 0.0
+    before, n, after = around
+    fraction = under / n
+    left, right = _edge(i, bits), _edge(i + 1, bits)
+    slope = 0.0
+    if 0 < i < (_INFINITE << bits) - 1:
+        # density across the bin from 1 - slope to 1 + slope times its mean
+        slope = min(max((after - before) / (4 * n), -1.0), 1.0)
+    t = fraction
+    if abs(slope) > 1e-9:
+        # solve (1 - slope) t + slope t² = fraction
+        b = 1 - slope
+        t = (-b + np.sqrt(b * b + 4 * slope * fraction)) / (2 * slope)
+    return float(left + t * (right - left))
 
 
 def histogram(x: Array, bits: int = 7) -> Histogram:
@@ -197,6 +207,16 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     (6, 1, 1)
     """
     bits, x = check_bits(bits), check(x)
+    finite = _INFINITE << bits
+    code = device_code(x)
+    if code is not None:
+        from gradstats.primitives import operators
+
+        counted, none = code.counts(x, bits)
+        occupied, inside = operators.occupied(counted)
+        dense = np.zeros(1 << (8 + bits), np.int64)
+        dense[occupied] = inside
+        return Histogram(dense[:finite], int(none), int(dense[finite:].sum()), bits)
     # 32-bit counters keep twice as many bins in the cache, and cannot overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
@@ -206,8 +226,37 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     zeros = sum(z for _, z in runs)
     # the lowest bin holds the zeros beside the smallest denormals
     total[0] -= total.dtype.type(zeros)
-    finite = _INFINITE << bits
     return Histogram(total[:finite], zeros, int(total[finite:].sum()), bits)
+
+
+def histogram_quantile(x: Array, k: float, bits: int) -> tuple[float, int]:
+    """Return the magnitude that about k elements reach, by a histogram that stays where the array is.
+
+    Parameters
+    ----------
+    x : array_like
+        Checked array of any shape, floating dtype and device.
+    k : float
+        Number of elements.
+    bits : int
+        Leading mantissa bits that tell bins apart, 0 to 12.
+
+    Returns
+    -------
+    quantile : float
+        The same as :meth:`Histogram.upper_quantile`.
+    nonfinite : int
+        Number of NaN and infinities.
+    """
+    code = device_code(x)
+    if code is None:
+        h = histogram(x, bits)
+        return h.upper_quantile(k), h.nonfinite
+    from gradstats.primitives import operators
+
+    counted, _ = code.counts(x, bits)
+    i, reached, around, nonfinite = operators.descend(counted, k, _INFINITE << bits)
+    return _inside_bin(i, reached - k, around, bits), nonfinite
 
 
 def _count(

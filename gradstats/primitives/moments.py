@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives.arrays import Array, check, numel_of, wide_dtype
+from gradstats.primitives.arrays import Array, as_compared, check, numel_of, wide_dtype
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_magnitude
 
-__all__ = ["Moments", "exceedances", "moments"]
+__all__ = ["Moments", "exceedances", "moments", "signed_sums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,12 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
     """
     above = check_magnitude(above, "above")
     x = check(x)
-    parts = map_blocks(lambda _, block: _block(block, above, log), x)
+    code = device_code(x)
+    parts = (
+        map_blocks(lambda _, block: _block(block, above, log), x)
+        if code is None
+        else [code.sums(x, as_compared(x, above), log)]
+    )
     count, zeros, nonfinite = (int(sum(part[i] for part in parts)) for i in range(3))
     sum_abs, sum_squares, sum_log = (sum(part[i] for part in parts) for i in range(3, 6))
     largest = max((part[6] for part in parts), default=0.0)
@@ -166,6 +172,9 @@ def exceedances(x: Array, above: float) -> Moments:
         If `x` is not a dense floating-point array, or `above` is negative or NaN.
     """
     x, above = check(x), check_magnitude(above, "above")
+    code = device_code(x)
+    if code is not None:
+        return _tail(x, above, *code.tail(x, as_compared(x, above)))
     if wide_dtype(x) != np.float32:
         m = moments(x, above, log=False)
         return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
@@ -180,9 +189,48 @@ def exceedances(x: Array, above: float) -> Moments:
 
     parts = map_blocks(tail, x)
     count, total, squares = (sum(part[i] for part in parts) for i in range(3))
-    return Moments(
-        numel_of(x), int(count), -1, -1, float(total), float(squares), math.nan, math.nan, above
-    )
+    return _tail(x, above, int(count), float(total), float(squares))
+
+
+def _tail(x: Array, above: float, count: int, total: float, squares: float) -> Moments:
+    return Moments(numel_of(x), count, -1, -1, total, squares, math.nan, math.nan, above)
+
+
+def signed_sums(x: Array) -> tuple[int, float, float]:
+    """Count the finite elements, and sum them and their squares.
+
+    Parameters
+    ----------
+    x : array_like
+        Checked array of any shape, floating dtype and device.
+
+    Returns
+    -------
+    count : int
+        Number of finite elements.
+    total : float
+        Σx.
+    squares : float
+        Σx².
+    """
+    code = device_code(x)
+    if code is not None:
+        return code.signed(x)
+    parts = map_blocks(_signed, x)
+    count, total, squares = (sum(part[i] for part in parts) for i in range(3))
+    return int(count), float(total), float(squares)
+
+
+def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
+    """Return (count, Σx, Σx²) over the finite elements of a block."""
+    if block.dtype == np.float32:
+        from gradstats.primitives.kernels import block_signed
+
+        found: tuple[int, float, float] = block_signed(block)
+        return found
+    finite = block[np.isfinite(block)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return finite.size, float(finite.sum()), float(np.square(finite).sum())
 
 
 _Sums: TypeAlias = tuple[int, int, int, float, float, float, float]

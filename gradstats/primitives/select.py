@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gradstats.primitives.arrays import (
     Array,
     Selection,
+    as_compared,
     as_numpy,
     check,
     flat_blocks,
@@ -22,6 +23,7 @@ from gradstats.primitives.arrays import (
     torch_index,
     wide_dtype,
 )
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_runs
 from gradstats.primitives.ratio import check_count, check_magnitude
 
@@ -69,11 +71,11 @@ def select(x: Array, threshold: float) -> Selection:
     """
     threshold = check_magnitude(threshold)
     x = check(x)
-    if is_tensor(x) and x.device.type != "cpu":
-        flat = x.reshape(-1)
-        magnitude = flat.abs().float()
-        positions = ((magnitude >= threshold) & (magnitude > 0)).nonzero().reshape(-1)
-        return Selection(positions, flat[positions])
+    code = device_code(x)
+    if code is not None:
+        zero, one = wide_dtype(x).type(0), wide_dtype(x).type(1)
+        least = float(np.nextafter(zero, one))
+        return Selection(*code.select(x, max(as_compared(x, threshold), least)))
     with np.errstate(over="ignore"):  # only infinity reaches a threshold beyond float32's range
         low = max(int(np.float32(threshold).view(np.int32)), 1)
     parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
@@ -88,7 +90,8 @@ def _selection(indices: NDArray[np.int64], values: NDArray[Any], x: Array) -> Se
     if is_tensor(x):
         torch = sys.modules["torch"]
         # narrower types were widened, so the way back is exact
-        return Selection(torch.from_numpy(indices), torch.from_numpy(values).to(x.dtype))
+        found = torch.from_numpy(indices), torch.from_numpy(values)
+        return Selection(found[0].to(x.device), found[1].to(x.device, x.dtype))
     return Selection(indices, values.astype(x.dtype, copy=False))
 
 
@@ -166,17 +169,17 @@ def top_candidates(
         If k is no whole number from 1 on, or `x` is not a dense floating-point array.
     """
     x, k = check(x), check_count(k, "k")
-    numel = numel_of(x)
+    numel, on_device = numel_of(x), device_code(x) is not None
     if k > numel:  # no sample has a k-th one
         low = 0.0
-    elif low is None and numel <= _FEW and (few := _top_of_few(x, k)):
+    elif low is None and numel <= _FEW and not on_device and (few := _top_of_few(x, k)):
         return few
     slack = 5.0
     while True:
         if low is None:
             low, high = _sampled_bracket(x, k, numel, slack)
         candidates = select(x, low)
-        threshold = _kth_magnitude(as_numpy(candidates.values), k, high)
+        threshold = _kth_magnitude(candidates.values, k, high)
         if threshold is not None:
             break
         if low == 0:
@@ -204,8 +207,13 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     return float(top[:1].view(np.float32)[0]), _selection(indices[:n].copy(), values[:n].copy(), x)
 
 
-def _kth_magnitude(values: NDArray[Any], k: int, high: float) -> float | None:
+def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
     """Return the k-th largest finite magnitude, None if there are fewer; only what lies under `high` is sorted."""
+    if device_code(found) is not None:
+        from gradstats.primitives import operators
+
+        return operators.kth_magnitude(found, k)
+    values = as_numpy(found)
     if values.dtype != np.float32:
         magnitude = np.abs(values)
         magnitude = magnitude[np.isfinite(magnitude)]
@@ -236,6 +244,11 @@ def keep(selection: Selection, threshold: float) -> Selection:
         Least magnitude kept.
     """
     indices, values = selection.indices, selection.values
+    threshold = as_compared(values, threshold)
+    if device_code(values) is not None:
+        from gradstats.primitives import operators
+
+        return operators.keep(selection, threshold)
     if is_tensor(values) and values.device.type == "cpu" and "float32" in str(values.dtype):
         indices, values = indices.numpy(), values.numpy()  # the same memory
     if isinstance(values, np.ndarray) and values.dtype == np.float32:
@@ -244,7 +257,7 @@ def keep(selection: Selection, threshold: float) -> Selection:
         n = keep_at_least(indices, values, np.float32(threshold))
         return Selection(selection.indices[:n], selection.values[:n])
     magnitude = np.abs(as_numpy(selection.values))
-    kept = np.flatnonzero(magnitude >= magnitude.dtype.type(threshold))
+    kept = np.flatnonzero(magnitude >= threshold)
     index = torch_index(kept, selection.indices)
     return Selection(selection.indices[index], selection.values[index])
 
@@ -253,16 +266,20 @@ def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float,
     """Return magnitudes that more and fewer than k elements reach, by `slack` deviations; (0, inf) if not known."""
     size = min(numel, max(_SAMPLE, numel // 100))
     stride = max(1, numel // size)
-    sample = np.abs(as_numpy(strided(x, stride)))
-    expected = k * sample.size / numel
+    some = strided(x, stride)
+    size = numel_of(some)
+    expected = k * size / numel
     margin = slack * math.sqrt(expected) + slack
     below, above = math.ceil(expected + margin), math.floor(expected - margin)
     low, high = 0.0, math.inf
-    if below < sample.size:
-        sample.partition(sample.size - below)
-        low = float(sample[sample.size - below])
+    if below < size and device_code(some) is not None:
+        low = _kth_magnitude(some, below, math.inf) or 0.0
+    elif below < size:
+        sample = np.abs(as_numpy(some))
+        sample.partition(size - below)
+        low = float(sample[size - below])
         if above >= 1:
-            top = sample[sample.size - below :]
+            top = sample[size - below :]
             high = float(np.partition(top, top.size - above)[top.size - above])
     return (low if math.isfinite(low) else 0.0), (high if math.isfinite(high) else math.inf)
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, Histogram, Moments, histogram, moments
-from gradstats.primitives.arrays import check, flat_chunks
+from gradstats.primitives import Array, Histogram, Moments, histogram, moments, select
+from gradstats.primitives.arrays import as_numpy, check
 from gradstats.primitives.histogram import bin_edges, check_bits
 from gradstats.primitives.ratio import check_count, check_magnitude, check_number
 from gradstats.tables import Shown
@@ -507,11 +507,8 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         counts[0] += sums.count - int(counts.sum())
         bins = np.flatnonzero(counts)
         return Sketch(sums, bins, counts[bins].astype(np.int64), bits)
-    parts = []
-    for _, chunk in flat_chunks(x):
-        magnitude = np.abs(chunk)
-        parts.append(magnitude[np.isfinite(magnitude) & (magnitude > 0)].astype(np.float64))
-    values = np.sort(np.concatenate(parts)) if parts else np.empty(0)
+    some = np.abs(as_numpy(select(x, 0.0).values))
+    values = np.sort(some[np.isfinite(some)].astype(np.float64))
     with np.errstate(under="ignore"):
         # what is too large for float32 goes into the last bin, so that the bins count everything
         narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from gradstats.primitives import Array, Selection, exceedances, moments, top_candidates
-from gradstats.primitives.blocks import map_blocks
+from gradstats.primitives.moments import signed_sums
 from gradstats.primitives.ratio import check_count
 from gradstats.primitives.select import keep
 from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
@@ -44,7 +40,7 @@ class GaussianK(Estimator):
     def _find(self, x: Array, k: int) -> Found:
         from scipy.special import ndtri
 
-        finite, total, squares = (sum(part) for part in zip(*map_blocks(_sums, x), strict=True))
+        finite, total, squares = signed_sums(x)
         if squares == 0 and moments(x, log=False).count == 0:
             return Found(0.0)
         if not LEAST_SQUARES < squares < math.inf:
@@ -84,15 +80,3 @@ class _Tail:
     def selection(self, threshold: float) -> Selection | None:
         """Return what reaches a threshold, None if that takes a pass."""
         return keep(self._found, threshold) if threshold >= self._low else None
-
-
-def _sums(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
-    """Return (count, Σg, Σg²) over the finite elements of a block."""
-    if block.dtype == np.float32:
-        from gradstats.primitives.kernels import block_signed
-
-        found: tuple[int, float, float] = block_signed(block)
-        return found
-    finite = block[np.isfinite(block)]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return finite.size, float(finite.sum()), float(np.square(finite).sum())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, histogram, moments
+from gradstats.primitives import Array, moments
 from gradstats.primitives.arrays import wide_dtype
-from gradstats.primitives.histogram import check_bits
+from gradstats.primitives.histogram import check_bits, histogram_quantile
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["HistogramQuantile"]
@@ -34,9 +34,8 @@ class HistogramQuantile(Estimator):
 
     def _find(self, x: Array, k: int) -> Found:
         bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
-        h = histogram(x, bits)
-        threshold = h.upper_quantile(k)
-        if wide_dtype(x) == np.float64 and (h.nonfinite or threshold == 0):
+        threshold, nonfinite = histogram_quantile(x, k, bits)
+        if wide_dtype(x) == np.float64 and (nonfinite or threshold == 0):
             self._check_range(x, k, threshold)
         return Found(threshold, {"bits": bits})
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives import Array, kth_largest, numel_of, select
-from gradstats.primitives.arrays import as_numpy, torch_index
+from gradstats.primitives import Array, exceedances, kth_largest, numel_of, select
+from gradstats.primitives.arrays import torch_index
 from gradstats.primitives.ratio import check_number
 from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Found, RandomEstimator
@@ -67,9 +67,8 @@ class DGC(RandomEstimator):
         found = len(candidates)
         reselected = found > self.tolerance * k
         if reselected:
-            magnitude = np.abs(as_numpy(candidates.values))
             # infinite elements are always among them, and no threshold leaves them out
-            reselected = int(np.isfinite(magnitude).sum()) > self.tolerance * k
+            reselected = exceedances(candidates.values, 0.0).count > self.tolerance * k
         if reselected:
             threshold = kth_largest(candidates.values, k)
             candidates = keep(candidates, threshold)

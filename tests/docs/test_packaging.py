@@ -17,8 +17,8 @@ from gradstats.errors import GradstatsError
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# zarr needs the first two itself; the last is named in types alone.
-BROUGHT = {"google_crc32c", "numcodecs", "typing_extensions"}
+# zarr needs the first two itself, torch's CUDA builds bring the third; the last is named in types alone.
+BROUGHT = {"google_crc32c", "numcodecs", "triton", "typing_extensions"}
 
 
 def name_of(requirement):

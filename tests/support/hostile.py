@@ -579,6 +579,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         (compressors.as_compressor, {"rule": compressors.TopK(0.1)}),
         (dgc_warm_up, {"steps_per_epoch": 10}),
         (_threads, {"n": 1}),
+        (gradstats.backend, {"name": "torch"}),
     ):
         yield Target(method, arguments, array="")
     for factory in thresholds.ESTIMATORS.values():

@@ -1,0 +1,125 @@
+"""Compile every Triton kernel ahead of time and print what it takes of a GPU. It needs none: no kernel is run.
+
+python benchmarks/gpu_kernels.py [--arch 80 90] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # it would leave nothing to compile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradstats.primitives import triton_kernels as kernels
+from gradstats.tables import render
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+DTYPES = ("fp32", "fp16", "bf16")
+POINTERS = {
+    "found": "*i32",
+    "zeros": "*i32",
+    "ends": "*i64",
+    "indices": "*i64",
+    "bits": "*u8",
+    "packed": "*u8",
+}
+
+
+def variants() -> list[tuple[Any, str, dict[str, Any]]]:
+    """Return each kernel with a type of its elements and its constants."""
+    found: list[tuple[Any, str, dict[str, Any]]] = []
+    for dtype in DTYPES:
+        for constants in ({"SIGNED": False, "LOG": True}, {"SIGNED": False, "LOG": False}):
+            found.append((kernels._sums_kernel, dtype, {**constants, "BLOCKS": 32}))
+        found.append((kernels._sums_kernel, dtype, {"SIGNED": True, "LOG": False, "BLOCKS": 32}))
+        found.append((kernels._counts_kernel, dtype, {"SHIFT": 13}))
+        found += [(kernels._hits_kernel, dtype, {}), (kernels._select_kernel, dtype, {})]
+    return [*found, (kernels._pack_kernel, "u8", {}), (kernels._unpack_kernel, "u8", {})]
+
+
+def resources(kernel: Any, dtype: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
+    """Compile one kernel and return what ptxas says of it.
+
+    Parameters
+    ----------
+    kernel : triton.JITFunction
+        The kernel.
+    dtype : str
+        Triton's name of the type of its elements.
+    constants : dict
+        Its constants, without the block.
+    arch : int
+        Compute capability, such as 80 for sm_80.
+
+    Returns
+    -------
+    dict
+        One record: kernel, dtype, constants, arch, registers, shared (bytes a program), stores and loads (bytes of
+        registers spilled and read back).
+    """
+    constants = {**constants, "BLOCK": kernels.BLOCK}
+    pointers = {**POINTERS, "x": f"*{dtype}", "values": f"*{dtype}"}
+    if kernel is kernels._sums_kernel:
+        pointers["found"] = "*fp64"
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    # allocations of torch are aligned; where the number of elements is too, four are read at once
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name == "numel"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        target = re.search(r"\.target (\w+)", compiled.asm["ptx"])
+        assert target is not None
+        command = [str(PTXAS), "-v", f"-arch={target[1]}", str(ptx), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    numbers = [
+        re.search(pattern, said)
+        for pattern in (
+            r"Used (\d+) registers",
+            r"(\d+) bytes spill stores",
+            r"(\d+) bytes spill loads",
+        )
+    ]
+    registers, stores, loads = (0 if each is None else int(each[1]) for each in numbers)
+    return {
+        "kernel": kernel.fn.__name__.strip("_"),
+        "dtype": dtype,
+        "constants": " ".join(k for k, v in constants.items() if v is True),
+        "arch": f"sm_{arch}",
+        "registers": registers,
+        "shared": compiled.metadata.shared,
+        "stores": stores,
+        "loads": loads,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    records = [resources(*variant, arch) for arch in options.arch for variant in variants()]
+    print(json.dumps(records) if options.json else render(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""The passes over a gradient as torch operators, for any device: chunk by chunk, and only scalars leave it.
+
+Every function is one of :class:`gradstats.primitives.backend.DeviceCode`, or works on the few elements that a pass
+selected. A chunk's temporaries are the largest that are made, also of strided tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradstats.primitives.arrays import Selection
+
+__all__ = [
+    "counts",
+    "descend",
+    "keep",
+    "kth_magnitude",
+    "occupied",
+    "pack_bits",
+    "select",
+    "signed",
+    "sums",
+    "tail",
+    "unpack_bits",
+]
+
+CHUNK = 1 << 22
+"""Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB."""
+
+
+def _chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (offset, chunk) over the flattened tensor: views, or, of a strided tensor, copies."""
+    if x.is_contiguous():
+        flat = x.view(-1)
+        for offset in range(0, x.numel(), CHUNK):
+            yield offset, flat[offset : offset + CHUNK]
+        return
+    for offset in range(0, x.numel(), CHUNK):
+        places = torch.arange(offset, min(offset + CHUNK, x.numel()), device=x.device)
+        yield offset, x[torch.unravel_index(places, x.shape)]
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """Return float64 as it is, and everything else as float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rows(
+    x: torch.Tensor, row: Callable[[torch.Tensor], list[torch.Tensor]], width: int
+) -> torch.Tensor:
+    """Return one row of float64 scalars a chunk, on the device."""
+    rows = [torch.stack([each.double() for each in row(_widened(c))]) for _, c in _chunks(x)]
+    return torch.stack(rows) if rows else x.new_zeros((1, width), dtype=torch.float64)
+
+
+def sums(
+    x: torch.Tensor, above: float, log: bool
+) -> tuple[int, int, int, float, float, float, float]:
+    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above.
+
+    Parameters
+    ----------
+    x : tensor
+        Gradient of any shape.
+    above : float
+        Least magnitude that is summed, a number of the gradient's precision.
+    log : bool
+        Sum the logarithms too; otherwise their sum is 0.
+    """
+
+    def row(chunk: torch.Tensor) -> list[torch.Tensor]:
+        magnitude = chunk.abs()
+        finite = magnitude < math.inf
+        kept = finite & (magnitude > 0) & (magnitude >= above)
+        some = torch.where(kept, magnitude, 0.0)
+        wide = some.double()
+        logs = (
+            torch.where(kept, magnitude, 1.0).double().log_().sum() if log else wide.new_zeros(())
+        )
+        return [
+            *(kept.sum(), (magnitude == 0).sum(), (~finite).sum()),
+            *(wide.sum(), wide.square().sum(), logs, some.max()),
+        ]
+
+    table = _rows(x, row, 7)
+    added = table.sum(0)
+    added[6] = table[:, 6].max()
+    count, zeros, nonfinite, *rest = added.tolist()
+    total, squares, logs, largest = rest
+    return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
+
+
+def tail(x: torch.Tensor, above: float) -> tuple[int, float, float]:
+    """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above.
+
+    Parameters
+    ----------
+    x : tensor
+        Gradient of any shape.
+    above : float
+        Least magnitude that is summed, a number of the gradient's precision.
+    """
+
+    def row(chunk: torch.Tensor) -> list[torch.Tensor]:
+        magnitude = chunk.abs()
+        kept = (magnitude < math.inf) & (magnitude > 0) & (magnitude >= above)
+        wide = torch.where(kept, magnitude, 0.0).double()
+        return [kept.sum(), wide.sum(), wide.square().sum()]
+
+    count, total, squares = _rows(x, row, 3).sum(0).tolist()
+    return int(count), total, squares
+
+
+def signed(x: torch.Tensor) -> tuple[int, float, float]:
+    """Return (count, Σx, Σx²) over the finite elements.
+
+    Parameters
+    ----------
+    x : tensor
+        Gradient of any shape.
+    """
+
+    def row(chunk: torch.Tensor) -> list[torch.Tensor]:
+        finite = chunk.isfinite()
+        wide = torch.where(finite, chunk, 0.0).double()
+        return [finite.sum(), wide.sum(), wide.square().sum()]
+
+    count, total, squares = _rows(x, row, 3).sum(0).tolist()
+    return int(count), total, squares
+
+
+def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros.
+
+    Parameters
+    ----------
+    x : tensor
+        Gradient of any shape; float64 is rounded to float32.
+    bits : int
+        Leading mantissa bits that tell bins apart.
+
+    Returns
+    -------
+    counts : int64 tensor, shape (2^(8 + bits),)
+        Elements per bin.
+    zeros : int64 tensor, shape ()
+        Elements that are zero.
+    """
+    found = torch.zeros(1 << (8 + bits), dtype=torch.int64, device=x.device)
+    zeros = torch.zeros((), dtype=torch.int64, device=x.device)
+    one = torch.ones((), dtype=torch.int64, device=x.device)
+    for _, chunk in _chunks(x):
+        magnitude = chunk.float().abs()
+        zeros += (magnitude == 0).sum()
+        bins = (magnitude.view(torch.int32) >> (23 - bits)).long()
+        # counts add up to the same in any order; bincount would ask the host for their largest
+        found.scatter_add_(0, bins, one.expand_as(bins))
+    found[0] -= zeros
+    return found, zeros
+
+
+def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending positions and values of |x| ≥ low > 0, without NaN.
+
+    Parameters
+    ----------
+    x : tensor
+        Gradient of any shape.
+    low : float
+        Least magnitude selected, a number of the gradient's precision.
+    """
+    indices, values = [x.new_empty(0, dtype=torch.int64)], [x.new_empty(0)]
+    for offset, chunk in _chunks(x):
+        kept = (_widened(chunk).abs() >= low).nonzero().view(-1)
+        indices.append(kept + offset)
+        values.append(chunk[kept])
+    return torch.cat(indices), torch.cat(values)
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack bits, eight a byte.
+
+    Parameters
+    ----------
+    bits : bool tensor, shape (n,)
+        The bits.
+
+    Returns
+    -------
+    uint8 tensor, shape (⌈n/8⌉,)
+        Element i is bit i mod 8, counted from the lowest, of byte i div 8.
+    """
+    packed = bits.new_zeros((bits.numel() + 7) // 8, dtype=torch.uint8)
+    for lane in range(8):
+        each = bits[lane::8]
+        packed[: each.numel()] |= each.to(torch.uint8) << lane
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the first bits of what :func:`pack_bits` made.
+
+    Parameters
+    ----------
+    packed : uint8 tensor, shape (bytes,)
+        Packed bits.
+    numel : int
+        Number of bits wanted.
+
+    Returns
+    -------
+    bool tensor, shape (numel,)
+        The bits.
+    """
+    bits = packed.new_empty(numel, dtype=torch.bool)
+    for lane in range(8):
+        each = bits[lane::8]
+        each.copy_((packed[: each.numel()] >> lane) & 1)
+    return bits
+
+
+def occupied(counts: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Bring the occupied bins of a histogram to the host.
+
+    Parameters
+    ----------
+    counts : int64 tensor, shape (bins,)
+        Elements per bin.
+
+    Returns
+    -------
+    bins : ndarray of int64, shape (b,)
+        Occupied bins, ascending.
+    counts : ndarray of int64, shape (b,)
+        Elements in each of them.
+    """
+    bins = counts.nonzero().view(-1)
+    found = torch.stack([bins, counts[bins]]).cpu().numpy()
+    return found[0], found[1]
+
+
+def descend(
+    counts: torch.Tensor, k: float, finite: int
+) -> tuple[int, int, tuple[int, int, int], int]:
+    """Go down from the last finite bin until more than k elements are reached.
+
+    Parameters
+    ----------
+    counts : int64 tensor, shape (bins,)
+        Elements per bin.
+    k : float
+        Number of elements to exceed.
+    finite : int
+        Number of bins of finite magnitudes.
+
+    Returns
+    -------
+    bin : int
+        Where it ends; −1 if there are no more than k elements.
+    reached : int
+        Elements in it and above it.
+    around : (int, int, int)
+        Elements in the bin before it, in it, and in the one after it.
+    nonfinite : int
+        NaN and infinities.
+    """
+    reached = counts[:finite].flip(0).cumsum(0)
+    place = torch.searchsorted(reached, reached.new_tensor([math.floor(k)]), right=True)
+    here = finite - 1 - place
+    around = torch.cat([here - 1, here, here + 1]).clamp_(0, finite - 1)
+    last = reached[place.clamp(max=finite - 1)]
+    found = torch.cat([here, last, counts[around], counts[finite:].sum()[None]]).tolist()
+    i, above, before, inside, after, nonfinite = (int(each) for each in found)
+    return i, above, (before, inside, after), nonfinite
+
+
+def kth_magnitude(values: Any, k: int) -> float | None:
+    """Return the k-th largest finite magnitude, None if there are fewer that are not zero.
+
+    Parameters
+    ----------
+    values : tensor, shape (n,)
+        Elements.
+    k : int
+        Rank, at least 1.
+    """
+    if k > values.numel():
+        return None
+    ordered = _widened(values).abs().nan_to_num_(0, 0).sort().values
+    return float(ordered[-k]) or None
+
+
+def keep(selection: Selection, threshold: float) -> Selection:
+    """Return the part of a selection at or above a threshold, without NaN.
+
+    Parameters
+    ----------
+    selection : Selection
+        Elements to choose from.
+    threshold : float
+        Least magnitude kept, a number of the gradient's precision.
+    """
+    kept = (_widened(selection.values).abs() >= threshold).nonzero().view(-1)
+    return Selection(selection.indices[kept], selection.values[kept])

@@ -1,0 +1,301 @@
+"""The passes over a contiguous float32, float16 or bfloat16 tensor as Triton kernels.
+
+Magnitudes are compared through their bits, as in :mod:`gradstats.primitives.kernels`. What a program sums depends on
+the number of elements alone, and programs are combined in order or by counting: every run gives the same bits.
+
+With ``TRITON_INTERPRET=1`` the kernels run on CPU tensors. Nothing here has been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["counts", "pack_bits", "select", "signed", "sums", "tail", "unpack_bits"]
+
+BLOCK = 1024
+"""Elements that a program reads at a time: eight for each thread of four warps."""
+
+PROGRAMS = 1024
+"""Programs that share a sum, if each has a block: several for each multiprocessor of a large GPU."""
+
+MOST_BLOCKS = 512
+"""Blocks summed by one program at most: a product of as many mantissas stays within float64's range."""
+
+_MASK = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+_MANTISSA = tl.constexpr(0x7FFFFF)
+_ONE = tl.constexpr(0x3F800000)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _loaded(x, start, numel, BLOCK: tl.constexpr):
+    """Return positions, which of them exist, values as float32, and the bits of the magnitudes (0 beyond the end)."""
+    at = start + tl.arange(0, BLOCK)
+    inside = at < numel
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    return at, inside, value, value.to(tl.int32, bitcast=True) & _MASK
+
+
+@triton.jit(do_not_specialize=["low"])
+def _sums_kernel(
+    x,
+    found,
+    numel,
+    low,
+    SIGNED: tl.constexpr,
+    LOG: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write a row of (count, zeros, nonfinite, sum, squares, logarithms, max) of one program's blocks."""
+    program = tl.program_id(0).to(tl.int64)
+    count = tl.full([BLOCK], 0, tl.int32)
+    zeros = tl.full([BLOCK], 0, tl.int32)
+    nonfinite = tl.full([BLOCK], 0, tl.int32)
+    exponents = tl.full([BLOCK], 0, tl.int32)
+    largest = tl.full([BLOCK], 0, tl.int32)
+    total = tl.full([BLOCK], 0.0, tl.float64)
+    squares = tl.full([BLOCK], 0.0, tl.float64)
+    product = tl.full([BLOCK], 1.0, tl.float64)
+    for i in range(BLOCKS):
+        start = (program * BLOCKS + i) * BLOCK
+        _, inside, value, bits = _loaded(x, start, numel, BLOCK)
+        kept = inside & (bits >= low) & (bits < _INFINITY)
+        count += kept.to(tl.int32)
+        zeros += (inside & (bits == 0)).to(tl.int32)
+        nonfinite += (bits >= _INFINITY).to(tl.int32)
+        largest = tl.maximum(largest, tl.where(kept, bits, 0))
+        wide = tl.where(kept, value if SIGNED else tl.abs(value), 0.0).to(tl.float64)
+        total += wide
+        squares += wide * wide
+        if LOG:
+            # exponents add up, mantissas multiply; a denormal is a whole number of 2⁻¹⁴⁹
+            tiny = bits < 0x800000
+            scaled = tl.where(tiny, bits.to(tl.float32).to(tl.int32, bitcast=True), bits)
+            exponent = (scaled >> 23) - tl.where(tiny, 127 + 149, 127)
+            mantissa = ((scaled & _MANTISSA) | _ONE).to(tl.float32, bitcast=True)
+            exponents += tl.where(kept, exponent, 0)
+            product *= tl.where(kept, mantissa, 1.0).to(tl.float64)
+    row = found + program * 7
+    tl.store(row, tl.sum(count).to(tl.float64))
+    tl.store(row + 1, tl.sum(zeros).to(tl.float64))
+    tl.store(row + 2, tl.sum(nonfinite).to(tl.float64))
+    tl.store(row + 3, tl.sum(total))
+    tl.store(row + 4, tl.sum(squares))
+    if LOG:
+        logs = tl.log(product) + exponents.to(tl.float64) * _LN2
+        tl.store(row + 5, tl.sum(logs))
+    tl.store(row + 6, tl.max(largest).to(tl.float32, bitcast=True).to(tl.float64))
+
+
+@triton.jit
+def _counts_kernel(x, found, zeros, numel, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the elements of one block by their leading bits, and its zeros."""
+    program = tl.program_id(0).to(tl.int64)
+    _, inside, _, bits = _loaded(x, program * BLOCK, numel, BLOCK)
+    # zeros, of which a gradient may have many, would all wait for one counter
+    tl.atomic_add(found + (bits >> SHIFT), 1, mask=bits > 0, sem="relaxed")
+    tl.store(zeros + program, tl.sum((inside & (bits == 0)).to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["low"])
+def _hits_kernel(x, found, numel, low, BLOCK: tl.constexpr):
+    """Count the elements of one block to select."""
+    program = tl.program_id(0).to(tl.int64)
+    _, _, _, bits = _loaded(x, program * BLOCK, numel, BLOCK)
+    tl.store(found + program, tl.sum(((bits >= low) & (bits <= _INFINITY)).to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["low"])
+def _select_kernel(x, ends, indices, values, numel, low, BLOCK: tl.constexpr):
+    """Write the elements of one block to select, in order, before the end of its part."""
+    program = tl.program_id(0).to(tl.int64)
+    at, _, value, bits = _loaded(x, program * BLOCK, numel, BLOCK)
+    kept = (bits >= low) & (bits <= _INFINITY)
+    hits = kept.to(tl.int32)
+    place = tl.load(ends + program) - tl.sum(hits) + tl.cumsum(hits) - 1
+    tl.store(indices + place, at, mask=kept)
+    tl.store(values + place, value.to(values.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _pack_kernel(bits, packed, numel, BLOCK: tl.constexpr):
+    """Pack eight bits into each byte of one block, the first the lowest."""
+    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, 8)
+    at = byte[:, None] * 8 + lane[None, :]
+    bit = tl.load(bits + at, mask=at < numel, other=0).to(tl.int32)
+    tl.store(packed + byte, tl.sum(bit << lane[None, :], 1).to(tl.uint8), mask=byte * 8 < numel)
+
+
+@triton.jit
+def _unpack_kernel(packed, bits, numel, BLOCK: tl.constexpr):
+    """Write each bit of one block as a byte."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    byte = tl.load(packed + at // 8, mask=at < numel, other=0).to(tl.int32)
+    tl.store(bits + at, ((byte >> (at % 8).to(tl.int32)) & 1).to(tl.uint8), mask=at < numel)
+
+
+def _launch(kernel: Any, programs: int, x: torch.Tensor, *arguments: Any, **constants: Any) -> None:
+    """Start programs on the tensor's device, which need not be the current one; none starts for none."""
+    if programs:
+        with torch.cuda.device_of(x):
+            kernel[(programs,)](x, *arguments, BLOCK=BLOCK, **constants)
+
+
+def _bits(magnitude: float) -> int:
+    """Return the bits of a float32, as int32 compares them."""
+    return int(np.float32(magnitude).view(np.int32))
+
+
+def _summed(x: torch.Tensor, low: int, **constants: bool) -> list[float]:
+    """Return the row of :func:`_sums_kernel` of the whole tensor."""
+    blocks = triton.cdiv(x.numel(), BLOCK)
+    # a power of two: each is compiled by itself
+    each = min(triton.next_power_of_2(max(triton.cdiv(blocks, PROGRAMS), 1)), MOST_BLOCKS)
+    programs = triton.cdiv(blocks, each)
+    rows = torch.zeros((max(programs, 1), 7), dtype=torch.float64, device=x.device)
+    _launch(_sums_kernel, programs, x, rows, x.numel(), low, BLOCKS=each, **constants)
+    added = rows.sum(0)
+    added[6] = rows[:, 6].max()
+    found: list[float] = added.tolist()
+    return found
+
+
+def sums(
+    x: torch.Tensor, above: float, log: bool
+) -> tuple[int, int, int, float, float, float, float]:
+    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above.
+
+    Parameters
+    ----------
+    x : tensor
+        Contiguous gradient of any shape.
+    above : float
+        Least magnitude that is summed, a float32.
+    log : bool
+        Sum the logarithms too; otherwise their sum is 0.
+    """
+    count, zeros, nonfinite, *rest = _summed(x, max(_bits(above), 1), SIGNED=False, LOG=log)
+    total, squares, logs, largest = rest
+    return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
+
+
+def tail(x: torch.Tensor, above: float) -> tuple[int, float, float]:
+    """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above.
+
+    Parameters
+    ----------
+    x : tensor
+        Contiguous gradient of any shape.
+    above : float
+        Least magnitude that is summed, a float32.
+    """
+    count, _, _, total, squares, _, _ = sums(x, above, False)
+    return count, total, squares
+
+
+def signed(x: torch.Tensor) -> tuple[int, float, float]:
+    """Return (count, Σx, Σx²) over the finite elements.
+
+    Parameters
+    ----------
+    x : tensor
+        Contiguous gradient of any shape.
+    """
+    count, _, _, total, squares, _, _ = _summed(x, 0, SIGNED=True, LOG=False)
+    return int(count), total, squares
+
+
+def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros.
+
+    Parameters
+    ----------
+    x : tensor
+        Contiguous gradient of any shape.
+    bits : int
+        Leading mantissa bits that tell bins apart.
+
+    Returns
+    -------
+    counts : int64 tensor, shape (2^(8 + bits),)
+        Elements per bin.
+    zeros : int64 tensor, shape ()
+        Elements that are zero.
+    """
+    programs = triton.cdiv(x.numel(), BLOCK)
+    # counters of 32 bits cannot overflow below 2³¹ elements
+    counter = torch.int32 if x.numel() < 2**31 else torch.int64
+    found = torch.zeros(1 << (8 + bits), dtype=counter, device=x.device)
+    zeros = torch.zeros(programs, dtype=torch.int32, device=x.device)
+    _launch(_counts_kernel, programs, x, found, zeros, x.numel(), SHIFT=23 - bits)
+    return found.long(), zeros.sum()
+
+
+def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending positions and values of |x| ≥ low > 0, without NaN: two reads and one synchronisation.
+
+    Parameters
+    ----------
+    x : tensor
+        Contiguous gradient of any shape.
+    low : float
+        Least magnitude selected, a float32.
+    """
+    programs = triton.cdiv(x.numel(), BLOCK)
+    hits = torch.zeros(programs, dtype=torch.int32, device=x.device)
+    _launch(_hits_kernel, programs, x, hits, x.numel(), _bits(low))
+    ends = hits.cumsum(0)
+    found = int(ends[-1]) if programs else 0
+    indices = torch.empty(found, dtype=torch.int64, device=x.device)
+    values = torch.empty(found, dtype=x.dtype, device=x.device)
+    if found:
+        _launch(_select_kernel, programs, x, ends, indices, values, x.numel(), _bits(low))
+    return indices, values
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack bits, eight a byte, in one read.
+
+    Parameters
+    ----------
+    bits : bool tensor, shape (n,)
+        The bits.
+
+    Returns
+    -------
+    uint8 tensor, shape (⌈n/8⌉,)
+        Element i is bit i mod 8, counted from the lowest, of byte i div 8.
+    """
+    bits = bits.contiguous()
+    packed = torch.empty(triton.cdiv(bits.numel(), 8), dtype=torch.uint8, device=bits.device)
+    programs = triton.cdiv(packed.numel(), BLOCK)
+    _launch(_pack_kernel, programs, bits.view(torch.uint8), packed, bits.numel())
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the first bits of what :func:`pack_bits` made.
+
+    Parameters
+    ----------
+    packed : uint8 tensor, shape (bytes,)
+        Packed bits.
+    numel : int
+        Number of bits wanted.
+
+    Returns
+    -------
+    bool tensor, shape (numel,)
+        The bits.
+    """
+    bits = torch.empty(numel, dtype=torch.uint8, device=packed.device)
+    _launch(_unpack_kernel, triton.cdiv(numel, BLOCK), packed.contiguous(), bits, numel)
+    return bits.view(torch.bool)

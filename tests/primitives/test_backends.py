@@ -1,0 +1,286 @@
+"""Device code against the compiled loops, on CPU tensors: torch operators, and Triton's kernels in its interpreter.
+
+Nothing here runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from support import hostile
+
+import gradstats
+from gradstats import primitives
+from gradstats.errors import InputError
+from gradstats.primitives import (
+    backend,
+    exceedances,
+    histogram,
+    kth_largest,
+    moments,
+    operators,
+    select,
+    top_candidates,
+)
+from gradstats.primitives.backend import device_code
+from gradstats.primitives.moments import signed_sums
+from gradstats.thresholds import ESTIMATORS, make_estimator
+
+backends = importlib.import_module("gradstats.primitives.backend")  # the name is a function's
+
+ONE_ROUNDING = 2.0**-23
+"""Between neighbouring float32: sums in another order move a threshold by no more."""
+
+EXACT = ("exact", "warm-exact", "histogram", "dgc", "hard", "micro", "redsync-trimmed")
+"""Estimators that only compare and count: their thresholds are the same bits."""
+
+
+def tensors():
+    """Return the odd arrays that are gradients, as tensors."""
+    found = []
+    for odd in hostile.arrays(np.random.default_rng(5)):
+        if odd.elements is None:
+            continue
+        value = odd.value
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+        found.append(hostile.Odd(odd.name, value, odd.elements))
+    return found
+
+
+ODD = tensors()
+CHECKED = (
+    "moments",
+    "exceedances",
+    "histogram",
+    "select",
+    "kth_largest",
+    "top_candidates",
+    "sketch",
+)
+
+
+WHY = "Triton is installed with the extra dev, on Linux"
+
+
+@pytest.fixture(params=["torch", "triton"])
+def name(request, monkeypatch):
+    """A backend; the interpreter takes as long for a large block as for a small one."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason=WHY)
+        from gradstats.primitives import triton_kernels
+
+        monkeypatch.setattr(triton_kernels, "BLOCK", 1 << 14)
+        monkeypatch.setattr(triton_kernels, "PROGRAMS", 2)
+    return request.param
+
+
+@pytest.fixture
+def chunk(monkeypatch):
+    """Chunks of which most odd arrays have several."""
+    monkeypatch.setattr(operators, "CHUNK", 1000)
+
+
+def same(a, b):
+    return math.isnan(a) and math.isnan(b) if math.isnan(a) else a == pytest.approx(b, rel=1e-12)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_the_same_answers_as_the_elements_give(name, chunk, odd):
+    """Those that the compiled loops are asked for: counts, sums, histograms, selections, order statistics."""
+    targets = [
+        t
+        for t in hostile.targets(np.random.default_rng(3))
+        if t.array and getattr(t.function, "__name__", "") in CHECKED
+    ]
+    assert len(targets) > len(CHECKED)
+    for target in targets:
+        call = partial(target.function, **{target.array: odd.value}, **target.arguments)
+        try:
+            with backend(name):
+                found = call()
+        except InputError:  # a sketch beyond float32's range
+            with pytest.raises(InputError):
+                call()
+            continue
+        target.check(odd, found)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_the_same_sums_as_the_compiled_loops(name, chunk, odd):
+    x = odd.value
+    for above, log in product((0.0, 0.5, 1e-42, 1e300, math.inf), (True, False)):
+        with backend(name):
+            found = moments(x, above, log=log), exceedances(x, above)
+        for a, b in zip(found, (moments(x, above, log=log), exceedances(x, above)), strict=True):
+            assert (a.numel, a.count, a.zeros, a.nonfinite) == (
+                (b.numel, b.count, b.zeros, b.nonfinite)
+            )
+            assert same(a.max, b.max)
+            for field in ("sum_abs", "sum_squares", "sum_log"):
+                assert same(getattr(a, field), getattr(b, field)), field
+    plain = x.detach().resolve_neg()
+    with backend(name):
+        found = signed_sums(plain)
+    assert all(same(a, b) for a, b in zip(found, signed_sums(plain), strict=True))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_the_same_thresholds_and_selections(name, chunk, odd):
+    for estimator in ESTIMATORS:
+        same_selections(name, odd, estimator)
+
+
+def same_selections(name, odd, estimator):
+    """Twice, so that what is remembered counts; a selection follows from the threshold alone."""
+    ours, theirs = make_estimator(estimator), make_estimator(estimator)
+    for ratio in (0.01, 0.3):
+        try:
+            expected, compiled = theirs.select(odd.value, ratio)
+        except gradstats.GradstatsError as error:
+            with pytest.raises(type(error)), backend(name):
+                ours.select(odd.value, ratio)
+            return
+        with backend(name):
+            estimate, found = ours.select(odd.value, ratio)
+        if estimator in EXACT:
+            assert estimate.threshold == expected.threshold
+        assert estimate.threshold == pytest.approx(expected.threshold, rel=ONE_ROUNDING, abs=1e-45)
+        if estimate.threshold != expected.threshold:
+            compiled = select(odd.value, estimate.threshold)
+        assert torch.equal(found.indices, compiled.indices)
+        assert torch.equal(found.values, compiled.values)
+        assert found.values.dtype == odd.value.dtype
+
+
+def test_orders_of_many_elements(name):
+    """Beyond what is sorted: a sampled bracket, and one that misses."""
+    x = torch.from_numpy(np.random.default_rng(0).random(200_000).astype(np.float32))
+    hidden = x.clone()
+    hidden[:: x.numel() // (1 << 15)] += 10
+    for y, k in product((x, hidden, x.bfloat16()), (1, 10_000, 199_999, 200_001)):
+        with backend(name):
+            eta, found = top_candidates(y, k)
+            assert kth_largest(y, k) == eta
+        expected, compiled = top_candidates(y, k)
+        assert eta == expected
+        assert torch.equal(found.indices, compiled.indices)
+        assert torch.equal(found.values, compiled.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_histograms_are_the_same(name, chunk, dtype):
+    x = torch.from_numpy(np.random.default_rng(1).standard_t(2, 70_000)).to(dtype)
+    x[:7] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, 1e38])
+    for bits in (0, 7, 12):
+        with backend(name):
+            found = histogram(x, bits)
+        expected = histogram(x, bits)
+        assert np.array_equal(found.counts, expected.counts)
+        assert (found.zeros, found.nonfinite) == (expected.zeros, expected.nonfinite)
+
+
+def test_strided_tensors_are_read_in_index_order(name, chunk):
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((50, 60, 7)).astype(np.float32))
+    for y in (x.permute(2, 0, 1), x[::2, ::3, ::2], x.flip(0), x[:1].expand(3, 60, 7)):
+        with backend(name):
+            found, sums = select(y, 1.0), moments(y)
+        flat = y.contiguous()
+        assert torch.equal(found.indices, select(flat, 1.0).indices)
+        assert torch.equal(found.values, select(flat, 1.0).values)
+        assert sums.sum_abs == pytest.approx(moments(flat).sum_abs, rel=1e-12)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("numel", [0, 1, 127, 128, 129, 1000])
+def test_borders_of_blocks_and_programs(numel, programs, monkeypatch):
+    """Of Triton's kernels alone: several blocks a program, and a last one that is not full."""
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
+    monkeypatch.setattr(kernels, "BLOCK", 128)
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    x = torch.from_numpy(np.random.default_rng(numel).laplace(size=numel).astype(np.float32))
+    x[::3] = 0
+    with backend("triton"):
+        found = moments(x), signed_sums(x), histogram(x), select(x, 0.7)
+    sums, signs, counted, selected = moments(x), signed_sums(x), histogram(x), select(x, 0.7)
+    for field in ("count", "zeros", "nonfinite", "max", "sum_abs", "sum_squares", "sum_log"):
+        assert same(getattr(found[0], field), getattr(sums, field)), field
+    assert found[1] == pytest.approx(signs, rel=1e-12)
+    assert np.array_equal(found[2].counts, counted.counts)
+    assert found[2].zeros == counted.zeros
+    assert torch.equal(found[3].indices, selected.indices)
+    assert torch.equal(found[3].values, selected.values)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 8, 9, 127, 128, 129, 1000, 1023, 1024, 1025, 3001])
+def test_bits_are_packed_as_numpy_packs_them(numel, share, monkeypatch):
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
+    monkeypatch.setattr(kernels, "BLOCK", 128)
+    bits = np.random.default_rng(numel).random(numel) < share
+    packed = kernels.pack_bits(torch.from_numpy(bits))
+    assert packed.tolist() == np.packbits(bits, bitorder="little").tolist()
+    assert torch.equal(kernels.unpack_bits(packed, numel), torch.from_numpy(bits))
+    strided = torch.from_numpy(np.repeat(bits, 2))[::2]
+    assert torch.equal(kernels.pack_bits(strided), packed)
+
+
+def test_twice_the_same_bits(name):
+    x = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    with backend(name):
+        a, b = (
+            (moments(x), exceedances(x, 1.0), signed_sums(x), select(x, 2.0).indices.tolist())
+            for _ in range(2)
+        )
+    assert repr(a) == repr(b)
+
+
+def test_the_device_decides_unless_it_is_said():
+    x, array = torch.ones(3), np.ones(3, np.float32)
+    assert device_code(x) is device_code(array) is None
+    with backend("torch"):
+        assert device_code(x) is operators
+        assert device_code(array) is None
+        with backend("compiled"):
+            assert device_code(x) is None
+        assert device_code(x) is operators
+    assert device_code(x) is None
+    with pytest.raises(InputError, match="no backend 'cuda'; there are"):
+        backend("cuda")
+
+
+def test_triton_needs_a_gpu_that_is_new_enough_and_a_compiler(monkeypatch):
+    """What the device would decide, told to it: there is none."""
+    pytest.importorskip("triton", reason=WHY)
+
+    def chosen(device, capability=(8, 0), compiler="/usr/bin/gcc"):
+        by_device.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(shutil, "which", lambda _: compiler)
+        return by_device(torch.device(device))
+
+    by_device = backends._by_device
+    monkeypatch.delenv("CC", raising=False)
+    assert chosen("cuda:1") == "triton"
+    assert chosen("cuda:1", capability=(7, 0)) == "torch"
+    assert chosen("cuda:1", compiler=None) == "torch"
+    assert chosen("mps") == "torch"
+    assert chosen("cpu") == "compiled"
+    monkeypatch.setattr(backends, "_has_triton", lambda: False)
+    assert chosen("cuda:1") == "torch"
+    with pytest.raises(InputError, match="Triton is not installed: pip install triton"):
+        backend("triton")
+    by_device.cache_clear()
+
+
+def test_a_block_that_fails_ends_the_choice():
+    with pytest.raises(InputError), backend("torch"):
+        primitives.moments(torch.ones(3), -1.0)
+    assert device_code(torch.ones(3)) is None

@@ -1,0 +1,178 @@
+"""What a threshold and a selection move to the host, counted on CPU tensors that are read as a device's are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from gradstats import backend
+from gradstats.compressors import make_compressor, make_selector
+from gradstats.primitives import (
+    exceedances,
+    histogram,
+    moments,
+    operators,
+    select,
+    top_candidates,
+)
+from gradstats.primitives.histogram import histogram_quantile
+from gradstats.primitives.moments import signed_sums
+from gradstats.thresholds import ESTIMATORS, make_estimator
+from gradstats.thresholds.bench import sample_gradient
+from gradstats.thresholds.exact import _SAMPLE
+
+SCALARS = 1000
+"""Bytes that a threshold may move."""
+
+_WHOLE = ("cpu", "numpy", "tolist", "to", "__array__", "__reduce_ex__")
+_ONE = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+
+
+class Moved(TorchFunctionMode):
+    """Counter of the bytes that methods of tensors would copy to the host, if the tensors were not there."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+        self.calls = Counter()
+        """Calls for which the host waits: those that copy to it, and `nonzero`, whose result has a size."""
+        self._host = []
+
+    def __enter__(self):
+        self._from_numpy = torch.from_numpy  # modes do not see it
+
+        def made_on_the_host(array):
+            self._host.append(self._from_numpy(array))
+            return self._host[-1]
+
+        torch.from_numpy = made_on_the_host
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.from_numpy = self._from_numpy
+        return super().__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        self.calls["nonzero"] += name == "nonzero"
+        if name not in (*_WHOLE, *_ONE) or any(args[0] is each for each in self._host):
+            return result
+        if name == "to" and "cpu" not in map(str, [*args[1:], *kwargs.values()]):
+            return result
+        if name in ("cpu", "to"):
+            self._host.append(result)  # what follows there costs nothing
+        self.bytes += args[0].element_size() * args[0].numel()
+        self.calls[name] += 1
+        return result
+
+
+def test_the_counter_counts():
+    x = torch.arange(10.0)
+    with Moved() as moved:
+        assert float(x[3]) + x[2].item() == 5
+        assert bool(x[1] > 0)
+    assert moved.bytes == 4 + 4 + 1
+    for way in (
+        lambda: x.numpy(),
+        lambda: x.tolist(),
+        lambda: x.cpu().numpy(),
+        lambda: x.to("cpu", torch.float64).numpy(),
+        lambda: np.asarray(x),
+    ):
+        with Moved() as moved:
+            way()
+        assert moved.bytes >= 40, way
+
+
+@pytest.fixture(scope="module")
+def gradient():
+    return torch.from_numpy(sample_gradient(600_000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
+    """Beside them: warm-exact's sample, and the occupied bins from which SIDCo adapts its stages every five steps."""
+    x = gradient.to(dtype)
+    sample = 0
+    if name == "warm-exact":
+        sample = 4 * 2 * _SAMPLE
+    elif name.startswith("sidco"):
+        sample = 16 * np.count_nonzero(histogram(x, 10).counts)
+        assert sample < x.numel() / 2
+    rule = make_estimator(name)
+    with backend("torch"):
+        for _ in range(3):
+            with Moved() as moved:
+                _, selection = rule.select(x, 0.01)
+            assert moved.bytes <= SCALARS + sample, moved.calls
+            if name.startswith("sidco"):
+                sample = 0  # until the sixth step
+            assert selection.values.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_how_often_the_host_waits(name, gradient, monkeypatch):
+    """As docs/howto/gpu.md says: once for sums and quantiles; for a selection once, or once a chunk."""
+    chunks = 1
+    if name == "triton":
+        kernels = pytest.importorskip(
+            "gradstats.primitives.triton_kernels",
+            reason="Triton is installed with the extra dev, on Linux",
+        )
+        monkeypatch.setattr(kernels, "BLOCK", 1 << 17)
+    else:
+        monkeypatch.setattr(operators, "CHUNK", 1 << 17)
+        chunks = 5
+    for run, waits in (
+        (lambda: moments(gradient), 1),
+        (lambda: exceedances(gradient, 1e-3), 1),
+        (lambda: signed_sums(gradient), 1),
+        (lambda: histogram_quantile(gradient, 6000, 10), 1),
+        (lambda: histogram(gradient), 3),
+        (lambda: select(gradient, 1e-2), chunks),
+        (lambda: top_candidates(gradient, 6000), 3 + chunks),
+    ):
+        with backend(name), Moved() as moved:
+            run()
+        assert moved.calls.total() == waits, moved.calls
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["topk", "sidco-e", "redsync", "signsgd", "marsit"])
+def test_exchanges_move_scalars_and_give_the_same_update(name, gradient, one_rank):
+    """Live as on a device, and live on the CPU; what a process group moves by itself is not counted."""
+    live, offline = make_compressor(name, 0.01), make_compressor(name, 0.01)
+    for step in range(2):
+        with backend("torch"), Moved() as moved:
+            ours = live.reduce(gradient.clone(), None)
+        theirs = offline.reduce(gradient.clone(), None)
+        assert torch.equal(ours.mean, theirs.mean)
+        assert torch.equal(ours.residual, theirs.residual)
+        assert ours.selected == theirs.selected
+        if name != "sidco-e" or step:  # the first step adapts the stages
+            assert moved.bytes <= SCALARS, moved.calls
+
+
+@pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])
+def test_selectors_move_scalars(name, gradient):
+    selector = make_selector(name, 0.01)
+    with backend("torch"):
+        for _ in range(2):
+            with Moved() as moved:
+                selector.select(gradient)
+            assert moved.bytes <= SCALARS, moved.calls
