@@ -135,9 +135,7 @@ def plan(  # numpydoc ignore=PR01
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
-            typer.echo(
-                "\n" + textwrap.fill(network.advice(each), width, break_on_hyphens=False) + "\n"
-            )
+            typer.echo("\n" + textwrap.fill(network.advice(each), width) + "\n")
     else:
         title = "Steps, predicted, in seconds"
         columns = ["workers", "rate", *columns]
