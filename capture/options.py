@@ -148,7 +148,7 @@ VocabOption = Annotated[
 SizeOption = Annotated[
     str | None,
     typer.Option(
-        help="Size of the transformer: 0.5M, 2M, 10M, 30M or 124M.",
+        help="Size of the transformer: 0.1M, 0.5M, 2M, 10M, 30M or 124M.",
         **one_of("size", lambda: get_args(Size)),
     ),
 ]

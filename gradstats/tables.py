@@ -52,6 +52,7 @@ _HEADERS = {
     "change_low": "change ÷ low",
     "change_high": "change ÷ high",
     "acf1": "autocorrelation",
+    **{f"bandwidth_{share}": f"{share} %" for share in (50, 75, 90, 95, 99)},
 }
 """Headings of terminal tables where a field's name has no unit or is SciPy's."""
 _ANSWERS = {"compressible"}

@@ -13,7 +13,9 @@ from capture.options import (
     ClipKindOption,
     ClipOption,
     DataDirOption,
+    DelayOption,
     ErrorFeedbackOption,
+    FragmentsOption,
     HiddenOption,
     LearningRateOption,
     LearningRatesOption,
@@ -49,6 +51,12 @@ def bench_network(  # numpydoc ignore=PR01
     rate: Annotated[
         str, typer.Option(help="Rate of every link: Mbit/s, or as tc writes it: 1gbit.")
     ] = "1gbit",
+    up: Annotated[
+        str | None, typer.Option(help="Rate at which a rank sends; --rate if absent.")
+    ] = None,
+    down: Annotated[
+        str | None, typer.Option(help="Rate at which it receives; --rate if absent.")
+    ] = None,
     workload: WorkloadOption = "resnet20-digits",
     compressor: Annotated[
         list[str] | None,
@@ -58,6 +66,15 @@ def bench_network(  # numpydoc ignore=PR01
         ),
     ] = None,
     steps: StepsOption = 30,
+    local_steps: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Exchange pseudo-gradients after so many local steps (repeatable); 0 for gradients in every step.",
+            metavar="H",
+        ),
+    ] = None,
+    fragments: FragmentsOption = 1,
+    delay: DelayOption = 0,
     ratio: SingleRatioOption = 0.001,
     indices: IndicesOption = "plain",
     values: ValuesOption = "float32",
@@ -93,7 +110,8 @@ def bench_network(  # numpydoc ignore=PR01
     Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are
     not touched, and nothing is left behind. compute is the step without an exchange (at most what the other parts
     leave of it), communicate is what the exchange adds to it, bytes is what left a rank's interface. Times are
-    seconds per step; the first 3 steps are not counted. lags measures how to send in further steps, before those
+    seconds per step; the first 3 steps are not counted. With --local-steps they are means over whole intervals after
+    the first, and --steps is rounded up to such. lags measures how to send in further steps, before those
     that are counted.
     """
     from capture.lab import run
@@ -104,6 +122,8 @@ def bench_network(  # numpydoc ignore=PR01
         workload,
         nproc=nproc,
         steps=steps,
+        fragments=fragments,
+        delay=delay,
         batch_size=batch_size,
         learning_rate=learning_rate,
         momentum=momentum,
@@ -122,23 +142,29 @@ def bench_network(  # numpydoc ignore=PR01
         vocab=vocab,
         error_feedback=error_feedback,
     )
-    bits = parse_rate(rate)
+    bits = parse_rate(up or rate), parse_rate(down or rate)
     with signals_end_the_command():
         records = run.bench_network(
             config,
             bits,
             names,
+            local_steps=local_steps or (0,),
             burst=burst,
             on_network=None if measure is None else lambda network: network.save(measure),
             label=config.label and "network",
         )
     if measure is not None:
         note(f"wrote {measure}")
+    sent, received = (f"{bit / 1e6:g}" for bit in bits)
+    told = f"{sent} Mbit/s" + (f" up and {received} down" if sent != received else "")
+    unsaid = {"nproc", "rate", "up", "down", "ratio", "compute_alone"}
+    if not local_steps:
+        unsaid |= {"local_steps", "fragments", "delay", "utilisation"}
     emit(
         records,
         format,
         output,
-        columns=[c for c in records[0] if c not in ("nproc", "rate", "ratio", "compute_alone")],
-        title=f"{workload}, {nproc} ranks at {bits / 1e6:g} Mbit/s: seconds and bytes per step",
+        columns=[c for c in records[0] if c not in unsaid],
+        title=f"{workload}, {nproc} ranks at {told}: seconds and bytes per step",
         group_by=("nproc", "rate"),
     )

@@ -58,17 +58,27 @@ class Cluster:
         Namespaces of the ranks.
     address : str
         Address of rank 0.
-    rate : int
-        Rate of every link in each direction, in bit/s.
+    up : int
+        Rate at which a rank sends, in bit/s.
+    down : int
+        Rate at which it receives, in bit/s.
     """
 
     ranks: tuple[str, ...]
     address: str
-    rate: int
+    up: int
+    down: int
+
+    @property
+    def rate(self) -> int:
+        """Rate of the slower direction, in bit/s."""
+        return min(self.up, self.down)
 
 
 @contextmanager
-def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluster]:
+def shaped_network(
+    nproc: int, rate: int | tuple[int, int], burst: int = BURST
+) -> Iterator[Cluster]:
     """Build a network for some ranks, and take it down again whatever happens.
 
     Each rank's link passes two token buckets (``tc tbf``), at its own end and at the bridge's, so that what it
@@ -79,8 +89,8 @@ def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluste
     ----------
     nproc : int
         Number of ranks, up to 200.
-    rate : int
-        Rate of every link in each direction, in bit/s.
+    rate : int or (int, int)
+        Rate of every link in each direction, in bit/s; or the rates at which a rank sends and receives.
     burst : int
         Bytes that an idle link saves up and then sends at once, at least 4,096.
 
@@ -102,10 +112,11 @@ def shaped_network(nproc: int, rate: int, burst: int = BURST) -> Iterator[Cluste
     _check(nproc)
     if burst < _SMALLEST_BURST:
         raise InputError(f"a burst must be at least {_SMALLEST_BURST} bytes, not {burst}")
+    up, down = rate if isinstance(rate, tuple) else (rate, rate)
     with _only_one(), _signals_raise():
         _remove_all()
         try:
-            yield _build(nproc, rate, burst)
+            yield _build(nproc, up, down, burst)
         finally:
             for number in _SIGNALS:  # a second Ctrl-C must not leave half of the network
                 signal.signal(number, signal.SIG_IGN)
@@ -180,7 +191,7 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _build(nproc: int, rate: int, burst: int) -> Cluster:
+def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
     prefix = f"{_PREFIX}{os.getpid()}-"
     hub, ranks = f"{prefix}hub", tuple(f"{prefix}{rank}" for rank in range(nproc))
     segment, bucket = min(_LARGEST_SEGMENT, burst * 9 // 10), f"burst {burst} {_QUEUE}"
@@ -194,11 +205,11 @@ def _build(nproc: int, rate: int, burst: int) -> Cluster:
         _run("ip -n", hub, "link add", port, "type veth peer name", INTERFACE, "netns", name)
         _run("ip -n", name, "link set", INTERFACE, f"gso_max_size {segment}")
         _run("ip -n", name, f"address add {_SUBNET}.{rank + 1}/24 dev", INTERFACE)
-        for namespace, interface in ((hub, port), (name, INTERFACE)):
+        for namespace, interface, rate in ((hub, port, down), (name, INTERFACE, up)):
             _run("tc -n", namespace, "qdisc add dev", interface, f"root tbf rate {rate}bit", bucket)
         _run("ip -n", hub, "link set", port, "master bridge up")
         _run("ip -n", name, "link set", INTERFACE, "up")
-    return Cluster(ranks, f"{_SUBNET}.1", rate)
+    return Cluster(ranks, f"{_SUBNET}.1", up, down)
 
 
 def _remove_all() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -57,24 +58,28 @@ class Computing:
 
 def bench_network(
     config: RunConfig,
-    rate: int,
+    rate: int | tuple[int, int],
     compressors: Sequence[str],
     *,
+    local_steps: Sequence[int] = (0,),
     burst: int = BURST,
     on_network: Callable[[Network], None] | None = None,
     label: str = "",
 ) -> list[dict[str, Any]]:
-    """Train a workload once per compressor, in one shaped network.
+    """Train a workload once per compressor and number of local steps, in one shaped network.
 
     Parameters
     ----------
     config : RunConfig
-        Settings of the runs; the compressor is replaced.
-    rate : int
-        Rate of every link in each direction, in bit/s.
+        Settings of the runs; compressor and local steps are replaced. Fragments and delay are those of runs with local
+        steps.
+    rate : int or (int, int)
+        Rate of every link in each direction, in bit/s; or the rates at which a rank sends and receives.
     compressors : sequence of str
         Names (:data:`gradstats.compressors.COMPRESSORS`, :data:`capture.workloads.BASELINES`); ``none`` is PyTorch's
         dense all-reduce.
+    local_steps : sequence of int
+        Numbers of local steps from one exchange to the next; 0 for an exchange in every step.
     burst : int
         Bytes that an idle link saves up and then sends at once.
     on_network : callable, optional
@@ -86,12 +91,14 @@ def bench_network(
     Returns
     -------
     list of dict
-        One per compressor. Times are seconds per step, medians over the steps after :data:`WARM_UP`, averaged over
-        the ranks. A compressor that measures how to send (:attr:`gradstats.compressors.Compressor.settling`) does so
-        in further steps before them. Exchanges that are PyTorch's own, such as ``none`` and ``powersgd``, do not record
-        their parts.
+        One per number of local steps and compressor. Times are seconds per step, medians over the steps after
+        :data:`WARM_UP`, averaged over the ranks. With local steps they are means over whole intervals after the first,
+        and the steps are rounded up to such. A compressor that measures how to send
+        (:attr:`gradstats.compressors.Compressor.settling`) does so in further steps before them. Exchanges that are
+        PyTorch's own, such as ``none`` and ``powersgd``, do not record their parts.
 
-        - ``compressor``, ``nproc``, ``rate`` (Mbit/s), ``ratio`` (NaN for PyTorch's exchanges);
+        - ``compressor``, ``nproc``, ``rate`` (Mbit/s, of the slower direction), ``up`` and ``down``, ``ratio`` (NaN for
+          PyTorch's exchanges), ``local_steps``, ``fragments``, ``delay``;
         - ``seconds``: the whole step.
         - ``compute_alone``: the same step without an exchange. It is measured once, before the runs: the same
           processes on the same cores, each training by itself, but waiting for the others in every step.
@@ -102,6 +109,7 @@ def bench_network(
           slower ranks in it. The hook measures it; for PyTorch's exchanges it is ``seconds`` − ``compute``, at least 0.
         - ``overlapped``: the part of the exchange during backpropagation, as the hook measures it; NaN for PyTorch's
           exchanges.
+        - ``utilisation``: the share of ``seconds`` that ``compute`` takes.
         - ``bytes``: bytes that left a rank's interface, headers, acknowledgements and forwarded messages included, as
           the kernel counts them.
         - ``quality``: k̂/k, the mean over steps; NaN where there is none.
@@ -116,7 +124,7 @@ def bench_network(
     RunFailedError
         If a rank fails.
     """
-    check(config, compressors)
+    check(config, compressors, local_steps)
     records = []
     with shaped_network(config.nproc, rate, burst) as cluster:
         computing = train_without_exchange(config, cluster)
@@ -125,14 +133,16 @@ def bench_network(
             trained = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
             select = list(dict.fromkeys([*trained, "topk"]))
             on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
-        for name in compressors:
-            run = _with(config, name).replace(label=name if config.label else "")
-            record, _ = train(run, cluster, computing.seconds)
-            records.append(record)
+        for steps in dict.fromkeys(local_steps):
+            for name in compressors:
+                shown = f"{name}, {steps} local steps" if steps else name
+                run = _with(config, name, steps).replace(label=shown if config.label else "")
+                record, _ = train(run, cluster, computing.seconds)
+                records.append(record)
     return records
 
 
-def check(config: RunConfig, compressors: Sequence[str]) -> None:
+def check(config: RunConfig, compressors: Sequence[str], local_steps: Sequence[int] = (0,)) -> None:
     """Check the settings of runs before anything is built.
 
     Parameters
@@ -141,24 +151,30 @@ def check(config: RunConfig, compressors: Sequence[str]) -> None:
         Settings of the runs; the compressor is replaced.
     compressors : sequence of str
         Compressors of the runs.
+    local_steps : sequence of int
+        Their numbers of local steps.
 
     Raises
     ------
     InputError
         If a run cannot work, or is too short.
     """
-    for name in compressors:
-        _with(config, name).check()
+    for name, steps in product(compressors, local_steps):
+        _with(config, name, steps).check()
+    if not any(local_steps):
+        config.check()  # fragments and a delay are of local steps
     if config.setting("steps") <= WARM_UP:
         raise InputError(f"steps must be more than {WARM_UP}: the first {WARM_UP} are not counted")
 
 
-def _with(config: RunConfig, name: str) -> RunConfig:
+def _with(config: RunConfig, name: str, local_steps: int) -> RunConfig:
     """Return the settings with another compressor; PyTorch's exchanges send what they send, without a codec."""
+    if not local_steps:
+        config = config.replace(fragments=1, delay=0)
     given = dict(config.options)
     if name in (DENSE, *BASELINES):
         given = {key: value for key, value in given.items() if key not in ("indices", "values")}
-    return config.replace(compressor=name, options=given)
+    return config.replace(compressor=name, options=given, local_steps=local_steps)
 
 
 def train_without_exchange(config: RunConfig, cluster: Cluster) -> Computing:
@@ -181,7 +197,7 @@ def train_without_exchange(config: RunConfig, cluster: Cluster) -> Computing:
     steps = min(config.setting("steps"), _LONGEST_ALONE)
     alone = config.replace(
         compressor=NO_EXCHANGE, label="", steps=steps, options={}, evaluate=False
-    )
+    ).replace(local_steps=0, fragments=1, delay=0)
     results, _ = zip(*launch(cluster, _train, alone), strict=True)
     return Computing(fmean(_median(result.seconds) for result in results), results[0].numel)
 
@@ -250,15 +266,24 @@ def train(
     losses : list of float
         Training loss at every step, the mean over the ranks.
     """
-    steps, settling = config.setting("steps"), _settling(config)
+    steps, settling, local = config.setting("steps"), _settling(config), config.local_steps
+    if local:
+        steps, settling = -(-steps // local) * local, local
     run = config.replace(evaluate=False, steps=settling + steps)
     results, sent = zip(*launch(cluster, _train, run), strict=True)
     recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
-    seconds = fmean(_median(result.seconds, settling) for result in results)
+
+    def per_step(values: Sequence[float]) -> float:
+        # one local step in so many exchanges: the median would not see it
+        return fmean(values[settling:]) if local else _median(values, settling)
+
+    seconds = fmean(per_step(result.seconds) for result in results)
 
     def measured(name: str) -> float:
         if not recorded:
             return math.nan
+        if local:  # a record for each exchange, of which the first is that of the first interval
+            return fmean(r[name] for result in results for r in result.records[1:]) / local
         return fmean(_median([r[name] for r in result.records], settling) for result in results)
 
     select = 0.0 if config.compressor == DENSE else measured("select_seconds")
@@ -271,14 +296,22 @@ def train(
         "compressor": config.compressor,
         "nproc": config.nproc,
         "rate": cluster.rate / 1e6,
-        "ratio": config.ratio if recorded else math.nan,
+        "up": cluster.up / 1e6,
+        "down": cluster.down / 1e6,
+        "local_steps": local,
+        "fragments": config.fragments,
+        "delay": config.delay,
+        "ratio": config.ratio if recorded and config.compressor != DENSE else math.nan,
         "seconds": seconds,
+        "utilisation": max(0.0, min(compute, rest)) / seconds,
         "compute": max(0.0, min(compute, rest)),
         "select": select,
         "communicate": communicate,
         "overlapped": measured("overlapped_seconds"),
-        "bytes": round(fmean(_median(counts, settling) for counts in sent)),
-        "quality": _quality([r for result in results for r in result.records[settling:]]),
+        "bytes": round(fmean(per_step(counts) for counts in sent)),
+        "quality": _quality(
+            [r for result in results for r in result.records[1 if local else settling :]]
+        ),
         "loss": fmean(losses[-last:]),
         "compute_alone": compute,
     }
@@ -309,10 +342,12 @@ def _train(config: RunConfig) -> tuple[RunResult, list[int]]:
 
     from capture.workloads.training import worker
 
-    counts = [_bytes_sent()]
-    register_optimizer_step_post_hook(lambda *_: counts.append(_bytes_sent()))
+    before = _bytes_sent()
+    counts: dict[int, list[int]] = defaultdict(list)  # an outer optimizer steps, too
+    register_optimizer_step_post_hook(lambda each, *_: counts[id(each)].append(_bytes_sent()))
     result = worker(config)
-    return result, [after - before for before, after in pairwise(counts)]
+    found = [before, *max(counts.values(), key=len)]
+    return result, [after - before for before, after in pairwise(found)]
 
 
 def _measure(options: Mapping[str, Any], label: str) -> Network:

@@ -43,7 +43,7 @@ Parallel: TypeAlias = Literal["ddp", "fsdp", "hsdp"]
 """Every rank with the whole model, with a shard of it, or shards in each of two replicas."""
 Recipe: TypeAlias = Literal["short", "paper"]
 """Where settings come from that are not given: the workload's own defaults, or the papers' training."""
-Size: TypeAlias = Literal["0.5M", "2M", "10M", "30M", "124M"]
+Size: TypeAlias = Literal["0.1M", "0.5M", "2M", "10M", "30M", "124M"]
 """Sizes of the transformer; :mod:`capture.workloads.gpt` has their shapes."""
 Outer: TypeAlias = Literal["diloco", "sparseloco", "mean"]
 """What a run with local steps does with the mean of its pseudo-gradients."""
@@ -74,7 +74,7 @@ class RunConfig:
         Width of the LSTM.
     vocab : int or None
         Number of words that a model of text knows.
-    size : {"0.5M", "2M", "10M", "30M", "124M"} or None
+    size : {"0.1M", "0.5M", "2M", "10M", "30M", "124M"} or None
         Size of the transformer, by its parameters with 4,000 words.
     autocast : bool
         Whether the transformer computes in bfloat16 where torch's autocast does.

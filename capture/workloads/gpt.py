@@ -1,4 +1,4 @@
-"""A decoder-only transformer that predicts words, of torch's own modules, in sizes from half a million parameters on.
+"""A decoder-only transformer that predicts words, of torch's own modules, from a tenth of a million parameters on.
 
 Source: GPT-2 (Radford et al. 2019): normalisation before each part, learned positions, output weights tied to the
 embedding. Words take the place of its byte pairs.
@@ -34,6 +34,7 @@ class _Size(NamedTuple):
 
 
 _SIZES = {
+    "0.1M": _Size(2, 24, 2, 32),
     "0.5M": _Size(4, 64, 4, 64),
     "2M": _Size(4, 160, 5, 64),
     "10M": _Size(7, 320, 5, 128),
@@ -71,6 +72,10 @@ class GPT(nn.Module):
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
+        # a module that shares its weight: FSDP2 gathers what modules own, not what others reach into; no memory of its
+        # own, and no random numbers
+        self.output = nn.Linear(width, vocab, bias=False, device="meta")
+        self.output.weight = self.words.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 # what is added to the residual stream: less of each, the more layers add to it
@@ -92,10 +97,11 @@ class GPT(nn.Module):
         """
         time = words.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time, device=words.device)
-        hidden = self.words(words) + self.positions.weight[:time]
+        hidden = self.words(words) + self.positions(torch.arange(time, device=words.device))
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
-        return F.linear(self.norm(hidden), self.words.weight)
+        scores: Tensor = self.output(self.norm(hidden))
+        return scores
 
 
 class _Windows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import textwrap
 from itertools import groupby
@@ -77,6 +78,27 @@ def plan(  # numpydoc ignore=PR01
             "that of the measured cluster if absent."
         ),
     ] = None,
+    up: Annotated[
+        str | None,
+        typer.Option(help="Rate at which a worker sends, with --down and without --bandwidth."),
+    ] = None,
+    down: Annotated[
+        str | None,
+        typer.Option(help="Rate at which it receives. The slower direction decides."),
+    ] = None,
+    local_steps: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Local steps from one exchange to the next (repeatable); 0 for an exchange in every step, by DDP.",
+            metavar="H",
+        ),
+    ] = None,
+    fragments: Annotated[
+        int, typer.Option(help="Parts of the model exchanged at different local steps.")
+    ] = 1,
+    delay: Annotated[
+        int, typer.Option(help="Local steps that an exchange takes in the background.")
+    ] = 0,
     figure: Annotated[
         Path | None,
         typer.Option(help="Draw the speed-up over dense to this file.", metavar="FILE.png"),
@@ -95,6 +117,9 @@ def plan(  # numpydoc ignore=PR01
 
     Threshold rules are taken to send as many elements as they keep of the source's gradients, but are recommended only
     if they were as fast with k of them. pays: the bandwidths at which a compressor is faster than dense.
+
+    With --local-steps: the share of the time that is spent computing (utilisation), and the Mbit/s that 50, 75, 90, 95
+    and 99 % of it take, with pseudo-gradients in place of gradients.
     """
     from gradstats import network
     from gradstats.collectives import Codec
@@ -107,7 +132,11 @@ def plan(  # numpydoc ignore=PR01
     sources = open_sources(source)
     if len(sources) > 1:
         raise InputError(f"{source} holds several traces; give one of them")
-    rates = [parse_rate(text) for text in bandwidth or ()]
+    rates: list[float | tuple[float, float]] = [parse_rate(text) for text in bandwidth or ()]
+    if up or down:
+        if not (up and down) or rates:
+            raise InputError("--up and --down go together, and take the place of --bandwidth")
+        rates = [(parse_rate(up), parse_rate(down))]
     with progress_bar() as bar:
         bar.add_task("plan", total=None)
         records = network.plan(
@@ -118,30 +147,39 @@ def plan(  # numpydoc ignore=PR01
             ratio or (0.001,),
             compressor or (),
             rates=rates,
+            local_steps=local_steps or (0,),
+            fragments=fragments,
+            delay=delay,
             codec=Codec(indices, values),
             baseline=baseline,
         )
     if figure is not None:
         _draw(records, points, figure)
     columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "pays", "limit"]
+    if local_steps:
+        needed = [f"bandwidth_{share}" for share in network.TARGETS]
+        columns = ["local_steps", "compressor", "ratio", "seconds", "utilisation", *needed]
     if (indices, values) != ("plain", "float32"):
-        columns += ["bytes", "codec_pays"]
+        columns += ["bytes"] if local_steps else ["bytes", "codec_pays"]
+    advise = network.local_advice if local_steps else network.advice
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:
+            at = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
             title = (
-                f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}, in seconds with 95 % "
-                "intervals; pays: at which Mbit/s it is faster than dense"
+                f"{at} in seconds, the share of it that is computing, and the Mbit/s that so many percent take"
+                if local_steps
+                else f"{at}, in seconds with 95 % intervals; pays: at which Mbit/s it is faster than dense"
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
-            typer.echo("\n" + textwrap.fill(network.advice(each), width) + "\n")
+            typer.echo("\n" + textwrap.fill(advise(each), width, break_on_hyphens=False) + "\n")
     else:
         title = "Steps, predicted, in seconds"
         columns = ["workers", "rate", *columns]
         emit(records, format, output, columns=columns, title=title, group_by=("workers", "rate"))
         for each in plans:
-            note(network.advice(each))
+            note(advise(each))
     if assumed := sorted({r["compressor"] for r in records if r["basis"] == "assumed"}):
         note(f"Assumed to send exactly k: {', '.join(assumed)}.")
     if not compressor and records[0]["left_out"]:
@@ -149,22 +187,29 @@ def plan(  # numpydoc ignore=PR01
     if any(r["low"] < r["high"] for r in records):
         held, known = network.HELD
         note(
-            f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}."
+            f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}"
+            + (", none of them with local steps." if local_steps else ".")
         )
     note(_CAVEAT)
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record with its break-even bandwidths in words."""
-    found = {}
+    found: dict[str, Any] = {
+        name: "never" if math.isinf(value) else "any" if not value else _rounded(value)
+        for name, value in record.items()
+        if name.startswith("bandwidth_")
+    }
     for name, at in (("pays", "break_even"), ("codec_pays", "codec_break_even")):
         side = record[name]
         found[name] = (
-            f"{side} {float(f'{record[at]:.3g}'):,.7g}"
-            if side in ("below", "above")
-            else side or "–"
+            f"{side} {_rounded(record[at])}" if side in ("below", "above") else side or "–"
         )
     return record | found
+
+
+def _rounded(number: float) -> str:
+    return f"{float(f'{number:.3g}'):,.7g}"
 
 
 def _points(path: Path) -> Records:
@@ -179,6 +224,7 @@ def _points(path: Path) -> Records:
                 "ratio": r["ratio"],
                 "seconds": float(r["seconds"]),
                 "compute": float(r.get("compute_alone", r["compute"])),
+                "local_steps": int(r.get("local_steps", 0)),
             }
             for r in records
         ]

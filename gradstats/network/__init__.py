@@ -4,10 +4,10 @@
 command line.
 """
 
-from gradstats.network.advice import advice
+from gradstats.network.advice import advice, local_advice
 from gradstats.network.exchange import Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Interval, Line, Network, Work, fit_line, interval
-from gradstats.network.plan import HELD, plan
+from gradstats.network.plan import HELD, TARGETS, plan
 from gradstats.network.timeline import (
     LayerTime,
     Message,
@@ -16,6 +16,7 @@ from gradstats.network.timeline import (
     lags_way,
     layer_ratios,
     layer_times,
+    local_interval,
     simulate,
 )
 from gradstats.network.union import UnionGrowth, union_growth
@@ -23,6 +24,7 @@ from gradstats.network.union import UnionGrowth, union_growth
 __all__ = [
     "ALGORITHMS",
     "HELD",
+    "TARGETS",
     "Exchange",
     "Interval",
     "LayerTime",
@@ -41,6 +43,8 @@ __all__ = [
     "lags_way",
     "layer_ratios",
     "layer_times",
+    "local_advice",
+    "local_interval",
     "plan",
     "simulate",
     "union_growth",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradstats.network.rates import format_rate
 
-__all__ = ["advice"]
+__all__ = ["advice", "local_advice"]
+
+_BUSY = 90
+"""Percent of the time spent computing for which local steps are advised."""
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> str:
@@ -48,6 +52,49 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     if best["speedup_low"] <= 1:
         text += f" The interval includes 1: {called} may be as fast."
     return text
+
+
+def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many local steps keep these workers computing at this rate, in a few sentences.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :func:`gradstats.network.plan` with local steps, for one number of workers and one rate.
+    """
+    ddp = next(r for r in records if not r["local_steps"] and r["compressor"] == r["baseline"])
+    local = [r for r in records if r["local_steps"]]
+    text = (
+        f"{ddp['workers']} workers at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, "
+        f"{_percent(ddp)} of the time is spent computing. "
+    )
+    enough = [r for r in local if r["utilisation"] >= _BUSY / 100]
+    if enough:
+        fewest = min(r["local_steps"] for r in enough)
+        there = [r for r in enough if r["local_steps"] == fewest]
+        best = next((r for r in there if r["recommended"]), there[0])
+        text += f"{_BUSY} % takes {_steps(best)} with {_label(best)}: {_percent(best)}."
+    else:
+        best = max(local, key=lambda r: r["utilisation"])
+        text += f"None of this gives {_BUSY} %: {_steps(best)} with {_label(best)} give {_percent(best)}."
+    dense = [r for r in local if r["compressor"] == "none"]
+    if dense and best["compressor"] != "none":
+        most = max(dense, key=lambda r: r["local_steps"])
+        needed = most[f"bandwidth_{_BUSY}"]
+        at = f"take {format_rate(needed)}" if needed < math.inf else "cannot have it at any rate"
+        text += (
+            f" Dense exchanges every {_steps(most)} give {_percent(most)}, and for {_BUSY} % {at}."
+        )
+    return text
+
+
+def _percent(record: Mapping[str, Any]) -> str:
+    return f"{100 * record['utilisation']:.3g} %"
+
+
+def _steps(record: Mapping[str, Any]) -> str:
+    steps = record["local_steps"]
+    return f"{steps} local step{'s' * (steps != 1)}"
 
 
 def _speedup(record: Mapping[str, Any]) -> str:

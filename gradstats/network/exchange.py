@@ -21,6 +21,7 @@ from gradstats.network.model import Network, Work
 from gradstats.primitives.ratio import target_count
 
 __all__ = [
+    "FLAG",
     "SLOWEST",
     "Exchange",
     "break_even",
@@ -34,7 +35,7 @@ _WORD = 4
 """Bytes of the 32-bit words of which messages consist."""
 _HEADER = 2
 """Words before a packed selection, and before a ragged message."""
-_FLAG = Work("all_gather", 4)
+FLAG = Work("all_gather", 4)
 """The exchange in which every rank says whether its gradient can be used."""
 _SCALE_BYTES = 4
 _FULL = 4
@@ -268,7 +269,7 @@ def exchange(
 
 def _dense(name: str, numel: int, world: int) -> Exchange:
     reduce = Work("all_reduce", _FULL * numel)
-    communicate = (reduce,) if name == "none" else (_FLAG, reduce)
+    communicate = (reduce,) if name == "none" else (FLAG, reduce)
     return Exchange(name, numel, world, numel, _FULL * numel, communicate=communicate)
 
 
@@ -281,7 +282,7 @@ def _dense_bf16(numel: int, world: int) -> Exchange:
         numel,
         _HALF * numel,
         select=(Work("select:dense-bf16", numel),),
-        communicate=(_FLAG, reduce),
+        communicate=(FLAG, reduce),
         unpack=(Work("average", numel),),
     )
 
@@ -357,10 +358,10 @@ def _cltk(numel: int, world: int, k: int, codec: Codec) -> Exchange:
         numel,
         world,
         k,
-        _FLAG.size + _FULL * k + positions / world,
+        FLAG.size + _FULL * k + positions / world,
         select=(Work("select:cltk", numel),),
         pack=tuple(coding(codec, "encode", k)),
-        communicate=(_FLAG, Work("broadcast", positions), Work("all_reduce", _FULL * k)),
+        communicate=(FLAG, Work("broadcast", positions), Work("all_reduce", _FULL * k)),
         unpack=(Work("unpack", k), *coding(codec, "decode", k)),
     )
 
@@ -371,9 +372,9 @@ def _randomk(numel: int, world: int, k: int) -> Exchange:
         numel,
         world,
         k,
-        _FLAG.size + _FULL * k,
+        FLAG.size + _FULL * k,
         select=(Work("select:randomk", numel),),
-        communicate=(_FLAG, Work("all_reduce", _FULL * k)),
+        communicate=(FLAG, Work("all_reduce", _FULL * k)),
         unpack=(Work("unpack", k),),
     )
 
@@ -387,7 +388,7 @@ def _signs(name: str, numel: int, world: int) -> Exchange:
         numel,
         message,
         select=(Work(f"select:{name}", numel),),
-        communicate=(_FLAG, Work("all_gather", message)),
+        communicate=(FLAG, Work("all_gather", message)),
         unpack=(Work(f"decode:{name}", numel),),
     )
 
@@ -403,7 +404,7 @@ def _cascading(numel: int, world: int) -> Exchange:
         numel,
         hops / world * sum(parts),
         select=(Work("select:cascading", numel / world, world),),
-        communicate=(_FLAG, Work("hop", max(parts), hops)),
+        communicate=(FLAG, Work("hop", max(parts), hops)),
         unpack=(Work("unpack_signs", numel / world, 2 * world - 1),),
     )
 
@@ -432,7 +433,7 @@ def _marsit(
         full * (2 * (world - 1) * numel * _FULL // world) + one_bit * (moved + scale),
         select=(Work("select:marsit", numel, one_bit),),
         communicate=(
-            _FLAG,
+            FLAG,
             Work("all_reduce", _FULL * numel, full),
             Work("all_gather", scale, one_bit),
             Work("hop", along_row, one_bit * 2 * (columns - 1)),

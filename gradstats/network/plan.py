@@ -15,8 +15,9 @@ from gradstats.analysis.compression import compression
 from gradstats.analysis.quality import quality
 from gradstats.collectives.codec import PLAIN, Codec, check_codec
 from gradstats.compressors import COMPRESSORS, RULE, codecs, compressor_class
+from gradstats.compressors.base import Activity
 from gradstats.errors import InputError
-from gradstats.network.exchange import SLOWEST, Exchange, break_even, exchange
+from gradstats.network.exchange import FLAG, SLOWEST, Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Network, Work, middle_95
 from gradstats.network.timeline import (
     LayerTime,
@@ -24,6 +25,7 @@ from gradstats.network.timeline import (
     Timeline,
     deliveries,
     lags_way,
+    local_interval,
     simulate,
 )
 from gradstats.network.union import union_growth
@@ -40,7 +42,7 @@ from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
 
-__all__ = ["BASELINES", "HELD", "plan"]
+__all__ = ["BASELINES", "HELD", "TARGETS", "plan"]
 
 HELD = (38, 42)
 """Measured steps that were within their 95 % interval, and how many there are, in docs/network.md."""
@@ -56,6 +58,13 @@ _BACKWARD = 2 / 3
 """Share of the backward pass in a step's computing: two of a layer's three matrix products belong to it."""
 _BUCKET = 25 * 2**20 // 4
 """Elements of a DDP bucket, which DDP all-reduces while the backward pass goes on."""
+TARGETS = (50, 75, 90, 95, 99)
+"""Shares of a step's time spent computing, in percent, for which a plan says what bandwidth they take."""
+_OUTER_PASSES = 3
+"""Passes of an exchange of pseudo-gradients, in those that the hook makes over a gradient.
+
+One is the hook's own, the others take the difference of parameters and step the outer optimizer.
+"""
 _NOTHING = 1e-9
 """Share of a step that counts as no gain."""
 _DENSE = {"none": 4, "torch-bf16": 2}
@@ -79,6 +88,9 @@ class _System:
     forward: float
     exchange: Exchange
     codec: Codec = PLAIN
+    steps: int = 0
+    fragments: int = 1
+    delay: int = 0
 
     @property
     def streams(self) -> bool:
@@ -142,6 +154,26 @@ class _System:
     def seconds(self, network: Network) -> float:
         return self.timeline(network, self.way(network)).seconds
 
+    @property
+    def compute(self) -> float:
+        return self.forward + sum(layer.backward for layer in self.layers)
+
+    def utilisation(
+        self, seconds: NDArray[np.float64], slower: Sequence[float]
+    ) -> dict[str, float]:
+        """Return the share of a step that is computing, and its interval; `seconds` are as in :meth:`predicted`."""
+        share = np.minimum(np.array(slower) * self.compute / seconds, 1.0)
+        low, high = _drawn_interval(share)
+        return {"utilisation": float(share[0]), "utilisation_low": low, "utilisation_high": high}
+
+    def bandwidths(self, network: Network) -> dict[str, float]:
+        """Return the bandwidths in Mbit/s from which on a step computes for these shares of its time."""
+
+        def needed(share: float) -> float:
+            return break_even(network, lambda n: self.seconds(n) - self.compute / share) / 1e6
+
+        return {f"bandwidth_{target}": needed(target / 100) for target in TARGETS}
+
     def drawn(
         self, networks: Sequence[Network], slower: Sequence[float], error: NDArray[np.float64]
     ) -> NDArray[np.float64]:
@@ -199,6 +231,47 @@ class _System:
             "transfer": max(0.0, timeline.lane("communicate") - fixed),
             "hidden": max(0.0, timeline.hidden),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalSystem(_System):
+    """A compressor of pseudo-gradients; all of a step's computing is `forward`, and `exchange` is a fragment's.
+
+    The seconds of an exchange are spread over the local steps.
+    """
+
+    @property
+    def streams(self) -> bool:
+        """LocalSteps has the whole pseudo-gradient at once, so that nothing is sent layer by layer."""
+        return False
+
+    def messages(self, network: Network, way: _Way) -> list[Message]:
+        split = self.exchange.split(network)
+        select, memory = split.pop("select"), self._memory(network)
+        message = Message(
+            layers=tuple(layer.name for layer in self.layers),
+            numel=self.exchange.numel,
+            sent=self.exchange.selected,
+            backward=0.0,
+            select=select / self.steps + memory / self.fragments,
+            communicate=sum(split.values()) / self.steps,
+            bytes_sent=round(self.exchange.bytes_sent),
+        )
+        return [message] * self.fragments
+
+    def _memory(self, network: Network) -> float:
+        passes = [Work("memory", self.exchange.numel, self.fragments * _OUTER_PASSES)]
+        return network.seconds(passes, self.world) / self.steps
+
+    def timeline(self, network: Network, way: _Way, slower: float = 1.0) -> Timeline:
+        one, compute = self.messages(network, way)[0], slower * self.forward
+        exchanged = self.steps * (one.select + one.communicate)
+        interval = local_interval(compute, exchanged, self.steps, self.fragments, self.delay)
+        end = interval / self.steps - compute
+        # what is hidden began before the end of computing
+        begun = end - self.fragments * one.communicate
+        selected = Activity("select", "", begun - self.fragments * one.select, begun, one.numel)
+        return Timeline(compute, (selected, Activity("communicate", "", begun, end, one.numel)))
 
 
 def _unlinked(network: Network) -> Network:
@@ -287,7 +360,10 @@ def plan(
     ratios: Sequence[float] = (0.001,),
     compressors: Sequence[str] = (),
     *,
-    rates: Sequence[float] = (),
+    rates: Sequence[float | tuple[float, float]] = (),
+    local_steps: Sequence[int] = (0,),
+    fragments: int = 1,
+    delay: int = 0,
     draws: int = 200,
     codec: Codec = PLAIN,
     baseline: str = "none",
@@ -310,8 +386,17 @@ def plan(
         Kept fractions k/d, each in (0, 1].
     compressors : sequence of str
         Names of :data:`gradstats.compressors.COMPRESSORS`. If empty, all that the network was measured with.
-    rates : sequence of float
-        Bandwidths of the links in bit/s; latencies stay as they are. If empty, the bandwidth that was measured.
+    rates : sequence of float or (float, float)
+        Bandwidths of the links in bit/s; latencies stay as they are. If empty, the bandwidth that was measured. A pair
+        is what a worker sends and receives at: in every collective of :data:`gradstats.network.ALGORITHMS` each
+        transfer is one worker's to another, and the slower direction decides.
+    local_steps : sequence of int
+        Numbers H of local steps from one exchange to the next, see :class:`gradstats.hooks.LocalSteps`; 0 for DDP,
+        which averages in every step.
+    fragments : int
+        Parts of the model that are exchanged at different local steps.
+    delay : int
+        Local steps that an exchange takes in the background, fewer than the local steps.
     draws : int
         How many networks are drawn for the intervals.
     codec : Codec
@@ -324,11 +409,17 @@ def plan(
     Returns
     -------
     Records
-        One record for each number of workers, rate, compressor and ratio; the fastest of each number and rate first.
+        One record for each number of workers, rate, number of local steps, compressor and ratio; the fastest of these
+        first. Without a 0 in `local_steps`, the baseline alone is in the plan with 0.
 
         - compressor, workers, and ratio, which is None for a compressor without one.
-        - rate, the bandwidth in Mbit/s.
-        - seconds of a step, and its 95 % interval low and high.
+        - rate, the bandwidth in Mbit/s, of the slower direction; up and down, both.
+        - local_steps; fragments and delay, 1 and 0 without local steps.
+        - seconds of a step, and its 95 % interval low and high. With local steps it is the mean over an interval, as
+          all seconds are.
+        - utilisation, the share of it that is computing, and its 95 % interval utilisation_low and utilisation_high.
+        - bandwidth_50, _75, _90, _95 and _99, the Mbit/s from which on utilisation is at least so many percent;
+          infinite if no bandwidth is enough, 0 if any is. These fields are there where local steps are asked for.
         - speedup over the baseline, and its 95 % interval speedup_low and speedup_high.
         - break_even, the bandwidth in Mbit/s where it begins to be faster than the baseline, and pays, on which side:
           ``"below"``, ``"above"``, ``"always"`` (break_even is infinite), ``"never"`` (0), or empty for the baseline
@@ -340,7 +431,7 @@ def plan(
         - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
           unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
           the backward pass.
-        - bytes, sent by a rank, and selected, the number of elements.
+        - bytes, sent by a rank in an exchange, and selected, the number of elements.
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
         - union, the number of positions that all workers send together; NaN if unknown.
@@ -361,6 +452,11 @@ def plan(
     -----
     Two thirds of `compute` are taken as the backward pass, spread over the layers in proportion to their elements. This
     matters for what goes on meanwhile: DDP's dense all-reduce of buckets of 25 MB, and LAGS.
+
+    With local steps a step computes for `compute` seconds, and the exchange follows after `local_steps` of them, all of
+    it or fragment by fragment; behind later steps it hides with a delay alone. Taking the difference of parameters and
+    the outer optimizer's step are priced as two more of the hook's own passes. A smaller share of time for the exchange
+    does not mean that training converges as well.
     """
     opened, ratios = open_source(source), check_ratios(ratios)
     if not opened.numel:
@@ -380,6 +476,10 @@ def plan(
     compute = float(np.median(times))
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
+    links = [_link(rate) for rate in check_several(rates, "rates")] or [
+        (network.rate, network.rate)
+    ]
+    local_steps = _check_local(local_steps, fragments, delay)
     if baseline not in BASELINES:
         raise InputError(f"baseline must be {' or '.join(BASELINES)}, not {shown(baseline)}")
     for name in compressors:
@@ -418,85 +518,142 @@ def plan(
     }
     left_out = ", ".join(n for n in COMPRESSORS if n not in names and n != "none")
 
-    def system(name: str, ratio: float | None, world: int) -> _System:
+    def system(name: str, ratio: float | None, world: int, steps: int) -> _System:
+        parts = fragments if steps else 1
+        numel = -(-opened.numel // parts)
         kept = qualities.get((name, ratio))
-        k = target_count(ratio, opened.numel) if ratio else opened.numel
-        selected = None if kept is None else min(opened.numel, round(kept * k))
+        k = target_count(ratio, numel) if ratio else numel
+        selected = None if kept is None else min(numel, round(kept * k))
         own = PLAIN if name in _DENSE else codec.only(codecs(name))
         one = exchange(
             "none" if name in _DENSE else name,
-            opened.numel,
+            numel,
             ratio or 1.0,
             world,
             selected=selected,
             codec=own,
         )
-        return _System(name, ratio, world, layers, compute - backward, one, own)
+        if not steps:
+            return _System(name, ratio, world, layers, compute - backward, one, own)
+        if name in _DENSE:  # no bucket of DDP's: the ranks say that they can, then average
+            one = replace(one, communicate=(FLAG, *one.communicate))
+        there = [each._replace(backward=0.0) for each in layers]
+        return _LocalSystem(name, ratio, world, there, compute, one, own, steps, parts, delay)
 
     def at_least_k(each: _System) -> _System:
         kept = qualities.get((each.name, each.ratio), 1.0)
         if kept >= 1:
             return each
-        one = exchange(each.name, opened.numel, each.ratio or 1.0, each.world, codec=each.codec)
+        numel = each.exchange.numel
+        one = exchange(each.name, numel, each.ratio or 1.0, each.world, codec=each.codec)
         return replace(each, exchange=one)
 
-    def plain(coded: _System) -> _System:
-        one = exchange(
-            coded.name,
-            opened.numel,
-            coded.ratio or 1.0,
-            coded.world,
-            selected=round(coded.exchange.selected),
-        )
-        return replace(coded, exchange=one, codec=PLAIN)
-
+    asked = [
+        (steps, [pair for pair in chosen if not steps or pair[0] != BASELINES["bf16"]])
+        for steps in local_steps
+    ]
+    if 0 not in local_steps:
+        asked.insert(0, (0, chosen[:1]))
     records = Plan()
     for world in dict.fromkeys(workers):
-        systems = [system(name, ratio, world) for name, ratio in chosen]
-        breaks = [
-            _NOWHERE if each is systems[0] else _break_even(network, systems[0], each)
-            for each in systems
-        ]
-        coding_pays = [
-            _NOWHERE if each.codec == PLAIN else _break_even(network, plain(each), each)
-            for each in systems
-        ]
-        for rate in dict.fromkeys(rates) or [network.rate]:
+        dense = system(*chosen[0], world, 0)
+        groups = []
+        for steps, pairs in asked:
+            systems = [system(name, ratio, world, steps) for name, ratio in pairs]
+            prices = [_priced(network, dense, each) for each in systems]
+            if any(local_steps):
+                for each, price in zip(systems, prices, strict=True):
+                    price |= each.bandwidths(network)
+            groups.append((systems, prices))
+        for rate in dict.fromkeys(links):
             # Networks are drawn as measured; only then the links get another rate.
-            networks = [n.slowed(network.rate / rate) for n in (network, *drawn)]
-            steps = [
-                each.drawn(networks, slower, errors[each.name, each.ratio]) for each in systems
-            ]
-            found: list[dict[str, Any]] = [
-                {"compressor": each.name, "workers": world, "rate": rate / 1e6, "ratio": each.ratio}
-                | each.predicted(networks, seconds, steps[0])
-                | {
-                    "seconds_at_k": at_least_k(each).seconds(networks[0]),
-                    "break_even": bandwidth,
-                    "pays": side,
-                    "baseline": systems[0].name,
-                    "indices": each.codec.indices,
-                    "values": each.codec.values,
-                    "codec_break_even": coded,
-                    "codec_pays": coded_side,
-                    "quality": math.nan
-                    if each.streams
-                    else qualities.get((each.name, each.ratio), 1.0),
-                    "basis": _basis(each, qualities),
-                    "union": _union(each, unions),
-                }
-                for each, seconds, (bandwidth, side), (coded, coded_side) in zip(
-                    systems, steps, breaks, coding_pays, strict=True
-                )
-            ]
-            best = _recommended(found, steps)
-            for i, record in enumerate(found):
-                record |= {"recommended": i == best, "left_out": left_out}
-            records += sorted(found, key=lambda record: record["seconds"])
+            networks = [n.slowed(network.rate / min(rate)) for n in (network, *drawn)]
+            dense_seconds = dense.drawn(networks, slower, errors[chosen[0]])
+            for systems, prices in groups:
+                seconds = [
+                    each.drawn(networks, slower, errors[each.name, each.ratio]) for each in systems
+                ]
+                found: list[dict[str, Any]] = [
+                    {
+                        "compressor": each.name,
+                        "workers": world,
+                        "rate": min(rate) / 1e6,
+                        "up": rate[0] / 1e6,
+                        "down": rate[1] / 1e6,
+                        "ratio": each.ratio,
+                    }
+                    | each.predicted(networks, drawn_seconds, dense_seconds)
+                    | each.utilisation(drawn_seconds, slower)
+                    | price
+                    | {
+                        "seconds_at_k": at_least_k(each).seconds(networks[0]),
+                        "baseline": dense.name,
+                        "indices": each.codec.indices,
+                        "values": each.codec.values,
+                        "quality": math.nan
+                        if each.streams
+                        else qualities.get((each.name, each.ratio), 1.0),
+                        "basis": _basis(each, qualities),
+                        "union": _union(each, unions),
+                    }
+                    for each, drawn_seconds, price in zip(systems, seconds, prices, strict=True)
+                ]
+                best = _recommended(found, seconds)
+                for i, record in enumerate(found):
+                    record |= {"recommended": i == best, "left_out": left_out}
+                records += sorted(found, key=lambda record: record["seconds"])
     return records
 
 
-_NOWHERE = (math.nan, "")
+def _link(rate: float | tuple[float, float]) -> tuple[float, float]:
+    """Return the bit/s at which a worker sends and receives."""
+    both = check_several(rate, "a pair of rates") if isinstance(rate, Sequence) else (rate, rate)
+    if len(both) != 2:
+        raise InputError(f"a link has a rate up and a rate down, not {len(both)} rates")
+    up, down = (check_number(each, "a rate", 0, math.inf, hint=", bit/s") for each in both)
+    return up, down
+
+
+def _check_local(local_steps: Sequence[int], fragments: int, delay: int) -> list[int]:
+    """Return numbers of local steps, in order, that leave room for the fragments and the delay."""
+    asked = check_several(local_steps, "local_steps")
+    found = sorted({check_count(each, "local_steps", 0) for each in asked}) or [0]
+    check_count(fragments, "fragments")
+    check_count(delay, "delay", 0)
+    if not any(found) and (fragments > 1 or delay):
+        raise InputError("fragments and a delay are of local steps: give local steps, too")
+    for steps in filter(None, found):
+        if fragments > steps or delay >= steps:
+            raise InputError(
+                f"{steps} local steps leave room for as many fragments and a shorter delay, not for {fragments} and "
+                f"{delay}"
+            )
+    return found
+
+
+def _priced(network: Network, dense: _System, system: _System) -> dict[str, Any]:
+    """Return the fields of a record that do not depend on the rate of the links."""
+    itself = system.steps == dense.steps and system.name == dense.name
+    bandwidth, side = (math.nan, "") if itself else _break_even(network, dense, system)
+    coded, coded_side = math.nan, ""
+    if system.codec != PLAIN:
+        one = exchange(
+            system.name,
+            system.exchange.numel,
+            system.ratio or 1.0,
+            system.world,
+            selected=round(system.exchange.selected),
+        )
+        coded, coded_side = _break_even(network, replace(system, exchange=one, codec=PLAIN), system)
+    return {
+        "local_steps": system.steps,
+        "fragments": system.fragments,
+        "delay": system.delay,
+        "break_even": bandwidth,
+        "pays": side,
+        "codec_break_even": coded,
+        "codec_pays": coded_side,
+    }
 
 
 def _noise(times: Sequence[float], draws: int, generator: np.random.Generator) -> list[float]:
@@ -542,8 +699,9 @@ def _basis(system: _System, qualities: Mapping[tuple[str, float | None], float])
 
 def _union(system: _System, unions: Mapping[float, Callable[[int], float]]) -> float:
     """Return how many positions all workers send together; NaN if unknown."""
+    numel = sum(layer.numel for layer in system.layers)
     if system.ratio is None:
-        return system.exchange.numel
+        return numel
     if compressor_class(system.name).one_union:
-        return target_count(system.ratio, system.exchange.numel)
+        return target_count(system.ratio, numel)
     return unions[system.ratio](system.world) if system.ratio in unions else math.nan

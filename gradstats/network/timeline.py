@@ -33,9 +33,12 @@ __all__ = [
     "lags_way",
     "layer_ratios",
     "layer_times",
+    "local_interval",
     "simulate",
 ]
 
+_INTERVALS = 12
+"""Intervals of local steps after which delayed exchanges are taken to be in a steady state; as many are averaged."""
 _ROOM = 1.25
 """Length of a message in a ragged all-gather, relative to what it holds: a quarter is left free for longer ones."""
 
@@ -315,3 +318,55 @@ def lags_way(
         for sent, ratios in found
     ]
     return found[preferred(known, [[s] for s in seconds], reference(known, seconds))]
+
+
+def local_interval(
+    compute: float, exchange: float, steps: int, fragments: int = 1, delay: int = 0
+) -> float:
+    """Return the seconds from one exchange to the next with local steps, as :class:`gradstats.hooks.LocalSteps` runs.
+
+    Without a delay all wait for every exchange. With one, exchanges take place in one background thread, in order,
+    which does not slow the steps down; the steps wait where a result is due and not there.
+
+    Parameters
+    ----------
+    compute : float
+        Seconds of a local step.
+    exchange : float
+        Seconds of a fragment's exchange.
+    steps : int
+        Local steps H of an interval.
+    fragments : int
+        Number of fragments, each exchanged once in an interval, at equal distances.
+    delay : int
+        Local steps from the beginning of an exchange to the step that needs its result, less than `steps`.
+
+    Returns
+    -------
+    float
+        Seconds of an interval in a steady state: `steps` · `compute` and the waiting.
+    """
+    if not delay:
+        return steps * compute + fragments * exchange
+    offsets = [(i + 1) * steps // fragments for i in range(fragments)]
+    # what happens after a step, in LocalSteps' order: by fragment, and what came in before what goes out
+    events = sorted(
+        (begun + late, fragment, late == 0)
+        for fragment, offset in enumerate(offsets)
+        for begun in (n * steps + offset for n in range(2 * _INTERVALS))
+        for late in (0, delay)
+    )
+    now, at, free, halfway = 0.0, 0, 0.0, 0.0
+    arrives = [0.0] * fragments
+    for step, fragment, sent in events:
+        now, at = now + (step - at) * compute, step
+        if not sent:
+            now = max(now, arrives[fragment])
+            continue
+        free = arrives[fragment] = max(now, free) + exchange
+        if fragment == fragments - 1:
+            if step == _INTERVALS * steps:
+                halfway = now
+            if step == 2 * _INTERVALS * steps:
+                break
+    return (now - halfway) / _INTERVALS

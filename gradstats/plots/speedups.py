@@ -49,27 +49,31 @@ def speedup(
     """
     other = "workers" if at == "rate" else "rate"
     fixed = records[0][other]
-    curves: dict[tuple[str, float | None], list[Mapping[str, Any]]] = {}
+    curves: dict[tuple[str, float | None, int], list[Mapping[str, Any]]] = {}
     for record in sorted(records, key=lambda r: -r["speedup"]):
-        if record["compressor"] != "none":
-            curves.setdefault((record["compressor"], record["ratio"]), []).append(record)
-    ratios = {ratio for _, ratio in curves} - {None}
+        steps = _local(record)
+        if record["compressor"] != "none" or steps:
+            curves.setdefault((record["compressor"], record["ratio"], steps), []).append(record)
+    ways = {(ratio, steps) for _, ratio, steps in curves if ratio is not None or steps}
     there = [r for r in measured if r[other] == fixed]
-    dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none"}
-    for i, ((name, ratio), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
+    dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none" and not _local(r)}
+    for i, ((name, ratio, steps), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
         rows = [r for r in curve if r[other] == fixed]
         # several ratios of a compressor are told apart by their colours
-        colour = look_of(name)["color"] if len(ratios) < 2 else PALETTE[i]
+        colour = look_of(name)["color"] if len(ways) < 2 else PALETTE[i]
         rows.sort(key=lambda r: r[at])
         x = [r[at] for r in rows]
         label = name if ratio is None else f"{name}, {ratio:g}"
+        label += f", {steps} local steps" if steps else ""
         ax.plot(x, [r["speedup"] for r in rows], color=colour, ls=("-", *LINES)[i % 5], label=label)
         low, high = ([r[bound] for r in rows] for bound in ("speedup_low", "speedup_high"))
         ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
         points = [
             (r[at], dense[r[at]] / r["seconds"])
             for r in there
-            if r["compressor"] == name and ratio in (None, r["ratio"]) and r[at] in dense
+            if (r["compressor"], _local(r)) == (name, steps)
+            and ratio in (None, r["ratio"])
+            and r[at] in dense
         ]
         if points:
             ax.plot(*zip(*points, strict=True), ls="", marker=MARKERS[i], color=colour,
@@ -83,3 +87,8 @@ def speedup(
     plain_log(ax.yaxis)
     ax.legend(fontsize="small", title=what, title_fontsize="small", loc="upper right")
     return tidy(ax, title)
+
+
+def _local(record: Mapping[str, Any]) -> int:
+    """Return the local steps of a record; steps that were measured before there were any have none."""
+    return int(record.get("local_steps", 0))

@@ -106,6 +106,11 @@ def test_settings_are_checked_before_anything_is_built():
     assert "nproc" in refused("bench-network", "--nproc", "0")
     assert "1 to 200" in refused("bench-network", "--nproc", "201")
     assert "more than 3" in refused("bench-network", "--steps", "3")
+    assert "room for" in refused("bench-network", "--local-steps", "4", "--delay", "4")
+    assert "is of local steps" in refused("bench-network", "--fragments", "2")
+    assert "go with local steps" in refused(
+        "bench-network", "--local-steps", "4", "--compressor", "powersgd"
+    )
     assert "did you mean marsit" in refused("bench-network", "--compressor", "marsitt")
 
 
@@ -119,19 +124,23 @@ def test_a_missing_tool_is_named(tool, tmp_path, monkeypatch):
 
 def test_a_network_is_shaped_and_apart_from_the_host(lab):
     before = ip("-brief", "link")
-    with shaped_network(3, 7 * 10**6) as network:
+    with shaped_network(3, (7 * 10**6, 9 * 10**6)) as network:
+        assert (network.up, network.down, network.rate) == (7 * 10**6, 9 * 10**6, 7 * 10**6)
         assert ip("-brief", "link") == before
         names = ip("netns").split()
         assert set(network.ranks) < {name for name in names if name.startswith("gradstats-lab-")}
         for name in network.ranks:
             (link,) = json.loads(ip("-n", name, "-json", "link", "show", "type", "veth"))
             assert link["operstate"] == "UP"
-        shown = [
-            subprocess.run(["tc", "-n", name, "qdisc"], capture_output=True, text=True).stdout
+        shown = {
+            name: subprocess.run(["tc", "-n", name, "qdisc"], capture_output=True, text=True).stdout
             for name in names
             if name.startswith("gradstats-lab-")
-        ]
-        assert "".join(shown).count("tbf") == "".join(shown).count("rate 7Mbit burst 32Kb") == 6
+        }
+        sent = "".join(shown.pop(name) for name in network.ranks)
+        received = "".join(shown.values())
+        assert sent.count("tbf") == sent.count("rate 7Mbit burst 32Kb") == 3
+        assert received.count("tbf") == received.count("rate 9Mbit burst 32Kb") == 3
 
 
 def test_what_a_killed_lab_left_goes_and_nothing_else(lab):
@@ -202,6 +211,7 @@ def test_a_training_says_where_its_time_goes(lab):
     done = subprocess.run(
         [
             *LAB,
+            *("--down", "1gbit", "--local-steps", "0", "--local-steps", "4"),
             "--steps",
             "6",
             "--batch-size",
@@ -215,11 +225,14 @@ def test_a_training_says_where_its_time_goes(lab):
     )
     assert done.returncode == 0, done.stderr
     assert all(" after " in line for line in done.stderr.splitlines()), done.stderr
-    records = {record["compressor"]: record for record in json.loads(done.stdout)}
-    assert tuple(records) == names
+    every = {(r["local_steps"], r["compressor"]): r for r in json.loads(done.stdout)}
+    assert tuple(every) == tuple((steps, name) for steps in (0, 4) for name in names)
+    records = {name: every[0, name] for name in names}
     dense, topk = records.values()
-    for record in records.values():
+    for record in every.values():
         assert (record["nproc"], record["rate"]) == (2, 50)
+        assert (record["up"], record["down"]) == (50, 1000)
+        assert record["utilisation"] == pytest.approx(record["compute"] / record["seconds"])
         assert 0 < record["loss"] < 10
         assert record["compute_alone"] == dense["compute_alone"] >= record["compute"] > 0
         parts = [record[name] for name in ("compute", "select", "communicate")]
@@ -233,6 +246,12 @@ def test_a_training_says_where_its_time_goes(lab):
     assert dense["communicate"] == pytest.approx(max(exchange, 0))
     assert topk["select"] > 0 == dense["select"]
     assert dense["overlapped"] is None
+    for name, record in records.items():  # one exchange in four steps
+        local = every[4, name]
+        assert local["bytes"] == pytest.approx(record["bytes"] / 4, rel=0.1, abs=1000)
+    # a ring of two sends what it receives: the faster direction is of no use
+    assert every[4, "none"]["seconds"] > 0.9 * 8 * numel / 50e6
+    assert every[4, "none"]["ratio"] is None
 
 
 def test_steps_in_which_a_compressor_measures_are_not_counted(monkeypatch):
@@ -249,7 +268,7 @@ def test_steps_in_which_a_compressor_measures_are_not_counted(monkeypatch):
         return [(result, values)]
 
     monkeypatch.setattr(run, "launch", launch)
-    cluster = Cluster(("a",), "198.18.0.1", 10**6)
+    cluster = Cluster(("a",), "198.18.0.1", 10**6, 10**6)
     config = RunConfig(workload="resnet20-digits", nproc=1, steps=10)
     for name, options, settling in (
         ("topk", {}, 0),
@@ -266,6 +285,33 @@ def test_steps_in_which_a_compressor_measures_are_not_counted(monkeypatch):
         assert record["select"] == record["communicate"] == 1
         assert record["loss"] == 9  # of the tenth step, as that of all others
         assert losses == list(range(10))
+
+
+def test_local_steps_are_averaged_over_whole_intervals(monkeypatch):
+    asked = []
+
+    def launch(cluster, function, config):
+        asked.append((config.steps, config.local_steps))
+        steps = range(config.steps)
+        # the first interval is slow, and then every fourth step exchanges
+        values = [9.0 if step < 4 else 5.0 if step % 4 == 3 else 1.0 for step in steps]
+        records = [{"select_seconds": 9.0, "selected": 9, "target": 1}]
+        records += [{"select_seconds": 2.0, "selected": 1, "target": 1}] * (config.steps // 4 - 1)
+        records = [r | dict.fromkeys(LANES, r["select_seconds"]) for r in records]
+        result = RunResult(losses=[1.0] * len(steps), seconds=values, records=records)
+        return [(result, values)]
+
+    monkeypatch.setattr(run, "launch", launch)
+    cluster = Cluster(("a",), "198.18.0.1", 10**6, 10**7)
+    config = RunConfig(workload="resnet20-digits", nproc=1, steps=10, local_steps=4)
+    record, losses = run.train(config, cluster, compute=0.5)
+    assert asked == [(16, 4)]
+    assert len(losses) == 12
+    assert record["seconds"] == record["bytes"] == 2
+    assert record["select"] == record["communicate"] == 0.5
+    assert record["quality"] == 1
+    assert record["utilisation"] == 0.25
+    assert (record["rate"], record["up"], record["down"]) == (1, 1, 10)
 
 
 @contextlib.contextmanager

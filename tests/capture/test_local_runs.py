@@ -72,7 +72,7 @@ def test_it_learns_and_says_so_of_unseen_text(autocast):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": "1G"}, "gpt-pydoc has the sizes 0.5M, 2M"),
+        ({"size": "1G"}, "gpt-pydoc has the sizes 0.1M, 0.5M, 2M"),
         ({"workload": "resnet20-digits", "size": "2M"}, "resnet20-digits has one size"),
         ({"workload": "resnet20-digits", "autocast": True}, "leave autocast out"),
         ({"compressor": "dgc"}, "trains with AdamW, without momentum"),

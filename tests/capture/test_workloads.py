@@ -377,8 +377,11 @@ def test_demo_from_a_to_z(tmp_path):
 
 
 @pytest.mark.distributed
-def test_a_sharded_run_trains_as_ddp_and_is_captured(tmp_path):
-    settings = {"workload": "resnet20-digits", "steps": 3, "batch_size": 8, "every": 1}
+@pytest.mark.parametrize(
+    "workload", [{"workload": "resnet20-digits"}, {"workload": "gpt-pydoc", "size": "0.1M"}]
+)
+def test_a_sharded_run_trains_as_ddp_and_is_captured(tmp_path, workload):
+    settings = {**workload, "steps": 3, "batch_size": 8, "every": 1}
     dense = run(RunConfig(**settings, compressor="none", evaluate=False))
     path = tmp_path / "fsdp.zarr"
     sharded = run(RunConfig(**settings, compressor="none", parallel="fsdp", out=path))

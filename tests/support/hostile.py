@@ -511,7 +511,7 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         | {"compressors": ["topk"]},
         "source",
         _nothing,
-        ("network", "compute", "workers", "ratios"),
+        ("network", "compute", "workers", "ratios", "rates", "local_steps", "fragments", "delay"),
     )
     yield Target(gradstats.compressibility, {})
     yield Target(compressibility.local_exponents, {})
