@@ -1,16 +1,16 @@
 """Correctness first, then times, on a machine that has a GPU.
 
-    python benchmarks/gpu.py [--out FOLDER] [--numel N …] [--ratio R …] [--dry-run]
+    python benchmarks/gpu.py [--out FOLDER] [--numel N …] [--ratio R …] [--backend NAME …] [--dry-run]
 
 It needs torch, numpy, scipy and numba, and no network; Triton, matplotlib and zarr where they are there. Every
-estimator, read by Triton and by torch's operators, selects what the compiled loops select on the CPU; if one does not,
-the program ends there. Times follow in multiples of one read of the data (its bytes over the measured bandwidth of a
-copy): the estimators with their selections, beside ``torch.topk`` and ``torch.kthvalue``; capture's cost per step; and
-the exchange of two processes, over NCCL where there are two GPUs, else over gloo.
+estimator, read by torch's operators and by Triton, selects what the compiled loops select on the CPU; if one does not,
+the program ends there. Times follow in multiples of one read of the data (its bytes over the bandwidth of a copy of
+the largest): the estimators with their selections, beside ``torch.topk`` and ``torch.kthvalue``; capture's cost per
+step; and the exchange of two processes, over NCCL where there are two GPUs, else over gloo.
 
-Writes gpu.json and gpu.png, and prints a table. ``--dry-run`` goes through all of it on the CPU with small arrays
-(and, with ``TRITON_INTERPRET=1`` in the environment, Triton's kernels) and takes no time: there is no number without a
-GPU, and none has been taken yet.
+Writes gpu.json, after each part, and gpu.png, and prints a table. ``--dry-run`` goes through all of it on the CPU with
+small arrays (and, with ``TRITON_INTERPRET=1`` in the environment, Triton's kernels) and takes no time: there is no
+number without a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ REPEATS = 15
 Record = dict[str, Any]
 
 
-def backends() -> list[str]:
-    """Return what there is to compare."""
+def available() -> list[str]:
+    """Return the backends that there are to compare."""
     runs = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     return ["torch", "triton"] if runs and find_spec("triton") else ["torch"]
 
@@ -60,7 +61,7 @@ def check(condition: object, what: str) -> None:
         sys.exit(f"WRONG: {what}")
 
 
-def correctness(device: torch.device, numel: int) -> int:
+def correctness(device: torch.device, numel: int, backends: list[str]) -> int:
     """Compare every estimator on the device with the compiled loops on the CPU; return the number of comparisons."""
     done = 0
     plain = torch.from_numpy(sample_gradient(numel))
@@ -70,7 +71,7 @@ def correctness(device: torch.device, numel: int) -> int:
         x = array.to(dtype)
         for layout in (x, x[: len(x) // 6 * 6].view(-1, 2, 3).transpose(0, 2)):
             there = layout.to(device)
-            for name in backends():
+            for name in backends:
                 _same_passes(layout, there, name)
                 for estimator in ESTIMATORS if len(x) else ():
                     _same_selection(layout, there, name, estimator)
@@ -125,20 +126,25 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds)
 
 
-def latency(device: torch.device, numels: list[int], ratios: list[float]) -> list[Record]:
+def latency(
+    device: torch.device, numels: list[int], ratios: list[float], backends: list[str]
+) -> list[Record]:
     """Time every estimator with its selection, beside exact selection with torch's tools."""
     records = []
+    largest = torch.zeros(max(numels), device=device)
+    # a copy reads and writes; one of few elements is launch time and cache, not memory
+    bandwidth = 2 * 4 * max(numels) / timed(largest.clone, device)
+    del largest
     for numel in numels:
         x = torch.from_numpy(sample_gradient(numel)).to(device)
-        read = timed(x.clone, device) / 2  # a copy reads and writes
-        bandwidth = 4 * numel / read
+        read = 4 * numel / bandwidth
         for ratio in ratios:
             k = target_count(ratio, numel)
             runs: dict[tuple[str, str], Callable[[], int]] = {
                 (each, "torch operator"): lambda f=REFERENCES[each]: f(x, k)  # type: ignore[misc]  # noqa: B023
                 for each in ("torch.topk", "torch.kthvalue")
             }
-            for name in backends():
+            for name in backends:
                 for estimator in ESTIMATORS:
                     rule = make_estimator(estimator)
                     runs[estimator, name] = lambda r=rule, n=name: _selected(r, x, ratio, n)  # type: ignore[misc]  # noqa: B023
@@ -198,7 +204,7 @@ def capture_cost(device: torch.device, tiny: bool) -> list[Record]:
     return records
 
 
-def _exchange(rank: int, numel: int, cuda: bool, folder: str) -> None:
+def _exchange(rank: int, numel: int, cuda: bool, folder: str, backends: list[str]) -> None:
     """Average gradients over two processes with every compressor; rank 0 writes the records."""
     nccl = cuda and torch.cuda.device_count() > 1
     device = torch.device("cuda", rank if nccl else 0) if cuda else torch.device("cpu")
@@ -209,30 +215,31 @@ def _exchange(rank: int, numel: int, cuda: bool, folder: str) -> None:
     )
     records = []
     gradient = torch.from_numpy(sample_gradient(numel, seed=rank)).to(device)
-    for name in COMPRESSORS:
+    for name, by in product(COMPRESSORS, backends):
         compressor = make_compressor(name, 0.01) or DenseCompressor()
 
-        def step(compressor: Any = compressor) -> Any:
-            return compressor.reduce(gradient.clone(), None)
+        def step(compressor: Any = compressor, by: Any = by) -> Any:
+            with backend(by):
+                return compressor.reduce(gradient.clone(), None)
 
         mean = step().mean
         both = [torch.empty_like(mean) for _ in range(2)]
         dist.all_gather(both, mean)
-        check(torch.equal(*both), f"{name}: the ranks have different updates")
+        check(torch.equal(*both), f"{name}, {by}: the ranks have different updates")
         seconds = timed(step, device)
         records.append(
-            {"part": "exchange", "what": name, "backend": dist.get_backend(), "numel": numel}
-            | {"seconds": seconds, "ratio": 0.01}
+            {"part": "exchange", "what": name, "backend": by, "group": dist.get_backend()}
+            | {"numel": numel, "seconds": seconds, "ratio": 0.01}
         )
     if rank == 0:
         Path(folder, "records.json").write_text(json.dumps(records))
     dist.destroy_process_group()
 
 
-def exchange(device: torch.device, numel: int) -> list[Record]:
+def exchange(device: torch.device, numel: int, backends: list[str]) -> list[Record]:
     """Time the exchange of two processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_exchange, (numel, device.type == "cuda", folder), nprocs=2)
+        mp.spawn(_exchange, (numel, device.type == "cuda", folder, backends), nprocs=2)
         records: list[Record] = json.loads(Path(folder, "records.json").read_text())
     return records
 
@@ -241,7 +248,7 @@ def show(records: list[Record]) -> None:
     """Print one line a record."""
     for r in records:
         reads = f"{r['reads']:8.2f} reads {r['speedup']:7.1f} x topk" if "reads" in r else ""
-        where = r.get("backend", r.get("store", ""))
+        where = r.get("backend", r.get("store", "")) + f" {r.get('group', '')}"
         print(
             f"{r['part']:9} {r['what']:36} {where:15} {r['numel']:>11,} {r.get('ratio', ''):>6} "
             f"{1e3 * r['seconds']:10.3f} ms {reads}"
@@ -249,10 +256,12 @@ def show(records: list[Record]) -> None:
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """Draw reads of the data by estimator, one panel a size."""
+    """Draw reads of the data by estimator at the smallest ratio, one panel a size."""
     from matplotlib.figure import Figure
 
-    found = [r for r in records if r["part"] == "latency" and r["ratio"] == min(RATIOS)]
+    found = [r for r in records if r["part"] == "latency"]
+    least = min(r["ratio"] for r in found)
+    found = [r for r in found if r["ratio"] == least]
     numels = sorted({r["numel"] for r in found})
     figure = Figure(figsize=(4 * len(numels), 5), layout="constrained")
     for ax, numel in zip(
@@ -274,27 +283,36 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--numel", type=int, nargs="+", default=list(NUMELS))
     parser.add_argument("--ratio", type=float, nargs="+", default=list(RATIOS))
+    parser.add_argument("--backend", choices=available(), nargs="+", default=available())
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, without numbers")
     options = parser.parse_args()
-    dry = options.dry_run
+    dry, backends = options.dry_run, options.backend
     if not dry and not torch.cuda.is_available():
         sys.exit(
             "torch finds no GPU here, so there is no number: --dry-run shows that the program works"
         )
     device = torch.device("cpu" if dry else "cuda")
     numels = [2000] if dry else options.numel
-    print(f"{correctness(device, 2000 if dry else 3_000_000)} selections as on the CPU")
-    records = latency(device, numels, options.ratio)
-    records += capture_cost(device, dry) + exchange(device, min(max(numels), NUMELS[2]))
+    path = options.out / "gpu.json"
+    if not dry:
+        options.out.mkdir(parents=True, exist_ok=True)
+    print(f"{correctness(device, 2000 if dry else 3_000_000, backends)} selections as on the CPU")
+    records: list[Record] = []
+    for part in (
+        lambda: latency(device, numels, options.ratio, backends),
+        lambda: capture_cost(device, dry),
+        lambda: exchange(device, min(max(numels), NUMELS[2]), backends),
+    ):
+        records += part()
+        if not dry:  # after each part: a later one may fail
+            machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+            path.write_text(json.dumps({"machine": machine, "records": records}, indent=1))
     if dry:
         print(f"{len(records)} measurements would have been taken")
         return
     show(records)
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    path = options.out / "gpu.json"
-    path.write_text(json.dumps({"machine": machine, "records": records}, indent=1))
     if find_spec("matplotlib"):
-        draw(records, options.out / "gpu.png")
+        draw(records, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Compile every Triton kernel ahead of time and print what it takes of a GPU. It needs none: no kernel is run.
 
-python benchmarks/gpu_kernels.py [--arch 80 90] [--json]
+python benchmarks/gpu_kernels.py [--arch 80 90] [--short] [--json]
+
+Triton compiles a kernel anew for arrays that do not start at a multiple of 16 bytes, of more than 2³¹ elements, and of
+one; ``--short`` compiles these cases of float32 alone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +37,29 @@ POINTERS = {
     "bits": "*u8",
     "packed": "*u8",
 }
+CASES = ("usual", "unaligned", "64 bits", "one element")
+"""Arguments for which Triton compiles a kernel anew."""
 
 
-def variants() -> list[tuple[Any, str, dict[str, Any]]]:
-    """Return each kernel with a type of its elements and its constants."""
-    found: list[tuple[Any, str, dict[str, Any]]] = []
-    for dtype in DTYPES:
-        for constants in ({"SIGNED": False, "LOG": True}, {"SIGNED": False, "LOG": False}):
-            found.append((kernels._sums_kernel, dtype, {**constants, "BLOCKS": 32}))
-        found.append((kernels._sums_kernel, dtype, {"SIGNED": True, "LOG": False, "BLOCKS": 32}))
-        found.append((kernels._counts_kernel, dtype, {"SHIFT": 13}))
-        found += [(kernels._hits_kernel, dtype, {}), (kernels._select_kernel, dtype, {})]
-    return [*found, (kernels._pack_kernel, "u8", {}), (kernels._unpack_kernel, "u8", {})]
+def variants(short: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
+    """Return each kernel with a type of its elements, its constants and a case."""
+    found: list[tuple[Any, str, dict[str, Any], str]] = []
+    for case, dtype in product(CASES, DTYPES):
+        if short and case != "usual" and dtype != "fp32":
+            continue
+        blocks = 1 if case == "one element" else 32
+        for signed, log in ((False, True), (False, False), (True, False)):
+            constants = {"SIGNED": signed, "LOG": log, "BLOCKS": blocks}
+            found.append((kernels._sums_kernel, dtype, constants, case))
+        found.append((kernels._counts_kernel, dtype, {"SHIFT": 13}, case))
+        found += [(k, dtype, {}, case) for k in (kernels._hits_kernel, kernels._select_kernel)]
+    bits = (kernels._pack_kernel, kernels._unpack_kernel)
+    return [*found, *((kernel, "u8", {}, case) for kernel, case in product(bits, CASES))]
 
 
-def resources(kernel: Any, dtype: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
+def resources(
+    kernel: Any, dtype: str, constants: dict[str, Any], case: str, arch: int
+) -> dict[str, Any]:
     """Compile one kernel and return what ptxas says of it.
 
     Parameters
@@ -58,19 +70,27 @@ def resources(kernel: Any, dtype: str, constants: dict[str, Any], arch: int) -> 
         Triton's name of the type of its elements.
     constants : dict
         Its constants, without the block.
+    case : str
+        One of :data:`CASES`.
     arch : int
         Compute capability, such as 80 for sm_80.
 
     Returns
     -------
     dict
-        One record: kernel, dtype, constants, arch, registers, shared (bytes a program), stores and loads (bytes of
-        registers spilled and read back).
+        One record: kernel, dtype, constants, case, arch, registers, shared (bytes a program), stores and loads
+        (bytes of registers spilled and read back).
     """
     constants = {**constants, "BLOCK": kernels.BLOCK}
+    if case == "one element":
+        constants["numel"] = 1
     pointers = {**POINTERS, "x": f"*{dtype}", "values": f"*{dtype}"}
     if kernel is kernels._sums_kernel:
         pointers["found"] = "*fp64"
+    if case == "64 bits":
+        pointers["numel"] = "i64"
+        if kernel is kernels._counts_kernel:
+            pointers["found"] = "*i64"
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in kernel.arg_names
@@ -79,7 +99,8 @@ def resources(kernel: Any, dtype: str, constants: dict[str, Any], arch: int) -> 
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name == "numel"
+        if case != "unaligned"
+        and (signature[name][0] == "*" or (name == "numel" and name not in constants))
     }
     source = ASTSource(kernel, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
@@ -103,6 +124,7 @@ def resources(kernel: Any, dtype: str, constants: dict[str, Any], arch: int) -> 
         "kernel": kernel.fn.__name__.strip("_"),
         "dtype": dtype,
         "constants": " ".join(k for k, v in constants.items() if v is True),
+        "case": case,
         "arch": f"sm_{arch}",
         "registers": registers,
         "shared": compiled.metadata.shared,
@@ -113,11 +135,16 @@ def resources(kernel: Any, dtype: str, constants: dict[str, Any], arch: int) -> 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    records = [resources(*variant, arch) for arch in options.arch for variant in variants()]
+    records = [
+        resources(*variant, arch) for arch in options.arch for variant in variants(options.short)
+    ]
     print(json.dumps(records) if options.json else render(records))
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives.arrays import Array, is_tensor
@@ -22,10 +19,8 @@ __all__ = ["Backend", "DeviceCode", "backend", "device_code"]
 Backend: TypeAlias = Literal["compiled", "torch", "triton"]
 """What reads a tensor, see :func:`backend`."""
 
-_forced: Backend | None = None
-
-_LEAST_CAPABILITY = (7, 5)
-"""Compute capability from which on Triton compiles the kernels."""
+_DEFAULTS: dict[str, Backend] = {"cuda": "torch", "xpu": "torch"}
+"""Types of device whose tensors are not copied to the host. Sums need float64, which Apple's MPS does not have."""
 
 
 class DeviceCode(Protocol):
@@ -55,38 +50,50 @@ class DeviceCode(Protocol):
         """Return the first bits of packed ones, as bool."""
 
 
-@contextmanager
-def _reading_with(name: Backend) -> Iterator[None]:
-    global _forced
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+class _Choice(AbstractContextManager[None]):
+    """A block in which one code reads, in every thread: hooks run in threads of autograd."""
+
+    active: ClassVar[list[_Choice]] = []
+    """Choices of the blocks that have not ended; the last one rules. Blocks of two threads may overlap."""
+
+    _lock: ClassVar = Lock()
+
+    def __init__(self, name: Backend) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.active.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:  # the last one of its own: a choice may be entered again inside its block
+            del self.active[-1 - self.active[::-1].index(self)]
 
 
 def backend(name: Backend) -> AbstractContextManager[None]:
     """Choose what reads tensors, inside a ``with`` statement and in the whole process.
 
-    Without it the device decides: compiled loops read CPU tensors; Triton kernels read CUDA tensors, where Triton is
-    installed with a C compiler and the GPU is of compute capability 7.5 or newer; torch operators read all others.
-    NumPy arrays are always read by the compiled loops. No GPU has been tried yet.
+    Without it the device decides: torch operators read the tensors of CUDA and XPU devices, compiled loops all others.
+    NumPy arrays are always read by the compiled loops. Where blocks overlap, as those of two threads may, the one
+    entered last rules until it ends.
 
     Parameters
     ----------
     name : {"compiled", "torch", "triton"}
         Code that reads. ``"compiled"`` copies tensors of other devices to the host, chunk by chunk; the others read
-        them where they are. ``"triton"`` leaves float64 and strided tensors to torch's operators.
+        them where they are. ``"torch"`` needs a device with float64. ``"triton"`` leaves float64 and strided tensors
+        to torch's operators; it reads CUDA tensors, and those of the CPU if ``TRITON_INTERPRET=1`` is in the
+        environment before its kernels are first used.
 
     Returns
     -------
     context manager
-        The choice, which ends with the block.
+        The choice, which ends with the block; it may be entered again.
 
     Raises
     ------
     InputError
-        If there is no such code, or Triton is not installed.
+        If there is no such code, or Triton is not installed; inside the block, if a tensor's device does not run it.
 
     Examples
     --------
@@ -101,24 +108,12 @@ def backend(name: Backend) -> AbstractContextManager[None]:
         raise unknown("backend", name, names)
     if name == "triton" and not _has_triton():
         raise InputError('Triton is not installed: pip install triton, or use backend("torch")')
-    return _reading_with(name)
+    return _Choice(name)
 
 
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-@cache
-def _by_device(device: torch.device) -> Backend:
-    """Return what reads the tensors of a device. Triton builds its launcher with a C compiler."""
-    if device.type == "cpu":
-        return "compiled"
-    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
-    if device.type != "cuda" or not compiler or not _has_triton():
-        return "torch"
-    capability = sys.modules["torch"].cuda.get_device_capability(device)
-    return "triton" if capability >= _LEAST_CAPABILITY else "torch"
 
 
 def device_code(x: Array) -> DeviceCode | None:
@@ -128,15 +123,33 @@ def device_code(x: Array) -> DeviceCode | None:
     ----------
     x : array_like
         Checked gradient.
+
+    Raises
+    ------
+    InputError
+        If the code chosen does not run on the array's device.
     """
     if not is_tensor(x):
         return None
-    name = _forced or _by_device(x.device)
+    device = x.device.type
+    chosen = _Choice.active[-1:]  # one step: another thread may end its block
+    name = chosen[0].name if chosen else _DEFAULTS.get(device, "compiled")
     if name == "compiled":
         return None
-    code: DeviceCode
-    if name == "triton" and x.is_contiguous() and "float64" not in str(x.dtype):
-        from gradstats.primitives import triton_kernels as code
-    else:
-        from gradstats.primitives import operators as code
-    return code
+    if device == "mps":
+        raise InputError(
+            f'MPS has no float64, which backend("{name}") needs: use backend("compiled")'
+        )
+    from gradstats.primitives import operators
+
+    if name == "torch":
+        return operators
+    from gradstats.primitives import triton_kernels
+
+    if device != "cuda" and not triton_kernels.INTERPRETED:
+        raise InputError(
+            f'backend("triton") reads CUDA tensors, and this one is on {device}: use backend("torch"), '
+            "or set TRITON_INTERPRET=1 before the start"
+        )
+    narrow = x.is_contiguous() and "float64" not in str(x.dtype)
+    return triton_kernels if narrow else operators

@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 CHUNK = 1 << 22
-"""Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB."""
+"""Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB (of
+strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
 
 
 def _chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -46,6 +47,11 @@ def _chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield offset, x[torch.unravel_index(places, x.shape)]
 
 
+def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its dimensions in the order of its memory, so that chunks of a dense one are views."""
+    return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+
+
 def _widened(x: torch.Tensor) -> torch.Tensor:
     """Return float64 as it is, and everything else as float32."""
     return x if x.dtype == torch.float64 else x.float()
@@ -55,7 +61,8 @@ def _rows(
     x: torch.Tensor, row: Callable[[torch.Tensor], list[torch.Tensor]], width: int
 ) -> torch.Tensor:
     """Return one row of float64 scalars a chunk, on the device."""
-    rows = [torch.stack([each.double() for each in row(_widened(c))]) for _, c in _chunks(x)]
+    chunks = (_widened(chunk) for _, chunk in _chunks(_in_memory_order(x)))
+    rows = [torch.stack([each.double() for each in row(chunk)]) for chunk in chunks]
     return torch.stack(rows) if rows else x.new_zeros((1, width), dtype=torch.float64)
 
 
@@ -155,7 +162,7 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     found = torch.zeros(1 << (8 + bits), dtype=torch.int64, device=x.device)
     zeros = torch.zeros((), dtype=torch.int64, device=x.device)
     one = torch.ones((), dtype=torch.int64, device=x.device)
-    for _, chunk in _chunks(x):
+    for _, chunk in _chunks(_in_memory_order(x)):
         magnitude = chunk.float().abs()
         zeros += (magnitude == 0).sum()
         bins = (magnitude.view(torch.int32) >> (23 - bits)).long()

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Histogram, Moments, histogram, moments, select
-from gradstats.primitives.arrays import as_numpy, check
+from gradstats.primitives.arrays import as_numpy, check, flat_chunks
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.histogram import bin_edges, check_bits
 from gradstats.primitives.ratio import check_count, check_magnitude, check_number
 from gradstats.tables import Shown
@@ -507,10 +508,21 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         counts[0] += sums.count - int(counts.sum())
         bins = np.flatnonzero(counts)
         return Sketch(sums, bins, counts[bins].astype(np.int64), bits)
-    some = np.abs(as_numpy(select(x, 0.0).values))
-    values = np.sort(some[np.isfinite(some)].astype(np.float64))
+    values = np.sort(_finite_magnitudes(x))
     with np.errstate(under="ignore"):
         # what is too large for float32 goes into the last bin, so that the bins count everything
         narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)
     bins, number = np.unique(narrow.view(np.int32) >> (23 - bits), return_counts=True)
     return Sketch(sums, bins.astype(np.int64), number.astype(np.int64), bits, values)
+
+
+def _finite_magnitudes(x: Array) -> NDArray[np.float64]:
+    """Return the finite non-zero magnitudes of an array that has few."""
+    if device_code(x) is not None:  # its zeros, of which it may have many, stay on the device
+        some: NDArray[np.float64] = np.abs(as_numpy(select(x, 0.0).values)).astype(np.float64)
+        return some[np.isfinite(some)]
+    parts = [np.empty(0)]
+    for _, chunk in flat_chunks(x):
+        magnitude = np.abs(chunk)
+        parts.append(magnitude[np.isfinite(magnitude) & (magnitude > 0)].astype(np.float64))
+    return np.concatenate(parts)

@@ -3,7 +3,7 @@
 Magnitudes are compared through their bits, as in :mod:`gradstats.primitives.kernels`. What a program sums depends on
 the number of elements alone, and programs are combined in order or by counting: every run gives the same bits.
 
-With ``TRITON_INTERPRET=1`` the kernels run on CPU tensors. Nothing here has been run on a GPU yet.
+With ``TRITON_INTERPRET=1`` the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -140,6 +140,10 @@ def _unpack_kernel(packed, bits, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     byte = tl.load(packed + at // 8, mask=at < numel, other=0).to(tl.int32)
     tl.store(bits + at, ((byte >> (at % 8).to(tl.int32)) & 1).to(tl.uint8), mask=at < numel)
+
+
+INTERPRETED = not isinstance(_sums_kernel, triton.JITFunction)
+"""Whether the kernels run in Triton's interpreter, on CPU tensors: the environment said so at the import."""
 
 
 def _launch(kernel: Any, programs: int, x: torch.Tensor, *arguments: Any, **constants: Any) -> None:

@@ -1,13 +1,13 @@
-"""Device code against the compiled loops, on CPU tensors: torch operators, and Triton's kernels in its interpreter.
-
-Nothing here runs on a GPU.
-"""
+"""Device code against the compiled loops, on CPU tensors: torch operators, and Triton's kernels in its interpreter."""
 
 from __future__ import annotations
 
 import importlib
 import math
-import shutil
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 
@@ -198,6 +198,23 @@ def test_strided_tensors_are_read_in_index_order(name, chunk):
         assert sums.sum_abs == pytest.approx(moments(flat).sum_abs, rel=1e-12)
 
 
+def test_dense_tensors_are_added_up_without_positions(monkeypatch):
+    """Positions of a chunk take eight bytes an element and dimension."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 6, 7, 8)).astype(np.float32))
+    expected = histogram(x), moments(x), exceedances(x, 1.0), signed_sums(x)
+    monkeypatch.setattr(torch, "unravel_index", None)
+    monkeypatch.setattr(operators, "CHUNK", 100)
+    turned = x.transpose(0, 3).contiguous().transpose(0, 3)
+    for y in (x.to(memory_format=torch.channels_last), turned):
+        assert not y.is_contiguous()
+        with backend("torch"):
+            found = histogram(y), moments(y), exceedances(y, 1.0), signed_sums(y)
+        assert np.array_equal(found[0].counts, expected[0].counts)
+        assert found[1].sum_log == pytest.approx(expected[1].sum_log, rel=1e-12)
+        assert found[2].sum_abs == pytest.approx(expected[2].sum_abs, rel=1e-12)
+        assert found[3] == pytest.approx(expected[3], rel=1e-12)
+
+
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("numel", [0, 1, 127, 128, 129, 1000])
 def test_borders_of_blocks_and_programs(numel, programs, monkeypatch):
@@ -256,28 +273,79 @@ def test_the_device_decides_unless_it_is_said():
         backend("cuda")
 
 
-def test_triton_needs_a_gpu_that_is_new_enough_and_a_compiler(monkeypatch):
-    """What the device would decide, told to it: there is none."""
-    pytest.importorskip("triton", reason=WHY)
+def on(device):
+    """Return a tensor that says it is on another device; there is none."""
+    kind = type("Elsewhere", (torch.Tensor,), {"device": torch.device(device)})
+    return torch.ones(3).as_subclass(kind)
 
-    def chosen(device, capability=(8, 0), compiler="/usr/bin/gcc"):
-        by_device.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(shutil, "which", lambda _: compiler)
-        return by_device(torch.device(device))
 
-    by_device = backends._by_device
-    monkeypatch.delenv("CC", raising=False)
-    assert chosen("cuda:1") == "triton"
-    assert chosen("cuda:1", capability=(7, 0)) == "torch"
-    assert chosen("cuda:1", compiler=None) == "torch"
-    assert chosen("mps") == "torch"
-    assert chosen("cpu") == "compiled"
+def test_devices_with_float64_are_read_where_they_are():
+    assert device_code(on("cuda:1")) is device_code(on("xpu")) is operators
+    assert device_code(on("mps")) is device_code(on("cpu")) is None
+    with backend("compiled"):
+        assert device_code(on("cuda:1")) is None
+    with backend("torch"), pytest.raises(InputError, match="MPS has no float64"):
+        device_code(on("mps"))
+
+
+def test_triton_reads_what_its_kernels_can(monkeypatch):
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
+    x = on("cuda:1")
+    with backend("triton"):
+        assert device_code(x) is device_code(x.bfloat16()) is kernels
+        assert device_code(x[::2]) is device_code(x.double()) is operators
     monkeypatch.setattr(backends, "_has_triton", lambda: False)
-    assert chosen("cuda:1") == "torch"
     with pytest.raises(InputError, match="Triton is not installed: pip install triton"):
         backend("triton")
-    by_device.cache_clear()
+
+
+def test_triton_without_a_gpu_and_its_interpreter_says_so():
+    pytest.importorskip("triton", reason=WHY)
+    code = """
+import torch
+from gradstats import GradstatsError, backend, moments
+try:
+    with backend("triton"):
+        moments(torch.ones(3))
+except GradstatsError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    assert "reads CUDA tensors, and this one is on cpu" in done.stdout
+
+
+def test_blocks_of_two_threads_may_overlap():
+    """The choice entered last rules until it ends, and none stays."""
+    pytest.importorskip("triton", reason=WHY)
+    x = on("cuda:1")
+    first, second = backend("compiled"), backend("triton")
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        assert device_code(x) is None
+        other.submit(second.__enter__).result()
+        inside = device_code(x)
+        assert inside is not None
+        assert inside is not operators
+        one.submit(first.__exit__, None, None, None).result()
+        assert device_code(x) is inside
+        other.submit(second.__exit__, None, None, None).result()
+    assert device_code(x) is operators
+
+
+def test_a_choice_may_be_entered_again():
+    x, choice = torch.ones(3), backend("torch")
+    for _ in range(2):
+        with choice, backend("compiled"):
+            with choice:
+                assert device_code(x) is operators
+            assert device_code(x) is None
+        assert device_code(x) is None
 
 
 def test_a_block_that_fails_ends_the_choice():
