@@ -434,7 +434,7 @@ def plan(
         - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
           unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
           the backward pass.
-        - bytes, sent by a rank in an exchange, and selected, the number of elements.
+        - bytes, sent by a rank in a step, with local steps in an interval, and selected, the number of elements.
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
         - union, the number of positions that all workers send together; NaN if unknown.
