@@ -29,7 +29,7 @@ from gradstats.network import Network, plan
 PUBLIC, PAGE = RESULTS / "public_local_steps.jsonl", DOCS / "network.md"
 NUMEL, WORKERS = 30_846_720, 4
 LAB, NETWORK = RESULTS / "lab_local_steps.jsonl", RESULTS / "lab_local_steps.json"
-RUN = RunConfig(workload="resnet20-digits", nproc=2, batch_size=16, steps=16)
+RUN = RunConfig(workload="resnet20-digits", nproc=2, batch_size=16, steps=64)
 FITTED_AT, RATES = 50 * 10**6, (20 * 10**6, 100 * 10**6)
 LOCAL_STEPS, SYSTEMS = (0, 4, 16), ("none", "topk")
 

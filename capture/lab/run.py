@@ -92,8 +92,8 @@ def bench_network(
     -------
     list of dict
         One per number of local steps and compressor. Times are seconds per step, medians over the steps after
-        :data:`WARM_UP`, averaged over the ranks. With local steps they are means over whole intervals after the first,
-        and the steps are rounded up to such. A compressor that measures how to send
+        :data:`WARM_UP`, averaged over the ranks. With local steps they are medians of the means over each interval
+        after the first, and the steps are rounded up to such. A compressor that measures how to send
         (:attr:`gradstats.compressors.Compressor.settling`) does so in further steps before them. Exchanges that are
         PyTorch's own, such as ``none`` and ``powersgd``, do not record their parts.
 
@@ -113,7 +113,7 @@ def bench_network(
         - ``bytes``: bytes that left a rank's interface, headers, acknowledgements and forwarded messages included, as
           the kernel counts them.
         - ``quality``: k̂/k, the mean over steps; NaN where there is none.
-        - ``loss``: training loss, mean of the last tenth of the steps.
+        - ``loss``: training loss, mean of the last tenth of the steps; with local steps these may be others.
 
         ``seconds`` exceeds the sum of its parts by the hook's memory, copies and bookkeeping.
 
@@ -241,7 +241,7 @@ def measure_network(
         },
         label,
     )
-    about = {**found[0].about, "rate": cluster.rate}
+    about = {**found[0].about, "rate": cluster.rate, "up": cluster.up, "down": cluster.down}
     return Network(found[0].lines, found[0].algorithms, about)
 
 
@@ -274,8 +274,11 @@ def train(
     recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
 
     def per_step(values: Sequence[float]) -> float:
-        # one local step in so many exchanges: the median would not see it
-        return fmean(values[settling:]) if local else _median(values, settling)
+        if not local:
+            return _median(values, settling)
+        # one local step in so many exchanges, which a median of the steps would not see
+        starts = range(settling, len(values), local)
+        return median(fmean(values[start : start + local]) for start in starts)
 
     seconds = fmean(per_step(result.seconds) for result in results)
 
@@ -301,7 +304,7 @@ def train(
         "local_steps": local,
         "fragments": config.fragments,
         "delay": config.delay,
-        "ratio": config.ratio if recorded and config.compressor != DENSE else math.nan,
+        "ratio": config.ratio if (recorded or local) and config.compressor != DENSE else math.nan,
         "seconds": seconds,
         "utilisation": max(0.0, min(compute, rest)) / seconds,
         "compute": max(0.0, min(compute, rest)),

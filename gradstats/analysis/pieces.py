@@ -111,8 +111,8 @@ def evaluate(
 
     futures = [plan(submit, key) for key in keys]
     try:
-        for i, future in followed(enumerate(futures), "gradients"):
-            yield future.result()
+        for i in followed(range(len(futures)), "gradients"):
+            yield futures[i].result()
             futures[i] = None  # lets the cluster forget it
     finally:
         client.cancel([future for future in futures if future is not None])

@@ -156,19 +156,20 @@ def plan(  # numpydoc ignore=PR01
     if figure is not None:
         _draw(records, points, figure)
     columns = ["compressor", "ratio", "seconds", "low", "high", "speedup", "pays", "limit"]
-    if local_steps:
+    local = any(local_steps or ())
+    if local:
         needed = [f"bandwidth_{share}" for share in network.TARGETS]
         columns = ["local_steps", "compressor", "ratio", "seconds", "utilisation", *needed]
     if (indices, values) != ("plain", "float32"):
-        columns += ["bytes"] if local_steps else ["bytes", "codec_pays"]
-    advise = network.local_advice if local_steps else network.advice
+        columns += ["bytes"] if local else ["bytes", "codec_pays"]
+    advise = network.local_advice if local else network.advice
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:
             at = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
             title = (
                 f"{at} in seconds, the share of it that is computing, and the Mbit/s that so many percent take"
-                if local_steps
+                if local
                 else f"{at}, in seconds with 95 % intervals; pays: at which Mbit/s it is faster than dense"
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
@@ -188,7 +189,7 @@ def plan(  # numpydoc ignore=PR01
         held, known = network.HELD
         note(
             f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}"
-            + (", none of them with local steps." if local_steps else ".")
+            + (", none of them with local steps." if local else ".")
         )
     note(_CAVEAT)
 

@@ -64,19 +64,26 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
     """
     ddp = next(r for r in records if not r["local_steps"] and r["compressor"] == r["baseline"])
     local = [r for r in records if r["local_steps"]]
+    workers = f"{ddp['workers']} worker{'s' * (ddp['workers'] != 1)}"
     text = (
-        f"{ddp['workers']} workers at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, "
-        f"{_percent(ddp)} of the time is spent computing. "
+        f"{workers} at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, {_percent(ddp)} of the "
+        f"time is spent computing. "
     )
-    enough = [r for r in local if r["utilisation"] >= _BUSY / 100]
-    if enough:
+    enough = [r for r in records if r["utilisation"] >= _BUSY / 100]
+    if not enough:
+        best = max(local, key=lambda r: r["utilisation"])
+        text += f"None of this gives {_BUSY} %: {_steps(best)} with {_label(best)} give {_percent(best)}."
+    else:
         fewest = min(r["local_steps"] for r in enough)
         there = [r for r in enough if r["local_steps"] == fewest]
         best = next((r for r in there if r["recommended"]), there[0])
-        text += f"{_BUSY} % takes {_steps(best)} with {_label(best)}: {_percent(best)}."
-    else:
-        best = max(local, key=lambda r: r["utilisation"])
-        text += f"None of this gives {_BUSY} %: {_steps(best)} with {_label(best)} give {_percent(best)}."
+        if fewest:
+            text += f"Of those asked for, {_steps(best)} with {_label(best)} give {_BUSY} % first: {_percent(best)}."
+        else:
+            return (
+                text
+                + f"No local steps are needed for {_BUSY} %: {_label(best)} has {_percent(best)}."
+            )
     dense = [r for r in local if r["compressor"] == "none"]
     if dense and best["compressor"] != "none":
         most = max(dense, key=lambda r: r["local_steps"])

@@ -65,6 +65,8 @@ _OUTER_PASSES = 3
 
 One is the hook's own, the others take the difference of parameters and step the outer optimizer.
 """
+_OWN_PASSES = 2
+"""Those that the training itself makes: with a delay, too, it waits for them."""
 _NOTHING = 1e-9
 """Share of a step that counts as no gain."""
 _DENSE = {"none": 4, "torch-bf16": 2}
@@ -265,8 +267,9 @@ class _LocalSystem(_System):
 
     def timeline(self, network: Network, way: _Way, slower: float = 1.0) -> Timeline:
         one, compute = self.messages(network, way)[0], slower * self.forward
-        exchanged = self.steps * (one.select + one.communicate)
-        interval = local_interval(compute, exchanged, self.steps, self.fragments, self.delay)
+        own = self._memory(network) * _OWN_PASSES / _OUTER_PASSES if self.delay else 0.0
+        exchanged = self.steps * (one.select + one.communicate - own / self.fragments)
+        interval = local_interval(compute + own, exchanged, self.steps, self.fragments, self.delay)
         end = interval / self.steps - compute
         # what is hidden began before the end of computing
         begun = end - self.fragments * one.communicate
@@ -431,7 +434,7 @@ def plan(
         - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
           unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
           the backward pass.
-        - bytes, sent by a rank in an exchange, and selected, the number of elements.
+        - bytes, sent by a rank in a step, with local steps in an interval, and selected, the number of elements.
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
         - union, the number of positions that all workers send together; NaN if unknown.
@@ -454,9 +457,9 @@ def plan(
     matters for what goes on meanwhile: DDP's dense all-reduce of buckets of 25 MB, and LAGS.
 
     With local steps a step computes for `compute` seconds, and the exchange follows after `local_steps` of them, all of
-    it or fragment by fragment; behind later steps it hides with a delay alone. Taking the difference of parameters and
-    the outer optimizer's step are priced as two more of the hook's own passes. A smaller share of time for the exchange
-    does not mean that training converges as well.
+    it or fragment by fragment; with a delay it hides behind later steps. Taking the difference of parameters and the
+    outer optimizer's step are priced as two more of the hook's own passes, which the training makes itself. A smaller
+    share of time for the exchange does not mean that training converges as well.
     """
     opened, ratios = open_source(source), check_ratios(ratios)
     if not opened.numel:
@@ -476,9 +479,8 @@ def plan(
     compute = float(np.median(times))
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
-    links = [_link(rate) for rate in check_several(rates, "rates")] or [
-        (network.rate, network.rate)
-    ]
+    up, down = (network.about.get(way) or network.rate for way in ("up", "down"))
+    links = [_link(rate) for rate in check_several(rates, "rates") or [(up, down)]]
     local_steps = _check_local(local_steps, fragments, delay)
     if baseline not in BASELINES:
         raise InputError(f"baseline must be {' or '.join(BASELINES)}, not {shown(baseline)}")
@@ -510,10 +512,11 @@ def plan(
     uncertain = any(line.degrees for line in network.lines)
     drawn = [network.drawn(generator) for _ in range(draws if uncertain or len(times) > 1 else 0)]
     slower = _noise(times, len(drawn), generator)
-    errors: dict[tuple[str, float | None], NDArray[np.float64]] = {
-        each: np.exp([0.0, *(_ERROR * generator.standard_normal(len(drawn)))])
+    errors: dict[tuple[str, float | None, int], NDArray[np.float64]] = {
+        (*each, steps): np.exp([0.0, *(_ERROR * generator.standard_normal(len(drawn)))])
         if uncertain
         else np.ones(len(drawn) + 1)
+        for steps in dict.fromkeys((0, *local_steps))
         for each in chosen
     }
     left_out = ", ".join(n for n in COMPRESSORS if n not in names and n != "none")
@@ -568,10 +571,11 @@ def plan(
         for rate in dict.fromkeys(links):
             # Networks are drawn as measured; only then the links get another rate.
             networks = [n.slowed(network.rate / min(rate)) for n in (network, *drawn)]
-            dense_seconds = dense.drawn(networks, slower, errors[chosen[0]])
+            dense_seconds = dense.drawn(networks, slower, errors[*chosen[0], 0])
             for systems, prices in groups:
                 seconds = [
-                    each.drawn(networks, slower, errors[each.name, each.ratio]) for each in systems
+                    each.drawn(networks, slower, errors[each.name, each.ratio, each.steps])
+                    for each in systems
                 ]
                 found: list[dict[str, Any]] = [
                     {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 RANKS = """
 import gc, os, sys
@@ -31,7 +34,12 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/{{trial}}", rank=r
 def assert_ends(imports, body, folder, trials):
     """Run a script on two ranks several times, and assert that it always ends with the code 0."""
     script = imports + RANKS.format(trials=trials, folder=folder) + body
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert done.returncode == 0, done.stderr
+    try:
+        _, said = process.communicate(timeout=120)
+    finally:
+        with suppress(ProcessLookupError):  # ranks that hang are of its session
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said
