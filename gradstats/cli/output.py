@@ -154,7 +154,8 @@ def note(text: str) -> None:
     from gradstats.console import messages
 
     console = messages()
-    console.print(text, soft_wrap=not console.is_terminal)  # one line where it is not for eyes
+    # one line where it is not for eyes; a path stays whole
+    console.print(text, soft_wrap=not console.is_terminal, overflow="ignore", crop=False)
 
 
 def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) -> None:

@@ -40,8 +40,8 @@ def test_runs_that_cannot_code_are_refused(compressor, message):
 def test_the_lab_compares_a_codec_with_exchanges_that_have_none():
     config = run_config("resnet20-digits", steps=10, indices="rice")
     check(config, ["none", "topk", "torch-bf16", "powersgd"])
-    assert _with(config, "topk").options == {"indices": "rice"}
-    assert not _with(config, "torch-bf16").options
+    assert _with(config, "topk", 0).options == {"indices": "rice"}
+    assert not _with(config, "torch-bf16", 0).options
     with pytest.raises(InputError, match="randomk sends no positions"):
         check(config, ["none", "randomk"])
 
