@@ -52,7 +52,6 @@ _HEADERS = {
     "change_low": "change ÷ low",
     "change_high": "change ÷ high",
     "acf1": "autocorrelation",
-    **{f"bandwidth_{share}": f"{share} %" for share in (50, 75, 90, 95, 99)},
 }
 """Headings of terminal tables where a field's name has no unit or is SciPy's."""
 _ANSWERS = {"compressible"}
@@ -384,6 +383,8 @@ def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
 def _header(name: str, names: Sequence[str]) -> str:
     if name.startswith("scale") and "c" not in names:  # not that of peaks over a threshold
         return name.replace("_", " ")
+    if name.startswith("bandwidth_"):  # for a share of the time that a plan names
+        return f"{name.removeprefix('bandwidth_')} %"
     return _HEADERS.get(name, name.replace("_", " "))
 
 

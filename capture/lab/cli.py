@@ -110,9 +110,9 @@ def bench_network(  # numpydoc ignore=PR01
     Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are
     not touched, and nothing is left behind. compute is the step without an exchange (at most what the other parts
     leave of it), communicate is what the exchange adds to it, bytes is what left a rank's interface. Times are
-    seconds per step; the first 3 steps are not counted. With --local-steps they are means over whole intervals after
-    the first, and --steps is rounded up to such. lags measures how to send in further steps, before those
-    that are counted.
+    seconds per step; the first 3 steps are not counted. With --local-steps they are means over an interval, the median
+    of the intervals after the first, and --steps is rounded up to whole ones. lags measures how to send in further
+    steps, before those that are counted.
     """
     from capture.lab import run
     from gradstats.network.rates import parse_rate

@@ -272,6 +272,7 @@ def train(
     run = config.replace(evaluate=False, steps=settling + steps)
     results, sent = zip(*launch(cluster, _train, run), strict=True)
     recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
+    first = 1 if local else settling  # with local steps there is a record for each exchange
 
     def per_step(values: Sequence[float]) -> float:
         if not local:
@@ -285,13 +286,14 @@ def train(
     def measured(name: str) -> float:
         if not recorded:
             return math.nan
-        if local:  # a record for each exchange, of which the first is that of the first interval
-            return fmean(r[name] for result in results for r in result.records[1:]) / local
-        return fmean(_median([r[name] for r in result.records], settling) for result in results)
+        counted = first if local else first + WARM_UP
+        each = (median(r[name] for r in result.records[counted:]) for result in results)
+        return fmean(each) / (local or 1)
 
     select = 0.0 if config.compressor == DENSE else measured("select_seconds")
     communicate = measured("communicate_seconds") if recorded else max(0.0, seconds - compute)
     rest = seconds - communicate - (0.0 if math.isnan(select) else select)
+    computing = max(0.0, min(compute, rest))
     losses = [fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     losses = losses[:steps]  # as many as any other compressor has
     last = math.ceil(len(losses) / 10)
@@ -306,15 +308,13 @@ def train(
         "delay": config.delay,
         "ratio": config.ratio if (recorded or local) and config.compressor != DENSE else math.nan,
         "seconds": seconds,
-        "utilisation": max(0.0, min(compute, rest)) / seconds,
-        "compute": max(0.0, min(compute, rest)),
+        "utilisation": computing / seconds,
+        "compute": computing,
         "select": select,
         "communicate": communicate,
         "overlapped": measured("overlapped_seconds"),
         "bytes": round(fmean(per_step(counts) for counts in sent)),
-        "quality": _quality(
-            [r for result in results for r in result.records[1 if local else settling :]]
-        ),
+        "quality": _quality([r for result in results for r in result.records[first:]]),
         "loss": fmean(losses[-last:]),
         "compute_alone": compute,
     }

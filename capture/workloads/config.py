@@ -411,6 +411,7 @@ class RunConfig:
 
     def _check_local_steps(self) -> None:
         from gradstats.compressors.sparse import check_average
+        from gradstats.hooks.local_steps import check_room
         from gradstats.primitives.ratio import check_count, check_number
 
         check_count(self.local_steps, "local_steps", 0)
@@ -421,8 +422,7 @@ class RunConfig:
             )
         if self.outer_learning_rate is not None:
             check_number(self.outer_learning_rate, "outer_learning_rate", 0, math.inf)
-        check_count(self.fragments, "fragments")
-        check_count(self.delay, "delay", 0)
+        check_room(self.local_steps, self.fragments, self.delay)
         if not self.local_steps:
             given = {
                 "outer": self.outer != "diloco",
@@ -435,11 +435,6 @@ class RunConfig:
                 raise InputError(
                     f"{next(k for k, v in given.items() if v)} is of local steps: give --local-steps too"
                 )
-        elif self.fragments > self.local_steps or self.delay >= self.local_steps:
-            raise InputError(
-                f"{self.local_steps} local steps leave room for as many fragments and a shorter delay, not for "
-                f"{self.fragments} and {self.delay}"
-            )
         elif self.whole_system or self.compressor in (NO_EXCHANGE, *BASELINES):
             raise InputError(
                 f"{self.compressor} does not go with local steps: use none, or a compressor"

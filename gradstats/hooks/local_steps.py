@@ -32,7 +32,7 @@ from gradstats.hooks.state import CompressionState
 from gradstats.primitives.ratio import check_count, check_number, check_several, shown
 from gradstats.trace.record import StepRecord, together
 
-__all__ = ["LocalSteps"]
+__all__ = ["LocalSteps", "check_room"]
 
 
 @dataclass(slots=True)
@@ -494,6 +494,31 @@ def _is_plain(outer: torch.optim.Optimizer) -> bool:
     return type(outer) is torch.optim.SGD and all(
         group[key] == value for group in outer.param_groups for key, value in plain.items()
     )
+
+
+def check_room(steps: int, fragments: int, delay: int) -> None:
+    """Refuse fragments and a delay that an interval has no room for.
+
+    Parameters
+    ----------
+    steps : int
+        Local steps of an interval; 0 for an exchange in every step, which has neither.
+    fragments : int
+        Number of fragments, at least 1 and at most `steps`.
+    delay : int
+        Local steps that an exchange takes in the background, at least 0 and below `steps`.
+
+    Raises
+    ------
+    InputError
+        If they do not fit, or are no such numbers.
+    """
+    check_count(fragments, "fragments")
+    check_count(delay, "delay", 0)
+    if steps and (fragments > steps or delay >= steps):
+        raise InputError(
+            f"{steps} local steps leave room for as many fragments and a shorter delay, not for {fragments} and {delay}"
+        )
 
 
 def _averaging(compressor: Compressor, average: Average) -> Compressor:

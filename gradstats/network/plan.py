@@ -17,6 +17,7 @@ from gradstats.collectives.codec import PLAIN, Codec, check_codec
 from gradstats.compressors import COMPRESSORS, RULE, codecs, compressor_class
 from gradstats.compressors.base import Activity
 from gradstats.errors import InputError
+from gradstats.hooks.local_steps import check_room
 from gradstats.network.exchange import FLAG, SLOWEST, Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Network, Work, middle_95
 from gradstats.network.timeline import (
@@ -432,8 +433,8 @@ def plan(
           without one.
         - limit, the part that takes most of the step.
         - The parts in seconds: compute, memory (error feedback, and copying the average back), select, pack (with
-          unpacking), latency and transfer of the collectives; and hidden, how much of the last three goes on during
-          the backward pass.
+          unpacking), latency and transfer of the collectives; and hidden, how much of it goes on while the model
+          computes: during the backward pass, or, with a delay, during later steps.
         - bytes, sent by a rank in a step, with local steps in an interval, and selected, the number of elements.
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
@@ -441,8 +442,8 @@ def plan(
         - layers, the ratio of each layer if the compressor chooses them, else empty. They are equal where it sends the
           gradient as a whole.
         - seconds_at_k, the seconds if it sent at least k elements: a rule that keeps fewer is no faster for that.
-        - recommended, which one to use: the simplest of those that cannot be told from the fastest by seconds_at_k,
-          dense before exact top-k before the others.
+        - recommended, which one to use at this number of workers, rate and local steps: the simplest of those that
+          cannot be told from the fastest by seconds_at_k, dense before exact top-k before the others.
         - left_out, names of compressors that the plan does not consider, as they were not asked for or the network was
           measured without them.
 
@@ -622,16 +623,10 @@ def _check_local(local_steps: Sequence[int], fragments: int, delay: int) -> list
     """Return numbers of local steps, in order, that leave room for the fragments and the delay."""
     asked = check_several(local_steps, "local_steps")
     found = sorted({check_count(each, "local_steps", 0) for each in asked}) or [0]
-    check_count(fragments, "fragments")
-    check_count(delay, "delay", 0)
+    for steps in found:
+        check_room(steps, fragments, delay)
     if not any(found) and (fragments > 1 or delay):
         raise InputError("fragments and a delay are of local steps: give local steps, too")
-    for steps in filter(None, found):
-        if fragments > steps or delay >= steps:
-            raise InputError(
-                f"{steps} local steps leave room for as many fragments and a shorter delay, not for {fragments} and "
-                f"{delay}"
-            )
     return found
 
 

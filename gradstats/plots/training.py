@@ -99,7 +99,7 @@ def drift_map(
     """
     array = _by_layer(dataset, quantity, ("step",))
     values = array.transpose("layer", "step").values.astype(float)
-    name = array.attrs.get("long_name", quantity.replace("_", " "))
+    name = _long_name(array)
     norm: Normalize | None = None
     known = values[np.isfinite(values)]
     if relative and known.size and (known > 0).all():
@@ -164,13 +164,14 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     return tidy(ax, title)
 
 
+def _long_name(array: DataArray) -> str:
+    return str(array.attrs.get("long_name", str(array.name).replace("_", " ")))
+
+
 def _named(array: DataArray) -> str:
-    """Return the long name of a variable with its unit, or its name where it has no other."""
-    name, unit = (
-        array.attrs.get("long_name", str(array.name).replace("_", " ")),
-        array.attrs.get("units", "1"),
-    )
-    return str(name) if unit == "1" else f"{name} ({unit})"
+    """Return the long name of a variable with its unit."""
+    unit = array.attrs.get("units", "1")
+    return _long_name(array) if unit == "1" else f"{_long_name(array)} ({unit})"
 
 
 def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArray:

@@ -1,7 +1,7 @@
 """One view of every array type: flat chunks of a size that stays in the cache.
 
 CPU tensors are read through their NumPy view, so NumPy and torch inputs go through the same instructions and give the
-same bits. Tensors on another device are copied to the CPU chunk by chunk.
+same bits. Of a tensor on another device the compiled loops read a copy, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     Array: TypeAlias = NDArray[Any] | torch.Tensor
 else:
     Array: TypeAlias = Any
+
+Sums: TypeAlias = tuple[int, int, int, float, float, float, float]
+"""count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max of the elements that are summed."""
 
 CHUNK = 1 << 17
 """Elements per chunk: 512 kB of float32, which a core's second-level cache holds with its buffers."""

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
 from gradstats.errors import InputError, unknown
-from gradstats.primitives.arrays import Array, is_tensor
+from gradstats.primitives.arrays import Array, Sums, is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -26,28 +26,87 @@ _DEFAULTS: dict[str, Backend] = {"cuda": "torch", "xpu": "torch"}
 class DeviceCode(Protocol):
     """What a module offers that reads tensors where they are; no more than a few scalars go to the host."""
 
-    def sums(
-        self, x: Any, above: float, log: bool
-    ) -> tuple[int, int, int, float, float, float, float]:
-        """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above."""
+    def sums(self, x: Any, above: float, log: bool) -> Sums:
+        """Return the sums over finite non-zero |x| ≥ above.
+
+        Parameters
+        ----------
+        x : tensor
+            Gradient of any shape.
+        above : float
+            Least magnitude that is summed, a number of the gradient's precision.
+        log : bool
+            Sum the logarithms too; otherwise their sum is 0.
+        """
 
     def tail(self, x: Any, above: float) -> tuple[int, float, float]:
-        """Return (count, Σ|x|, Σx²) over the same elements."""
+        """Return (count, Σ|x|, Σx²) over the same elements.
+
+        Parameters
+        ----------
+        x : tensor
+            Gradient of any shape.
+        above : float
+            Least magnitude that is summed, a number of the gradient's precision.
+        """
 
     def signed(self, x: Any) -> tuple[int, float, float]:
-        """Return (count, Σx, Σx²) over the finite elements."""
+        """Return (count, Σx, Σx²) over the finite elements.
+
+        Parameters
+        ----------
+        x : tensor
+            Gradient of any shape.
+        """
 
     def counts(self, x: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros."""
+        """Count the elements by their leading bits, NaN too, and leave the counts on the device.
+
+        Parameters
+        ----------
+        x : tensor
+            Gradient of any shape; float64 is rounded to float32.
+        bits : int
+            Leading mantissa bits that tell bins apart.
+
+        Returns
+        -------
+        counts : int64 tensor, shape (2^(8 + bits),)
+            Elements per bin, zeros left out.
+        zeros : int64 tensor, shape ()
+            Elements that are zero.
+        """
 
     def select(self, x: Any, low: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ascending positions and values of |x| ≥ low > 0, without NaN."""
+        """Return ascending positions and values of |x| ≥ low > 0, without NaN.
+
+        Parameters
+        ----------
+        x : tensor
+            Gradient of any shape.
+        low : float
+            Least magnitude selected, a number of the gradient's precision.
+        """
 
     def pack_bits(self, bits: Any) -> torch.Tensor:
-        """Return bool bits, eight a byte, the first the lowest."""
+        """Pack bits, eight a byte: element i is bit i mod 8, counted from the lowest, of byte i div 8.
+
+        Parameters
+        ----------
+        bits : bool tensor, shape (n,)
+            The bits.
+        """
 
     def unpack_bits(self, packed: Any, numel: int) -> torch.Tensor:
-        """Return the first bits of packed ones, as bool."""
+        """Return the first bits of what :meth:`pack_bits` made, as bool.
+
+        Parameters
+        ----------
+        packed : uint8 tensor, shape (bytes,)
+            Packed bits.
+        numel : int
+            Number of bits wanted.
+        """
 
 
 class _Choice(AbstractContextManager[None]):

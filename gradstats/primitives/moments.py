@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives.arrays import Array, as_compared, check, numel_of, wide_dtype
+from gradstats.primitives.arrays import Array, Sums, as_compared, check, numel_of, wide_dtype
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_magnitude
@@ -233,10 +233,7 @@ def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         return finite.size, float(finite.sum()), float(np.square(finite).sum())
 
 
-_Sums: TypeAlias = tuple[int, int, int, float, float, float, float]
-
-
-def _block(block: NDArray[Any], above: float, log: bool) -> _Sums:
+def _block(block: NDArray[Any], above: float, log: bool) -> Sums:
     """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) of one block."""
     if block.dtype == np.float32:
         from gradstats.primitives.kernels import block_moments

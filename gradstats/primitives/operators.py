@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradstats.primitives.arrays import Selection
+from gradstats.primitives.arrays import Selection, Sums
 
 __all__ = [
+    "combined",
     "counts",
     "descend",
     "keep",
@@ -66,20 +67,8 @@ def _rows(
     return torch.stack(rows) if rows else x.new_zeros((1, width), dtype=torch.float64)
 
 
-def sums(
-    x: torch.Tensor, above: float, log: bool
-) -> tuple[int, int, int, float, float, float, float]:
-    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above.
-
-    Parameters
-    ----------
-    x : tensor
-        Gradient of any shape.
-    above : float
-        Least magnitude that is summed, a number of the gradient's precision.
-    log : bool
-        Sum the logarithms too; otherwise their sum is 0.
-    """
+def sums(x: torch.Tensor, above: float, log: bool) -> Sums:
+    """Return the sums over finite non-zero |x| ≥ above."""
 
     def row(chunk: torch.Tensor) -> list[torch.Tensor]:
         magnitude = chunk.abs()
@@ -95,70 +84,55 @@ def sums(
             *(wide.sum(), wide.square().sum(), logs, some.max()),
         ]
 
-    table = _rows(x, row, 7)
-    added = table.sum(0)
-    added[6] = table[:, 6].max()
+    return combined(_rows(x, row, 7))
+
+
+def combined(rows: torch.Tensor) -> Sums:
+    """Combine the sums of the parts of a gradient.
+
+    Parameters
+    ----------
+    rows : float64 tensor, shape (parts, 7)
+        Sums of each part.
+    """
+    added = rows.sum(0)
+    added[6] = rows[:, 6].max()
     count, zeros, nonfinite, *rest = added.tolist()
     total, squares, logs, largest = rest
     return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
 
 
 def tail(x: torch.Tensor, above: float) -> tuple[int, float, float]:
-    """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above.
+    """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above."""
 
-    Parameters
-    ----------
-    x : tensor
-        Gradient of any shape.
-    above : float
-        Least magnitude that is summed, a number of the gradient's precision.
-    """
+    def part(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        magnitude = chunk.abs()
+        return (magnitude < math.inf) & (magnitude > 0) & (magnitude >= above), magnitude
+
+    return _first_sums(x, part)
+
+
+def signed(x: torch.Tensor) -> tuple[int, float, float]:
+    """Return (count, Σx, Σx²) over the finite elements."""
+    return _first_sums(x, lambda chunk: (chunk.isfinite(), chunk))
+
+
+def _first_sums(
+    x: torch.Tensor, part: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[int, float, float]:
+    """Return (count, sum, squares) of a part of each chunk: which elements are in it, and what is added up of them."""
 
     def row(chunk: torch.Tensor) -> list[torch.Tensor]:
-        magnitude = chunk.abs()
-        kept = (magnitude < math.inf) & (magnitude > 0) & (magnitude >= above)
-        wide = torch.where(kept, magnitude, 0.0).double()
+        kept, values = part(chunk)
+        wide = torch.where(kept, values, 0.0).double()
         return [kept.sum(), wide.sum(), wide.square().sum()]
 
     count, total, squares = _rows(x, row, 3).sum(0).tolist()
     return int(count), total, squares
 
 
-def signed(x: torch.Tensor) -> tuple[int, float, float]:
-    """Return (count, Σx, Σx²) over the finite elements.
-
-    Parameters
-    ----------
-    x : tensor
-        Gradient of any shape.
-    """
-
-    def row(chunk: torch.Tensor) -> list[torch.Tensor]:
-        finite = chunk.isfinite()
-        wide = torch.where(finite, chunk, 0.0).double()
-        return [finite.sum(), wide.sum(), wide.square().sum()]
-
-    count, total, squares = _rows(x, row, 3).sum(0).tolist()
-    return int(count), total, squares
-
-
 def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros.
-
-    Parameters
-    ----------
-    x : tensor
-        Gradient of any shape; float64 is rounded to float32.
-    bits : int
-        Leading mantissa bits that tell bins apart.
-
-    Returns
-    -------
-    counts : int64 tensor, shape (2^(8 + bits),)
-        Elements per bin.
-    zeros : int64 tensor, shape ()
-        Elements that are zero.
-    """
+    """Count the elements by their leading bits, NaN too, and leave the counts on the device."""
     found = torch.zeros(1 << (8 + bits), dtype=torch.int64, device=x.device)
     zeros = torch.zeros((), dtype=torch.int64, device=x.device)
     one = torch.ones((), dtype=torch.int64, device=x.device)
@@ -173,15 +147,7 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ascending positions and values of |x| ≥ low > 0, without NaN.
-
-    Parameters
-    ----------
-    x : tensor
-        Gradient of any shape.
-    low : float
-        Least magnitude selected, a number of the gradient's precision.
-    """
+    """Return ascending positions and values of |x| ≥ low > 0, without NaN."""
     indices, values = [x.new_empty(0, dtype=torch.int64)], [x.new_empty(0)]
     for offset, chunk in _chunks(x):
         kept = (_widened(chunk).abs() >= low).nonzero().view(-1)
@@ -191,18 +157,7 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack bits, eight a byte.
-
-    Parameters
-    ----------
-    bits : bool tensor, shape (n,)
-        The bits.
-
-    Returns
-    -------
-    uint8 tensor, shape (⌈n/8⌉,)
-        Element i is bit i mod 8, counted from the lowest, of byte i div 8.
-    """
+    """Pack bits, eight a byte."""
     packed = bits.new_zeros((bits.numel() + 7) // 8, dtype=torch.uint8)
     for lane in range(8):
         each = bits[lane::8]
@@ -211,20 +166,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the first bits of what :func:`pack_bits` made.
-
-    Parameters
-    ----------
-    packed : uint8 tensor, shape (bytes,)
-        Packed bits.
-    numel : int
-        Number of bits wanted.
-
-    Returns
-    -------
-    bool tensor, shape (numel,)
-        The bits.
-    """
+    """Return the first bits of what :func:`pack_bits` made, as bool."""
     bits = packed.new_empty(numel, dtype=torch.bool)
     for lane in range(8):
         each = bits[lane::8]

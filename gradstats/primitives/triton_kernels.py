@@ -15,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gradstats.primitives.arrays import Sums
+from gradstats.primitives.operators import combined
+
 __all__ = ["counts", "pack_bits", "select", "signed", "sums", "tail", "unpack_bits"]
 
 BLOCK = 1024
@@ -158,82 +161,36 @@ def _bits(magnitude: float) -> int:
     return int(np.float32(magnitude).view(np.int32))
 
 
-def _summed(x: torch.Tensor, low: int, **constants: bool) -> list[float]:
-    """Return the row of :func:`_sums_kernel` of the whole tensor."""
+def _summed(x: torch.Tensor, low: int, **constants: bool) -> Sums:
+    """Combine the rows of :func:`_sums_kernel`."""
     blocks = triton.cdiv(x.numel(), BLOCK)
     # a power of two: each is compiled by itself
     each = min(triton.next_power_of_2(max(triton.cdiv(blocks, PROGRAMS), 1)), MOST_BLOCKS)
     programs = triton.cdiv(blocks, each)
     rows = torch.zeros((max(programs, 1), 7), dtype=torch.float64, device=x.device)
     _launch(_sums_kernel, programs, x, rows, x.numel(), low, BLOCKS=each, **constants)
-    added = rows.sum(0)
-    added[6] = rows[:, 6].max()
-    found: list[float] = added.tolist()
-    return found
+    return combined(rows)
 
 
-def sums(
-    x: torch.Tensor, above: float, log: bool
-) -> tuple[int, int, int, float, float, float, float]:
-    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above.
-
-    Parameters
-    ----------
-    x : tensor
-        Contiguous gradient of any shape.
-    above : float
-        Least magnitude that is summed, a float32.
-    log : bool
-        Sum the logarithms too; otherwise their sum is 0.
-    """
-    count, zeros, nonfinite, *rest = _summed(x, max(_bits(above), 1), SIGNED=False, LOG=log)
-    total, squares, logs, largest = rest
-    return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
+def sums(x: torch.Tensor, above: float, log: bool) -> Sums:
+    """Return the sums over finite non-zero |x| ≥ above."""
+    return _summed(x, max(_bits(above), 1), SIGNED=False, LOG=log)
 
 
 def tail(x: torch.Tensor, above: float) -> tuple[int, float, float]:
-    """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above.
-
-    Parameters
-    ----------
-    x : tensor
-        Contiguous gradient of any shape.
-    above : float
-        Least magnitude that is summed, a float32.
-    """
+    """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above."""
     count, _, _, total, squares, _, _ = sums(x, above, False)
     return count, total, squares
 
 
 def signed(x: torch.Tensor) -> tuple[int, float, float]:
-    """Return (count, Σx, Σx²) over the finite elements.
-
-    Parameters
-    ----------
-    x : tensor
-        Contiguous gradient of any shape.
-    """
+    """Return (count, Σx, Σx²) over the finite elements."""
     count, _, _, total, squares, _, _ = _summed(x, 0, SIGNED=True, LOG=False)
-    return int(count), total, squares
+    return count, total, squares
 
 
 def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, on the device, the elements per bin of leading bits (NaN too, zeros not), and the exact zeros.
-
-    Parameters
-    ----------
-    x : tensor
-        Contiguous gradient of any shape.
-    bits : int
-        Leading mantissa bits that tell bins apart.
-
-    Returns
-    -------
-    counts : int64 tensor, shape (2^(8 + bits),)
-        Elements per bin.
-    zeros : int64 tensor, shape ()
-        Elements that are zero.
-    """
+    """Count the elements by their leading bits, NaN too, and leave the counts on the device."""
     programs = triton.cdiv(x.numel(), BLOCK)
     # counters of 32 bits cannot overflow below 2³¹ elements
     counter = torch.int32 if x.numel() < 2**31 else torch.int64
@@ -244,15 +201,7 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ascending positions and values of |x| ≥ low > 0, without NaN: two reads and one synchronisation.
-
-    Parameters
-    ----------
-    x : tensor
-        Contiguous gradient of any shape.
-    low : float
-        Least magnitude selected, a float32.
-    """
+    """Return ascending positions and values of |x| ≥ low > 0, without NaN: two reads and one synchronisation."""
     programs = triton.cdiv(x.numel(), BLOCK)
     hits = torch.zeros(programs, dtype=torch.int32, device=x.device)
     _launch(_hits_kernel, programs, x, hits, x.numel(), _bits(low))
@@ -266,18 +215,7 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack bits, eight a byte, in one read.
-
-    Parameters
-    ----------
-    bits : bool tensor, shape (n,)
-        The bits.
-
-    Returns
-    -------
-    uint8 tensor, shape (⌈n/8⌉,)
-        Element i is bit i mod 8, counted from the lowest, of byte i div 8.
-    """
+    """Pack bits, eight a byte, in one read."""
     bits = bits.contiguous()
     packed = torch.empty(triton.cdiv(bits.numel(), 8), dtype=torch.uint8, device=bits.device)
     programs = triton.cdiv(packed.numel(), BLOCK)
@@ -286,20 +224,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the first bits of what :func:`pack_bits` made.
-
-    Parameters
-    ----------
-    packed : uint8 tensor, shape (bytes,)
-        Packed bits.
-    numel : int
-        Number of bits wanted.
-
-    Returns
-    -------
-    bool tensor, shape (numel,)
-        The bits.
-    """
+    """Return the first bits of what :func:`pack_bits` made, as bool."""
     bits = torch.empty(numel, dtype=torch.uint8, device=packed.device)
     _launch(_unpack_kernel, triton.cdiv(numel, BLOCK), packed.contiguous(), bits, numel)
     return bits.view(torch.bool)
