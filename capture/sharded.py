@@ -31,6 +31,8 @@ class Sharding:
         The model.
     process_group : ProcessGroup, optional
         Group whose ranks are captured; the default group if None.
+    captured : iterable of int, optional
+        Ranks to capture; all if None. A sharded gradient is that of the first rank that holds a part of it.
 
     Attributes
     ----------
@@ -55,6 +57,7 @@ class Sharding:
         parameters: Sequence[torch.Tensor],
         model: torch.nn.Module,
         process_group: dist.ProcessGroup | None,
+        captured: Iterable[int] | None = None,
     ) -> None:
         self._units = units(model)
         known = {id(p.sharded_param) for unit in self._units for p in unit.parameters}
@@ -76,6 +79,8 @@ class Sharding:
             if process_group is None
             else [dist.get_group_rank(process_group, rank) for rank in ranks]
         )
+        self._wanted = None if captured is None else set(captured)
+        self._rank = dist.get_rank(process_group)
         holds = dist.get_rank() == ranks[0]
         self.shards = [
             shard_of(layer.name, p, holds) for layer, p in zip(layers, parameters, strict=True)
@@ -93,27 +98,22 @@ class Sharding:
                 return owner
         return None
 
-    def kinds(self, kinds: Sequence[Kind], ranks: Iterable[int] | None, rank: int) -> list[Kind]:
+    def kinds(self, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
         """Return the kinds that this rank writes.
 
         Parameters
         ----------
         kinds : sequence of Kind
             Kinds to capture.
-        ranks : iterable of int, optional
-            Ranks to capture; all if None. A sharded gradient is that of the first rank that holds a part of it.
-        rank : int
-            This rank.
 
         Returns
         -------
-        list of Kind
+        tuple of Kind
             Some of `kinds`.
         """
-        wanted = None if ranks is None else set(ranks)
-        whole = wanted is None or rank in wanted
-        part = self._speaks and (wanted is None or self.ranks[0] in wanted)
-        return [kind for kind in kinds if (whole if kind in WHOLE else part)]
+        whole = self._wanted is None or self._rank in self._wanted
+        part = self._speaks and (self._wanted is None or self.ranks[0] in self._wanted)
+        return tuple(kind for kind in kinds if (whole if kind in WHOLE else part))
 
     def check(self) -> None:
         """Refuse a hook that was registered after the capture was made.

@@ -134,7 +134,7 @@ class Capture:
     under the first rank of a replica. With :func:`gradstats.hooks.shard_hook` it is the mean over one replica's ranks,
     as it goes into the compressor; else the mean over all ranks, stored once. Of kind ``"local"`` every rank writes all
     elements: the sum over its micro-batches, before the reduce-scatter. Make the capture after ``fully_shard`` and
-    ``shard_hook``, and before the first forward pass.
+    ``shard_hook`` or :class:`gradstats.hooks.LocalSteps`, and before the first forward pass.
     """
 
     def __init__(
@@ -238,11 +238,10 @@ class Capture:
 
     def _shard(self, ranks: Iterable[int] | None, process_group: dist.ProcessGroup | None) -> None:
         """Find out what this rank holds of a sharded model, and tap its exchanges."""
-        sharding = Sharding(self._layers, self._parameters, self._model, process_group)
+        sharding = Sharding(self._layers, self._parameters, self._model, process_group, ranks)
         self._sharding, self._state = sharding, sharding.hook
-        kinds = self._kinds or _usual_kinds(self._state)
-        own = sharding.kinds(kinds, ranks, self.rank)
-        self._kinds, self.active = tuple(own), bool(own)
+        own = sharding.kinds(self._kinds or _usual_kinds(self._state))
+        self.active = bool(own)
         if self._scaler is None and sharding.hook is not None:
             self._scaler = sharding.hook.scaler
         # weakly, for the model holds the taps
@@ -321,10 +320,14 @@ class Capture:
         Raises
         ------
         InputError
-            If the capture wraps a hook already.
+            If the capture wraps a hook already, or captures kind ``"local"``.
         """
         if self._hook is not None:
             raise InputError("a Capture wraps a hook or follows local steps: make one for each")
+        if self._kinds is not None and "local" in self._kinds:
+            raise InputError(
+                "kind 'local' is of every step, and these are of many: take 'gradient', that of the last one"
+            )
         self._local = self._state = local_steps
         if not self._closed:
             local_steps.watch(self._before_exchange, self._after_exchange)
@@ -529,8 +532,9 @@ class Capture:
             return
         assert self._local is not None
         arrays = self._current.arrays
+        places = self._slots if self._sharding is None else self._sharding.places
         for parameter, pseudogradient in pairs:
-            slot = self._slots.get(id(parameter))
+            slot = places.get(id(parameter))
             if slot is None:
                 self._note_absent(parameter)
                 continue
@@ -540,8 +544,7 @@ class Capture:
                 corrected = self._local.corrected(parameter, pseudogradient)
                 _copy(corrected, arrays["corrected"][slot])
             if "gradient" in arrays:
-                gradient = parameter.grad
-                _copy(torch.zeros(()) if gradient is None else gradient, arrays["gradient"][slot])
+                _put(parameter, arrays["gradient"][slot], 1.0)
 
     def _after_exchange(self) -> None:
         """End the step of an exchange."""
@@ -722,6 +725,8 @@ class Capture:
             raise InputError(
                 "there are pseudo-gradients where local steps are taken: call capture.follow(local_steps)"
             )
+        if self._sharding is not None:
+            self._kinds = self._sharding.kinds(self._kinds)
         expected = None
         if self._total_steps is not None and self.schedule.known:
             expected = self.schedule.count(self._total_steps)

@@ -447,8 +447,10 @@ class RunConfig:
             )
         if self.parallel == "ddp":
             return
-        if self.local_steps:
-            raise InputError("local steps are for ddp alone: leave parallel out")
+        if self.local_steps and self.parallel == "fsdp":
+            raise InputError(
+                "fsdp is one replica, which has nobody to exchange local steps with: use parallel=hsdp"
+            )
         if self.parallel == "hsdp" and (self.nproc < 4 or self.nproc % 2):
             raise InputError(
                 f"hsdp shards each of two replicas: give an even nproc, at least 4, not {self.nproc}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,15 +14,16 @@ from capture.workloads.config import DENSE, RunConfig
 from gradstats.compressors import Compressor
 from gradstats.hooks import ErrorFeedback, NoMemory, ShardHook, shard_hook
 
-__all__ = ["REPLICAS", "clip_gradients", "shard", "whole"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["REPLICAS", "clip_gradients", "compress", "shard", "whole"]
 
 REPLICAS = 2
 """Number of replicas of a run with ``parallel="hsdp"``."""
 
 
-def shard(
-    config: RunConfig, model: nn.Module, compressor: Callable[[], Compressor]
-) -> ShardHook | None:
+def shard(config: RunConfig, model: nn.Module) -> DeviceMesh:
     """Shard a model, in place.
 
     Parameters
@@ -30,27 +32,51 @@ def shard(
         Settings of the run, checked; ``parallel`` is not ``"ddp"``.
     model : torch.nn.Module
         Model, alike on all ranks.
-    compressor : callable
-        Function that makes the compressor of a unit.
 
     Returns
     -------
-    ShardHook or None
-        What compresses between replicas; None where PyTorch averages.
+    torch.distributed.device_mesh.DeviceMesh
+        All ranks, by replica and shard where there are replicas. PyTorch averages over both if nothing is compressed
+        and every step is exchanged.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    hybrid, dense = config.parallel == "hsdp", config.compressor == DENSE
+    hybrid = config.parallel == "hsdp"
     shape = (REPLICAS, config.nproc // REPLICAS) if hybrid else (config.nproc,)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     # of PyTorch, about in-place operations that our models do not have
     warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
+    averages = config.compressor == DENSE and not config.local_steps
     for module in (*_parts(model), model):
-        fully_shard(module, mesh=mesh if dense else mesh["shard"])
-    if dense:
+        fully_shard(module, mesh=mesh if averages else mesh["shard"])
+    return mesh
+
+
+def compress(
+    config: RunConfig, model: nn.Module, mesh: DeviceMesh, compressor: Callable[[], Compressor]
+) -> ShardHook | None:
+    """Compress between the replicas of a sharded model.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run, checked.
+    model : torch.nn.Module
+        Model after :func:`shard`.
+    mesh : torch.distributed.device_mesh.DeviceMesh
+        What that returned.
+    compressor : callable
+        Function that makes the compressor of a unit.
+
+    Returns
+    -------
+    ShardHook or None
+        What compresses; None where PyTorch averages.
+    """
+    if config.compressor == DENSE:
         return None
     memory = ErrorFeedback if config.error_feedback and compressor().feedback else NoMemory
     training = config.training()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.tap import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import RunConfig, RunResult
-from capture.workloads.sharding import clip_gradients, shard, whole
+from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
 from gradstats.hooks import CompressionState, LocalSteps, ShardHook, compression_hook
@@ -80,14 +80,16 @@ def _train(config: RunConfig) -> RunResult:
     network: torch.nn.Module = task.model
     local: LocalSteps | None = None
     compression: CompressionState | LocalSteps | ShardHook | None = None
+    mesh = None if config.parallel == "ddp" else shard(config, network)
     if config.local_steps:
         optimizer = _make_optimizer(config, network)
-        compression = local = _make_local_steps(config, network, optimizer)
+        replicas = None if mesh is None else mesh["replicate"].get_group()
+        compression = local = _make_local_steps(config, network, optimizer, replicas)
         capture = _make_capture(config, network)
         if capture is not None:
             capture.follow(local)
-    elif config.parallel != "ddp":
-        compression = shard(config, network, lambda: _make_compressor(config))
+    elif mesh is not None:
+        compression = compress(config, network, mesh, lambda: _make_compressor(config))
         capture = _make_capture(config, network)
         optimizer = _make_optimizer(config, network)
     else:
@@ -153,9 +155,13 @@ def _make_optimizer(config: RunConfig, model: torch.nn.Module) -> torch.optim.Op
 
 
 def _make_local_steps(
-    config: RunConfig, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    config: RunConfig,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None,
 ) -> LocalSteps:
     options: dict[str, Any] = {
+        "process_group": group,
         "fragments": config.fragments,
         "delay": config.delay,
         "average": config.average,

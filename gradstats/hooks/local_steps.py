@@ -28,7 +28,9 @@ from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.state import CompressionState
+from gradstats.hooks.shards import bad_in_replica, exchange
+from gradstats.hooks.state import CompressionState, packed, unpacked
+from gradstats.hooks.units import across, as_sharded, is_sharded, local_part, stand_in, units
 from gradstats.primitives.ratio import check_count, check_number, check_several, shown
 from gradstats.trace.record import StepRecord, together
 
@@ -43,8 +45,10 @@ class _Fragment:
     ----------
     named : list of (str, torch.Tensor)
         Names and parameters.
+    held : list of torch.Tensor
+        What the state knows the parameters by; of sharded ones, what this rank holds.
     state : CompressionState
-        Memory and compressor of these parameters.
+        Memory and compressor of what is held.
     offset : int
         Local steps into an interval after which it is exchanged, from 1 to the length of the interval.
     sent : int
@@ -58,6 +62,7 @@ class _Fragment:
     """
 
     named: list[tuple[str, torch.Tensor]]
+    held: list[torch.Tensor]
     state: CompressionState
     offset: int
     sent: int = 0
@@ -84,7 +89,7 @@ class LocalSteps:
     ----------
     model : torch.nn.Module
         The model, the same on all ranks but for its values, and not wrapped in DDP. Parameters and buffers of rank 0
-        become those of all.
+        become those of all. Of a model after ``fully_shard`` the shards of the first replica become those of all.
     optimizer : torch.optim.Optimizer
         Optimizer of the local steps. Its state stays on its rank.
     outer_optimizer : torch.optim.Optimizer, optional
@@ -107,7 +112,8 @@ class LocalSteps:
     average : {"ranks", "senders"}
         What a sum of sparse messages is divided by, see :class:`gradstats.compressors.SparseCompressor`.
     process_group : torch.distributed.ProcessGroup, optional
-        Group to average over; the default group if None.
+        Group to average over; the default group if None. Of a sharded model, the ranks of all replicas that hold the
+        same shards: ``mesh["replicate"].get_group()``.
     **options : Any
         Further options of :class:`gradstats.hooks.CompressionState`, such as ``exclude``, ``ratio_at``, ``nonfinite``.
 
@@ -143,6 +149,10 @@ class LocalSteps:
     All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
     overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
     all ranks end with the same parameters. Buffers, such as running means, stay each rank's own.
+
+    Of a sharded model (``fully_shard``, with the mesh of one replica) a local step is one of all ranks of a replica.
+    Then each rank exchanges its shards with the ranks of other replicas that hold the same; each has compressor and
+    memory of its own. What is sparse is sparse in each shard.
     """
 
     def __init__(
@@ -179,6 +189,8 @@ class LocalSteps:
         parameters = [p for _, p in self._named]
         if not parameters:
             raise InputError("the model has no parameter to train")
+        # the ranks that hold a replica's shards with this one
+        self._within = across(units(model), process_group) if is_sharded(model) else None
         self._optimizer = optimizer
         self._outer = outer_optimizer or torch.optim.SGD(parameters, lr=1.0)
         theirs = {id(p) for group in self._outer.param_groups for p in group["params"]}
@@ -198,24 +210,26 @@ class LocalSteps:
         parts = _parts(self._named, fragments)
         if len(parts) > self.steps:
             raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
-        self._fragments = [
-            _Fragment(
-                named,
-                CompressionState(
-                    copy.deepcopy(compressor) if i else compressor,
-                    memory=copy.deepcopy(memory) if i else memory,
-                    named_parameters=named,
-                    **options,
-                ),
-                (i + 1) * self.steps // len(parts),
+        self._fragments: list[_Fragment] = []
+        for i, named in enumerate(parts):
+            held = [stand_in(p) for _, p in named]
+            state = CompressionState(
+                copy.deepcopy(compressor) if i else compressor,
+                memory=copy.deepcopy(memory) if i else memory,
+                named_parameters=[(n, h) for (n, _), h in zip(named, held, strict=True)],
+                **options,
             )
-            for i, named in enumerate(parts)
-        ]
-        self._fragment_of = {id(p): f for f in self._fragments for _, p in f.named}
-        with torch.no_grad():
-            for values in (*model.parameters(), *model.buffers()):
-                values.copy_(broadcast(values.detach().contiguous(), 0, process_group))
-        self._anchors = {id(p): p.detach().clone() for p in parameters}
+            self._fragments.append(
+                _Fragment(named, held, state, (i + 1) * self.steps // len(parts))
+            )
+        self._held = {
+            id(p): (f.state, h)
+            for f in self._fragments
+            for (_, p), h in zip(f.named, f.held, strict=True)
+        }
+        for values in map(_own, (*model.parameters(), *model.buffers())):
+            values.copy_(broadcast(values.contiguous(), 0, process_group))
+        self._anchors = {id(p): _own(p).clone() for p in parameters}
         self._handles: list[Any] = []
         self._thread: ThreadPoolExecutor | None = None
         self._before: Callable[[list[Pair]], None] = lambda pairs: None
@@ -239,14 +253,15 @@ class LocalSteps:
         parameter : torch.Tensor
             One of the model's parameters.
         gradient : torch.Tensor
-            Its pseudo-gradient.
+            Its pseudo-gradient; of a sharded parameter, what this rank holds of it.
 
         Returns
         -------
         tensor, shape (n,)
             Flat, in logical order.
         """
-        return self._fragment_of[id(parameter)].state.corrected(parameter, gradient)
+        state, held = self._held[id(parameter)]
+        return state.corrected(held, gradient)
 
     def watch(self, before: Callable[[list[Pair]], None], after: Callable[[], None]) -> None:
         """Call functions around exchanges: what :class:`capture.Capture` does.
@@ -254,8 +269,8 @@ class LocalSteps:
         Parameters
         ----------
         before : callable
-            Called with the parameters and pseudo-gradients of a fragment, before they are exchanged. It must not change
-            them.
+            Called with the parameters of a fragment and what this rank has of their pseudo-gradients, before they are
+            exchanged. It must not change them.
         after : callable
             Called without arguments after the last fragment of an interval; with a delay, once it is under way.
         """
@@ -290,15 +305,14 @@ class LocalSteps:
                 self._thread = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs beside the inner optimizer's state, at any step, of this rank alone.
-
-        Every rank saves its own, and that of its own optimizer. The parameters are in it: those of the last exchange
-        and, different on every rank, those now.
+        """Return what a restart needs, at any step, of this rank alone: every rank saves its own.
 
         Returns
         -------
         dict
-            One entry, ``rank0`` on rank 0, of tensors, numbers and bytes.
+            One entry, named by the global rank, so that ``torch.distributed.checkpoint`` can save all ranks' under one
+            name: a dictionary of tensors, numbers and bytes. This rank's parameters (or shards) are in it, those of the
+            last exchange and those now, and the states of both optimizers.
         """
         for fragment in self._fragments:
             self._wait(fragment)
@@ -307,24 +321,30 @@ class LocalSteps:
             "steps": self.steps,
             "step": self.step,
             "exchanges": self.exchanges,
-            "parameters": {n: p.detach().clone() for n, p in self._named},
+            "parameters": {n: _own(p).clone() for n, p in self._named},
             "anchors": {n: self._anchors[id(p)].clone() for n, p in self._named},
-            "outer": copy.deepcopy(self._outer.state_dict()),
+            "optimizer": packed(self._optimizer.state_dict()),
+            "outer": packed(self._outer.state_dict()),
             "fragments": [
                 {
                     "names": [n for n, _ in f.named],
                     "sent": f.sent,
                     "due": f.due,
-                    "pending": [mean.clone() for _, mean in f.pairs],
+                    "under_way": bool(f.pairs),
+                    "pending": [
+                        mean.clone()
+                        for _, mean in f.pairs
+                        or [(p, torch.zeros_like(_own(p))) for _, p in f.named]
+                    ],
                     **f.state.state_dict(),
                 }
                 for f in self._fragments
             ],
         }
-        return {f"rank{dist.get_rank(self._group)}": own}
+        return {f"rank{dist.get_rank()}": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, and the model's parameters with it.
+        """Restore what :meth:`state_dict` returned, the model's parameters and both optimizers with it.
 
         Parameters
         ----------
@@ -336,7 +356,7 @@ class LocalSteps:
         InputError
             If it is of another rank, number of ranks, model, number of steps or division into fragments.
         """
-        rank = f"rank{dist.get_rank(self._group)}"
+        rank = f"rank{dist.get_rank()}"
         if rank not in state:
             has = ", ".join(map(str, state)) or "nothing"
             raise InputError(
@@ -358,20 +378,28 @@ class LocalSteps:
             if ours != theirs:
                 raise InputError(f"the checkpoint has other {key} than this model")
         for name, parameter in self._named:
-            if own["parameters"][name].shape != parameter.shape:
+            if own["parameters"][name].shape != _own(parameter).shape:
                 raise InputError(f"the checkpoint's {name} has another shape than this model's")
+        optimizers = [
+            (optimizer, unpacked(own[key], what))
+            for optimizer, key, what in (
+                (self._optimizer, "optimizer", "optimizer"),
+                (self._outer, "outer", "outer optimizer"),
+            )
+        ]
         for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
             fragment.state.load_state_dict(saved)
-        with torch.no_grad():
-            for name, parameter in self._named:
-                parameter.copy_(own["parameters"][name])
-                self._anchors[id(parameter)].copy_(own["anchors"][name])
-        self._outer.load_state_dict(own["outer"])
+        for name, parameter in self._named:
+            _own(parameter).copy_(own["parameters"][name])
+            self._anchors[id(parameter)].copy_(own["anchors"][name])
+        for optimizer, saved in optimizers:
+            optimizer.load_state_dict(saved)
         for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
             fragment.sent, fragment.due, fragment.exchange = saved["sent"], saved["due"], None
             fragment.pairs = [
                 (p, mean.to(p.device, copy=True))
-                for (_, p), mean in zip(fragment.named, saved["pending"], strict=False)
+                for (_, p), mean in zip(fragment.named, saved["pending"], strict=True)
+                if saved["under_way"]
             ]
         self.step, self.exchanges = own["step"], own["exchanges"]
 
@@ -388,24 +416,32 @@ class LocalSteps:
 
     def _send(self, fragment: _Fragment, delay: int) -> None:
         """Exchange a fragment's pseudo-gradient now, or have it exchanged in the background."""
-        pairs = [(p, self._anchors[id(p)] - p.detach()) for _, p in fragment.named]
+        pairs = [(p, self._anchors[id(p)] - _own(p)) for _, p in fragment.named]
         self._before(pairs)
+        bad = self._bad(
+            fragment, pairs
+        )  # in this thread: the replica's ranks train over the same group
         if delay:
             assert self._thread is not None
-            fragment.exchange = self._thread.submit(self._reduce, fragment, pairs, self.step)
+            fragment.exchange = self._thread.submit(self._reduce, fragment, pairs, self.step, bad)
         else:
-            self._reduce(fragment, pairs, self.step)
+            self._reduce(fragment, pairs, self.step, bad)
         fragment.pairs, fragment.sent, fragment.due = pairs, self.step, self.step + delay
         if not delay:
             self._apply(fragment)
 
-    def _reduce(self, fragment: _Fragment, pairs: list[Pair], step: int) -> None:
+    def _bad(self, fragment: _Fragment, pairs: list[Pair]) -> int:
+        """Count what is not finite on ranks with other shards."""
+        if self._within is None:
+            return 0
+        with _naming(self.step):
+            return bad_in_replica(fragment.state, [each for _, each in pairs], self._within)
+
+    def _reduce(self, fragment: _Fragment, pairs: list[Pair], step: int, bad: int) -> None:
         """Put the mean of the ranks' pseudo-gradients into them."""
-        state = fragment.state
-        with _naming(step), state.naming_step():
-            state.begin(pairs[0][0].device)
-            state.ready(pairs)
-            state.complete(pairs)
+        held = [(h, each) for h, (_, each) in zip(fragment.held, pairs, strict=True)]
+        with _naming(step):
+            exchange(fragment.state, held, bad)
 
     def _wait(self, fragment: _Fragment) -> None:
         """Wait for an exchange in the background, and raise what it raised."""
@@ -423,25 +459,25 @@ class LocalSteps:
         self._wait(fragment)
         late = self.step > fragment.sent
         gradients = [(p, p.grad) for _, p in self._named]
-        local = [p.detach().clone() for p, _ in fragment.pairs] if late else []
+        local = [_own(p).clone() for p, _ in fragment.pairs] if late else []
         for parameter, _ in gradients:
             parameter.grad = None
         for parameter, mean in fragment.pairs:
-            parameter.copy_(self._anchors[id(parameter)])
-            parameter.grad = mean
+            _own(parameter).copy_(self._anchors[id(parameter)])
+            parameter.grad = as_sharded(parameter, mean)
         self._outer.step()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for i, (parameter, _) in enumerate(fragment.pairs):
-            self._anchors[id(parameter)].copy_(parameter)
+            self._anchors[id(parameter)].copy_(_own(parameter))
             if late:
-                parameter.lerp_(local[i], self.mix)
+                _own(parameter).lerp_(local[i], self.mix)
         fragment.pairs = []
 
     def _count_exchange(self) -> None:
         """Count an exchange of all fragments, and put their records together."""
         records = [f.state.last for f in self._fragments if f.state.last is not None]
-        if not self.delay and len(records) == len(self._fragments):
+        if not self.delay and records:  # a rank may hold nothing of a fragment
             self.last = together(records, self.exchanges)
         self.exchanges += 1
         self._after()
@@ -463,17 +499,22 @@ class LocalSteps:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
         (fragment,) = self._fragments
         pairs = [
-            (p, torch.zeros_like(p) if p.grad is None else p.grad.detach())
+            (p, torch.zeros_like(_own(p)) if p.grad is None else _own(p.grad))
             for _, p in fragment.named
         ]
         self._before(pairs)
-        self._reduce(fragment, pairs, self.step)
+        self._reduce(fragment, pairs, self.step, self._bad(fragment, pairs))
         for parameter, mean in pairs:
-            parameter.grad = mean
+            parameter.grad = as_sharded(parameter, mean)
 
     def _count(self) -> None:
         self.step += 1
         self._count_exchange()
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, which shares its memory, for arithmetic that autograd does not see."""
+    return local_part(tensor.detach())
 
 
 @contextmanager

@@ -26,14 +26,14 @@ from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
-from gradstats.hooks.units import Unit, units
+from gradstats.hooks.units import Unit, across, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Observer", "ShardHook", "shard_hook"]
+__all__ = ["Observer", "ShardHook", "bad_in_replica", "exchange", "shard_hook"]
 
 Observer: TypeAlias = Callable[["CompressionState", Sequence[torch.Tensor], Sequence[Pair]], None]
 """Called before an exchange with the unit's state, its sharded parameters, and what stands for them in the state with
@@ -54,19 +54,77 @@ class _Scale:
         return loss * self._unit.factors[1]
 
 
+def bad_in_replica(
+    state: CompressionState, gradients: Sequence[torch.Tensor], within: dist.ProcessGroup
+) -> int:
+    """Count what is not finite on all ranks of a replica: other shards' exchanges are none of this rank's.
+
+    Parameters
+    ----------
+    state : CompressionState
+        Whose policy it is.
+    gradients : sequence of tensor
+        This rank's shards.
+    within : torch.distributed.ProcessGroup
+        Ranks of the replica.
+
+    Returns
+    -------
+    int
+        Number of elements, for :func:`exchange`; 0 where they count as zero. All ranks must raise if one does.
+    """
+    bad = min(count_bad(gradients), _LARGEST_FLAG)
+    bad = sum(all_gather_flags(bad, within, gradients[0].device))
+    return 0 if state.nonfinite == "zero" else min(bad, _LARGEST_FLAG)
+
+
+def exchange(state: CompressionState, pairs: list[Pair], bad: int = 0) -> None:
+    """Average gradients outside DDP, in place.
+
+    Parameters
+    ----------
+    state : CompressionState
+        Memory and compressor.
+    pairs : list of (parameter, gradient)
+        All that the state has.
+    bad : int
+        Elements that are not finite on ranks with other shards.
+
+    Raises
+    ------
+    NonFiniteGradientError, ExchangeError, InputError
+        As :func:`gradstats.hooks.compression_hook` says.
+    """
+    device = pairs[0][1].device
+    with state.naming_step():
+        if not any(gradient.numel() for _, gradient in pairs):
+            # nothing here is nothing on the ranks that this one would talk to
+            if any(all_gather_flags(bad, state.process_group, device)) and (
+                state.nonfinite == "raise"
+            ):
+                raise NonFiniteGradientError(
+                    "NaN or infinite gradient elements on a rank with other shards"
+                )
+            return
+        state.begin(device)
+        state.sparse_bad = bad
+        state.use(parameter for parameter, _ in pairs)
+        state.ready(pairs)
+        state.complete(pairs)
+
+
 class _Exchange:
     """One unit's parameters, state, and gradients that wait for a later micro-step."""
 
-    def __init__(self, unit: Unit, state: Callable[..., CompressionState]) -> None:
+    def __init__(
+        self, unit: Unit, within: dist.ProcessGroup, state: Callable[..., CompressionState]
+    ) -> None:
         self.unit = unit
-        # stand for the shards: a state asks for sizes, and FSDP2's parameters have those of the whole
-        self.shards = [
-            torch.empty(p.sharded_size, dtype=p.sharded_param.dtype, device="meta").requires_grad_()
-            for p in unit.parameters
-        ]
+        self.shards = [stand_in(p.sharded_param) for p in unit.parameters]
         names = [unit.names[id(p.sharded_param)] for p in unit.parameters]
         self.state = state(named_parameters=zip(names, self.shards, strict=True))
         self.waiting: torch.Tensor | None = None
+        self._within = within
 
     def __call__(self, observers: Sequence[Observer], output: torch.Tensor) -> None:
         pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
@@ -80,28 +138,8 @@ class _Exchange:
         parameters = [p.sharded_param for p in self.unit.parameters]
         for observer in observers:
             observer(self.state, parameters, pairs)
-        # other shards' exchanges are none of this rank's, and yet all ranks must raise if one does
-        group = self.unit.group._reduce_scatter_process_group
-        bad = min(count_bad([gradient for _, gradient in pairs]), _LARGEST_FLAG)
-        bad = sum(all_gather_flags(bad, group, output.device))
-        if self.state.nonfinite == "zero":
-            bad = 0
-        if not any(shard.numel() for shard in self.shards):
-            # nothing here is nothing on the ranks that this one would talk to
-            flags = all_gather_flags(
-                min(bad, _LARGEST_FLAG), self.state.process_group, output.device
-            )
-            if any(flags) and self.state.nonfinite == "raise":
-                raise NonFiniteGradientError(
-                    "NaN or infinite gradient elements on a rank with other shards"
-                )
-            return
-        with self.state.naming_step():
-            self.state.begin(output.device)
-            self.state.sparse_bad = bad
-            self.state.use(self.shards)
-            self.state.ready(pairs)
-            self.state.complete(pairs)
+        gradients = [gradient for _, gradient in pairs]
+        exchange(self.state, pairs, bad_in_replica(self.state, gradients, self._within))
 
 
 class ShardHook:
@@ -314,19 +352,9 @@ def shard_hook(
     if not isinstance(model, torch.nn.Module) or not (found := units(model)):
         raise InputError("the model is not sharded: call fully_shard() on it first")
     group = mesh.get_group()
-    replicas = set(dist.get_process_group_ranks(group))
     exchanges = {}
     for unit in found:
-        if unit.replicated:
-            raise InputError(
-                "fully_shard() has the replicas' dimension in its mesh, and averages over it before any hook: give it "
-                'the other one alone, mesh=mesh["shard"]'
-            )
-        within = set(dist.get_process_group_ranks(unit.group._reduce_scatter_process_group))
-        if len(replicas & within) != 1:
-            raise InputError(
-                "mesh holds ranks of one replica: give the dimension across replicas, not the one of its shards"
-            )
+        within = across([unit], group)
         state = partial(
             CompressionState,
             compressor(),
@@ -336,8 +364,8 @@ def shard_hook(
             scaler=_Scale(unit, scaler),
             process_group=group,
         )
-        exchanges[unit.name] = _Exchange(unit, state)
-    hook = ShardHook(exchanges, found[0].shards, len(replicas), scaler)
+        exchanges[unit.name] = _Exchange(unit, within, state)
+    hook = ShardHook(exchanges, found[0].shards, mesh.size(), scaler)
     for unit in found:
         if hasattr(unit.module, "set_reduce_scatter_unused_params"):
             unit.module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -25,7 +25,16 @@ from gradstats.primitives import warm_up
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.trace.record import StepRecord
 
-__all__ = ["CompressionState", "HeldBucket", "NonFinite", "Scaler", "after_backward", "count_bad"]
+__all__ = [
+    "CompressionState",
+    "HeldBucket",
+    "NonFinite",
+    "Scaler",
+    "after_backward",
+    "count_bad",
+    "packed",
+    "unpacked",
+]
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero", "propagate"]
 
@@ -298,10 +307,6 @@ class CompressionState:
             else:  # what a distributed checkpoint loads into
                 kinds = group.kinds if self._layout.known else ()
                 memory[group.key] = {kind: self._blank(group) for kind in kinds}
-        # as bytes: what a compressor keeps changes its structure from step to step, which a checkpoint that is loaded
-        # into a template of tensors could not follow
-        stream = io.BytesIO()
-        torch.save(self.compressor.state_dict(), stream)
         rank, world = self._rank_and_world()
         return {
             f"rank{rank}": {
@@ -310,7 +315,7 @@ class CompressionState:
                 **memory,
                 "memory_counts": self.memory.state_dict(),
                 "system": type(self.compressor).__name__,
-                "compressor": stream.getvalue(),
+                "compressor": packed(self.compressor.state_dict()),
             }
         }
 
@@ -351,13 +356,7 @@ class CompressionState:
             )
         if own["memory"] and self._layout.known:
             self._check_memory(own)
-        try:
-            kept = torch.load(io.BytesIO(own["compressor"]), weights_only=True)
-        except Exception as error:  # whatever damaged bytes raise
-            raise InputError(
-                f"the checkpoint's compressor cannot be read: {first_line(error)}"
-            ) from None
-        self.compressor.load_state_dict(kept)
+        self.compressor.load_state_dict(unpacked(own["compressor"], "compressor"))
         if own.get("memory_counts"):
             self.memory.load_state_dict(own["memory_counts"])
         self.step = int(own["step"])
@@ -718,6 +717,45 @@ def _outside(positions: torch.Tensor | None, layers: Sequence[slice]) -> torch.T
     layer = torch.bucketize(positions, stops, right=True)
     inside = positions >= starts[layer.clamp(max=len(layers) - 1)]
     return positions[(layer == len(layers)) | ~inside]
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Return a state as bytes: a distributed checkpoint that is loaded into a template cannot follow its structure.
+
+    Parameters
+    ----------
+    state : mapping
+        What changes its structure from step to step, such as what a compressor or an optimizer keeps.
+
+    Returns
+    -------
+    bytes
+        For :func:`unpacked`.
+    """
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+def unpacked(data: bytes, what: str) -> dict[str, Any]:
+    """Return what :func:`packed` made bytes of.
+
+    Parameters
+    ----------
+    data : bytes
+        Part of a checkpoint.
+    what : str
+        Its name, for an error.
+
+    Raises
+    ------
+    InputError
+        If the bytes are damaged.
+    """
+    try:
+        return dict(torch.load(io.BytesIO(data), weights_only=True))
+    except Exception as error:  # whatever damaged bytes raise
+        raise InputError(f"the checkpoint's {what} cannot be read: {first_line(error)}") from None
 
 
 def after_backward(call: Callable[[], None]) -> bool:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradstats.errors import InputError
 from gradstats.trace.format import Shard
 
-__all__ = ["Unit", "is_sharded", "local_part", "shard_of", "shard_ranks", "units"]
+__all__ = [
+    "Unit",
+    "across",
+    "as_sharded",
+    "is_sharded",
+    "local_part",
+    "shard_of",
+    "shard_ranks",
+    "stand_in",
+    "units",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,23 +205,109 @@ def units(model: torch.nn.Module) -> list[Unit]:
     return [unit for unit in found.values() if unit.parameters]
 
 
-def local_part(gradient: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a gradient.
+def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Check that a group crosses a model's replicas, and return the one that holds this rank's.
 
     Parameters
     ----------
-    gradient : torch.Tensor
-        A gradient, sharded or not.
+    found : sequence of Unit
+        The model's units.
+    replicas : torch.distributed.ProcessGroup, optional
+        Ranks of several replicas that hold the same shards; the default group if None.
+
+    Returns
+    -------
+    torch.distributed.ProcessGroup
+        Ranks that hold the shards of one replica, this one among them.
+
+    Raises
+    ------
+    InputError
+        If FSDP2 averages over replicas itself, or two ranks of the group are of one replica.
+    """
+    ours = set(dist.get_process_group_ranks(replicas or dist.group.WORLD))
+    for unit in found:
+        if unit.replicated:
+            raise InputError(
+                "fully_shard() has the replicas' dimension in its mesh, and averages over it before any hook: give it "
+                'the other one alone, mesh=mesh["shard"]'
+            )
+        within = set(dist.get_process_group_ranks(unit.group._reduce_scatter_process_group))
+        if len(ours & within) != 1:
+            raise InputError(
+                "the ranks to exchange with are of one replica: give those across replicas, such as "
+                'mesh["replicate"], not those that hold its shards'
+            )
+    group: dist.ProcessGroup = found[0].group._reduce_scatter_process_group
+    return group
+
+
+def stand_in(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what a state of compression knows a parameter by: it asks for sizes, and sharded ones are the whole's.
+
+    Parameters
+    ----------
+    parameter : torch.Tensor
+        Parameter, sharded or not.
 
     Returns
     -------
     torch.Tensor
-        The local tensor of a sharded one; any other as it is.
+        Of a sharded one, a tensor without data, of the shape of this rank's shard; any other as it is.
     """
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None and isinstance(gradient, tensor.DTensor):
-        return gradient.to_local()  # type: ignore[no-any-return]
-    return gradient
+    part = local_part(parameter)
+    if part is parameter:
+        return parameter
+    return torch.empty(part.shape, dtype=part.dtype, device="meta").requires_grad_()
+
+
+def as_sharded(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a gradient as its parameter's ``.grad``.
+
+    Parameters
+    ----------
+    parameter : torch.Tensor
+        Parameter, sharded or not.
+    part : torch.Tensor
+        The gradient, or this rank's shard of it.
+
+    Returns
+    -------
+    torch.Tensor
+        A tensor sharded as the parameter is, which shares the memory of `part`; `part` itself if it is not.
+    """
+    if local_part(parameter) is parameter:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = parameter
+    return DTensor.from_local(
+        part,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a parameter or gradient.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        A tensor, sharded or not.
+
+    Returns
+    -------
+    torch.Tensor
+        The local tensor of a sharded one, which shares its memory; any other as it is.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(tensor, module.DTensor):
+        return tensor.to_local()  # type: ignore[no-any-return]
+    return tensor
 
 
 def shard_ranks(parameter: Any) -> tuple[list[int], bool]:

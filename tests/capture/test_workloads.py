@@ -417,11 +417,35 @@ def test_two_replicas_of_two_shards_compress_between_them(tmp_path):
     assert (trace.compression(0)["numel"] == trace.numel).all()
 
 
+def test_a_run_of_sharded_replicas_with_local_steps(tmp_path):
+    path = tmp_path / "run.zarr"
+    config = RunConfig(
+        workload="gpt-pydoc",
+        parallel="hsdp",
+        nproc=4,
+        steps=4,
+        local_steps=2,
+        compressor="topk",
+        ratio=0.01,
+        size="0.1M",
+        out=path,
+    )
+    result = run(config)
+    trace = open_trace(path)
+    assert [rank for rank in trace.ranks if trace.has_gradients(rank)] == [0, 2]
+    assert list(trace.kinds(2)) == ["gradient", "corrected", "pseudogradient"]
+    assert trace.steps() == [0, 1]
+    assert trace.scalars(0)["loss"].tolist() == result.losses[1::2]
+    assert trace.attrs["local_steps"]["steps"] == 2
+    assert len(result.records) == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"parallel": "tp"}, "ddp, fsdp, hsdp"),
         ({"parallel": "fsdp"}, "compressor=none"),
+        ({"parallel": "fsdp", "compressor": "none", "local_steps": 4}, "use parallel=hsdp"),
         ({"parallel": "hsdp"}, "at least 4"),
         ({"parallel": "hsdp", "nproc": 5}, "even nproc"),
         ({"parallel": "hsdp", "nproc": 4, "compressor": "dgc"}, "for ddp alone"),

@@ -72,7 +72,7 @@ def test_it_learns_and_ends_with_the_same_parameters_everywhere(two, name):
 @pytest.mark.parametrize("name", cases.RESUMED)
 def test_resuming_in_the_middle_of_an_interval_changes_no_bit(two, name):
     for same, refused in [rank[f"resumes, {name}"] for rank in two]:
-        assert same == [True] * 8
+        assert same == [True] * 8 * 2  # stored by torch.save, and by the distributed checkpoint
         *others, foreign = refused
         assert others == [
             "the checkpoint is of 6 local steps, and these are 5",

@@ -5,6 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -211,8 +212,8 @@ def learns(rank, world, name):
     return sum(losses[:5]) / 5, sum(losses[-5:]) / 5, flat(model).numpy(), local.exchanges
 
 
-def resumes(rank, world, name):
-    """Return whether stopping in the middle of an interval changes any bit of what follows."""
+def resumes(rank, world, name, folder):
+    """Return whether stopping in the middle of an interval changes any bit of what follows, by way of storing it."""
     model = net()
     optimizer = adamw(model)
     whole = train(built(name, model, optimizer), model, optimizer, rank, 19)
@@ -223,23 +224,28 @@ def resumes(rank, world, name):
         for step in range(11):  # a step after an exchange, which may be under way
             backward(model, optimizer, rank, step)
             optimizer.step()
-        saved = copy.deepcopy((local.state_dict(), optimizer.state_dict()))
-    model = net(seed=7)
-    optimizer = adamw(model)
-    local = built(name, model, optimizer)
-    torch.save(saved, path := f"/tmp/{os.getpid()}.pt")
-    ours, theirs = torch.load(path, weights_only=True)
-    os.unlink(path)
-    local.load_state_dict(ours)
-    optimizer.load_state_dict(theirs)
-    rest = train(local, model, optimizer, rank, 19, start=11)
+        saved = copy.deepcopy(local.state_dict())
+    torch.save(saved, f"{folder}/{rank}.pt")
+    dcp.save({"local": saved}, checkpoint_id=f"{folder}/{name}")
+    same = []
+    for way in ("save", "checkpoint"):
+        model = net(seed=7)
+        optimizer = adamw(model)
+        local = built(name, model, optimizer)
+        if way == "save":
+            holder = {"local": torch.load(f"{folder}/{rank}.pt", weights_only=True)}
+        else:
+            dcp.load(holder := {"local": local.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        local.load_state_dict(holder["local"])
+        rest = train(local, model, optimizer, rank, 19, start=11)
+        same += [torch.equal(a, b) for a, b in zip(whole[11:], rest, strict=True)]
     refused = []
     for change in (
         {"steps": 6},
         {"parameters": {}},
         {"fragments": []},
     ):
-        other = {f"rank{rank}": {**saved[0][f"rank{rank}"], **change}}
+        other = {f"rank{rank}": {**saved[f"rank{rank}"], **change}}
         try:
             local.load_state_dict(other)
         except GradstatsError as error:
@@ -248,7 +254,6 @@ def resumes(rank, world, name):
         local.load_state_dict({"rank9": {}})
     except GradstatsError as error:
         refused.append(str(error))
-    same = [torch.equal(a, b) for a, b in zip(whole[11:], rest, strict=True)]
     return same, refused
 
 
@@ -375,7 +380,7 @@ def two_ranks(rank, world, folder):
             "not finite": lambda: not_finite(rank, world),
             "wrong": lambda: wrong(rank, world),
             **{f"learns, {n}": lambda n=n: learns(rank, world, n) for n in OPTIONS},
-            **{f"resumes, {n}": lambda n=n: resumes(rank, world, n) for n in RESUMED},
+            **{f"resumes, {n}": lambda n=n: resumes(rank, world, n, folder) for n in RESUMED},
             **{
                 f"captured, {n}": lambda n=n: captured(rank, world, f"{folder}/{n}.zarr", n)
                 for n in CAPTURED

@@ -1,0 +1,250 @@
+"""Local steps of sharded models: two replicas of two shards, beside loops over the model in one piece."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from workers.sharded import batch, fingerprint, gathered, loss_of, mesh_of, network, shard
+
+from capture import Capture
+from gradstats.compressors import TopK
+from gradstats.errors import ExchangeError, GradstatsError, NonFiniteGradientError
+from gradstats.hooks import ErrorFeedback, LocalSteps
+
+H, REPLICAS = 5, 2
+OPTIONS = {
+    "dense": dict,
+    "topk with decay": lambda: {"compressor": TopK(0.1), "memory": ErrorFeedback(0.9)},
+    # the last weight has one row: of the second fragment some ranks hold nothing
+    "patterns": lambda: {"compressor": TopK(0.05), "fragments": [["0.*", "2.*"], ["*"]]},
+    "delayed": lambda: {"compressor": TopK(0.05), "fragments": 2, "delay": 2},
+    "one step": lambda: {"steps": 1},
+}
+
+
+def built(name, world):
+    """Return a sharded model, its optimizer, and local steps between its replicas."""
+    torch.manual_seed(0)
+    model, mesh = network(), mesh_of(REPLICAS, world // REPLICAS)
+    shard(model, mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    if name == "one step":
+        outer = None
+    options = {"steps": H, "process_group": mesh["replicate"].get_group(), **OPTIONS[name]()}
+    return model, optimizer, LocalSteps(model, optimizer, outer, **options)
+
+
+def train(model, optimizer, rank, start, stop):
+    """Return the losses; the parameters change."""
+    losses = []
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step, rank, model))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(model):
+    return torch.cat([p.detach().reshape(-1) for p in gathered(model)]).numpy()
+
+
+def reference(rank, world, steps, interval):
+    """DiLoCo over the model in one piece: AdamW on a replica's mean gradient, then the outer step."""
+    mesh = mesh_of(REPLICAS, world // REPLICAS)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    anchor = [p.detach().clone() for p in model.parameters()]
+    velocity = [torch.zeros_like(a) for a in anchor]
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, rank, model)).backward()
+        for p in model.parameters():
+            group = None if interval == 1 else mesh["shard"].get_group()
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= world if interval == 1 else world // REPLICAS
+        optimizer.step()
+        if interval > 1 and (step + 1) % interval == 0:
+            for p, a, v in zip(model.parameters(), anchor, velocity, strict=True):
+                delta = a - p.detach()
+                dist.all_reduce(delta, group=mesh["replicate"].get_group())
+                delta /= REPLICAS
+                v.mul_(0.9).add_(delta)
+                a.add_(delta.add(v, alpha=0.9), alpha=-0.7)
+                p.data.copy_(a)
+    return whole(model)
+
+
+def learns(rank, world, name):
+    """Return losses, parameters of every rank's replica, and what the exchanges record."""
+    model, optimizer, local = built(name, world)
+    with local:
+        losses = train(model, optimizer, rank, 0, 4 * H)
+    expected = None
+    if name in ("dense", "one step"):
+        expected = reference(rank, world, 4 * H, local.steps)
+    return losses, whole(model), expected, local.exchanges, local.last
+
+
+def resumes(rank, world, name, folder):
+    """Stop in mid-interval, through the distributed checkpoint: the same bits as never having stopped."""
+    model, optimizer, local = built(name, world)
+    with local:
+        train(model, optimizer, rank, 0, 19)
+    expected = fingerprint(model)
+    model, optimizer, local = built(name, world)
+    with local:
+        train(model, optimizer, rank, 0, 11)  # a step after an exchange, which may be under way
+        dcp.save({"local": local.state_dict()}, checkpoint_id=folder)
+    model, optimizer, local = built(name, world)
+    template = {"local": local.state_dict()}
+    dcp.load(template, checkpoint_id=folder)
+    local.load_state_dict(template["local"])
+    with local:
+        train(model, optimizer, rank, 11, 19)
+    refused = []
+    mine = template["local"][f"rank{rank}"]
+    for wrong in (
+        {f"rank{(rank + 1) % world}": mine},
+        {f"rank{rank}": {**mine, "outer": b"damaged"}},
+        {f"rank{rank}": {**mine, "parameters": dict.fromkeys(mine["parameters"], torch.ones(3))}},
+    ):
+        before = fingerprint(model)
+        try:
+            local.load_state_dict(wrong)
+        except GradstatsError as error:
+            refused.append(str(error))
+        assert fingerprint(model) == before
+    return expected, fingerprint(model), refused
+
+
+def not_finite(rank, world):
+    """One shard of one replica is not finite: every rank says so, and the training can go on."""
+    model, optimizer, local = built("topk with decay", world)
+    with local:
+        train(model, optimizer, rank, 0, H - 1)
+        held = model[0].weight.to_local().detach()
+        kept = held.clone()
+        optimizer.register_step_post_hook(lambda *_: None)
+        if rank == 0:
+            held[0, 0] = float("nan")
+        said = ""
+        try:
+            train_alone(model, optimizer, held, rank)
+        except NonFiniteGradientError as error:
+            said = str(error)
+        held.copy_(kept)
+        losses = train(model, optimizer, rank, H, 3 * H)
+    return said, losses, fingerprint(model)
+
+
+def train_alone(model, optimizer, held, rank):
+    """Take a step without a forward pass, which would spread what is not finite over the replica."""
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def captured(rank, world, path, name):
+    """Train with a capture; return what the trace must hold of this rank's replica, exchange by exchange."""
+    model, optimizer, local = built(name, world)
+    anchors, deltas, gradients = [whole(model)], [], []
+
+    def seen(*_):  # before the capture's, while the local parameters are still there
+        deltas.append(anchors[-1] - whole(model))
+        parts = [p.grad.full_tensor().reshape(-1) for p in model.parameters()]
+        gradients.append(torch.cat(parts).numpy())
+
+    optimizer.register_step_post_hook(seen)
+    with Capture(path, model) as capture:
+        capture.follow(local)
+        with local:
+            for step in range(3 * H):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(step, rank, model))
+                loss.backward()
+                capture.step(loss=loss, learning_rate=step)
+                optimizer.step()
+                if (step + 1) % H == 0:
+                    anchors.append(whole(model))
+    return deltas[H - 1 :: H], gradients[H - 1 :: H]
+
+
+def refusals(rank, world, path):
+    """Return what is said of groups and captures that do not fit."""
+    mesh, said = mesh_of(REPLICAS, world // REPLICAS), {}
+    model = shard(network(), mesh["shard"])
+    both = shard(network(), mesh)
+    for label, make in {
+        "all ranks": lambda: local_of(model, None),
+        "one replica": lambda: local_of(model, mesh["shard"]),
+        "both dimensions": lambda: local_of(both, mesh["replicate"]),
+        "local": lambda: Capture(path, model, kinds=["local"]).follow(
+            local_of(model, mesh["replicate"])
+        ),
+    }.items():
+        try:
+            make()
+        except GradstatsError as error:
+            said[label] = str(error)
+    return said
+
+
+def local_of(model, mesh):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return LocalSteps(model, optimizer, process_group=None if mesh is None else mesh.get_group())
+
+
+def one_shard(rank, world, name):
+    """One shard a replica: the same bits as local steps of the model in one piece."""
+    found = []
+    for sharded in (True, False):
+        model, group = network(), None
+        if sharded:
+            mesh = mesh_of(world, 1)
+            fully_shard(model, mesh=mesh["shard"])
+            group = mesh["replicate"].get_group()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        local = LocalSteps(model, optimizer, outer, H, process_group=group, **OPTIONS[name]())
+        with local:
+            train(model, optimizer, rank, 0, 18)
+        found.append(fingerprint(model))
+    return found
+
+
+def lost_rank(rank, world, folder):
+    """Leave the error of each rank that stays in a file: one is gone."""
+    model, optimizer, local = built("topk with decay", world)
+    try:
+        with local:
+            train(model, optimizer, rank, 0, 2 * H - 1)
+            if rank == 3:
+                os._exit(0)
+            optimizer.zero_grad()  # no forward pass: it would be FSDP2's to say who is lost
+            optimizer.step()
+    except ExchangeError as error:
+        (folder / f"{rank}").write_text(str(error), encoding="utf-8")
+    os._exit(0)
+
+
+def two_ranks(rank, world):
+    """Return what every case for two ranks returned."""
+    return {name: one_shard(rank, world, name) for name in ("dense", "topk with decay", "delayed")}
+
+
+def four_ranks(rank, world, folder):
+    """Return what every case for four ranks returned: processes take longer to start than these to run."""
+    found = {f"learns, {name}": learns(rank, world, name) for name in OPTIONS}
+    for name in ("topk with decay", "patterns", "delayed"):
+        found[f"resumes, {name}"] = resumes(rank, world, name, f"{folder}/{name}")
+    for name in ("dense", "topk with decay", "patterns"):
+        found[f"captured, {name}"] = captured(rank, world, f"{folder}/{name}.zarr", name)
+    found["not finite"] = not_finite(rank, world)
+    found["refusals"] = refusals(rank, world, f"{folder}/refused.zarr")
+    return found
