@@ -8,9 +8,9 @@ a number one up or down, a ``not``, a loop that does not run. A place is drawn, 
 so that the eleven ways to damage one ``+`` do not count eleven times. Annotations are left alone, and ``is`` does not
 stand in for ``==``. The draw depends on the lines alone: a larger ``--each`` adds to the mutants of a smaller one.
 
-Mutants run one by one in a copy of the last commit. Coverage says once which tests run which line: of the module's
-tests, then of its room's, those that run the changed one are tried, and all where it cannot say (what is compiled, or
-runs on import); after them those of several processes.
+Mutants run one by one in a copy of the last commit, which is kept in the folder of temporary files. Coverage says once
+which tests run which line: of the module's tests, then of its room's, those that run the changed one are tried, and all
+where it cannot say (what is compiled, or runs on import); after them those of several processes.
 Results are stored one by one in docs/results/mutations.jsonl, so the program can be interrupted; ``--again`` repeats
 those that were not noticed. It takes hours. The table is printed at the end; ``--write`` also puts it into
 docs/reliability.md. benchmarks/mutations.json says why no test can notice a mutant.
@@ -207,6 +207,10 @@ def covered(tests: list[str], copy: Path) -> CoverageData:
     """Run tests once; return which of them run which line."""
     from coverage import CoverageData
 
+    if (copy / "covered").exists():
+        data = CoverageData(str(copy / "covered"))
+        data.read()
+        return data
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-header"]
     options = ["-m", "not distributed", "--cov=gradstats", "--cov-context=test", "--cov-report="]
     env = {**os.environ, "PYTHONPATH": str(copy), "COVERAGE_FILE": str(copy / "covered")}
@@ -226,6 +230,8 @@ def running(data: CoverageData, file: Path, mutant: str, tests: list[str]) -> li
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
     ]
+    if not around:  # a decorator's line, say
+        return tests
     statement = max(around, key=lambda node: node.lineno)
     body = getattr(statement, "body", None)
     end = body[0].lineno if isinstance(body, list) else (statement.end_lineno or 0) + 1
@@ -266,25 +272,34 @@ def main() -> None:
         rows = stored(FILE)
         keep(FILE, (r for r in rows if r["result"] == "killed" or options.word not in r["file"]))
     done = {key(row) for row in stored(FILE)}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    # kept: what tests run which line takes minutes to find out
+    copy = Path(tempfile.gettempdir(), f"gradstats-mutants-{commit}")
+    if not copy.exists():
         subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
-        left = []
-        for file, tests in files():
-            if options.word in file and (copy / file).exists():
-                for old, new, mutant in draw(
-                    (copy / file).read_text(encoding="utf-8"), options.each
-                ):
-                    row = {"file": file, "old": old, "new": new}
-                    if key(row) not in done:
-                        left.append((row, mutant, tests))
-        random.Random(0).shuffle(left)  # an interrupted run has seen something of every room
-        if left:
-            data = covered(sorted({test for _, _, tests in left for test in tests}), copy)
-        for row, mutant, tests in track(left, "mutating", console=Console(stderr=True)):
-            file = copy / row["file"]
-            some = running(data, file, mutant, tests)
-            store(FILE, {**row, **_try(file, mutant, tests, some, copy)})
+    subprocess.run(
+        ["git", "checkout", "--quiet", "."], cwd=copy, check=True
+    )  # a killed run's mutant
+    left = []
+    for file, tests in files():
+        if options.word in file and (copy / file).exists():
+            for old, new, mutant in draw((copy / file).read_text(encoding="utf-8"), options.each):
+                row = {"file": file, "old": old, "new": new}
+                if key(row) not in done:
+                    left.append((row, mutant, tests))
+    random.Random(0).shuffle(left)  # an interrupted run has seen something of every room
+    if left:
+        data = covered(sorted({test for _, _, tests in left for test in tests}), copy)
+    for row, mutant, tests in track(left, "mutating", console=Console(stderr=True)):
+        file = copy / row["file"]
+        some = running(data, file, mutant, tests)
+        store(FILE, {**row, **_try(file, mutant, tests, some, copy)})
     text = table(stored(FILE))
     print(text)
     if options.write:
