@@ -64,7 +64,7 @@ PARTS = {
     "writers": Part("faults.kills.writer", "a trace's writer killed", 400, 6),
     "captures": Part("faults.kills.capture", "a training with a capture killed", 400, 4),
     "two ranks": Part("faults.kills.captures", "two ranks with a capture killed", 300, 3),
-    "shards": Part("faults.kills.shards", "two writers of a sharded model killed", 300, 3),
+    "shards": Part("faults.kills.shards", "two writers of a sharded model killed", 100, 3, 20),
     "full disks": Part("faults.disks.full", "the disk full while capturing", 100, 2, 20),
     "read-only": Part("faults.disks.read_only", "the disk read-only while capturing", 100, 2, 20),
     "vanished": Part("faults.disks.vanished", "the trace moved away while capturing", 100, 4, 20),
