@@ -1,52 +1,107 @@
 """Cost of capturing, per training step.
 
-    python benchmarks/capture_cost.py [--steps 110] [--rounds 5]
+    python benchmarks/capture_cost.py [--workload resnet20-cifar10 --data-dir DIR] [--write]
 
-Trains ResNet-20 on the embedded digits in two processes, exact top-k at 0.001 with error feedback. Each round trains
-the three variants one after another in fresh processes, so that a slow moment of the machine hits all of them alike.
-The table has the median over rounds of each run's median step; the first ten steps are left out.
+Each training captures every step of every second block of steps. A captured block is compared with the two beside it,
+which are not captured, so that a slow moment of the machine hits both alike; the first steps of a block, in which the
+writer is still busy with the last one's, are left out. The table has the median over the blocks of all trainings, with
+its interval. Exact top-k at 0.001 with error feedback: both kinds are captured.
+Results are stored in docs/results/capture_cost.jsonl; ``--write`` puts the table into docs/measurements.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+
+import numpy as np
+from records import DOCS, RESULTS, Row, keep, put, stored
+from scipy import stats
 
 from capture.workloads import RunConfig, run
 
+FILE = RESULTS / "capture_cost.jsonl"
+BLOCK, SETTLING = 12, 4
+"""Steps in a block, and how many of them are left out."""
+STORES = {
+    "gradients": {},
+    "gradients, bfloat16": {"dtype": "bfloat16"},
+    "sketches": {"store": "sketches"},
+}
+
+
+def measure(config: RunConfig, blocks: int) -> list[float]:
+    """Return how much longer than the steps around them captured ones took, block by block."""
+    steps = BLOCK * (2 * blocks + 1)
+    at = tuple(step for step in range(steps) if (step // BLOCK) % 2)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run.zarr")
+        result = run(config.replace(steps=steps, out=out, at=at, evaluate=False))
+    seconds = np.reshape(result.seconds, (-1, BLOCK))[:, SETTLING:].mean(axis=1)
+    return [
+        float(seconds[i] / fmean(seconds[[i - 1, i + 1]]) - 1) for i in range(1, len(seconds), 2)
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """Return the costs as Markdown."""
+    lines = [
+        "| workload | processes on cores | stored | cost of a captured step % | 95 % interval |",
+        "|---|---|---|---:|---:|",
+    ]
+    for r in rows:
+        low, high = interval(r["excess"])
+        lines.append(
+            f"| {r['workload']} | {r['nproc']} on {r['cores']} | {r['stored']} | "
+            f"{100 * median(r['excess']):+.1f} | {100 * low:+.1f} to {100 * high:+.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a median, by order statistics."""
+    ordered, n = sorted(values), len(values)
+    at = int(stats.binom.ppf(0.025, n, 0.5))
+    return ordered[max(at - 1, 0)], ordered[min(n - at, n - 1)]
+
 
 def main() -> None:
-    """Train the variants, and print the table."""
+    """Train, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=110, help="steps of a run")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each variant")
     parser.add_argument("--workload", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
-    arguments = parser.parse_args()
-    base = RunConfig(
-        workload=arguments.workload, steps=arguments.steps, data_dir=arguments.data_dir
-    )
-    seconds: dict[str, list[float]] = {"absent": [], "idle": [], "every step": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for index in range(arguments.rounds):
-            variants = {
-                "absent": base,
-                "idle": base.replace(out=Path(folder, f"idle{index}.zarr"), at=(10**9,)),
-                "every step": base.replace(out=Path(folder, f"every{index}.zarr"), every=1),
-            }
-            for name, config in variants.items():
-                seconds[name].append(median(run(config).seconds[10:]))
-    absent = median(seconds["absent"])
-    print("| capture | ms per step | ÷ absent | range over rounds |")
-    print("|---|---:|---:|---:|")
-    for name, values in seconds.items():
-        ratios = [v / a for v, a in zip(values, seconds["absent"], strict=True)]
-        print(
-            f"| {name} | {1e3 * median(values):.1f} | {median(values) / absent:.2f} "
-            f"| {min(ratios):.2f}–{max(ratios):.2f} |"
+    parser.add_argument("--blocks", type=int, default=12, help="captured blocks of each training")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings of each kind")
+    parser.add_argument("--write", action="store_true", help="put the table into the docs")
+    options = parser.parse_args()
+    excess: dict[tuple[int, str], list[float]] = {}
+    for _, nproc, name in product(range(options.rounds), (1, 2), STORES):
+        config = RunConfig(
+            workload=options.workload, data_dir=options.data_dir, nproc=nproc, **STORES[name]
         )
+        excess.setdefault((nproc, name), []).extend(measure(config, options.blocks))
+    found = [
+        {
+            "workload": options.workload,
+            "nproc": nproc,
+            "cores": os.cpu_count(),
+            "stored": name,
+            "excess": values,
+        }
+        for (nproc, name), values in excess.items()
+    ]
+    others = [
+        r for r in (stored(FILE) if FILE.exists() else []) if r["workload"] != options.workload
+    ]
+    keep(FILE, [*others, *found])
+    text = table(stored(FILE))
+    print(text)
+    if options.write:
+        put(DOCS / "measurements.md", "capture cost", text)
 
 
 if __name__ == "__main__":

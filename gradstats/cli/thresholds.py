@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,11 +18,17 @@ from gradstats.cli.options import (
     RatioOption,
     SourceArgument,
     StepOption,
+    one_of,
 )
-from gradstats.cli.output import Table, analyse, emit, note, one_by_one
+from gradstats.cli.output import Table, analyse, note, one_by_one
 from gradstats.errors import InputError
+from gradstats.tables import Records
 
-__all__ = ["BY_STAGE", "DIFFERENCES", "QUALITY", "bench", "quality"]
+if TYPE_CHECKING:
+    from gradstats.primitives import Array
+    from gradstats.trace import Kind
+
+__all__ = ["BENCH", "BY_STAGE", "CHANGES", "DIFFERENCES", "QUALITY", "bench", "quality"]
 
 QUALITY = Table(
     "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; "
@@ -50,7 +57,29 @@ DIFFERENCES = Table(
     ),
     ("trace", "kind"),
 )
+BENCH = Table(
+    "Estimation + selection; streams: times torch.sum of the same data, low–high: quartiles of the rounds",
+    (
+        *("gradient", "layers", "numel", "threads", "cache", "compressor", "ratio", "seconds"),
+        *("streams", "streams_low", "streams_high", "quality", "memory", "speedup"),
+    ),
+    ("threads", "cache", "gradient", "layers", "numel"),
+)
+CHANGES = Table(
+    "Streams against an earlier run; slower, faster: the quartiles of the two runs lie apart",
+    (
+        *("gradient", "layers", "numel", "threads", "cache", "compressor", "ratio"),
+        *("streams_before", "streams", "change", "status", "quality_before", "quality"),
+    ),
+    ("threads", "cache", "gradient", "layers", "numel"),
+)
 _NUMELS = (260_000, 2_600_000, 26_000_000)
+
+
+def _tails() -> tuple[str, ...]:
+    from gradstats.thresholds.bench import TAILS
+
+    return tuple(TAILS)
 
 
 def quality(  # numpydoc ignore=PR01
@@ -111,9 +140,32 @@ def quality(  # numpydoc ignore=PR01
 
 
 def bench(  # numpydoc ignore=PR01
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Gradients to time, instead of synthetic ones: a trace or a file.",
+            show_default=False,
+        ),
+    ] = None,
     numel: Annotated[
         list[int] | None, typer.Option("--numel", help="Elements of the gradient (repeatable).")
     ] = None,
+    tail: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Law of synthetic gradients: layered, laplace or student-t (repeatable).",
+            **one_of("tail", _tails),
+        ),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Time layer by layer, in the sizes of this workload's model (repeatable).",
+            metavar="WORKLOAD",
+        ),
+    ] = None,
+    per_layer: PerLayerOption = False,
     ratio: RatioOption = None,
     estimator: EstimatorOption = None,
     threads: Annotated[
@@ -124,6 +176,22 @@ def bench(  # numpydoc ignore=PR01
     references: Annotated[
         bool, typer.Option(help="Time torch.topk, torch.kthvalue and numpy.argpartition, too.")
     ] = True,
+    published: Annotated[
+        bool,
+        typer.Option("--published", help="Time the papers' rules in plain torch operations, too."),
+    ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Empty the processor's caches before every run.")
+    ] = False,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of an earlier run: show what changed, in ratios of streams.", metavar="FILE"
+        ),
+    ] = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -136,10 +204,16 @@ def bench(  # numpydoc ignore=PR01
 
     if repeats < 1 or any(n < 1 for n in numel or ()):
         raise InputError("numel and repeats must be at least 1")
-    numels, ratios = numel or _NUMELS, [check_ratio(r) for r in ratio or RATIOS]
+    before = None if compare is None else _earlier(compare)
+    gradients = None if source is None else _gradients(source, step, rank, kind, per_layer)
+    layouts = {name: _sizes(name) for name in layout or ()}
+    numels = numel or (() if gradients or layouts else _NUMELS)
+    ratios, tails = [check_ratio(r) for r in ratio or RATIOS], tail or ["layered"]
     counts = threads or sorted({1, os.cpu_count() or 1})
     with progress_bar() as bar:
-        task = bar.add_task("bench", total=len(numels) * len(ratios) * len(counts) * (repeats + 1))
+        cases = len(tails) * (len(numels) + len(layouts)) + len(gradients or ())
+        total = cases * len(ratios) * len(counts) * (repeats + 1)
+        task = bar.add_task("bench", total=total)
         records = bench.bench(
             numels,
             ratios,
@@ -147,13 +221,69 @@ def bench(  # numpydoc ignore=PR01
             threads=counts,
             repeats=repeats,
             references=references,
+            published=published,
+            tails=tails,
+            layouts=layouts,
+            gradients=gradients,
+            cold=cold,
             on_progress=lambda: bar.advance(task),
         )
-    emit(
-        records,
-        format,
-        output,
-        columns=list(records[0]),
-        title="Estimation + selection; streams: times torch.sum of the same data",
-        group_by=("threads", "numel"),
-    )
+    if before is not None:
+        both = bench.compared(records, before)
+        if not both:
+            raise InputError(
+                f"{compare} has nothing in common with this run: give the same options"
+            )
+        return CHANGES.emit(both, format, output)
+    return BENCH.emit(records, format, output)
+
+
+def _gradients(
+    source: Path,
+    steps: list[int] | None,
+    ranks: list[int] | None,
+    kinds: list[str] | None,
+    per_layer: bool,
+) -> dict[str, list[list[Array]]]:
+    """Return the gradients of a source by trace, rank and kind, in parts."""
+    from gradstats.trace.sources import Subset, matching, open_sources
+
+    known = cast("list[Kind] | None", kinds)  # --kind has checked them
+    found: dict[str, list[list[Array]]] = {}
+    for each in matching(open_sources(source), steps=steps, ranks=ranks, kinds=known):
+        for own, of, at in Subset(steps, ranks, known).keys(each):
+            if each.sketched(own, of):
+                raise InputError(f"{each.name} has sketches, and rules are timed on gradients")
+            values = each.read(own, of, at).values
+            parts = [values[layer.slice] for layer in each.layers if layer.numel]
+            several = found.setdefault(f"{each.name} {of} of rank {own}", [])
+            several.append(parts if per_layer else [values])
+    return found
+
+
+def _sizes(workload: str) -> list[int]:
+    """Return the sizes of a model's layers."""
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="gradstats.layouts"):
+        return [layer["numel"] for layer in entry.load()(workload)]
+    raise InputError("no package that is installed knows layouts of models")
+
+
+def _earlier(path: Path) -> Records:
+    """Read what ``gradstats bench --format json`` wrote."""
+    import json
+
+    from gradstats.thresholds.bench import compared
+
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        if not compared([{**r, "streams_low": 0, "streams_high": 0} for r in records], records):
+            raise ValueError
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{path} is not JSON of bench; write it with `bench --format json`"
+        ) from None
+    return Records(records)

@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives.arrays import Array, check, numel_of
+from gradstats.primitives.arrays import Array, check, flat_blocks, numel_of
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_runs
 from gradstats.primitives.ratio import check_count, check_number
@@ -24,6 +25,8 @@ __all__ = ["Histogram", "bin_edges", "check_bits", "histogram", "histogram_quant
 
 _MANTISSA = 23
 _INFINITE = 0xFF
+_FEW = 1 << 15
+"""Elements up to which an order statistic costs less than bins to count them in."""
 
 
 def check_bits(bits: int) -> int:
@@ -249,6 +252,8 @@ def histogram_quantile(x: Array, k: float, bits: int) -> tuple[float, int]:
         Number of NaN and infinities.
     """
     code = device_code(x)
+    if code is None and numel_of(x) <= _FEW and (few := flat_blocks(x, 1)):
+        return _quantile_of_few(few[0], k, bits)
     if code is None:
         h = histogram(x, bits)
         return h.upper_quantile(k), h.nonfinite
@@ -257,6 +262,28 @@ def histogram_quantile(x: Array, k: float, bits: int) -> tuple[float, int]:
     counted, _ = code.counts(x, bits)
     i, reached, around, nonfinite = operators.descend(counted, k, _INFINITE << bits)
     return _inside_bin(i, reached - k, around, bits), nonfinite
+
+
+def _quantile_of_few(flat: NDArray[Any], k: float, bits: int) -> tuple[float, int]:
+    """Return what :func:`histogram_quantile` does without its bins, which are more than the elements."""
+    with np.errstate(over="ignore"):
+        narrow = flat.astype(np.float32, copy=False)
+    pattern = narrow.view(np.int32) & np.int32(0x7FFFFFFF)
+    shift, finite = _MANTISSA - bits, _INFINITE << bits
+    nonfinite = int(np.count_nonzero(pattern >= _INFINITE << _MANTISSA))
+    # the bin where more than k are reached is that of the element after the k-th, from above
+    rank = pattern.size - nonfinite - math.floor(k) - 1
+    if rank < 0:
+        return 0.0, nonfinite
+    reached = int(np.partition(pattern, rank)[rank])
+    if reached == 0:  # no more than k that are not zero
+        return 0.0, nonfinite
+    i = reached >> shift
+    edges = [max((i + j) << shift, 1) for j in (-1, 0, 1, 2)]
+    up_to = [int(np.count_nonzero(pattern >= edge)) for edge in edges]
+    before, inside, after = (a - b for a, b in pairwise(up_to))
+    around = inside if i == 0 else before, inside, inside if i == finite - 1 else after
+    return _inside_bin(i, up_to[1] - nonfinite - k, around, bits), nonfinite
 
 
 def _count(

@@ -55,6 +55,8 @@ def shown(value: object) -> str:
 
 def _real(value: object) -> float:
     """Return a real number as a float, and NaN for everything else: booleans, text, arrays and tensors too."""
+    if type(value) is float:  # nearly always, and an abstract class takes microseconds to say so
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -64,7 +66,7 @@ def _real(value: object) -> float:
 
 
 def _whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def check_number(

@@ -148,11 +148,14 @@ class Magnitudes:
         return np.cumsum(self.weight)
 
     @cached_property
-    def _tails(self) -> list[NDArray[np.float64]]:
-        """Count, sum, sum of squares and of logarithms of what lies in each cell and above it; a zero at the end."""
+    def _tails(self) -> NDArray[np.float64]:
+        """Count, sum, sum of squares and of logarithms of what lies in each cell and above it; a row of zeros last."""
+        x = self.middle
+        tails = np.zeros((x.size + 1, 4))
         with np.errstate(over="ignore"):
-            parts = (1.0, self.middle, self.middle**2, np.log(self.middle))
-        return [np.append(np.cumsum((self.weight * part)[::-1])[::-1], 0.0) for part in parts]
+            parts = self.weight * np.stack((np.ones_like(x), x, x**2, np.log(x)))
+            tails[:-1] = np.cumsum(parts[:, ::-1], axis=1)[:, ::-1].T
+        return tails
 
     def above(self, threshold: float) -> Moments:
         """Return the moments of the magnitudes that reach a threshold, all taken at the middles of their cells.
@@ -167,8 +170,8 @@ class Magnitudes:
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
         threshold = check_magnitude(threshold)
-        i = int(np.searchsorted(self.right, threshold))
-        count, total, squares, logs = (float(tail[i]) for tail in self._tails)
+        i = int(self.right.searchsorted(threshold))
+        count, total, squares, logs = self._tails[i].tolist()
         if i < self.right.size and self.left[i] < threshold:
             left, right = self.left[i], self.right[i]
             under = float(self.weight[i] * (threshold - left) / (right - left))

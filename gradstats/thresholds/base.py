@@ -16,6 +16,8 @@ from gradstats.primitives import select as select_elements
 from gradstats.primitives.arrays import check, wide_dtype
 from gradstats.primitives.ratio import check_seed, shown, target_count
 
+_LARGEST = {wide: float(np.finfo(wide).max) for wide in (np.float32, np.float64)}
+
 __all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "Rule", "check_rule"]
 
 Rule: TypeAlias = Literal["corrected", "paper"]
@@ -157,8 +159,8 @@ class Estimator(ABC):
         if math.isnan(found.threshold) or found.threshold < 0:
             raise AssertionError(f"{self.name} produced the threshold {found.threshold}")
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
-        largest = float(np.finfo(wide_dtype(x)).max)
-        threshold = float(wide_dtype(x).type(min(found.threshold, largest)))
+        wide = wide_dtype(x).type
+        threshold = float(wide(min(found.threshold, _LARGEST[wide])))
         estimate = Estimate(threshold, k, numel, found.details)
         if not select:
             return estimate, None

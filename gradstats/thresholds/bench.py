@@ -6,22 +6,33 @@ import math
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradstats.errors import InputError, unknown
 from gradstats.primitives import set_num_threads, warm_up
-from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.primitives.arrays import is_tensor
+from gradstats.primitives.ratio import RATIOS, check_count, target_count
 from gradstats.tables import Records
-from gradstats.thresholds import ESTIMATORS, Estimator, make_estimator
+from gradstats.thresholds import ESTIMATORS, make_estimator
 
-__all__ = ["REFERENCES", "bench", "sample_gradient"]
+__all__ = ["KEY", "PUBLISHED", "REFERENCES", "TAILS", "bench", "compared", "sample_gradient"]
 
 _SETTLE_S = 0.02
 """Pause before a round: torch's threads keep spinning after an operation, on the cores that ours need."""
+
+_LOOPS, _ELEMENTS = 50, 1 << 18
+"""Most runs in a row, and how many elements they have together."""
+
+_STREAM = "one read"
+_EVICTING = 128 * 2**20
+"""Bytes that are written to empty the caches: more than the last level of any processor's that trains."""
 
 
 def sample_gradient(numel: int, seed: int = 0) -> NDArray[np.float32]:
@@ -47,6 +58,24 @@ def sample_gradient(numel: int, seed: int = 0) -> NDArray[np.float32]:
     return x
 
 
+def _laplace(numel: int, seed: int = 0) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    return rng.laplace(0, 1e-3, numel).astype(np.float32)
+
+
+def _student_t(numel: int, seed: int = 0) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    return (1e-3 * rng.standard_t(3, numel)).astype(np.float32)
+
+
+TAILS: dict[str, Callable[[int], NDArray[np.float32]]] = {
+    "layered": sample_gradient,
+    "laplace": _laplace,
+    "student-t": _student_t,
+}
+"""Synthetic gradients: fifty layers of different scales, a light tail, and a heavy one of three degrees of freedom."""
+
+
 def _topk(x: torch.Tensor, k: int) -> int:
     indices = x.abs().topk(k, sorted=False).indices
     return x[indices].numel()
@@ -54,8 +83,7 @@ def _topk(x: torch.Tensor, k: int) -> int:
 
 def _kthvalue(x: torch.Tensor, k: int) -> int:
     magnitude = x.abs()
-    kept = (magnitude >= magnitude.kthvalue(x.numel() - k + 1).values).nonzero().reshape(-1)
-    return x[kept].numel()
+    return _above(x, magnitude, magnitude.kthvalue(x.numel() - k + 1).values)
 
 
 def _partition(x: torch.Tensor, k: int) -> int:
@@ -64,12 +92,102 @@ def _partition(x: torch.Tensor, k: int) -> int:
     return int(values[kept].size)
 
 
+def _above(x: torch.Tensor, magnitude: torch.Tensor, threshold: float | torch.Tensor) -> int:
+    return x[(magnitude >= threshold).nonzero().reshape(-1)].numel()
+
+
+def _dgc(x: torch.Tensor, k: int) -> int:
+    magnitude, n = x.abs(), x.numel()
+    sample = magnitude[torch.randint(n, (max(1, n // 100),))]
+    threshold = sample.topk(max(1, round(k / n * len(sample))), sorted=False).values.min()
+    return _above(x, magnitude, threshold)
+
+
+def _redsync(x: torch.Tensor, k: int) -> int:
+    magnitude = x.abs()
+    mean, largest = magnitude.mean(), magnitude.max()
+    share = 0.8
+    while True:
+        kept = (magnitude >= mean + share * (largest - mean)).nonzero().reshape(-1)
+        if kept.numel() >= k or share <= 0:
+            break
+        share -= 0.2
+    if kept.numel() < k:
+        return _topk(x, k)
+    return x[kept[magnitude[kept].topk(k, sorted=False).indices]].numel()
+
+
+def _gaussian(x: torch.Tensor, k: int) -> int:
+    magnitude, n = x.abs(), x.numel()
+    deviation, mean = torch.std_mean(x)
+    threshold = float(mean + deviation * torch.special.ndtri(torch.tensor(1 - k / n / 2)))
+    for _ in range(4):
+        count = int((magnitude > threshold).sum())
+        if 2 / 3 <= count / k <= 4 / 3:
+            break
+        threshold *= 0.5 if count < k else 1.5
+    return _above(x, magnitude, threshold)
+
+
+def _sidco(x: torch.Tensor, k: int) -> int:
+    magnitude, ratio, first = x.abs(), k / x.numel(), 0.25
+    threshold = -float(magnitude.mean()) * math.log(max(first, ratio))
+    if ratio < first:
+        excess = magnitude[magnitude > threshold] - threshold
+        threshold -= float(excess.mean()) * math.log(ratio / first)
+    return _above(x, magnitude, threshold)
+
+
 REFERENCES: dict[str, Callable[[torch.Tensor, int], int]] = {
     "torch.topk": _topk,
     "torch.kthvalue": _kthvalue,
     "numpy.argpartition": _partition,
 }
 """Exact selection with the usual tools: (gradient, k) → number of elements selected."""
+
+PUBLISHED: dict[str, Callable[[torch.Tensor, int], int]] = {
+    "torch: dgc": _dgc,
+    "torch: redsync": _redsync,
+    "torch: gaussiank": _gaussian,
+    "torch: sidco-e": _sidco,
+}
+"""Rules as their papers write them, one torch operation after another: DGC, section 3.1, with a sample of 1 %; RedSync,
+algorithm 2; Gaussian-K (Shi et al. 2019, arXiv 1911.08772), algorithm 1; SIDCo, algorithm 1 with two stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What is timed together: a gradient in one or several parts, in three versions."""
+
+    gradient: str
+    rounds: list[list[torch.Tensor]]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return self.rounds[0]
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel() for part in self.parts)
+
+
+def _synthetic(name: str, sizes: Sequence[int], tail: str) -> _Case:
+    if tail not in TAILS:
+        raise unknown("tail", tail, TAILS)
+    base = torch.from_numpy(TAILS[tail](sum(sizes)))
+    versions = (base, base * 1.1, base.roll(base.numel() // 3) * 0.95)
+    return _Case(name, [list(torch.split(x, list(sizes))) for x in versions])
+
+
+def _given(name: str, gradients: Sequence[Sequence[Any]]) -> _Case:
+    rounds = [
+        [x.reshape(-1) if is_tensor(x) else torch.from_numpy(np.ravel(x).copy()) for x in parts]
+        for parts in gradients
+    ]
+    sizes = [[part.numel() for part in parts] for parts in rounds]
+    if not sizes or not sizes[0] or not all(sizes[0]) or any(each != sizes[0] for each in sizes):
+        raise InputError(f"{name}: the gradients must have the same parts, and none may be empty")
+    return _Case(name, rounds)
 
 
 def bench(
@@ -80,6 +198,11 @@ def bench(
     threads: Sequence[int] = (1,),
     repeats: int = 7,
     references: bool = True,
+    published: bool = False,
+    tails: Sequence[str] = ("layered",),
+    layouts: Mapping[str, Sequence[int]] | None = None,
+    gradients: Mapping[str, Sequence[Sequence[Any]]] | None = None,
+    cold: bool = False,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Records:
     """Time every estimator with its selection, interleaved in one run.
@@ -87,7 +210,7 @@ def bench(
     Parameters
     ----------
     numels : sequence of int
-        Sizes of the gradients.
+        Sizes of synthetic gradients.
     ratios : sequence of float
         Kept fractions k/d, each in (0, 1].
     estimators : sequence of str
@@ -95,45 +218,75 @@ def bench(
     threads : sequence of int
         Numbers of threads.
     repeats : int
-        Rounds. Each runs everything once on the next of three gradients.
+        Rounds. Each runs everything on the next of three gradients: once, or up to 50 times in a row where that is
+        below 262,144 elements in all and the caches are warm.
     references : bool
         Time :data:`REFERENCES` too, which take seconds at 26 M elements.
+    published : bool
+        Time :data:`PUBLISHED` too.
+    tails : sequence of str
+        Laws of the synthetic gradients, names of :data:`TAILS`.
+    layouts : mapping of str to sequence of int, optional
+        Sizes of a model's layers, by the model's name: each layer by itself, one after another.
+    gradients : mapping of str to sequence of sequence of array, optional
+        Gradients by name, such as captured ones: the parts of each, in the same sizes. A round takes the next.
+    cold : bool
+        Empty the caches of the processor before every run. Else a rule may find in them what the last one read.
     on_progress : callable
-        Called without arguments after every round of every size, ratio and number of threads.
+        Called without arguments after every round of every gradient, ratio and number of threads.
 
     Returns
     -------
     Records
-        One per combination, with ``compressor`` (the estimator or reference), ``numel``, ``ratio``, ``threads``,
-        ``seconds`` (median), ``streams`` (median seconds over those of ``torch.sum`` of the same buffer),
-        ``streams_mean`` (the same with the mean, for rules that search every few steps), ``quality`` (mean k̂/k),
-        ``memory`` (largest extra NumPy memory in one call, as a fraction of the gradient's; NaN for references, whose
-        memory torch allocates) and ``speedup`` (over torch.topk; NaN without references).
+        One per combination, with ``compressor`` (the estimator or reference), ``gradient`` (its law, layout or name),
+        ``numel``, ``layers`` (parts that are thresholded by themselves), ``ratio``, ``threads``, ``cache``,
+        ``seconds`` (median), ``seconds_best`` (least), ``streams`` (median seconds over those of ``torch.sum`` of the
+        same parts), ``streams_low`` and ``streams_high`` (the same with the quartiles), ``streams_mean`` (with the
+        mean, for rules that search every few steps), ``quality`` (mean k̂/k), ``memory`` (largest extra NumPy memory
+        in one call, as a fraction of the gradient's; NaN for references, whose memory torch allocates) and ``speedup``
+        (over torch.topk; NaN without references).
 
     Raises
     ------
     InputError
-        If a ratio is outside (0, 1] or an estimator is unknown.
+        If a ratio is outside (0, 1], an estimator or a tail is unknown, or gradients differ in their parts.
 
     Notes
     -----
-    Stateful rules keep their state over the rounds. The three gradients differ in scale by 10 %, so that a warm
-    start or a reused threshold is not simply right.
+    Stateful rules keep their state over the rounds, one for each part. The three synthetic gradients differ in scale
+    by 10 %, so that a warm start or a reused threshold is not simply right.
     """
     warm_up()
+    makers = [
+        *(
+            partial(_synthetic, tail, [check_count(numel, "numel")], tail)
+            for tail in tails
+            for numel in numels
+        ),
+        *(
+            partial(_synthetic, name, sizes, tail)
+            for name, sizes in (layouts or {}).items()
+            for tail in tails
+        ),
+        *(partial(_given, name, several) for name, several in (gradients or {}).items()),
+    ]
+    references_of = {**(REFERENCES if references else {}), **(PUBLISHED if published else {})}
     records = Records()
     before = torch.get_num_threads()
     try:
         for n_threads in threads:
             torch.set_num_threads(n_threads)
             set_num_threads(n_threads)
-            for numel in numels:
-                base = torch.from_numpy(sample_gradient(numel))
-                gradients = [base, base * 1.1, base.roll(numel // 3) * 0.95]
+            for make in makers:
+                case = make()
                 for ratio in ratios:
-                    records += _bench_one(
-                        gradients, ratio, n_threads, estimators, repeats, references, on_progress
+                    found = _bench_one(
+                        case, ratio, estimators, repeats, references_of, cold, on_progress
                     )
+                    cache = "cold" if cold else "warm"
+                    records += [
+                        {**record, "threads": n_threads, "cache": cache} for record in found
+                    ]
     finally:
         torch.set_num_threads(before)
         set_num_threads(None)
@@ -141,68 +294,128 @@ def bench(
 
 
 def _bench_one(
-    gradients: Sequence[torch.Tensor],
+    case: _Case,
     ratio: float,
-    threads: int,
     estimators: Sequence[str],
     repeats: int,
-    references: bool,
+    references: Mapping[str, Callable[[torch.Tensor, int], int]],
+    cold: bool,
     on_progress: Callable[[], None],
-) -> list[dict[str, Any]]:
-    numel = gradients[0].numel()
-    k = target_count(ratio, numel)
-    rules: dict[str, Estimator] = {name: make_estimator(name) for name in estimators}
-    runs: dict[str, Callable[[torch.Tensor], int]] = {
-        name: lambda x, rule=rule: len(rule.select(x, ratio)[1])  # type: ignore[misc]
-        for name, rule in rules.items()
+) -> Iterator[dict[str, Any]]:
+    """Time everything on one gradient."""
+    targets = [target_count(ratio, part.numel()) for part in case.parts]
+    runs: dict[str, Callable[[Sequence[torch.Tensor]], int]] = {}
+    for name in estimators:
+        rules = [make_estimator(name) for _ in case.parts]
+        runs[name] = lambda parts, rules=rules: sum(  # type: ignore[misc]
+            len(rule.select(x, ratio)[1]) for rule, x in zip(rules, parts, strict=True)
+        )
+    for name, select in references.items():
+        runs[name] = lambda parts, select=select: sum(  # type: ignore[misc]
+            select(x, k) for x, k in zip(parts, targets, strict=True)
+        )
+    everything: dict[str, Callable[[Sequence[torch.Tensor]], int]] = {
+        **runs,
+        _STREAM: lambda parts: sum(float(x.sum()) > 0 for x in parts),
     }
-    if references:
-        runs |= {n: lambda x, f=f: f(x, k) for n, f in REFERENCES.items()}  # type: ignore[misc]
-    seconds: dict[str, list[float]] = {name: [] for name in ["stream", *runs]}
-    kept: dict[str, list[int]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in everything}
+    kept: dict[str, list[int]] = {name: [] for name in everything}
+    evicting = torch.ones(_EVICTING // 4 if cold else 0)
+    # what takes microseconds is timed several times in a row, as layers of a model are: a rule's own code is warm then
+    loops = 1 if cold else max(1, min(_LOOPS, _ELEMENTS // case.numel))
     for round_ in range(repeats + 1):
-        x = gradients[round_ % len(gradients)]
+        parts = case.rounds[round_ % len(case.rounds)]
         time.sleep(_SETTLE_S)
-        for name, run in runs.items():
+        for name, run in everything.items():
+            evicting += 1
             started = time.perf_counter()
-            found = run(x)
-            elapsed = time.perf_counter() - started
+            for _ in range(loops):
+                found = run(parts)
+            elapsed = (time.perf_counter() - started) / loops
             if round_:  # the first round warms caches and states
                 seconds[name].append(elapsed)
                 kept[name].append(found)
-        if round_:
-            seconds["stream"].append(_timed(lambda x=x: x.sum()))  # type: ignore[misc]
         on_progress()
-    one = statistics.median(seconds["stream"])
-    sorting = statistics.median(seconds["torch.topk"]) if references else math.nan
-    return [
-        {
+    one = statistics.median(seconds.pop(_STREAM))
+    sorting = statistics.median(seconds.get("torch.topk", [math.nan]))
+    for name, run in runs.items():
+        low, middle, high = np.quantile(seconds[name], (0.25, 0.5, 0.75)).tolist()
+        yield {
             "compressor": name,
-            "numel": numel,
+            "gradient": case.gradient,
+            "numel": case.numel,
+            "layers": len(case.parts),
             "ratio": ratio,
-            "threads": threads,
-            "seconds": statistics.median(seconds[name]),
-            "streams": statistics.median(seconds[name]) / one,
+            "seconds": middle,
+            "seconds_best": min(seconds[name]),
+            "streams": middle / one,
+            "streams_low": low / one,
+            "streams_high": high / one,
             "streams_mean": statistics.fmean(seconds[name]) / one,
-            "quality": statistics.fmean(kept[name]) / k,
-            "memory": _memory(runs[name], gradients[0]) if name in rules else math.nan,
-            "speedup": sorting / statistics.median(seconds[name]),
+            "quality": statistics.fmean(kept[name]) / sum(targets),
+            "memory": math.nan if name in references else _memory(run, case),
+            "speedup": sorting / middle,
         }
-        for name in runs
-    ]
 
 
-def _timed(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> Records:
+    """Compare a run of :func:`bench` with an earlier one, in streams: a slower machine reads the data slower, too.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        The run.
+    before : sequence of mapping
+        The earlier one.
+
+    Returns
+    -------
+    Records
+        One per combination that both have: its fields, ``streams`` and ``streams_before``, ``change`` (the first over
+        the second), ``quality`` and ``quality_before``, and ``status``: ``"slower"`` or ``"faster"`` where the
+        quartiles of the two runs lie apart, else ``"same"``, and ``"unknown"`` where a run has no quartiles.
+    """
+    earlier = {_key(record): record for record in before}
+    found = Records()
+    for record in records:
+        old = earlier.get(_key(record))
+        if old is None:
+            continue
+        status = "unknown"
+        if "streams_low" in old:
+            apart = (
+                record["streams_low"] > old["streams_high"],
+                record["streams_high"] < old["streams_low"],
+            )
+            status = "slower" if apart[0] else "faster" if apart[1] else "same"
+        found.append(
+            {
+                **dict(zip(KEY, _key(record), strict=True)),
+                "streams_before": old["streams"],
+                "streams": record["streams"],
+                "change": record["streams"] / old["streams"],
+                "quality_before": old["quality"],
+                "quality": record["quality"],
+                "status": status,
+            }
+        )
+    return found
 
 
-def _memory(run: Callable[[torch.Tensor], int], x: torch.Tensor) -> float:
+KEY = ("compressor", "gradient", "numel", "layers", "ratio", "threads", "cache")
+"""Fields by which two runs of :func:`bench` are compared."""
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what was timed; a run of before there was a choice is of layered gradients in one part."""
+    return tuple({"gradient": "layered", "layers": 1, "cache": "warm", **record}[n] for n in KEY)
+
+
+def _memory(run: Callable[[Sequence[torch.Tensor]], int], case: _Case) -> float:
     """Return the peak of what one call allocates, over the size of the gradient."""
     tracemalloc.start()
     try:
-        run(x)
-        return tracemalloc.get_traced_memory()[1] / (4 * x.numel())
+        run(case.parts)
+        return tracemalloc.get_traced_memory()[1] / (4 * case.numel)
     finally:
         tracemalloc.stop()

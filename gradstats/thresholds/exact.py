@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.primitives import Array, Selection, top_candidates
+from gradstats.primitives import Array, Selection, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["Exact", "WarmExact"]
 
+_SORTED = 1 << 12
+"""Elements up to which a bracket saves no time."""
 _SAMPLE = 1 << 14
 """Candidates looked at for the next margin, which decides about time alone."""
 
@@ -60,6 +62,11 @@ class WarmExact(Estimator):
         """Number of steps that took a second pass."""
 
     def _find(self, x: Array, k: int) -> Found:
+        if numel_of(x) <= _SORTED:
+            threshold, selection = top_candidates(x, k)
+            self._threshold, self._k = threshold, k
+            details = {"candidates": len(selection), "warm": False, "missed": False}
+            return Found(threshold, details, selection)
         last = self._threshold
         warm = last > 0 and self._k == k
         part = math.exp(-self._margin)

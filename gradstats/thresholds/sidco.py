@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
 
 from gradstats.errors import InputError
 from gradstats.primitives import (
     Array,
-    Histogram,
     Moments,
     exceedances,
     histogram,
     moments,
+    numel_of,
     select,
 )
+from gradstats.primitives.arrays import as_numpy, wide_dtype
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.stages import (
@@ -39,6 +43,8 @@ __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 
 Adaptation: TypeAlias = Literal["corrected", "paper", "program", "program-3"]
 _ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
+_FEW = 1 << 12
+"""Elements up to which sorting them costs less than bins to count them in."""
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 
@@ -50,6 +56,15 @@ def _worth_copying(share: float, passes: int) -> bool:
     of more than 3 % would take more than a tenth of the gradient's memory.
     """
     return share <= 0.03 and 1 + 180 * share < passes
+
+
+def _cells(x: Array) -> Magnitudes:
+    """Return the distribution of the magnitudes: every one of few, on any device, else bins of 10 bits."""
+    if numel_of(x) > _FEW or wide_dtype(x) == np.float64:
+        return Magnitudes.from_histogram(histogram(x, 10))
+    values = np.abs(as_numpy(x).reshape(-1).astype(np.float64))
+    values = np.sort(values[np.isfinite(values) & (values > 0)])
+    return Magnitudes.from_cells(values, values, np.ones_like(values))
 
 
 class SIDCo(Estimator):
@@ -124,7 +139,7 @@ class SIDCo(Estimator):
 
     def _find(self, x: Array, k: int) -> Found:
         if self.adaptation == "corrected" and self._step % self.interval == 0:
-            self.stages = self._best_stages(histogram(x, 10), k)
+            self.stages = self._best_stages(_cells(x), k)
         self._step += 1
         whole = moments(x) if self._needs_log else exceedances(x, 0.0)
         if k >= whole.count:  # every non-zero element is asked for
@@ -144,17 +159,17 @@ class SIDCo(Estimator):
             seen.append(stage)  # `above` reads what has been seen so far
         return Found(seen[-1]["threshold"], {"stages": seen})
 
-    def _best_stages(self, h: Histogram, k: int) -> int:
-        """Return the number of stages whose threshold keeps the nearest to k, from the histogram alone."""
-        cells = Magnitudes.from_histogram(h)
-        whole = cells.above(0.0)
+    def _best_stages(self, cells: Magnitudes, k: int) -> int:
+        """Return the number of stages whose threshold keeps the nearest to k."""
+        above = cache(cells.above)  # the first of several stages is always the same
+        whole = above(0.0)
         if k >= whole.count:
             return 1
         best, least = 1, math.inf
         for stages in range(1, most_stages(k / whole.count) + 1):
             ratios = stage_ratios(k / whole.count, stages, self.first_ratio)
-            *_, last = run_stages(self._models(), ratios, whole, cells.above)
-            kept = cells.above(last["threshold"]).count
+            *_, last = run_stages(self._models(), ratios, whole, above)
+            kept = above(last["threshold"]).count
             error = abs(math.log(max(kept, 0.5) / k))
             if error < least:
                 best, least = stages, error

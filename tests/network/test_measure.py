@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import socket
@@ -14,6 +15,7 @@ from ranks import run_ranks
 from workers import network as cases
 
 from gradstats.compressors import COMPRESSORS
+from gradstats.errors import InputError
 from gradstats.network import ALGORITHMS, Network, exchange
 from gradstats.network import __main__ as program
 
@@ -42,6 +44,21 @@ def test_everything_is_measured_among_every_number_of_workers():
     alone = {2} if third.about["world_size"] == 3 else set()  # what the third rank had no part in
     both = [x for x in first.lines if x.operation not in ALGORITHMS or x.world not in alone]
     assert both == list(third.lines)
+
+
+@pytest.mark.parametrize(("rank", "gpus", "enough"), [(0, 0, False), (1, 1, False), (1, 2, True)])
+def test_nccl_needs_a_gpu_for_each_rank(monkeypatch, rank, gpus, enough):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(program.dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(program.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(program.torch.cuda, "set_device", lambda device: None)
+    options = argparse.Namespace(select=[], backend="nccl")
+    if enough:
+        assert program._device(options) == f"cuda:{rank}"
+    else:
+        with pytest.raises(InputError, match=f"this host has {gpus}"):
+            program._device(options)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -482,7 +482,9 @@ def test_standard_errors_are_those_of_the_fisher_information(model):
     information = np.array(scores) @ np.array(scores).T
     expected = np.sqrt(np.diag(np.linalg.inv(information)))
     f = fit(m, model, "mle")
-    assert [f.stderr[name] for name in truth] == pytest.approx(expected, rel=0.03)
+    # an ideal sample leaves out a little of a heavy tail
+    near = 0.03 if model in ("double_genpareto", "t") else 0.002
+    assert [f.stderr[name] for name in truth] == pytest.approx(expected, rel=near)
 
 
 @pytest.mark.parametrize(

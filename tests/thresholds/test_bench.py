@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from support.terminal import run
 
 from gradstats import plots
+from gradstats.errors import InputError
 from gradstats.thresholds import ESTIMATORS
-from gradstats.thresholds.bench import REFERENCES, bench, sample_gradient
+from gradstats.thresholds.bench import (
+    PUBLISHED,
+    REFERENCES,
+    TAILS,
+    bench,
+    compared,
+    sample_gradient,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,110 @@ def test_the_sample_is_heavy_tailed_and_reproducible():
     x = sample_gradient(100_000)
     assert (x == sample_gradient(100_000)).all()
     assert (x.astype(float) ** 4).mean() / (x.astype(float) ** 2).mean() ** 2 > 10
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_published_rules_keep_about_k_where_their_law_holds(tail):
+    torch.manual_seed(0)
+    found = bench([500_000], [0.01], estimators=["exact"], repeats=2, published=True, tails=[tail])
+    quality = {r["compressor"]: r["quality"] for r in found}
+    assert quality.keys() == {"exact", *REFERENCES, *PUBLISHED}
+    assert quality["torch: redsync"] == pytest.approx(1, abs=1e-3)
+    assert 0.6 < quality["torch: dgc"] < 1.6  # of a sample's 50: four deviations
+    if tail == "laplace":
+        assert quality["torch: sidco-e"] == pytest.approx(1, abs=0.06)  # k = 5,000: 4 deviations
+
+
+def test_a_model_is_timed_layer_by_layer():
+    sizes = [3000, 40, 1]
+    found = bench([], [0.1], estimators=["exact"], repeats=1, layouts={"net": sizes})
+    assert {(r["gradient"], r["numel"], r["layers"]) for r in found} == {("net", 3041, 3)}
+    assert all(r["quality"] == 1 for r in found)  # 300, 4 and 1 of them
+
+
+def test_given_gradients_are_timed_step_by_step():
+    seen = [np.arange(1, 101, dtype=np.float32) * scale for scale in (1, 2, 3)]
+    parts = [[x[:60], x[60:]] for x in seen]
+    (record,) = bench(
+        [], [0.5], estimators=["exact"], repeats=2, references=False, gradients={"own": parts}
+    )
+    assert (record["gradient"], record["layers"], record["numel"]) == ("own", 2, 100)
+    assert record["quality"] == 1
+    for wrong in ([], [[]], [[seen[0]], [seen[0][:5]]], [[seen[0][:0]]]):
+        with pytest.raises(InputError, match="the same parts, and none may be empty"):
+            bench([], [0.5], gradients={"own": wrong})
+
+
+def test_with_caches_emptied_reading_takes_longer():
+    warm, cold = (
+        bench([200_000], [0.01], estimators=[], repeats=5, cold=cold) for cold in (False, True)
+    )
+    assert {r["cache"] for r in warm} == {"warm"}
+    assert {r["cache"] for r in cold} == {"cold"}
+
+
+def test_quartiles_and_the_best_are_around_the_median(records):
+    for r in records:
+        assert r["seconds_best"] <= r["seconds"]
+        assert r["streams_low"] <= r["streams"] <= r["streams_high"]
+
+
+def test_comparing_says_what_changed_beyond_the_quartiles():
+    base = {"compressor": "exact", "gradient": "layered", "numel": 10, "layers": 1, "ratio": 0.1,
+            "threads": 1, "cache": "warm", "streams": 4.0, "streams_low": 3.5, "streams_high": 4.5,
+            "quality": 1.0}  # fmt: skip
+    now = [
+        base | {"streams": 4.4, "streams_low": 4.2, "streams_high": 4.7},
+        base | {"numel": 20, "streams": 8.0, "streams_low": 7.0, "streams_high": 9.0},
+        base | {"numel": 30, "streams": 2.0, "streams_low": 1.9, "streams_high": 2.1},
+        base | {"numel": 40},
+    ]
+    old = {n: v for n, v in base.items() if n not in ("gradient", "layers", "cache")}
+    before = [old, old | {"numel": 20}, old | {"numel": 30}, base | {"cache": "cold", "numel": 40}]
+    found = compared(now, before)
+    assert [(r["numel"], r["change"], r["status"]) for r in found] == [
+        (10, 1.1, "same"),
+        (20, 2.0, "slower"),
+        (30, 0.5, "faster"),
+    ]
+    unknown = {n: v for n, v in old.items() if not n.startswith("streams_")}
+    assert compared(now, [unknown])[0]["status"] == "unknown"
+
+
+def test_the_command_times_sources_and_layouts_and_compares(tmp_path):
+    np.save(tmp_path / "g.npy", np.random.default_rng(0).standard_normal(5000).astype(np.float32))
+    options = (
+        "--ratio",
+        0.01,
+        "--threads",
+        1,
+        "--repeats",
+        2,
+        "--estimator",
+        "exact",
+        "--no-references",
+    )
+    both = ("bench", tmp_path / "g.npy", "--layout", "resnet8-cifar16", *options)
+    saved = tmp_path / "bench.json"
+    run(*both, "--format", "json", "-o", saved)
+    kinds = {(r["gradient"], r["layers"] > 1) for r in json.loads(saved.read_text("utf-8"))}
+    assert kinds == {("g.npy gradient of rank 0", False), ("resnet8-cifar16", True)}
+    changed = json.loads(run(*both, "--compare", saved, "--format", "json").stdout)
+    assert [r["quality"] for r in changed] == [r["quality_before"] for r in changed]
+    assert len(changed) == 2
+    assert all(len(line) <= 80 for line in run(*both, "--compare", saved).stdout.splitlines())
+    (tmp_path / "x.json").write_text('{"a": 1}', encoding="utf-8")
+    for bad, said in (
+        (("--compare", tmp_path / "x.json"), "is not JSON of bench"),
+        (("--compare", tmp_path / "none.json"), "cannot read"),
+        (("--compare", saved, "--numel", 77), "has nothing in common with this run"),
+        (("--layout", "nothing"), "no workload 'nothing'"),
+        (("--tail", "nothing"), "no tail 'nothing'"),
+    ):
+        done = run("bench", *options, *bad)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_figures(records):

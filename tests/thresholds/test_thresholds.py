@@ -64,6 +64,20 @@ def test_dgc_is_unbiased_on_shuffled_data_and_trims_excess():
     assert np.std(kept) < 0.35
 
 
+def test_dgc_leaves_a_third_too_many_alone_and_no_more():
+    x = np.random.default_rng(5).laplace(size=100_000).astype(np.float32)
+    rule, k = DGC(seed=1), 1000
+    found = [rule.estimate(x, k / x.size).details for _ in range(100)]
+    assert all(d["reselected"] == (d["candidates"] > 4 / 3 * k) for d in found)
+    assert any(k < d["candidates"] <= 4 / 3 * k for d in found)
+    assert any(d["reselected"] for d in found)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_zeros_have_the_threshold_zero(name):
+    assert threshold(np.zeros(100, np.float32), 0.1, name) == 0
+
+
 def test_dgc_state_resumes_bit_identically_and_leaves_global_state_alone():
     x = np.random.default_rng(5).laplace(size=50_000).astype(np.float32)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
