@@ -55,6 +55,7 @@ ALSO = {
     "solvers": "tests/statistics/test_fitting.py",
     "stages": "tests/thresholds/test_thresholds.py",
     "dependence": "tests/analysis/test_drift.py",
+    "union": "tests/network/test_union.py",
     "rates": "tests/compressors/test_layerwise.py",
 }
 """Tests of modules whose tests have another name."""

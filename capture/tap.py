@@ -538,6 +538,8 @@ class Capture:
             if slot is None:
                 self._note_absent(parameter)
                 continue
+            if slot.start == slot.stop:  # another rank's
+                continue
             if "pseudogradient" in arrays:
                 _copy(pseudogradient, arrays["pseudogradient"][slot])
             if "corrected" in arrays:

@@ -204,8 +204,12 @@ def bench(  # numpydoc ignore=PR01
 
     if repeats < 1 or any(n < 1 for n in numel or ()):
         raise InputError("numel and repeats must be at least 1")
+    if source is None and (step or rank or kind or per_layer):
+        raise InputError("--step, --rank, --kind and --per-layer choose of a SOURCE: name one")
     before = None if compare is None else _earlier(compare)
-    gradients = None if source is None else _gradients(source, step, rank, kind, per_layer)
+    gradients = None
+    if source is not None:
+        gradients = _gradients(source, step, rank, kind, per_layer, repeats + 1)
     layouts = {name: _sizes(name) for name in layout or ()}
     numels = numel or (() if gradients or layouts else _NUMELS)
     ratios, tails = [check_ratio(r) for r in ratio or RATIOS], tail or ["layered"]
@@ -244,8 +248,9 @@ def _gradients(
     ranks: list[int] | None,
     kinds: list[str] | None,
     per_layer: bool,
+    most: int,
 ) -> dict[str, list[list[Array]]]:
-    """Return the gradients of a source by trace, rank and kind, in parts."""
+    """Return the first gradients of a source by trace, rank and kind, in parts."""
     from gradstats.trace.sources import Subset, matching, open_sources
 
     known = cast("list[Kind] | None", kinds)  # --kind has checked them
@@ -254,10 +259,11 @@ def _gradients(
         for own, of, at in Subset(steps, ranks, known).keys(each):
             if each.sketched(own, of):
                 raise InputError(f"{each.name} has sketches, and rules are timed on gradients")
-            values = each.read(own, of, at).values
-            parts = [values[layer.slice] for layer in each.layers if layer.numel]
             several = found.setdefault(f"{each.name} {of} of rank {own}", [])
-            several.append(parts if per_layer else [values])
+            if len(several) < most:
+                values = each.read(own, of, at).values
+                parts = [values[layer.slice] for layer in each.layers if layer.numel]
+                several.append(parts if per_layer else [values])
     return found
 
 
@@ -282,7 +288,7 @@ def _earlier(path: Path) -> Records:
             raise ValueError
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
         raise InputError(
             f"{path} is not JSON of bench; write it with `bench --format json`"
         ) from None

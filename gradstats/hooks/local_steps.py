@@ -6,9 +6,9 @@ import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from gradstats.compressors import (
     as_compressor,
 )
 from gradstats.compressors.sparse import Average, check_average
-from gradstats.errors import ExchangeError, InputError
+from gradstats.errors import ExchangeError, GradstatsError, InputError
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.layout import check_patterns
@@ -171,6 +171,8 @@ class LocalSteps:
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
+        while hasattr(model, "_orig_mod"):  # torch.compile's wrapper
+            model = cast("torch.nn.Module", model._orig_mod)
         if isinstance(model, DistributedDataParallel):
             raise InputError("DDP averages in every step: give LocalSteps the module inside it")
         if not dist.is_initialized():
@@ -191,6 +193,11 @@ class LocalSteps:
             raise InputError("the model has no parameter to train")
         # the ranks that hold a replica's shards with this one
         self._within = across(units(model), process_group) if is_sharded(model) else None
+        for name in ("clip", "weight_decay"):
+            if self._within is not None and options.get(name):
+                raise InputError(
+                    f"{name} is of a whole gradient, and these are shards: leave it out"
+                )
         self._optimizer = optimizer
         self._outer = outer_optimizer or torch.optim.SGD(parameters, lr=1.0)
         theirs = {id(p) for group in self._outer.param_groups for p in group["params"]}
@@ -203,8 +210,7 @@ class LocalSteps:
             compressor, options = DenseCompressor(), {"error_feedback": False, **options}
         compressor = _averaging(as_compressor(compressor), check_average(average))
         if self.delay:  # a group of its own, whose messages those of the training cannot meet
-            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-            options["process_group"] = dist.new_group(ranks, use_local_synchronization=True)
+            options["process_group"] = _group_like(process_group, parameters[0].device)
         else:
             options["process_group"] = process_group
         parts = _parts(self._named, fragments)
@@ -317,14 +323,14 @@ class LocalSteps:
         for fragment in self._fragments:
             self._wait(fragment)
         own = {
-            "world_size": dist.get_world_size(self._group),
+            "ranks": dist.get_process_group_ranks(self._group or dist.group.WORLD),
             "steps": self.steps,
             "step": self.step,
             "exchanges": self.exchanges,
             "parameters": {n: _own(p).clone() for n, p in self._named},
             "anchors": {n: self._anchors[id(p)].clone() for n, p in self._named},
-            "optimizer": packed(self._optimizer.state_dict()),
-            "outer": packed(self._outer.state_dict()),
+            "optimizer": _stored(self._optimizer),
+            "outer": _stored(self._outer),
             "fragments": [
                 {
                     "names": [n for n, _ in f.named],
@@ -354,8 +360,12 @@ class LocalSteps:
         Raises
         ------
         InputError
-            If it is of another rank, number of ranks, model, number of steps or division into fragments.
+            If it is of another rank, group of ranks, model, optimizer, number of steps or division into fragments.
+            Nothing has been restored then.
         """
+        for fragment in self._fragments:
+            with suppress(GradstatsError):  # of an exchange that is to be forgotten
+                self._wait(fragment)
         rank = f"rank{dist.get_rank()}"
         if rank not in state:
             has = ", ".join(map(str, state)) or "nothing"
@@ -363,6 +373,11 @@ class LocalSteps:
                 f"this is {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
             )
         own = state[rank]
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        if list(own["ranks"]) != ranks:
+            raise InputError(
+                f"the checkpoint is of an exchange among ranks {list(own['ranks'])}, and this is one among {ranks}"
+            )
         if own["steps"] != self.steps:
             raise InputError(
                 f"the checkpoint is of {own['steps']} local steps, and these are {self.steps}"
@@ -381,14 +396,17 @@ class LocalSteps:
             if own["parameters"][name].shape != _own(parameter).shape:
                 raise InputError(f"the checkpoint's {name} has another shape than this model's")
         optimizers = [
-            (optimizer, unpacked(own[key], what))
-            for optimizer, key, what in (
-                (self._optimizer, "optimizer", "optimizer"),
-                (self._outer, "outer", "outer optimizer"),
-            )
+            (self._optimizer, _restored(self._optimizer, own["optimizer"], "optimizer")),
+            (self._outer, _restored(self._outer, own["outer"], "outer optimizer")),
         ]
-        for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
-            fragment.state.load_state_dict(saved)
+        before = [f.state.state_dict() for f in self._fragments]
+        try:
+            for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
+                fragment.state.load_state_dict(saved)
+        except BaseException:
+            for fragment, saved in zip(self._fragments, before, strict=True):
+                fragment.state.load_state_dict(saved)
+            raise
         for name, parameter in self._named:
             _own(parameter).copy_(own["parameters"][name])
             self._anchors[id(parameter)].copy_(own["anchors"][name])
@@ -471,7 +489,10 @@ class LocalSteps:
         for i, (parameter, _) in enumerate(fragment.pairs):
             self._anchors[id(parameter)].copy_(_own(parameter))
             if late:
-                _own(parameter).lerp_(local[i], self.mix)
+                own = _own(parameter)
+                if fragment.state.nonfinite in ("skip", "zero"):  # nor may it stay on this rank
+                    local[i] = torch.where(local[i].isfinite(), local[i], own)
+                own.lerp_(local[i], self.mix)
         fragment.pairs = []
 
     def _count_exchange(self) -> None:
@@ -515,6 +536,58 @@ class LocalSteps:
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor, which shares its memory, for arithmetic that autograd does not see."""
     return local_part(tensor.detach())
+
+
+def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """Return a new group of the same ranks; no other rank has to take part."""
+    # PyTorch calls it by its ranks and the number of groups that a rank is in, and waits for ever if these differ
+    world: Any = dist.distributed_c10d._world
+    counts = all_gather_flags(len(world.pg_names), group, device)
+    for _ in range(max(counts) - len(world.pg_names)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
+
+
+def _stored(optimizer: torch.optim.Optimizer) -> bytes:
+    """Return an optimizer's state as bytes; of what is sharded, what this rank holds, without the mesh of this run."""
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded: dict[int, list[str]] = {}
+    for i, values in state["state"].items():
+        own = {
+            n: v
+            for n, v in values.items()
+            if isinstance(v, torch.Tensor) and local_part(v) is not v
+        }
+        if any(local_part(v).shape != local_part(parameters[i]).shape for v in own.values()):
+            raise InputError(
+                f"{type(optimizer).__name__} shards its state in another way than its parameters: save it by itself"
+            )
+        sharded[i] = list(own)
+        state["state"][i] = {**values, **{n: local_part(v) for n, v in own.items()}}
+    return packed({**state, "class": type(optimizer).__name__, "sharded": sharded})
+
+
+def _restored(optimizer: torch.optim.Optimizer, data: bytes, what: str) -> dict[str, Any]:
+    """Return the state that bytes hold, sharded as an optimizer's parameters are, if it is of such an optimizer."""
+    state = unpacked(data, what)
+    name, sharded = state.pop("class"), state.pop("sharded")
+    sizes, saved = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if (name, saved) != (type(optimizer).__name__, sizes):
+        raise InputError(
+            f"the checkpoint's {what} is {name} with groups of {saved} parameters, and this is "
+            f"{type(optimizer).__name__} with {sizes}"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, names in sharded.items():
+        for each in names:
+            state["state"][i][each] = as_sharded(parameters[i], state["state"][i][each])
+    return state
 
 
 @contextmanager

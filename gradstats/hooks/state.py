@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced, Selector, as_compressor
@@ -38,6 +40,7 @@ __all__ = [
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero", "propagate"]
 
+_PLAIN = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
 _LARGEST_FLAG = 2**31 - 1
 _PATIENCE = 8
 """Steps in a row with a non-finite gradient, hidden by policy, after which a warning says so."""
@@ -731,9 +734,23 @@ def packed(state: Mapping[str, Any]) -> bytes:
     -------
     bytes
         For :func:`unpacked`.
+
+    Raises
+    ------
+    InputError
+        If it holds what no checkpoint can be read back with.
     """
+
+    def plain(value: object) -> object:
+        value = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(value, _PLAIN):
+            raise InputError(
+                f"a checkpoint holds tensors, numbers and text, not {shown(value)}: it could not be read back"
+            )
+        return value
+
     stream = io.BytesIO()
-    torch.save(state, stream)
+    torch.save(tree_map(plain, state), stream)
     return stream.getvalue()
 
 

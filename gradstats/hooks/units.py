@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.plain import all_gather_flags
 from gradstats.errors import InputError
 from gradstats.trace.format import Shard
 
@@ -157,7 +158,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
         True after ``fully_shard``.
     """
     tensor = sys.modules.get("torch.distributed.tensor")  # no DTensor before it is loaded
-    return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    # a unit's parameters are plain tensors while they are gathered
+    return (fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())) or (
+        tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
+    )
 
 
 def units(model: torch.nn.Module) -> list[Unit]:
@@ -223,8 +228,13 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
     Raises
     ------
     InputError
-        If FSDP2 averages over replicas itself, or two ranks of the group are of one replica.
+        If nothing that is trained is sharded by FSDP2, it averages over replicas itself, or the ranks of the group hold
+        different shards, on all of them.
     """
+    if not found:
+        raise InputError(
+            "no parameter that is trained is sharded by fully_shard(): nothing keeps it the same within a replica"
+        )
     ours = set(dist.get_process_group_ranks(replicas or dist.group.WORLD))
     for unit in found:
         if unit.replicated:
@@ -239,6 +249,12 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
                 'mesh["replicate"], not those that hold its shards'
             )
     group: dist.ProcessGroup = found[0].group._reduce_scatter_process_group
+    own = dist.get_rank(group) << 16 | dist.get_world_size(group)
+    if len(set(all_gather_flags(own, replicas, found[0].group.device))) > 1:
+        raise InputError(
+            "the ranks to exchange with hold other shards than this one: give those that hold the same, such as "
+            'mesh["replicate"]'
+        )
     return group
 
 

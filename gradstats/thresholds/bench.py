@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives import set_num_threads, warm_up
-from gradstats.primitives.arrays import is_tensor
+from gradstats.primitives.arrays import as_numpy, is_tensor
 from gradstats.primitives.ratio import RATIOS, check_count, target_count
 from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS, make_estimator
@@ -87,7 +87,7 @@ def _kthvalue(x: torch.Tensor, k: int) -> int:
 
 
 def _partition(x: torch.Tensor, k: int) -> int:
-    values = x.numpy()
+    values = as_numpy(x)
     kept = np.argpartition(np.abs(values), values.size - k)[values.size - k :]
     return int(values[kept].size)
 
@@ -174,6 +174,8 @@ class _Case:
 def _synthetic(name: str, sizes: Sequence[int], tail: str) -> _Case:
     if tail not in TAILS:
         raise unknown("tail", tail, TAILS)
+    if not sizes:
+        raise InputError(f"{name} has no layers")
     base = torch.from_numpy(TAILS[tail](sum(sizes)))
     versions = (base, base * 1.1, base.roll(base.numel() // 3) * 0.95)
     return _Case(name, [list(torch.split(x, list(sizes))) for x in versions])
@@ -181,7 +183,10 @@ def _synthetic(name: str, sizes: Sequence[int], tail: str) -> _Case:
 
 def _given(name: str, gradients: Sequence[Sequence[Any]]) -> _Case:
     rounds = [
-        [x.reshape(-1) if is_tensor(x) else torch.from_numpy(np.ravel(x).copy()) for x in parts]
+        [
+            x.detach().reshape(-1) if is_tensor(x) else torch.from_numpy(np.ravel(x).copy())
+            for x in parts
+        ]
         for parts in gradients
     ]
     sizes = [[part.numel() for part in parts] for parts in rounds]
@@ -218,7 +223,7 @@ def bench(
     threads : sequence of int
         Numbers of threads.
     repeats : int
-        Rounds. Each runs everything on the next of three gradients: once, or up to 50 times in a row where that is
+        Rounds. Each runs everything on the next of three gradients: once, or on up to 50 in a row where that is
         below 262,144 elements in all and the caches are warm.
     references : bool
         Time :data:`REFERENCES` too, which take seconds at 26 M elements.
@@ -243,13 +248,14 @@ def bench(
         ``seconds`` (median), ``seconds_best`` (least), ``streams`` (median seconds over those of ``torch.sum`` of the
         same parts), ``streams_low`` and ``streams_high`` (the same with the quartiles), ``streams_mean`` (with the
         mean, for rules that search every few steps), ``quality`` (mean k̂/k), ``memory`` (largest extra NumPy memory
-        in one call, as a fraction of the gradient's; NaN for references, whose memory torch allocates) and ``speedup``
-        (over torch.topk; NaN without references).
+        in one call, as a fraction of the gradient's; NaN for references, whose memory torch allocates), ``speedup``
+        (over torch.topk; NaN without references) and ``repeats``.
 
     Raises
     ------
     InputError
-        If a ratio is outside (0, 1], an estimator or a tail is unknown, or gradients differ in their parts.
+        If a ratio is outside (0, 1], repeats or threads are below 1, an estimator or a tail is unknown, or gradients
+        differ in their parts.
 
     Notes
     -----
@@ -257,6 +263,7 @@ def bench(
     by 10 %, so that a warm start or a reused threshold is not simply right.
     """
     warm_up()
+    repeats, threads = check_count(repeats, "repeats"), [check_count(n, "threads") for n in threads]
     makers = [
         *(
             partial(_synthetic, tail, [check_count(numel, "numel")], tail)
@@ -324,17 +331,16 @@ def _bench_one(
     # what takes microseconds is timed several times in a row, as layers of a model are: a rule's own code is warm then
     loops = 1 if cold else max(1, min(_LOOPS, _ELEMENTS // case.numel))
     for round_ in range(repeats + 1):
-        parts = case.rounds[round_ % len(case.rounds)]
+        several = [case.rounds[(round_ + i) % len(case.rounds)] for i in range(loops)]
         time.sleep(_SETTLE_S)
         for name, run in everything.items():
             evicting += 1
             started = time.perf_counter()
-            for _ in range(loops):
-                found = run(parts)
+            found = [run(parts) for parts in several]
             elapsed = (time.perf_counter() - started) / loops
             if round_:  # the first round warms caches and states
                 seconds[name].append(elapsed)
-                kept[name].append(found)
+                kept[name] += found
         on_progress()
     one = statistics.median(seconds.pop(_STREAM))
     sorting = statistics.median(seconds.get("torch.topk", [math.nan]))
@@ -355,6 +361,7 @@ def _bench_one(
             "quality": statistics.fmean(kept[name]) / sum(targets),
             "memory": math.nan if name in references else _memory(run, case),
             "speedup": sorting / middle,
+            "repeats": repeats,
         }
 
 
@@ -373,7 +380,7 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
     Records
         One per combination that both have: its fields, ``streams`` and ``streams_before``, ``change`` (the first over
         the second), ``quality`` and ``quality_before``, and ``status``: ``"slower"`` or ``"faster"`` where the
-        quartiles of the two runs lie apart, else ``"same"``, and ``"unknown"`` where a run has no quartiles.
+        quartiles of the two runs lie apart, else ``"same"``, and ``"unknown"`` where a run has less than five rounds.
     """
     earlier = {_key(record): record for record in before}
     found = Records()
@@ -382,7 +389,7 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
         if old is None:
             continue
         status = "unknown"
-        if "streams_low" in old:
+        if min(each.get("repeats", 0) for each in (record, old)) >= _ROUNDS:
             apart = (
                 record["streams_low"] > old["streams_high"],
                 record["streams_high"] < old["streams_low"],
@@ -402,6 +409,9 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
     return found
 
 
+_ROUNDS = 5
+"""Rounds from which quartiles say how far medians can be trusted."""
+
 KEY = ("compressor", "gradient", "numel", "layers", "ratio", "threads", "cache")
 """Fields by which two runs of :func:`bench` are compared."""
 
@@ -416,6 +426,7 @@ def _memory(run: Callable[[Sequence[torch.Tensor]], int], case: _Case) -> float:
     tracemalloc.start()
     try:
         run(case.parts)
-        return tracemalloc.get_traced_memory()[1] / (4 * case.numel)
+        size = sum(x.numel() * x.element_size() for x in case.parts)
+        return tracemalloc.get_traced_memory()[1] / size
     finally:
         tracemalloc.stop()

@@ -48,15 +48,23 @@ def test_each_rank_sends_of_what_it_holds(four):
     assert sum(sizes[:2]) == parameters
 
 
+@pytest.fixture(scope="module")
+def resumed_four(folder):
+    return run_ranks(4, cases.resuming, str(folder))
+
+
 @pytest.mark.parametrize("name", ["topk with decay", "patterns", "delayed"])
-def test_stop_and_resume_through_a_distributed_checkpoint(four, name):
-    for rank, results in enumerate(four):
-        expected, resumed, refused = results[f"resumes, {name}"]
+def test_stop_and_resume_through_a_distributed_checkpoint(resumed_four, name):
+    for rank, results in enumerate(resumed_four):
+        expected, resumed, refused = results[name]
         assert resumed == expected
-        another, damaged, shape = refused
+        another, damaged, shape, ranks, optimizer, fragment = refused
         assert f"this is rank{rank}, and the checkpoint holds rank{(rank + 1) % 4}" in another
         assert damaged.startswith("the checkpoint's outer optimizer cannot be read: ")
         assert "0.weight has another shape" in shape
+        assert ranks.startswith("the checkpoint is of an exchange among ranks [0, 1], and this is")
+        assert "optimizer is SGD with groups of [6] parameters, and this is AdamW" in optimizer
+        assert "the checkpoint is of x, and this is SparseCompressor" in fragment
 
 
 @pytest.mark.parametrize("name", ["dense", "topk with decay", "patterns"])
@@ -93,6 +101,18 @@ def test_groups_and_captures_that_do_not_fit_are_refused(four):
         assert 'such as mesh["replicate"]' in said["one replica"]
         assert 'mesh=mesh["shard"]' in said["both dimensions"]
         assert "take 'gradient'" in said["local"]
+        assert "hold other shards than this one" in said["other shards"]
+        assert "are gathered" in said["gathered"]
+        assert "no parameter that is trained is sharded" in said["frozen"]
+        assert said["clip"] == "clip is of a whole gradient, and these are shards: leave it out"
+        assert said["decay"].startswith("weight_decay is of a whole gradient")
+
+
+def test_a_parameter_that_is_not_sharded_is_captured_where_it_is_held(four, folder):
+    assert [rank["ignored"] for rank in four] == [2] * 4
+    trace = assert_shards_agree(folder / "ignored.zarr")
+    assert trace.steps() == [0, 1]
+    assert np.abs(trace.read(1, 2, "pseudogradient")).min() >= 0
 
 
 def test_one_shard_a_replica_is_the_model_in_one_piece_to_the_bit():

@@ -82,6 +82,25 @@ def test_resuming_in_the_middle_of_an_interval_changes_no_bit(two, name):
         assert "every rank saves and loads its own" in foreign
 
 
+def test_loading_forgets_an_exchange_that_is_under_way(two):
+    assert [rank["rolled back"] for rank in two] == [True, True]
+
+
+@pytest.mark.parametrize("policy", ["skip", "zero"])
+def test_what_is_not_finite_does_not_stay_on_its_rank(two, policy):
+    for rank in two:
+        assert np.isfinite(rank[policy]).all()
+        assert np.array_equal(rank[policy], two[0][policy])
+
+
+def test_what_could_not_be_read_back_is_not_saved(two):
+    for rate, said in [rank["not readable"] for rank in two]:
+        assert rate == 0.25
+        assert said.startswith(
+            "a checkpoint holds tensors, numbers and text, not a value of type object: "
+        )
+
+
 @pytest.mark.parametrize("shared", cases.SHARED)
 def test_a_mean_over_senders_is_larger_the_less_ranks_agree(three, shared):
     """From 1, where all send the same positions, to the number of ranks, where no two do."""

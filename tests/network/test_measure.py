@@ -46,6 +46,13 @@ def test_everything_is_measured_among_every_number_of_workers():
     assert both == list(third.lines)
 
 
+def test_messages_have_the_size_that_is_written_down():
+    for seen in run_ranks(2, cases.message_sizes, 4096):
+        assert seen == dict.fromkeys(
+            ("all_reduce", "all_gather", "broadcast", "reduce_scatter"), 4096
+        )
+
+
 @pytest.mark.parametrize(("rank", "gpus", "enough"), [(0, 0, False), (1, 1, False), (1, 2, True)])
 def test_nccl_needs_a_gpu_for_each_rank(monkeypatch, rank, gpus, enough):
     monkeypatch.setenv("RANK", str(rank))

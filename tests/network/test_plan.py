@@ -433,6 +433,7 @@ def test_other_formats_have_every_field(inputs, capsys):
     assert chosen["compressor"] == "none"  # dense cannot be told from topk here
     assert chosen["low"] < fastest["seconds"] < chosen["seconds"]
     assert "don't compress" in err
+    assert "which cannot be told from 1" in err
     assert "95 %; of 42 steps measured elsewhere (docs/network.md) they held 38." in err
     rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
     assert list(rows[0]) == list(records[0])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from gradstats.primitives.arrays import CHUNK
-from gradstats.primitives.pairs import gram, pair
+from gradstats.primitives.pairs import gram, pair, sign_pairs
 
 RNG = np.random.default_rng(5)
 SIZE = 2 * CHUNK + 17
@@ -64,3 +66,14 @@ def test_fingerprints_tell_other_values_and_not_other_places():
     assert len(set(pair(a, changed).prints)) == 2
     assert len(set(pair(a, -a).prints)) == 2
     assert len(set(pair(np.append(a, np.float32(0)), np.append(np.float32(0), a)).prints)) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_signs_agree_as_pair_by_pair(count):
+    rng = np.random.default_rng(count)
+    vectors = [rng.integers(-1, 2, 300_000).astype(np.float32) for _ in range(count)]
+    agree = either = 0
+    for a, b in itertools.combinations(vectors, 2):
+        agree += int(((a * b) > 0).sum())
+        either += int(((a != 0) | (b != 0)).sum())
+    assert sign_pairs(vectors) == (agree, either)

@@ -24,7 +24,7 @@ from gradstats.primitives import (
 from gradstats.primitives.arrays import CHUNK
 from gradstats.primitives.histogram import Histogram, bin_edges
 from gradstats.primitives.kernels import descend
-from gradstats.primitives.ratio import RATIOS
+from gradstats.primitives.ratio import RATIOS, check_seed
 
 SUMS = ("sum_abs", "sum_squares", "sum_log")
 
@@ -371,3 +371,10 @@ def test_the_kth_largest_selects_k(x, k):
         assert np.count_nonzero(np.abs(x) > eta) < k
     else:
         assert kept == np.count_nonzero(x)
+
+
+def test_seeds_are_64_bits_wide():
+    assert check_seed(2**64 - 1) == 2**64 - 1
+    for wrong in (2**64, 2**64 + 1, -1):
+        with pytest.raises(InputError, match="seed must be from 0 to"):
+            check_seed(wrong)

@@ -616,3 +616,18 @@ def test_recovery_and_coverage(model, method):
         noise = 4 * r.deviation[name] / math.sqrt(500)
         assert abs(r.mean[name] - truth) <= noise + allowed.get(model, 0.008) * truth
         assert r.coverage[name] >= 0.95 - 3.5 * math.sqrt(0.95 * 0.05 / 500)
+
+
+@pytest.mark.parametrize("c", [-0.2, 0.1, 0.5])
+def test_the_pareto_likelihood_has_no_slope_at_its_maximum(c):
+    x = stats.genpareto(c).rvs(3000, random_state=np.random.default_rng(3))
+    f = fit(x, "double_genpareto", "mle")
+
+    def likelihood(c, scale):
+        return stats.genpareto(c, scale=scale).logpdf(x).sum()
+
+    at = f.params["c"], f.params["scale"]
+    for i, name in enumerate(("c", "scale")):
+        step = 1e-3 * f.stderr[name] * (np.arange(2) == i)
+        slope = (likelihood(*(at + step)) - likelihood(*(at - step))) / 2e-3
+        assert abs(slope) < 1e-4, name  # of one standard error

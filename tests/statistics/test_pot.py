@@ -142,6 +142,22 @@ class TestStability:
         assert np.allclose(np.diag(told), np.diag(seen), rtol=0.3)  # sd of a variance: 7 %
         assert told[0, 1] == pytest.approx(seen[0, 1], rel=0.3)
 
+    @pytest.mark.parametrize("method", ["mle", "closed", "moments"])
+    def test_shapes_are_compared_with_the_variance_of_their_difference(self, method):
+        """The variance of an efficient estimate falls by what is left out; that of another is at most the sum."""
+        here, further = (
+            SimpleNamespace(method=method, stderr={"c": 0.1}, count=n, params={"c": c})
+            for n, c in ((400, 0.0), (100, 0.3))
+        )
+        variance = 0.1**2 * (4 - 1 if method == "mle" else 4 + 1)
+        expected = 2 * stats.norm.sf(0.3 / math.sqrt(variance))
+        assert _stable({1.0: here, 2.0: further}, 1.0) == pytest.approx(expected)
+
+    def test_stages_end_where_one_has_no_fit(self):
+        x = np.append(np.linspace(0.1, 1.0, 2000), np.full(500, 5.0))
+        found = stages(x, 0.01, 4, "double_genpareto")
+        assert [bool(stage.status) for stage in found] == [False] * (len(found) - 1) + [True]
+
     @pytest.mark.parametrize("c", [0.2, -0.2])
     def test_covariance_by_probability_weighted_moments_is_that_of_their_formulas(self, c):
         """Of 4,000 samples, fitted here: a covariance is known to 3 %."""

@@ -74,6 +74,17 @@ def test_given_gradients_are_timed_step_by_step():
     )
     assert (record["gradient"], record["layers"], record["numel"]) == ("own", 2, 100)
     assert record["quality"] == 1
+    half = torch.from_numpy(seen[0]).to(torch.bfloat16).requires_grad_()
+    found = bench([], [0.5], estimators=["exact"], repeats=1, gradients={"own": [[half]]})
+    assert {r["quality"] for r in found} == {1.0}
+    for options in (
+        {"repeats": 0},
+        {"repeats": 2.5},
+        {"threads": [0]},
+        {"layouts": {"a": []}, "estimators": ["exact"]},
+    ):
+        with pytest.raises(InputError):
+            bench([], [0.5], **options)
     for wrong in ([], [[]], [[seen[0]], [seen[0][:5]]], [[seen[0][:0]]]):
         with pytest.raises(InputError, match="the same parts, and none may be empty"):
             bench([], [0.5], gradients={"own": wrong})
@@ -91,12 +102,13 @@ def test_quartiles_and_the_best_are_around_the_median(records):
     for r in records:
         assert r["seconds_best"] <= r["seconds"]
         assert r["streams_low"] <= r["streams"] <= r["streams_high"]
+    assert any(r["streams_mean"] % 1 for r in records)
 
 
 def test_comparing_says_what_changed_beyond_the_quartiles():
     base = {"compressor": "exact", "gradient": "layered", "numel": 10, "layers": 1, "ratio": 0.1,
             "threads": 1, "cache": "warm", "streams": 4.0, "streams_low": 3.5, "streams_high": 4.5,
-            "quality": 1.0}  # fmt: skip
+            "quality": 1.0, "repeats": 5}  # fmt: skip
     now = [
         base | {"streams": 4.4, "streams_low": 4.2, "streams_high": 4.7},
         base | {"numel": 20, "streams": 8.0, "streams_low": 7.0, "streams_high": 9.0},
@@ -111,8 +123,8 @@ def test_comparing_says_what_changed_beyond_the_quartiles():
         (20, 2.0, "slower"),
         (30, 0.5, "faster"),
     ]
-    unknown = {n: v for n, v in old.items() if not n.startswith("streams_")}
-    assert compared(now, [unknown])[0]["status"] == "unknown"
+    for unknown in (old | {"repeats": 4}, {n: v for n, v in old.items() if n != "repeats"}):
+        assert compared(now, [unknown])[0]["status"] == "unknown"
 
 
 def test_the_command_times_sources_and_layouts_and_compares(tmp_path):
@@ -144,6 +156,7 @@ def test_the_command_times_sources_and_layouts_and_compares(tmp_path):
         (("--compare", saved, "--numel", 77), "has nothing in common with this run"),
         (("--layout", "nothing"), "no workload 'nothing'"),
         (("--tail", "nothing"), "no tail 'nothing'"),
+        (("--kind", "gradient"), "choose of a SOURCE"),
     ):
         done = run("bench", *options, *bad)
         assert done.returncode == 2

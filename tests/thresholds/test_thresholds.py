@@ -14,7 +14,7 @@ from gradstats.errors import InputError
 from gradstats.primitives import Moments, moments, select
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.statistics.stages import gamma_closed, gamma_exact, genpareto
-from gradstats.thresholds import DGC, ESTIMATORS, Exact, SIDCoE, make_estimator
+from gradstats.thresholds import DGC, ESTIMATORS, Estimator, Exact, SIDCoE, make_estimator
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -688,3 +688,11 @@ def test_infinities_and_huge_magnitudes_have_an_answer_or_one_error(name):
             estimate, kept = rule.select(x, 0.01)
             assert estimate.threshold >= 0
             assert len(kept) <= 5000
+
+
+def test_an_estimator_must_find_a_threshold():
+    class Without(Estimator):
+        name = "without"
+
+    with pytest.raises(TypeError, match="_find"):
+        Without()

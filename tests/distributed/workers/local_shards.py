@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -26,10 +27,16 @@ OPTIONS = {
 }
 
 
+@functools.cache
+def meshed(world):
+    """Return the ranks by replica and shard; to make their groups takes longer than to train."""
+    return mesh_of(REPLICAS, world // REPLICAS)
+
+
 def built(name, world):
     """Return a sharded model, its optimizer, and local steps between its replicas."""
     torch.manual_seed(0)
-    model, mesh = network(), mesh_of(REPLICAS, world // REPLICAS)
+    model, mesh = network(), meshed(world)
     shard(model, mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -57,7 +64,7 @@ def whole(model):
 
 def reference(rank, world, steps, interval):
     """DiLoCo over the model in one piece: AdamW on a replica's mean gradient, then the outer step."""
-    mesh = mesh_of(REPLICAS, world // REPLICAS)
+    mesh = meshed(world)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     anchor = [p.detach().clone() for p in model.parameters()]
@@ -102,18 +109,32 @@ def resumes(rank, world, name, folder):
     with local:
         train(model, optimizer, rank, 0, 11)  # a step after an exchange, which may be under way
         dcp.save({"local": local.state_dict()}, checkpoint_id=folder)
+    meshed.cache_clear()
+    dist.new_group([0, 1])  # so that names of groups are others than when it was saved
     model, optimizer, local = built(name, world)
     template = {"local": local.state_dict()}
     dcp.load(template, checkpoint_id=folder)
     local.load_state_dict(template["local"])
     with local:
         train(model, optimizer, rank, 11, 19)
+    # the state belongs to the mesh of this run, whatever groups an earlier one had
+    state = optimizer.state[model[0].weight]["exp_avg"]
+    assert state.device_mesh is model[0].weight.device_mesh
+    assert state.full_tensor().shape == (32, 24)
     refused = []
     mine = template["local"][f"rank{rank}"]
+    others = [own for own in mine["fragments"][0] if own.startswith("rank")]
+    foreign = {
+        **mine["fragments"][-1],
+        others[0]: {**mine["fragments"][-1][others[0]], "system": "x"},
+    }
     for wrong in (
         {f"rank{(rank + 1) % world}": mine},
         {f"rank{rank}": {**mine, "outer": b"damaged"}},
         {f"rank{rank}": {**mine, "parameters": dict.fromkeys(mine["parameters"], torch.ones(3))}},
+        {f"rank{rank}": {**mine, "ranks": [0, 1]}},
+        {f"rank{rank}": {**mine, "optimizer": mine["outer"]}},
+        {f"rank{rank}": {**mine, "fragments": [*mine["fragments"][:-1], foreign]}},
     ):
         before = fingerprint(model)
         try:
@@ -142,6 +163,21 @@ def not_finite(rank, world):
         held.copy_(kept)
         losses = train(model, optimizer, rank, H, 3 * H)
     return said, losses, fingerprint(model)
+
+
+def ignored(rank, world, path):
+    """Capture a model of which a parameter is not sharded: rank 0 of a replica holds it."""
+    torch.manual_seed(0)
+    model, mesh = network(), meshed(world)
+    shard(model, mesh["shard"], ignored_params={model[4].bias})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    group = mesh["replicate"].get_group()
+    local = LocalSteps(model, optimizer, steps=H, process_group=group)
+    with Capture(path, model) as capture:
+        capture.follow(local)
+        with local:
+            train(model, optimizer, rank, 0, 2 * H)
+    return local.exchanges
 
 
 def train_alone(model, optimizer, held, rank):
@@ -177,13 +213,26 @@ def captured(rank, world, path, name):
 
 def refusals(rank, world, path):
     """Return what is said of groups and captures that do not fit."""
-    mesh, said = mesh_of(REPLICAS, world // REPLICAS), {}
+    mesh, said = meshed(world), {}
     model = shard(network(), mesh["shard"])
     both = shard(network(), mesh)
+    crossed = [dist.new_group(pair) for pair in ([0, 3], [1, 2])][rank in (1, 2)]
+    gathered_now = fully_shard(network(), mesh=mesh["shard"])
+    with torch.no_grad():
+        gathered_now(batch(0, rank, gathered_now))
+    frozen = network()
+    frozen[0].requires_grad_(False)
+    fully_shard(frozen[0], mesh=mesh["shard"])
+    same = mesh["replicate"]
     for label, make in {
         "all ranks": lambda: local_of(model, None),
         "one replica": lambda: local_of(model, mesh["shard"]),
         "both dimensions": lambda: local_of(both, mesh["replicate"]),
+        "other shards": lambda: local_of(model, crossed),
+        "gathered": lambda: local_of(gathered_now, same),
+        "frozen": lambda: local_of(frozen, same),
+        "clip": lambda: local_of(model, same, compressor=TopK(0.1), clip=1.0),
+        "decay": lambda: local_of(model, same, compressor=TopK(0.1), weight_decay=0.1),
         "local": lambda: Capture(path, model, kinds=["local"]).follow(
             local_of(model, mesh["replicate"])
         ),
@@ -195,9 +244,10 @@ def refusals(rank, world, path):
     return said
 
 
-def local_of(model, mesh):
+def local_of(model, mesh, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return LocalSteps(model, optimizer, process_group=None if mesh is None else mesh.get_group())
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    return LocalSteps(model, optimizer, process_group=group, **options)
 
 
 def one_shard(rank, world, name):
@@ -238,13 +288,20 @@ def two_ranks(rank, world):
     return {name: one_shard(rank, world, name) for name in ("dense", "topk with decay", "delayed")}
 
 
+def resuming(rank, world, folder):
+    """Return what every case of resuming returned."""
+    return {
+        name: resumes(rank, world, name, f"{folder}/{name}")
+        for name in ("topk with decay", "patterns", "delayed")
+    }
+
+
 def four_ranks(rank, world, folder):
-    """Return what every case for four ranks returned: processes take longer to start than these to run."""
+    """Return what every other case for four ranks returned: processes take longer to start than these to run."""
     found = {f"learns, {name}": learns(rank, world, name) for name in OPTIONS}
-    for name in ("topk with decay", "patterns", "delayed"):
-        found[f"resumes, {name}"] = resumes(rank, world, name, f"{folder}/{name}")
     for name in ("dense", "topk with decay", "patterns"):
         found[f"captured, {name}"] = captured(rank, world, f"{folder}/{name}.zarr", name)
     found["not finite"] = not_finite(rank, world)
+    found["ignored"] = ignored(rank, world, f"{folder}/ignored.zarr")
     found["refusals"] = refusals(rank, world, f"{folder}/refused.zarr")
     return found

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -257,6 +259,23 @@ def resumes(rank, world, name, folder):
     return same, refused
 
 
+def not_readable():
+    """Return a learning rate of NumPy's, read back, and what is said of an object that could not be."""
+    model = net()
+    optimizer = adamw(model)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    local = built("dense", model, optimizer)
+    saved = local.state_dict()
+    optimizer.param_groups[0]["lr"] = 1.0
+    local.load_state_dict(saved)
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["schedule"] = object()
+    try:
+        local.state_dict()
+    except GradstatsError as error:
+        return rate, str(error)
+
+
 def norms(rank, world, shared):
     """Return the norm of a mean over senders against that over ranks, and how many send a coordinate."""
     generator = torch.Generator().manual_seed(0)
@@ -291,6 +310,57 @@ def not_finite(rank, world):
             backward(model, optimizer, rank, step)
             optimizer.step()
     return message, left, flat(model).numpy()
+
+
+def not_finite_for_a_while(rank, world, policy):
+    """One parameter is not finite in one local step, and an exchange is applied late: it must not stay on its rank."""
+    model = net()
+    optimizer = adamw(model)
+    local = LocalSteps(model, optimizer, steps=4, compressor=TopK(0.5), delay=2, nonfinite=policy)
+    with local:
+        for step in range(16):
+            backward(model, optimizer, rank, step)
+            if rank == 1 and step == 3:
+                model[0].weight.data[0, 0] = float("nan")
+            if step > 3:  # what became of it lasts until the exchange is applied
+                for p in model.parameters():
+                    p.grad.nan_to_num_(0.0)
+            optimizer.step()
+            for values in optimizer.state.values():
+                for value in values.values():
+                    value.nan_to_num_(0.0)
+    return flat(model).numpy()
+
+
+def rolled_back(rank, world):
+    """Load what was saved while an exchange is under way: the same as if that had never begun."""
+    seen = []
+    for slow in (False, True):
+        model = net()
+        optimizer = adamw(model)
+        local = built("delayed", model, optimizer)
+        with local:
+            for step in range(11):
+                backward(model, optimizer, rank, step)
+                optimizer.step()
+                if step == 8:
+                    saved = copy.deepcopy(local.state_dict())
+            if slow:
+                state = local._fragments[1].state
+                settle = state.memory.settle
+                state.memory.settle = lambda *given, settle=settle: (
+                    time.sleep(0.3),
+                    settle(*given),
+                )
+                backward(model, optimizer, rank, 99)
+                for _ in range(4):  # begins an exchange that is not over when the state is loaded
+                    optimizer.step()
+            local.load_state_dict(saved)
+            for step in range(9, 19):
+                backward(model, optimizer, rank, step)
+                optimizer.step()
+        seen.append(flat(model))
+    return torch.equal(*seen)
 
 
 def lost_rank(rank, world, folder, delay):
@@ -379,6 +449,9 @@ def two_ranks(rank, world, folder):
             "mean": lambda: the_mean_of_the_parameters(rank, world),
             "not finite": lambda: not_finite(rank, world),
             "wrong": lambda: wrong(rank, world),
+            "rolled back": lambda: rolled_back(rank, world),
+            "not readable": lambda: not_readable(),
+            **{p: lambda p=p: not_finite_for_a_while(rank, world, p) for p in ("skip", "zero")},
             **{f"learns, {n}": lambda n=n: learns(rank, world, n) for n in OPTIONS},
             **{f"resumes, {n}": lambda n=n: resumes(rank, world, n, folder) for n in RESUMED},
             **{

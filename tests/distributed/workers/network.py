@@ -3,6 +3,7 @@
 import time
 
 import torch
+import torch.distributed as dist
 from workers.systems import gradient
 
 from gradstats.compressors import (
@@ -15,6 +16,7 @@ from gradstats.compressors import (
     TopK,
     make_compressor,
 )
+from gradstats.network import operations
 from gradstats.network.measure import measure
 
 RATIO = 0.02
@@ -24,6 +26,25 @@ LARGE = 40_000
 """RedSync averages smaller ones densely."""
 LAYERS = (("c", 500), ("b", 300), ("a", 7_197))
 MERGES = (0, 600, 1 << 16)
+
+
+def message_sizes(rank, world, size):
+    """Return the bytes of what the sums and gathers of one size are over, by name."""
+    seen = {}
+
+    def spy(name, first):
+        def call(*tensors, **options):
+            seen[name] = tensors[first].numel() * tensors[first].element_size()
+
+        return call
+
+    names = {"all_reduce": 0, "all_gather": 1, "broadcast": 0}
+    for name, first in names.items():
+        setattr(operations, name, spy(name, first))
+    dist.reduce_scatter_single = spy("reduce_scatter", 1)
+    for name in (*names, "reduce_scatter"):
+        getattr(operations, f"_{name}")(size, torch.device("cpu"), None)()
+    return seen
 
 
 def _run(compressor, numel, rank, steps=STEPS):
