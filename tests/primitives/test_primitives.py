@@ -378,3 +378,11 @@ def test_seeds_are_64_bits_wide():
     for wrong in (2**64, 2**64 + 1, -1):
         with pytest.raises(InputError, match="seed must be from 0 to"):
             check_seed(wrong)
+
+
+def test_a_histogram_counts_what_reaches_each_bin():
+    x = np.random.default_rng(0).standard_t(3, 5000).astype(np.float32)
+    h = histogram(x, 3)
+    at = np.flatnonzero(h.counts)
+    expected = [np.count_nonzero(np.abs(x) >= edge) for edge in bin_edges(3)[at]]
+    assert h.exceedances()[at].tolist() == expected

@@ -64,6 +64,14 @@ def test_dgc_is_unbiased_on_shuffled_data_and_trims_excess():
     assert np.std(kept) < 0.35
 
 
+def test_dgc_draws_its_one_element_at_random():
+    x = np.arange(1, 51, dtype=np.float32)  # half of a run of a hundred
+    first = sum(
+        DGC(seed=seed, tolerance=np.inf).estimate(x, 0.5).threshold == 1 for seed in range(60)
+    )
+    assert 20 < first < 45  # where the draw falls beyond the end, the first stands in
+
+
 def test_dgc_leaves_a_third_too_many_alone_and_no_more():
     x = np.random.default_rng(5).laplace(size=100_000).astype(np.float32)
     rule, k = DGC(seed=1), 1000
