@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from gradstats.errors import InputError
 from gradstats.primitives import (
+    Moments,
     exceedances,
     get_num_threads,
     histogram,
@@ -386,3 +388,7 @@ def test_a_histogram_counts_what_reaches_each_bin():
     at = np.flatnonzero(h.counts)
     expected = [np.count_nonzero(np.abs(x) >= edge) for edge in bin_edges(3)[at]]
     assert h.exceedances()[at].tolist() == expected
+
+
+def test_moments_are_of_all_magnitudes_if_no_threshold_is_named():
+    assert Moments(3, 3, 0, 0, 6.0, 14.0, math.log(6), 3.0).above == 0

@@ -66,6 +66,11 @@ def test_dgc_is_unbiased_on_shuffled_data_and_trims_excess():
     assert np.std(kept) < 0.35
 
 
+def test_the_seed_is_zero_if_none_is_given():
+    x = np.random.default_rng(0).laplace(size=10_000).astype(np.float32)
+    assert DGC().estimate(x, 0.01) == DGC(seed=0).estimate(x, 0.01)
+
+
 def test_dgc_draws_its_one_element_at_random():
     x = np.arange(1, 51, dtype=np.float32)  # half of a run of a hundred
     rules = [DGC(seed=seed, tolerance=math.inf) for seed in range(60)]
