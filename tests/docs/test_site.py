@@ -100,6 +100,35 @@ def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerw
 
 
 @pytest.mark.distributed
+def test_the_script_with_local_steps_of_sharded_sites_runs_as_printed(tmp_path):
+    page = (DOCS / "howto/local_steps.md").read_text(encoding="utf-8")
+    script = next(
+        s for s in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fully_shard" in s
+    )
+    assert len(script.splitlines()) <= 60
+    (tmp_path / "train_sites.py").write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            "train_sites.py",
+        ],
+        check=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert re.search(r"10 exchanges, \d+ bytes each from this rank", done.stdout)
+    trace = gradstats.open_trace(tmp_path / "sites.zarr")
+    assert [r for r in trace.ranks if trace.has_gradients(r)] == [0, 2]
+    assert trace.kinds(2) == ["gradient", "corrected", "pseudogradient"]
+
+
+@pytest.mark.distributed
 def test_the_script_with_local_steps_prints_and_captures_its_exchanges(tmp_path):
     page = (DOCS / "howto/local_steps.md").read_text(encoding="utf-8")
     script, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
