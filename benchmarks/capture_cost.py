@@ -94,10 +94,7 @@ def main() -> None:
         }
         for (nproc, name), values in excess.items()
     ]
-    others = [
-        r for r in (stored(FILE) if FILE.exists() else []) if r["workload"] != options.workload
-    ]
-    keep(FILE, [*others, *found])
+    keep(FILE, [*(r for r in stored(FILE) if r["workload"] != options.workload), *found])
     text = table(stored(FILE))
     print(text)
     if options.write:

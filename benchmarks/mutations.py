@@ -284,9 +284,8 @@ def main() -> None:
     copy = Path(tempfile.gettempdir(), f"gradstats-mutants-{commit}")
     if not copy.exists():
         subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
-    subprocess.run(
-        ["git", "checkout", "--quiet", "."], cwd=copy, check=True
-    )  # a killed run's mutant
+    # a run that was killed leaves its mutant
+    subprocess.run(["git", "checkout", "--quiet", "."], cwd=copy, check=True)
     left = []
     for file, tests in files():
         if options.word in file and (copy / file).exists():

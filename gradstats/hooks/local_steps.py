@@ -29,7 +29,7 @@ from gradstats.hooks.gradient import Pair
 from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.shards import bad_in_replica, exchange
-from gradstats.hooks.state import CompressionState, packed, unpacked
+from gradstats.hooks.state import CompressionState, load_together, packed, unpacked
 from gradstats.hooks.units import across, as_sharded, is_sharded, local_part, stand_in, units
 from gradstats.primitives.ratio import check_count, check_number, check_several, shown
 from gradstats.trace.record import StepRecord, together
@@ -323,7 +323,7 @@ class LocalSteps:
         for fragment in self._fragments:
             self._wait(fragment)
         own = {
-            "ranks": dist.get_process_group_ranks(self._group or dist.group.WORLD),
+            "ranks": _ranks(self._group),
             "steps": self.steps,
             "step": self.step,
             "exchanges": self.exchanges,
@@ -373,7 +373,7 @@ class LocalSteps:
                 f"this is {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
             )
         own = state[rank]
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        ranks = _ranks(self._group)
         if list(own["ranks"]) != ranks:
             raise InputError(
                 f"the checkpoint is of an exchange among ranks {list(own['ranks'])}, and this is one among {ranks}"
@@ -399,14 +399,7 @@ class LocalSteps:
             (self._optimizer, _restored(self._optimizer, own["optimizer"], "optimizer")),
             (self._outer, _restored(self._outer, own["outer"], "outer optimizer")),
         ]
-        before = [f.state.state_dict() for f in self._fragments]
-        try:
-            for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
-                fragment.state.load_state_dict(saved)
-        except BaseException:
-            for fragment, saved in zip(self._fragments, before, strict=True):
-                fragment.state.load_state_dict(saved)
-            raise
+        load_together([f.state for f in self._fragments], own["fragments"])
         for name, parameter in self._named:
             _own(parameter).copy_(own["parameters"][name])
             self._anchors[id(parameter)].copy_(own["anchors"][name])
@@ -436,9 +429,8 @@ class LocalSteps:
         """Exchange a fragment's pseudo-gradient now, or have it exchanged in the background."""
         pairs = [(p, self._anchors[id(p)] - _own(p)) for _, p in fragment.named]
         self._before(pairs)
-        bad = self._bad(
-            fragment, pairs
-        )  # in this thread: the replica's ranks train over the same group
+        # in this thread: the replica's ranks train over the same group
+        bad = self._bad(fragment, pairs)
         if delay:
             assert self._thread is not None
             fragment.exchange = self._thread.submit(self._reduce, fragment, pairs, self.step, bad)
@@ -538,6 +530,11 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor.detach())
 
 
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group; all of them if None."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
 def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
     """Return a new group of the same ranks; no other rank has to take part."""
     # PyTorch calls it by its ranks and the number of groups that a rank is in, and waits for ever if these differ
@@ -545,8 +542,7 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
     counts = all_gather_flags(len(world.pg_names), group, device)
     for _ in range(max(counts) - len(world.pg_names)):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made
 
 

@@ -25,7 +25,13 @@ from gradstats.errors import InputError, NonFiniteGradientError, first_line
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
+from gradstats.hooks.state import (
+    CompressionState,
+    NonFinite,
+    Scaler,
+    count_bad,
+    load_together,
+)
 from gradstats.hooks.units import Unit, across, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
@@ -277,14 +283,7 @@ class ShardHook:
         if own["units"].keys() != self.states.keys():
             odd = sorted(own["units"].keys() ^ self.states.keys())[0]
             raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")
-        before = {name: each.state_dict() for name, each in self.states.items()}
-        try:
-            for name, each in self.states.items():
-                each.load_state_dict(own["units"][name])
-        except BaseException:
-            for name, each in self.states.items():
-                each.load_state_dict(before[name])
-            raise
+        load_together([*self.states.values()], [own["units"][name] for name in self.states])
 
 
 def shard_hook(

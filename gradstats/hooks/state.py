@@ -34,6 +34,7 @@ __all__ = [
     "Scaler",
     "after_backward",
     "count_bad",
+    "load_together",
     "packed",
     "unpacked",
 ]
@@ -720,6 +721,31 @@ def _outside(positions: torch.Tensor | None, layers: Sequence[slice]) -> torch.T
     layer = torch.bucketize(positions, stops, right=True)
     inside = positions >= starts[layer.clamp(max=len(layers) - 1)]
     return positions[(layer == len(layers)) | ~inside]
+
+
+def load_together(states: Sequence[CompressionState], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Restore several states, all of them or none.
+
+    Parameters
+    ----------
+    states : sequence of CompressionState
+        States of one training.
+    saved : sequence of mapping
+        What the :meth:`CompressionState.state_dict` of each returned.
+
+    Raises
+    ------
+    InputError
+        As :meth:`CompressionState.load_state_dict` does. Nothing has been restored then.
+    """
+    before = [state.state_dict() for state in states]
+    try:
+        for state, own in zip(states, saved, strict=True):
+            state.load_state_dict(own)
+    except BaseException:
+        for state, own in zip(states, before, strict=True):
+            state.load_state_dict(own)
+        raise
 
 
 def packed(state: Mapping[str, Any]) -> bytes:

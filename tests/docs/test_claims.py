@@ -334,6 +334,11 @@ def sentences() -> list[tuple[str, str]]:
         for r in stored("bench.json")
         if (r["numel"], r["ratio"], r["threads"]) == (26_000_000, 0.001, 1)
     }
+    sizes = {(r["compressor"], r["numel"]): r["streams"] for r in stored("bench_sizes.json")}
+
+    def of_size(numel: int, *names: str) -> str:
+        return ", ".join(f"{name} {sizes[name, numel]:.2g}" for name in names)
+
     table = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
     table = table.partition("÷ allreduce_hook")[2].partition("\n\n")[0]
     hook = {
@@ -348,6 +353,11 @@ def sentences() -> list[tuple[str, str]]:
     return [
         ("measurements", f"with three stages and selection ≤ 9 ({bench['sidco-e']:.1f})"),
         ("measurements", f"warm-started exact with selection ≤ 4 ({bench['warm-exact']:.1f})"),
+        (
+            "measurements",
+            of_size(260_000_000, "exact", "warm-exact", "histogram", "sidco-e", "dgc", "hard"),
+        ),
+        ("measurements", of_size(260_000, "exact", "warm-exact", "histogram", "sidco-e", "hard")),
         ("network", f"{span(hook.values())} times the time of a dense all-reduce"),
         (
             "systems",

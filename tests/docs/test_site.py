@@ -59,6 +59,13 @@ def test_the_plain_loop_captures(tmp_path):
     assert trace.steps()[-1] < 200
 
 
+def torchrun(folder, options, script):
+    """Run a script in several processes; return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options.split(), script]
+    done = subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True)
+    return done.stdout
+
+
 @pytest.mark.distributed
 def test_the_sharded_scripts_run_as_printed(tmp_path):
     page = (DOCS / "howto/sharded.md").read_text(encoding="utf-8")
@@ -67,9 +74,8 @@ def test_the_sharded_scripts_run_as_printed(tmp_path):
     for (name, options), script in zip(names, (train, compress), strict=True):
         assert len(script.splitlines()) <= 60
         (tmp_path / name).write_text(script, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", *options.split(), name]
-        done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
-    sent, whole = map(int, re.findall(r"(\d+) bytes sent of (\d+)", done.stdout)[0])
+        printed = torchrun(tmp_path, options, name)
+    sent, whole = map(int, re.findall(r"(\d+) bytes sent of (\d+)", printed)[0])
     assert sent < whole / 50
     trace = gradstats.open_trace(tmp_path / "fsdp.zarr")
     subprocess.run([sys.executable, "-c", read], check=True, cwd=tmp_path)
@@ -91,8 +97,7 @@ def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerw
         *_, register = compress.splitlines(keepends=True)
         compress = compress.removesuffix(register) + layers + register
     (tmp_path / "train.py").write_text(before + compress + after, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run([*torchrun, "--nproc-per-node", "2", "train.py"], check=True, cwd=tmp_path)
+    torchrun(tmp_path, "--standalone --nproc-per-node 2", "train.py")
     trace = gradstats.open_trace(tmp_path / "run.zarr")
     assert trace.ranks == [0, 1]
     assert trace.steps(1) == [0, 10, 20, 30, 40]
@@ -107,22 +112,8 @@ def test_the_script_with_local_steps_of_sharded_sites_runs_as_printed(tmp_path):
     )
     assert len(script.splitlines()) <= 60
     (tmp_path / "train_sites.py").write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            "train_sites.py",
-        ],
-        check=True,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert re.search(r"10 exchanges, \d+ bytes each from this rank", done.stdout)
+    printed = torchrun(tmp_path, "--standalone --nproc-per-node 4", "train_sites.py")
+    assert re.search(r"10 exchanges, \d+ bytes each from this rank", printed)
     trace = gradstats.open_trace(tmp_path / "sites.zarr")
     assert [r for r in trace.ranks if trace.has_gradients(r)] == [0, 2]
     assert trace.kinds(2) == ["gradient", "corrected", "pseudogradient"]
@@ -134,15 +125,8 @@ def test_the_script_with_local_steps_prints_and_captures_its_exchanges(tmp_path)
     script, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(script.splitlines()) <= 60
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "train.py"],
-        check=True,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert re.search(r"loss 0\.\d\d after 20 exchanges, \d+ bytes each", done.stdout)
+    printed = torchrun(tmp_path, "--standalone --nproc-per-node 2", "train.py")
+    assert re.search(r"loss 0\.\d\d after 20 exchanges, \d+ bytes each", printed)
     trace = gradstats.open_trace(tmp_path / "run.zarr")
     assert trace.steps(1) == list(range(20))
     assert trace.kinds(1) == ["gradient", "corrected", "pseudogradient"]
@@ -153,8 +137,7 @@ def test_the_script_with_a_loss_scaler_captures_unscaled_gradients(tmp_path):
     page = (DOCS / "howto/mixed_precision.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run([*torchrun, "--nproc-per-node", "2", "train.py"], check=True, cwd=tmp_path)
+    torchrun(tmp_path, "--standalone --nproc-per-node 2", "train.py")
     trace = gradstats.open_trace(tmp_path / "run.zarr")
     assert trace.steps(1) == [0, 5, 10, 15]
     assert 0 < abs(trace.read(15, 1)).max() < 10  # the scale is 65,536 and more

@@ -112,7 +112,8 @@ def test_a_parameter_that_is_not_sharded_is_captured_where_it_is_held(four, fold
     assert [rank["ignored"] for rank in four] == [2] * 4
     trace = assert_shards_agree(folder / "ignored.zarr")
     assert trace.steps() == [0, 1]
-    assert np.abs(trace.read(1, 2, "pseudogradient")).min() >= 0
+    # it is the last element, and the first rank of a replica holds it
+    assert trace.read(1, 2, "pseudogradient")[-1] != 0
 
 
 def test_one_shard_a_replica_is_the_model_in_one_piece_to_the_bit():

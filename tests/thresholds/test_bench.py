@@ -90,7 +90,7 @@ def test_given_gradients_are_timed_step_by_step():
             bench([], [0.5], gradients={"own": wrong})
 
 
-def test_with_caches_emptied_reading_takes_longer():
+def test_records_say_whether_caches_were_emptied():
     warm, cold = (
         bench([200_000], [0.01], estimators=[], repeats=5, cold=cold) for cold in (False, True)
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
-from workers.sharded import batch, fingerprint, gathered, loss_of, mesh_of, network, shard
+from workers.sharded import batch, fingerprint, gathered, loss_of, mesh_of, network, shard, trained
 
 from capture import Capture
 from gradstats.compressors import TopK
@@ -46,18 +46,6 @@ def built(name, world):
     return model, optimizer, LocalSteps(model, optimizer, outer, **options)
 
 
-def train(model, optimizer, rank, start, stop):
-    """Return the losses; the parameters change."""
-    losses = []
-    for step in range(start, stop):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(step, rank, model))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def whole(model):
     return torch.cat([p.detach().reshape(-1) for p in gathered(model)]).numpy()
 
@@ -92,7 +80,7 @@ def learns(rank, world, name):
     """Return losses, parameters of every rank's replica, and what the exchanges record."""
     model, optimizer, local = built(name, world)
     with local:
-        losses = train(model, optimizer, rank, 0, 4 * H)
+        losses = trained(model, rank, optimizer, 0, 4 * H)
     expected = None
     if name in ("dense", "one step"):
         expected = reference(rank, world, 4 * H, local.steps)
@@ -103,11 +91,11 @@ def resumes(rank, world, name, folder):
     """Stop in mid-interval, through the distributed checkpoint: the same bits as never having stopped."""
     model, optimizer, local = built(name, world)
     with local:
-        train(model, optimizer, rank, 0, 19)
+        trained(model, rank, optimizer, 0, 19)
     expected = fingerprint(model)
     model, optimizer, local = built(name, world)
     with local:
-        train(model, optimizer, rank, 0, 11)  # a step after an exchange, which may be under way
+        trained(model, rank, optimizer, 0, 11)  # a step after an exchange, which may be under way
         dcp.save({"local": local.state_dict()}, checkpoint_id=folder)
     meshed.cache_clear()
     dist.new_group([0, 1])  # so that names of groups are others than when it was saved
@@ -116,7 +104,7 @@ def resumes(rank, world, name, folder):
     dcp.load(template, checkpoint_id=folder)
     local.load_state_dict(template["local"])
     with local:
-        train(model, optimizer, rank, 11, 19)
+        trained(model, rank, optimizer, 11, 8)
     # the state belongs to the mesh of this run, whatever groups an earlier one had
     state = optimizer.state[model[0].weight]["exp_avg"]
     assert state.device_mesh is model[0].weight.device_mesh
@@ -149,19 +137,19 @@ def not_finite(rank, world):
     """One shard of one replica is not finite: every rank says so, and the training can go on."""
     model, optimizer, local = built("topk with decay", world)
     with local:
-        train(model, optimizer, rank, 0, H - 1)
+        trained(model, rank, optimizer, 0, H - 1)
         held = model[0].weight.to_local().detach()
         kept = held.clone()
-        optimizer.register_step_post_hook(lambda *_: None)
         if rank == 0:
             held[0, 0] = float("nan")
         said = ""
         try:
-            train_alone(model, optimizer, held, rank)
+            optimizer.zero_grad()  # no forward pass, which would spread it over the replica
+            optimizer.step()
         except NonFiniteGradientError as error:
             said = str(error)
         held.copy_(kept)
-        losses = train(model, optimizer, rank, H, 3 * H)
+        losses = trained(model, rank, optimizer, H, 2 * H)
     return said, losses, fingerprint(model)
 
 
@@ -176,14 +164,8 @@ def ignored(rank, world, path):
     with Capture(path, model) as capture:
         capture.follow(local)
         with local:
-            train(model, optimizer, rank, 0, 2 * H)
+            trained(model, rank, optimizer, 0, 2 * H)
     return local.exchanges
-
-
-def train_alone(model, optimizer, held, rank):
-    """Take a step without a forward pass, which would spread what is not finite over the replica."""
-    optimizer.zero_grad()
-    optimizer.step()
 
 
 def captured(rank, world, path, name):
@@ -263,7 +245,7 @@ def one_shard(rank, world, name):
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         local = LocalSteps(model, optimizer, outer, H, process_group=group, **OPTIONS[name]())
         with local:
-            train(model, optimizer, rank, 0, 18)
+            trained(model, rank, optimizer, 0, 18)
         found.append(fingerprint(model))
     return found
 
@@ -273,7 +255,7 @@ def lost_rank(rank, world, folder):
     model, optimizer, local = built("topk with decay", world)
     try:
         with local:
-            train(model, optimizer, rank, 0, 2 * H - 1)
+            trained(model, rank, optimizer, 0, 2 * H - 1)
             if rank == 3:
                 os._exit(0)
             optimizer.zero_grad()  # no forward pass: it would be FSDP2's to say who is lost
