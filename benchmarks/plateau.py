@@ -2,10 +2,10 @@
 
     python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] [--seeds N] [--write]
 
-Every run of a seed starts from the same weights and sees the same batches, with the same momentum: in the optimizer, or
-corrected in each rank's memory where the compressor is a system that does that. The learning rate falls to zero, so
-the loss has settled when a run ends; ``falling`` says by how much it still fell in the last tenth. Each run is stored
-in docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted.
+Every run of a seed starts from the same weights and sees the same batches, with the same Nesterov momentum: in the
+optimizer, or corrected in each rank's memory where the compressor is a system that does that. The learning rate rises
+at first and falls to zero, so the loss has settled when a run ends; ``falling`` says by how much it still fell in the
+last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each run is stored in docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted.
 Results do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of
 convergence, and RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and
 redsync included. Runs with other settings are refused a place in the same file. The table is printed at the end;
@@ -18,17 +18,18 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 from convergence import measures
 from records import DOCS, RESULTS, Row, put, store, stored
 from scipy.stats import t
 
-from capture.workloads import WORKLOADS, RunConfig, run
+from capture.workloads import WORKLOADS, RunConfig, RunResult, run
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import compressor_class
 from gradstats.primitives.ratio import RATIOS
+from gradstats.trace.record import StepRecord
 
 DENSE = "none"
 SYSTEMS = (
@@ -38,6 +39,8 @@ OPTIONS = {"lags": {"adaptive": False}, "redsync": {"dense_below": 1024}}
 """RedSync sends layers below 128 kB densely as published, which would be nearly all of a small model."""
 SETTLED = 0.05
 """Share of the steps, at the end, that the training loss is averaged over."""
+POINTS = 50
+"""Number of points of every curve that a row holds; each is a mean over as many steps, or one diagnosed step."""
 MEASURES = {"accuracy": 100.0, "perplexity": 1.0, "word_error_rate": 100.0, "loss": 1.0}
 """What is compared, the first that a workload has, and the factor it is shown with."""
 
@@ -61,6 +64,30 @@ def shared(config: RunConfig) -> Row:
     }
 
 
+def curve(values: Sequence[float], points: int = POINTS) -> list[float]:
+    """Return the means of as many parts of a series, of equal length, with five digits; what is left over is last."""
+    ends = [round(len(values) * i / points) for i in range(points + 1)]
+    return [float(f"{statistics.fmean(values[a:b]):.5g}") for a, b in pairwise(ends) if a < b]
+
+
+def curves(result: RunResult) -> Row:
+    """Return how a run went: the loss, k̂/k, the residual's norm, matching signs, and the largest δ of a layer."""
+    records = [StepRecord(**r) for r in result.records]
+    found = {
+        "loss": curve(result.losses),
+        "quality": curve([r.quality for r in records]),
+        "build_up": curve([r.build_up for r in records]),
+        "bytes": curve([r.bytes_sent for r in records]),
+    }
+    if result.diagnoses:
+        for name in ("residual_norm", "matching_rate"):
+            found[name] = [float(f"{d[name]:.5g}") for d in result.diagnoses]
+        largest = [max((x for x in d["delta"] if x == x), default=math.nan) for d in result.diagnoses]
+        found["delta"] = [float(f"{x:.5g}") for x in largest]
+        found["diagnosed"] = [d["step"] for d in result.diagnoses]
+    return found
+
+
 def one(config: RunConfig) -> Row:
     """Train once, and return the row that is stored."""
     row = {"compressor": config.compressor, "ratio": config.ratio, "seed": config.seed}
@@ -74,7 +101,8 @@ def one(config: RunConfig) -> Row:
         statistics.fmean(result.losses[a:b]) for a, b in ((-2 * tenth, -tenth), (-tenth, None))
     )
     found = measures(result, last=max(1, round(SETTLED * len(result.losses))))
-    return {**row, **found, "falling": 1 - after / before, "seconds": sum(result.seconds)}
+    found |= {"falling": 1 - after / before, "seconds": sum(result.seconds)}
+    return {**row, **found, "curves": curves(result)}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -144,8 +172,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS, metavar="NAME")
     parser.add_argument("--nproc", type=int, default=2)
     for name, kind in (
-        ("steps", int), ("batch-size", int), ("learning-rate", float), ("momentum", float), ("hidden", int),
-        ("vocab", int),
+        ("steps", int), ("batch-size", int), ("learning-rate", float), ("lr-warm-up", int), ("momentum", float),
+        ("hidden", int), ("vocab", int),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--lr-schedule", default="cosine")
@@ -155,13 +183,15 @@ def main() -> None:
     common = {
         name: getattr(options, name)
         for name in (
-            "workload", "data_dir", "nproc", "steps", "batch_size", "learning_rate", "lr_schedule", "hidden", "vocab",
+            "workload", "data_dir", "nproc", "steps", "batch_size", "learning_rate", "lr_schedule", "lr_warm_up", "hidden",
+            "vocab",
         )
     }  # fmt: skip
     base = RunConfig(**common)
     momentum = base.training().momentum if options.momentum is None else options.momentum
+    moving = {"momentum": momentum, "nesterov": "dgc" if momentum else "none"}
     path = options.results / f"plateau-{options.workload}.jsonl"
-    wanted = shared(base.replace(momentum=momentum))
+    wanted = shared(base.replace(**moving))
     for row in stored(path):
         if any(row.get(key) != value for key, value in wanted.items()):
             raise SystemExit(
@@ -175,7 +205,8 @@ def main() -> None:
     ]
     for count, (name, ratio, seed) in enumerate(missing, 1):
         config = base.replace(
-            compressor=name, ratio=ratio, seed=seed, momentum=momentum, options=OPTIONS.get(name, {}),
+            compressor=name, ratio=ratio, seed=seed, **moving, options=OPTIONS.get(name, {}),
+            diagnose_every=0 if name == DENSE else max(1, base.setting("steps") // POINTS),
             label=f"{count}/{len(missing)} {name} {ratio:g} seed {seed}",
         )  # fmt: skip
         store(path, one(config))

@@ -588,6 +588,9 @@ class RunResult:
         Character error rate of the final model on unseen utterances; NaN where there are none.
     timeline : list of dict
         Fields of :class:`gradstats.compressors.layerwise.Activity`, for the last step of a layer-wise compressor.
+    diagnoses : list of dict
+        ``step``, ``residual_norm``, ``matching_rate`` and ``delta`` (a float for each layer) of
+        :class:`gradstats.hooks.Diagnosis`, for every step diagnosed.
     numel : int
         Number of trainable parameters of the model.
     checksum : float
@@ -602,5 +605,6 @@ class RunResult:
     word_error_rate: float = float("nan")
     character_error_rate: float = float("nan")
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    diagnoses: list[dict[str, Any]] = field(default_factory=list)
     numel: int = 0
     checksum: float = 0.0

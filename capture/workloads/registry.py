@@ -213,7 +213,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
         _images(
             "resnet8-cifar16",
             "ResNet-8 on CIFAR-10, binary version, reduced to 16×16",
-            "resnet8", 75_290, 10, batch_size=64, steps=600, momentum=0.9, lr_schedule="cosine",
+            "resnet8", 75_290, 10, steps=2000, momentum=0.9, lr_warm_up=100, lr_schedule="cosine",
         ),
         _images(
             "resnet44-cifar10",

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capture.tap import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
-from capture.workloads.config import RunConfig, RunResult
+from capture.workloads.config import DENSE, RunConfig, RunResult
 from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
-from gradstats.hooks import CompressionState, LocalSteps, ShardHook, compression_hook
+from gradstats.hooks import CompressionState, Diagnosis, LocalSteps, ShardHook, compression_hook
 from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.hooks.systems import diloco, make_state, sparseloco
 
@@ -99,14 +99,15 @@ def _train(config: RunConfig) -> RunResult:
         capture = _make_capture(config, ddp)
         if capture is not None:
             state, hook = capture.wrap(state, hook)
-        ddp.register_comm_hook(state, hook)
+        if capture is not None or config.compressor != DENSE:  # else DDP is left as PyTorch has it
+            ddp.register_comm_hook(state, hook)
         optimizer = _make_optimizer(config, ddp)
         network = ddp
     training = config.training()
     clip = training.clip if training.clip_kind == "averaged" else None
     result = RunResult(numel=sum(p.numel() for p in network.parameters()))
     steps = config.setting("steps")
-    recorded = None
+    recorded = diagnosed = None
     with _Progress(config.label if rank == 0 else "", steps) as progress, local or nullcontext():
         for step in range(steps):
             started = time.perf_counter()
@@ -126,6 +127,9 @@ def _train(config: RunConfig) -> RunResult:
             if compression is not None and compression.last not in (None, recorded):
                 recorded = compression.last
                 result.records.append(asdict(recorded))
+                if compression.diagnosis is not diagnosed:
+                    diagnosed = compression.diagnosis
+                    result.diagnoses.append(_scalars(diagnosed))
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
@@ -245,6 +249,11 @@ def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
         compress=config.compress,
         overwrite=config.overwrite,
     )
+
+
+def _scalars(diagnosis: Diagnosis) -> dict[str, Any]:
+    fields = ("step", "residual_norm", "matching_rate")
+    return {f: getattr(diagnosis, f) for f in fields} | {"delta": diagnosis.delta.tolist()}
 
 
 class _Progress:
