@@ -152,7 +152,7 @@ def main() -> None:
             for name in missing:
                 run = config.replace(compressor=name, label=name)
                 try:
-                    record, losses = train(run, network, setting["compute"])
+                    record, losses, _ = train(run, network, setting["compute"])
                     row = {**record, "losses": [round(loss, 4) for loss in losses]}
                 except RunFailedError as error:  # a diverging system is a result
                     row = {"compressor": name, "problem": str(error)}

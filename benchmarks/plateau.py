@@ -1,15 +1,18 @@
 """Training to a plateau with every compressor and ratio, over several seeds, relative to dense.
 
     python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] [--seeds N] [--write]
+    sudo .venv/bin/python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] --lab RATE [--write]
 
 Every run of a seed starts from the same weights and sees the same batches, with the same Nesterov momentum: in the
 optimizer, or corrected in each rank's memory where the compressor is a system that does that. The learning rate rises
 at first and falls to zero, so the loss has settled when a run ends; ``falling`` says by how much it still fell in the
-last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each run is stored in docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted.
-Results do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of
-convergence, and RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and
-redsync included. Runs with other settings are refused a place in the same file. The table is printed at the end;
-``--write`` also puts it into docs/workloads.md.
+last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each run is stored in
+docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted. Results
+do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of convergence, and
+RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
+Runs with other settings are refused a place in the same file. The table is printed at the end; ``--write`` also puts
+it into docs/workloads.md. ``--lab`` repeats the runs of the first seed between network namespaces whose links have that
+rate, in bit/s, for the loss against the clock; it needs root and a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 from convergence import measures
@@ -28,6 +31,7 @@ from scipy.stats import t
 from capture.workloads import WORKLOADS, RunConfig, RunResult, run
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import compressor_class
+from gradstats.network.rates import parse_rate
 from gradstats.primitives.ratio import RATIOS
 from gradstats.trace.record import StepRecord
 
@@ -37,6 +41,8 @@ SYSTEMS = (
 )  # fmt: skip
 OPTIONS = {"lags": {"adaptive": False}, "redsync": {"dense_below": 1024}}
 """RedSync sends layers below 128 kB densely as published, which would be nearly all of a small model."""
+TARGETS = {"a quarter": 0.25, "half": 0.5, "all": 1.0}
+"""Shares of the dense run's steps; the losses that it then has are what other systems are timed to."""
 SETTLED = 0.05
 """Share of the steps, at the end, that the training loss is averaged over."""
 POINTS = 50
@@ -82,7 +88,9 @@ def curves(result: RunResult) -> Row:
     if result.diagnoses:
         for name in ("residual_norm", "matching_rate"):
             found[name] = [float(f"{d[name]:.5g}") for d in result.diagnoses]
-        largest = [max((x for x in d["delta"] if x == x), default=math.nan) for d in result.diagnoses]
+        largest = [
+            max((x for x in d["delta"] if x == x), default=math.nan) for d in result.diagnoses
+        ]
         found["delta"] = [float(f"{x:.5g}") for x in largest]
         found["diagnosed"] = [d["step"] for d in result.diagnoses]
     return found
@@ -103,6 +111,49 @@ def one(config: RunConfig) -> Row:
     found = measures(result, last=max(1, round(SETTLED * len(result.losses))))
     found |= {"falling": 1 - after / before, "seconds": sum(result.seconds)}
     return {**row, **found, "curves": curves(result)}
+
+
+def timed(config: RunConfig, rate: int) -> Row:
+    """Train once over links of a rate, and return the row that is stored: the loss against the clock."""
+    from capture.lab.cluster import shaped_network
+    from capture.lab.run import train, train_without_exchange
+
+    row = {"compressor": config.compressor, "ratio": config.ratio, "seed": config.seed}
+    row |= shared(config)
+    with shaped_network(config.nproc, rate) as network:
+        alone = train_without_exchange(config, network)
+        try:
+            found, losses, seconds = train(config, network, alone.seconds)
+        except RunFailedError as error:
+            return {**row, "rate": rate, "problem": str(error)}
+    elapsed = curve(list(accumulate(seconds)))
+    fields = ("seconds", "compute_alone", "select", "communicate", "bytes", "utilisation")
+    row |= {"rate": rate, **{name: found[name] for name in fields}}
+    return {**row, "curves": {"loss": curve(losses), "seconds": elapsed}}
+
+
+def times(rows: list[Row], rate: int) -> str:
+    """Return as Markdown how long each system took to the losses that dense training passed."""
+    here = [row for row in rows if row["rate"] == rate and "problem" not in row]
+    dense = next(row["curves"] for row in here if row["compressor"] == DENSE)
+    at = [max(1, round(share * len(dense["loss"]))) - 1 for share in TARGETS.values()]
+    targets = [min(dense["loss"][: i + 1]) for i in at]
+    lines = [
+        "| compressor | ratio | ms/step | computing % | "
+        + " | ".join(
+            f"s to {target:.2f} ({share})" for share, target in zip(TARGETS, targets, strict=True)
+        )
+        + " | s in all |",
+        "|---|---:|---:|---:|" + "---:|" * (len(targets) + 1),
+    ]
+    for row in here:
+        loss, seconds = row["curves"]["loss"], row["curves"]["seconds"]
+        reached = [next((i for i, x in enumerate(loss) if x <= target), None) for target in targets]
+        cells = [f"`{row['compressor']}`", "–" if row["ratio"] == 1 else f"{row['ratio']:g}"]
+        cells += [f"{1e3 * row['seconds']:.0f}", f"{100 * row['utilisation']:.0f}"]
+        cells += ["never" if i is None else f"{seconds[i]:.0f}" for i in reached]
+        lines.append("| " + " | ".join([*cells, f"{seconds[-1]:.0f}"]) + " |")
+    return "\n".join(lines)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -178,42 +229,57 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--lr-schedule", default="cosine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
+    parser.add_argument(
+        "--lab", type=parse_rate, metavar="RATE", help="time the first seed's runs at this rate"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/workloads.md")
     options = parser.parse_args()
     common = {
         name: getattr(options, name)
         for name in (
-            "workload", "data_dir", "nproc", "steps", "batch_size", "learning_rate", "lr_schedule", "lr_warm_up", "hidden",
-            "vocab",
+            "workload", "data_dir", "nproc", "steps", "batch_size", "learning_rate", "lr_schedule", "lr_warm_up",
+            "hidden", "vocab",
         )
     }  # fmt: skip
     base = RunConfig(**common)
     momentum = base.training().momentum if options.momentum is None else options.momentum
     moving = {"momentum": momentum, "nesterov": "dgc" if momentum else "none"}
-    path = options.results / f"plateau-{options.workload}.jsonl"
+    name = f"plateau-{options.workload}"
+    path = options.results / f"{name}{'' if options.lab is None else '-lab'}.jsonl"
     wanted = shared(base.replace(**moving))
     for row in stored(path):
         if any(row.get(key) != value for key, value in wanted.items()):
             raise SystemExit(
                 f"{path} has runs with other settings; move it away, or name another --results"
             )
-    done = {(row["compressor"], row["ratio"], row["seed"]) for row in stored(path)}
     # seed by seed, so that what is there after an interruption can be compared
-    runs = product(range(options.seeds), settings(options.only, options.ratios))
+    runs = product(
+        range(options.seeds if options.lab is None else 1), settings(options.only, options.ratios)
+    )
+    done = {
+        (row["compressor"], row["ratio"], row["seed"])
+        for row in stored(path)
+        if row.get("rate") == options.lab
+    }
     missing = [
-        (name, ratio, seed) for seed, (name, ratio) in runs if (name, ratio, seed) not in done
+        (system, ratio, seed) for seed, (system, ratio) in runs if (system, ratio, seed) not in done
     ]
-    for count, (name, ratio, seed) in enumerate(missing, 1):
+    for count, (system, ratio, seed) in enumerate(missing, 1):
         config = base.replace(
-            compressor=name, ratio=ratio, seed=seed, **moving, options=OPTIONS.get(name, {}),
-            diagnose_every=0 if name == DENSE else max(1, base.setting("steps") // POINTS),
-            label=f"{count}/{len(missing)} {name} {ratio:g} seed {seed}",
+            compressor=system, ratio=ratio, seed=seed, **moving, options=OPTIONS.get(system, {}),
+            label=f"{count}/{len(missing)} {system} {ratio:g} seed {seed}",
         )  # fmt: skip
-        store(path, one(config))
-    text = table(stored(path))
+        if options.lab is None:
+            every = max(1, base.setting("steps") // POINTS)
+            row = one(config.replace(diagnose_every=0 if system == DENSE else every))
+        else:
+            row = timed(config, options.lab)
+        store(path, row)
+    rows = stored(path)
+    text = table(rows) if options.lab is None else times(rows, options.lab)
     print(text)
     if options.write:
-        put(DOCS / "workloads.md", f"plateau-{options.workload}", text)
+        put(DOCS / "workloads.md", path.stem, text)
 
 
 if __name__ == "__main__":

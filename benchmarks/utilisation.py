@@ -106,7 +106,7 @@ def measure() -> list[Row]:
             alone = train_without_exchange(RUN, cluster)
             for steps, name in missing:
                 run = RUN.replace(compressor=name, local_steps=steps)
-                row, _ = train(run, cluster, alone.seconds)
+                row, *_ = train(run, cluster, alone.seconds)
                 store(LAB, {"round": number, **row})
     return stored(LAB)
 

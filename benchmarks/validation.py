@@ -70,7 +70,7 @@ def measured_steps(options: argparse.Namespace, nproc: int, compute: float) -> l
             for name in missing:
                 label = f"{nproc} workers, {format_rate(rate / 1e6)}, {name}"
                 settings = {"compressor": name, "label": label}
-                record, _ = train(configuration(options, nproc, **settings), network, compute)
+                record, *_ = train(configuration(options, nproc, **settings), network, compute)
                 store(path, record)
     return [row for row in stored(path) if row["nproc"] == nproc]
 

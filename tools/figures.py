@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -166,26 +167,80 @@ def speedup(records: list[dict]) -> Figure:
     return figure
 
 
+TRAINED = "ResNet-8 on CIFAR-10 at 16×16, two ranks, 2,000 steps"
+SYSTEMS = ("none", "topk", "sidco-e", "dgc", "redsync", "micro", "lags", "marsit")
+RULES = ("sidco-e", "sidco-gp", "sidco-p", "dgc", "redsync", "micro")
+
+
+def points(row: dict, value: str) -> list[dict]:
+    """Return a run's points as ``plots.training_curves`` takes them: of diagnosed steps, or of blocks of steps."""
+    curves, labels = row["curves"], {"compressor": row["compressor"], "seed": row["seed"]}
+    if value in ("residual_norm", "matching_rate"):
+        found = zip(curves.get("diagnosed", ()), curves.get(value, ()), strict=True)
+        return [labels | {"step": step, value: x} for step, x in found]
+    block = row["steps"] / len(curves["loss"])
+    size = curves.get("bytes") or [row["bytes"]] * len(curves["loss"])  # dense: no records
+    by = {
+        "step": [(i + 1) * block for i in range(len(size))],
+        "megabytes": [block * x / 1e6 for x in accumulate(size)],
+        "seconds": curves.get("seconds", ()),
+    }
+    return [
+        labels | {value: x} | {name: v[i] for name, v in by.items() if len(v)}
+        for i, x in enumerate(curves[value])
+    ]
+
+
+def plateau(names: Sequence[str], value: str, by: str, title: str, rows: list[dict]) -> Figure:
+    """Draw curves of the trainings to a plateau, a panel for each ratio; those without one are in every panel."""
+    rows = [r for r in rows if "problem" not in r and r["compressor"] in names]
+    ratios = [r for r in RATIOS if any(row["ratio"] == r for row in rows)]
+    figure, axes = panels(1, len(ratios), f"{TRAINED}: {title}", width=4.4, height=3.8)
+    for ratio, ax in zip(ratios, axes[0], strict=True):
+        here = [row for row in rows if row["ratio"] in (ratio, 1.0)]
+        here.sort(key=lambda row: names.index(row["compressor"]))
+        records = [record for row in here for record in points(row, value)]
+        plots.training_curves(records, ax, value=value, by=by, title=f"ratio {ratio:g}")
+    for ax in axes[0, :-1]:
+        ax.get_legend().remove()
+    return figure
+
+
 LIVE: dict[str, Callable[[list[dict]], Figure]] = {
     "bench": bench,
     "build_up": partial(single, plots.build_up, f"{DIGITS}, ratio 0.01: mean of steps 10 to 29"),
     "delta": partial(single, plots.lags_delta, f"{DIGITS}, four ranks, LAGS-SGD at ratio 0.001"),
     "matching_rate": partial(single, plots.matching_rate, f"{DIGITS}, four ranks"),
+    "plateau-loss": partial(plateau, SYSTEMS, "loss", "step", "training loss"),
+    "plateau-bytes": partial(plateau, SYSTEMS, "loss", "megabytes", "loss by bytes"),
+    "plateau-quality": partial(plateau, RULES, "quality", "step", "k̂/k, means of 40 steps"),
+    "plateau-residual": partial(
+        plateau, SYSTEMS[1:], "residual_norm", "step", "what is left unsent"
+    ),
+    "plateau-time": partial(plateau, SYSTEMS, "loss", "seconds", "links of 100 Mbit/s"),
     "speedup": speedup,
     "time_split": partial(
         single, plots.time_split, "ResNet-20 on CIFAR-10, two ranks over loopback, ratio 0.001"
     ),
     "timeline": partial(single, plots.timeline, f"{DIGITS}, two ranks: a step of LAGS-SGD"),
 }
-"""Figures drawn from the records in docs/results/NAME.json."""
+"""Figures drawn from the records in docs/results/NAME.json, or of :data:`SOURCES`."""
+_PLATEAU = "plateau-resnet8-cifar16"
+SOURCES = {
+    name: f"{_PLATEAU}{'-lab' if name.endswith('time') else ''}.jsonl"
+    for name in LIVE
+    if name.startswith("plateau")
+}
 
 
 def from_results(name: str) -> Figure | None:
     """Draw a figure of live runs; return None if its records are missing."""
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / SOURCES.get(name, f"{name}.json")
     if not path.exists():
         return None
-    return LIVE[name](json.loads(path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    records = [*map(json.loads, text.splitlines())] if path.suffix == ".jsonl" else json.loads(text)
+    return LIVE[name](records)
 
 
 def main() -> None:
@@ -198,7 +253,8 @@ def main() -> None:
     for name in names:
         figure = FIGURES[name]() if name in FIGURES else from_results(name)
         if figure is None:
-            print(f"missing: docs/results/{name}.json, so no {name}.png", file=sys.stderr)
+            source = SOURCES.get(name, f"{name}.json")
+            print(f"missing: docs/results/{source}, so no {name}.png", file=sys.stderr)
             continue
         path = IMAGES / f"{name}.png"
         path.write_bytes(plots.png(figure))

@@ -137,7 +137,7 @@ def bench_network(
             for name in compressors:
                 shown = f"{name}, {steps} local steps" if steps else name
                 run = _with(config, name, steps).replace(label=shown if config.label else "")
-                record, _ = train(run, cluster, computing.seconds)
+                record, *_ = train(run, cluster, computing.seconds)
                 records.append(record)
     return records
 
@@ -247,7 +247,7 @@ def measure_network(
 
 def train(
     config: RunConfig, cluster: Cluster, compute: float
-) -> tuple[dict[str, Any], list[float]]:
+) -> tuple[dict[str, Any], list[float], list[float]]:
     """Train in a network that is up.
 
     Parameters
@@ -265,6 +265,8 @@ def train(
         Measurements, see :func:`bench_network`.
     losses : list of float
         Training loss at every step, the mean over the ranks.
+    seconds : list of float
+        Seconds of every step, those of the slowest rank.
     """
     steps, settling, local = config.setting("steps"), _settling(config), config.local_steps
     if local:
@@ -318,7 +320,8 @@ def train(
         "loss": fmean(losses[-last:]),
         "compute_alone": compute,
     }
-    return record, losses
+    slowest = [max(step) for step in zip(*(result.seconds for result in results), strict=True)]
+    return record, losses, slowest[settling:]
 
 
 def _quality(records: Sequence[Mapping[str, Any]]) -> float:

@@ -10,7 +10,14 @@ from gradstats.plots.decay import best_k_error, local_exponent, magnitude_decay,
 from gradstats.plots.fits import density, mean_excess, parameter_stability, qq, tail
 from gradstats.plots.speedups import speedup
 from gradstats.plots.style import png
-from gradstats.plots.systems import build_up, lags_delta, matching_rate, time_split, timeline
+from gradstats.plots.systems import (
+    build_up,
+    lags_delta,
+    matching_rate,
+    time_split,
+    timeline,
+    training_curves,
+)
 from gradstats.plots.thresholds import latency_bars, quality_bars, quality_over_steps
 from gradstats.plots.training import drift, drift_map, layer_map
 
@@ -36,5 +43,6 @@ __all__ = [
     "tail",
     "time_split",
     "timeline",
+    "training_curves",
     "window_exponent",
 ]

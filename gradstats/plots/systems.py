@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import NullLocator
 
+from gradstats.errors import unknown
 from gradstats.plots.style import HATCHES, LINES, PALETTE, legend_beside, look_of, plain_log, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["build_up", "lags_delta", "matching_rate", "time_split", "timeline"]
+__all__ = ["build_up", "lags_delta", "matching_rate", "time_split", "timeline", "training_curves"]
 
 _FEW_LAYERS = 8
+_MEASURED = {
+    "loss": "training loss",
+    "quality": "k̂/k",
+    "residual_norm": "norm of the residual",
+    "matching_rate": "share of matching signs",
+}
+_SPENT = {"step": "step", "seconds": "seconds of training", "megabytes": "MB sent by a rank"}
 
 
 def _distinct(records: Iterable[Mapping[str, Any]], field: str) -> list[Any]:
@@ -31,6 +39,75 @@ def _means(
         if record["compressor"] == name:
             points.setdefault(record[at], []).append(record[value])
     return sorted(points), [float(np.mean(points[x])) for x in sorted(points)]
+
+
+def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) -> None:
+    """Draw the means of each compressor over its seeds, and a band from the least to the largest."""
+    for name in _distinct(records, "compressor"):
+        mine = [r for r in records if r["compressor"] == name]
+        seeds = [[r for r in mine if r["seed"] == seed] for seed in _distinct(mine, "seed")]
+        points = range(min(map(len, seeds)))  # one that diverged, or was interrupted, ends early
+        across = np.array([[float(seed[i][value]) for i in points] for seed in seeds])
+        where = np.mean([[float(seed[i][at]) for i in points] for seed in seeds], axis=0)
+        look = look_of(name) | {"marker": ""}
+        ax.plot(where, across.mean(axis=0), lw=1.5, label=name, **look)
+        if len(seeds) > 1:
+            ax.fill_between(
+                where, across.min(axis=0), across.max(axis=0), color=look["color"], alpha=0.15, lw=0
+            )
+
+
+def training_curves(
+    records: Sequence[Mapping[str, Any]],
+    ax: Axes,
+    *,
+    value: str = "loss",
+    by: str = "step",
+    title: str | None = None,
+) -> Axes:
+    """Draw how trainings went: for each compressor the mean over its seeds, in a band from the least to the largest.
+
+    Loss by seconds is SIDCo's figure 10, k̂/k by steps its figures 9 and 18, the residual's norm MiCRO's figure 2, loss
+    by bytes Marsit's figure 4.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records with compressor, seed, and the two quantities drawn; those of a compressor and seed in the order of the
+        steps. Trainings are compared point by point, up to the end of the shortest.
+    ax : matplotlib.axes.Axes
+        Axes to draw on.
+    value : {'loss', 'quality', 'residual_norm', 'matching_rate'}, optional
+        Quantity to draw.
+    by : {'step', 'seconds', 'megabytes'}, optional
+        Quantity to draw it against.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+
+    Raises
+    ------
+    InputError
+        If there is no such quantity.
+    """
+    for given, names in ((value, _MEASURED), (by, _SPENT)):
+        if given not in names:
+            raise unknown("quantity", given, names)
+    _bands(records, by, value, ax)
+    ax.set(xlabel=_SPENT[by], ylabel=_MEASURED[value])
+    if value in ("quality", "residual_norm"):
+        ax.set_yscale("log")
+        plain_log(ax.yaxis)
+    if value == "quality":
+        ax.axhline(1, color="0.3", lw=0.8)
+    if by == "megabytes":
+        ax.set_xscale("log")
+    legend_beside(ax)
+    return tidy(ax, title)
 
 
 def _lines(

@@ -275,6 +275,10 @@ def test_same_seed_same_gradients_and_capture_changes_no_loss(tmp_path):
     assert results[0].losses == results[1].losses == bare.losses
     assert results[0].checksum == results[1].checksum == bare.checksum
     assert other.losses != bare.losses
+    dense = config.replace(compressor="none")
+    captured, unhooked = run(dense.replace(out=tmp_path / "dense.zarr")), run(dense)
+    assert captured.losses == unhooked.losses  # the second is DDP without a hook
+    assert captured.checksum == unhooked.checksum
     traces = [open_trace(tmp_path / f"{name}.zarr") for name in "ab"]
     assert traces[0].steps() == [0, 4, 8]
     assert traces[0].ranks == [0, 1]

@@ -200,6 +200,26 @@ def test_build_up_and_matching_rate_are_means(ax):
     assert line(other, "marsit").tolist() == [[1, 0.9], [5, 0.9]]
 
 
+def test_trainings_are_means_in_a_band_of_their_seeds(ax):
+    rows = [
+        {"compressor": name, "seed": seed, "step": step, "megabytes": 2 * step, "quality": value}
+        for name, seed, values in (("topk", 0, (1, 2)), ("topk", 1, (3, 6)), ("micro", 0, (5,)))
+        for step, value in enumerate(values, 1)
+    ]
+    plots.training_curves(rows, ax, value="quality")
+    assert line(ax, "topk").tolist() == [[1, 2], [2, 4]]
+    assert line(ax, "micro").tolist() == [[1, 5]]
+    [band] = ax.collections  # one run alone has no band
+    low, high = band.get_datalim(ax.transData).intervaly
+    assert (low, high) == (1, 6)
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("step", "k̂/k", "log")
+    # a seed that ends early ends the comparison
+    plots.training_curves(rows[:3], other := Figure().subplots(), value="quality", by="megabytes")
+    assert line(other, "topk").tolist() == [[2, 2]]
+    with pytest.raises(InputError, match="no quantity 'los'; there are loss, quality"):
+        plots.training_curves(rows, ax, value="los")
+
+
 @pytest.mark.parametrize("layers", [2, 20])
 def test_delta_counts_what_breaks_the_assumption(ax, layers):
     rows = [{"layer": f"l{i}", "step": s, "delta": 0.2 * s} for i in range(layers) for s in (6, 1)]
