@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from records import DOCS, RESULTS, ROOT, Row, put, store, stored
 
-from gradstats.collectives.codec import VALUES, Codec
+from gradstats.collectives.codec import SCALED, Codec
 from gradstats.primitives import top_candidates
 from gradstats.primitives.codec import rice_decode, rice_encode, rice_words
 from gradstats.primitives.ratio import RATIOS, target_count
@@ -28,7 +28,7 @@ FILE, PAGE = RESULTS / "codecs.jsonl", DOCS / "howto" / "codecs.md"
 KINDS = {"resnet20": "gradient", "resnet20-ef": "corrected"}
 """Traces, and what a compressor saw in each."""
 NUMEL, REPEATS = 1_000_000, 25
-ROUNDED = ("float16", "bfloat16", "int8", "int4", "int2")
+ROUNDED = ("float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2")
 
 
 def entropy(ratio: float) -> float:
@@ -93,7 +93,7 @@ def costs() -> list[Row]:
         )
         rows.append(cost("rice", ratio, *both))
     values = torch.from_numpy(rng.laplace(size=NUMEL // 100).astype(np.float32))
-    for codec in (Codec(values=name) for name in VALUES if name.startswith("int")):
+    for codec in (Codec(values=name) for name in SCALED):
         packed = codec.pack_values(values)
         both = (
             nanoseconds(lambda c=codec: c.pack_values(c.rounded(values)), len(values)),  # type: ignore[misc]

@@ -26,7 +26,17 @@ GATHERING = [
     for name in SYSTEMS
     # one all-gather or more; the others add numbers up, of which any is a number that a rank can have sent
     if name
-    not in ("none", "dense-bf16", "layerwise", "lags", "cascading", "marsit", "randomk", "cltk")
+    not in (
+        "none",
+        "dense-bf16",
+        "dense-fp8",
+        "layerwise",
+        "lags",
+        "cascading",
+        "marsit",
+        "randomk",
+        "cltk",
+    )
 ]
 
 

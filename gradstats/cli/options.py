@@ -173,7 +173,7 @@ IndicesOption = Annotated[
 ValuesOption = Annotated[
     str,
     typer.Option(
-        help="How values travel: float32, float16, bfloat16, int8, int4 or int2.",
+        help="How values travel: float32, float16, bfloat16, float8_e4m3fn, int8, int4 or int2.",
         **one_of("values", _values),
     ),
 ]

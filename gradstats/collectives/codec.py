@@ -21,16 +21,30 @@ from gradstats.primitives.codec import (
 )
 from gradstats.primitives.ratio import shown
 
-__all__ = ["CHUNK", "INDICES", "PLAIN", "VALUES", "Codec", "as_codec", "check_codec", "index_dtype"]
+__all__ = [
+    "CHUNK",
+    "INDICES",
+    "PLAIN",
+    "SCALED",
+    "VALUES",
+    "Codec",
+    "as_codec",
+    "check_codec",
+    "index_dtype",
+]
 
 INDICES = ("plain", "rice", "chunk")
 """Names of the ways in which positions travel."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_BITS = {"int8": 8, "int4": 4, "int2": 2}
-VALUES = (*_FLOATS, *_BITS)
+_FP8 = "float8_e4m3fn"
+_BITS = {_FP8: 8, "int8": 8, "int4": 4, "int2": 2}
+SCALED = tuple(_BITS)
+"""Names of the ways in which values travel as multiples of a scale; coding them takes time of its own."""
+VALUES = (*_FLOATS, *SCALED)
 """Names of the ways in which values travel."""
 CHUNK = 256
-"""Values that share a scale, where they travel as integers."""
+"""Values that share a scale."""
+_LARGEST_FP8 = 448.0
 _WORD = 4
 _TINY = 2.0**-100
 """Scale below which a chunk's values are sent as 0: with one near it, dividing would leave the normal numbers."""
@@ -63,9 +77,10 @@ class Codec:
         ``"plain"`` for 32 bits each (64 from 2³¹ elements on); ``"rice"`` for the Rice codes of the gaps between them,
         whose parameter is chosen for each selection; ``"chunk"`` for 12 bits each, the place within a chunk of 4,096
         elements, and 16 bits for every chunk's number of them. Where that is longer, positions travel as they are.
-    values : {"float32", "float16", "bfloat16", "int8", "int4", "int2"}
+    values : {"float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2"}
         Type of the values. Integers are rounded to the nearest of 255, 15 or 3 evenly spaced multiples, zero among
-        them, of the largest magnitude among :data:`CHUNK` values in index order, which travels as a float32.
+        them, of the largest magnitude among :data:`CHUNK` values in index order, which travels as a float32. 8-bit
+        floats have four significant bits, and are scaled so that this magnitude is the largest of them, 448.
 
     Raises
     ------
@@ -242,7 +257,7 @@ class Codec:
             The words.
         """
         if self.values in _BITS:
-            return _packed_integers(values, _BITS[self.values])
+            return _packed_multiples(values, self.values)
         values = values.to(_FLOATS[self.values])
         if values.itemsize < _WORD and values.numel() % 2:
             values = torch.cat([values, values.new_zeros(1)])
@@ -267,11 +282,15 @@ class Codec:
         if self.values not in _BITS:
             return words.clone().view(_FLOATS[self.values])[:count].float()
         bits, scales = _BITS[self.values], words[: -(-count // CHUNK)].clone().view(torch.float32)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
         packed = words[scales.numel() :].clone().view(torch.uint8)
-        codes = ((packed[:, None] >> shifts) & (2**bits - 1)).flatten()[:count]
-        half = 2 ** (bits - 1)
-        multiples: torch.Tensor = (codes.float() - half) / (half - 1)
+        multiples: torch.Tensor
+        if self.values == _FP8:
+            multiples = packed[:count].view(torch.float8_e4m3fn).float() / _LARGEST_FP8
+        else:
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+            codes = ((packed[:, None] >> shifts) & (2**bits - 1)).flatten()[:count]
+            half = 2 ** (bits - 1)
+            multiples = (codes.float() - half) / (half - 1)
         return multiples.mul_(scales.repeat_interleave(CHUNK)[:count])
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
@@ -297,18 +316,23 @@ class Codec:
         return values
 
 
-def _packed_integers(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _packed_multiples(values: torch.Tensor, name: str) -> torch.Tensor:
     """Return a scale for each chunk, and the values as multiples of it, packed from the lowest bits on."""
     if not values.numel():
         return torch.empty(0, dtype=torch.int32, device=values.device)
-    chunks, half = -(-values.numel() // CHUNK), 2 ** (bits - 1)
+    bits, chunks = _BITS[name], -(-values.numel() // CHUNK)
+    half = 2 ** (bits - 1)
     rows = torch.zeros(chunks * CHUNK, device=values.device)
     rows[: values.numel()] = values
     rows = rows.view(chunks, CHUNK)
     scales = rows.abs().amax(1)
     scales = torch.where(scales >= _TINY, scales, 0)  # also NaN, which no selector selects
-    steps = torch.where(scales > 0, (half - 1) / scales, 0)
-    codes = (rows * steps[:, None]).round_().add_(half).to(torch.uint8)
+    largest = _LARGEST_FP8 if name == _FP8 else half - 1
+    rows = rows * torch.where(scales > 0, largest / scales, 0)[:, None]
+    if name == _FP8:  # what lies beyond the largest would become NaN
+        codes = rows.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = rows.round_().add_(half).to(torch.uint8)
     per_byte = 8 // bits
     packed = codes.view(-1)[::per_byte].clone()
     for i in range(1, per_byte):

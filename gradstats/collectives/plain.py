@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_flags",
     "all_reduce",
     "all_reduce_mean",
+    "all_to_all",
     "broadcast",
     "exchange_errors",
 ]
@@ -109,6 +110,26 @@ def all_reduce_mean(values: torch.Tensor, group: dist.ProcessGroup | None) -> to
         The same tensor.
     """
     return all_reduce(values, group).div_(dist.get_world_size(group))
+
+
+def all_to_all(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Send each rank a row.
+
+    Parameters
+    ----------
+    rows : tensor, shape (ranks, n)
+        What each rank is sent; contiguous, of the same shape on every rank.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; the default group if None.
+
+    Returns
+    -------
+    tensor, shape (ranks, n)
+        What each rank has sent to this one.
+    """
+    received = torch.empty_like(rows)
+    _released(lambda: dist.all_to_all_single(received, rows, group=group), received, rows)
+    return received
 
 
 def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -102,6 +102,7 @@ SELECTORS = ("topk", *ESTIMATORS)
 COMPRESSORS: dict[str, str | type[Compressor]] = {
     "none": "DenseCompressor",
     "dense-bf16": "DenseCompressor",
+    "dense-fp8": "DenseCompressor",
     **dict.fromkeys(SELECTORS, "SparseCompressor"),
     "micro": "MiCRO",
     "cltk": "CLTk",
@@ -116,9 +117,9 @@ COMPRESSORS: dict[str, str | type[Compressor]] = {
 }
 """Names that :func:`make_compressor` and the command line take, and the class behind each (or its name, until used).
 
-``none`` is PyTorch's dense averaging, and ``dense-bf16`` one of bfloat16 values. To add a compressor, put its class
-here; the ratio is its first argument if it has one (:attr:`Compressor.has_ratio`). Every estimator in
-:data:`gradstats.thresholds.ESTIMATORS` is one under its name."""
+``none`` is PyTorch's dense averaging, ``dense-bf16`` and ``dense-fp8`` are averages of rounded values. To add a
+compressor, put its class here; the ratio is its first argument if it has one (:attr:`Compressor.has_ratio`). Every
+estimator in :data:`gradstats.thresholds.ESTIMATORS` is one under its name."""
 
 
 RULE = "threshold:"
@@ -263,10 +264,10 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
         return None
     if name == "redsync-quantised":
         options["quantise"] = True
-    if name == "dense-bf16":
-        from torch import bfloat16
+    if name in ("dense-bf16", "dense-fp8"):
+        from torch import bfloat16, float8_e4m3fn
 
-        options.setdefault("dtype", bfloat16)
+        options.setdefault("dtype", bfloat16 if name == "dense-bf16" else float8_e4m3fn)
     if COMPRESSORS.get(name, "SparseCompressor") == "SparseCompressor":
         from gradstats.compressors.sparse import as_compressor
 

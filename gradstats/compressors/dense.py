@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.codec import as_codec
-from gradstats.collectives.plain import all_gather_flags, all_reduce
+from gradstats.collectives.codec import CHUNK, SCALED, Codec, as_codec
+from gradstats.collectives.plain import all_gather, all_gather_flags, all_reduce, all_to_all
 from gradstats.compressors.base import Compressor, Reduced
 
 __all__ = ["DenseCompressor"]
@@ -20,7 +20,8 @@ class DenseCompressor(Compressor):
     Parameters
     ----------
     dtype : torch.dtype, optional
-        Type that values are rounded to and added up in, such as ``torch.bfloat16``; that of the gradient if None.
+        Type that values are rounded to, such as ``torch.bfloat16`` or ``torch.float8_e4m3fn``; that of the gradient if
+        None.
 
     Raises
     ------
@@ -32,6 +33,11 @@ class DenseCompressor(Compressor):
     Source: for bfloat16, ``bf16_compress_hook`` of PyTorch. Differs from it: what rounding takes off a rank's gradient
     is its residual, and the sum is divided by the number of ranks, not the summands. What rounding takes off the sums
     on their way is lost, as in PyTorch.
+
+    8-bit floats are no type to add in. Every rank adds up one part of the gradient, in float32, from the ranks'
+    messages, and sends its mean rounded once more (as DoubleSqueeze does, Tang et al. 2019; scales as
+    :class:`gradstats.collectives.Codec` has them). What that rounding takes off stays with the rank, so that nothing
+    is lost.
     """
 
     has_ratio = False
@@ -52,14 +58,20 @@ class DenseCompressor(Compressor):
         if any(flags):
             return Reduced(flags)
         flagged = time.perf_counter()
-        sent = corrected.clone()
-        if self._codec is None:
-            corrected.zero_()
+        if self._codec is not None and self._codec.values in SCALED:
+            messages = _in_parts(corrected, self._codec, dist.get_world_size(group))
+            rounded = time.perf_counter()
+            mean, bytes_sent = _mean_of_parts(corrected, messages, self._codec, group)
         else:
-            sent = self._codec.rounded(sent)
-            corrected -= sent
-        rounded = time.perf_counter()
-        mean = all_reduce(sent, group).to(corrected.dtype).div_(dist.get_world_size(group))
+            sent = corrected.clone()
+            if self._codec is None:
+                corrected.zero_()
+            else:
+                sent = self._codec.rounded(sent)
+                corrected -= sent
+            rounded = time.perf_counter()
+            mean = all_reduce(sent, group).to(corrected.dtype).div_(dist.get_world_size(group))
+            bytes_sent = corrected.numel() * sent.element_size()
         numel = corrected.numel()
         return Reduced(
             flags=flags,
@@ -67,7 +79,37 @@ class DenseCompressor(Compressor):
             residual=corrected,
             selected=numel,
             union=numel,
-            bytes_sent=numel * sent.element_size(),
+            bytes_sent=bytes_sent,
             select_seconds=rounded - flagged,
             communicate_seconds=time.perf_counter() - rounded + flagged - started,
         )
+
+
+def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> torch.Tensor:
+    """Return a message for each rank, with its part of the gradient, and leave what rounding took off."""
+    numel = corrected.numel()
+    size = CHUNK * -(-numel // (CHUNK * world))
+    padded = torch.zeros(world * size, device=corrected.device)
+    padded[:numel] = codec.rounded(corrected)
+    corrected -= padded[:numel]
+    return torch.stack([codec.pack_values(part) for part in padded.split(size)])
+
+
+def _mean_of_parts(
+    residual: torch.Tensor, messages: torch.Tensor, codec: Codec, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, int]:
+    """Return the mean and the bytes sent for it; what rounding the own part took off is added to the residual."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    numel, size = residual.numel(), CHUNK * -(-residual.numel() // (CHUNK * world))
+    total = torch.zeros(size, device=residual.device)
+    for words in all_to_all(messages, group):
+        total += codec.unpack_values(words, size)
+    total /= world
+    own = codec.pack_values(codec.rounded(total))
+    parts = own.new_empty(world * own.numel())
+    all_gather(parts, own, group)
+    mean = torch.cat([codec.unpack_values(words, size) for words in parts.split(own.numel())])
+    start, stop = (min(i * size, numel) for i in (rank, rank + 1))
+    residual[start:stop] += world * (total[: stop - start] - mean[start:stop])
+    sent = (messages.numel() + own.numel()) * messages.element_size()
+    return mean[:numel].to(residual.dtype), sent

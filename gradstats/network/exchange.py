@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from gradstats.collectives.codec import PLAIN, Codec, check_codec
+from gradstats.collectives.codec import CHUNK, PLAIN, SCALED, Codec, check_codec
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.torus import check_torus
 from gradstats.compressors import SparseCompressor, codecs, compressor_class
@@ -84,7 +84,7 @@ def coding(codec: Codec, step: Literal["encode", "decode"], count: float) -> Ite
     """
     if codec.indices != PLAIN.indices:
         yield Work(f"{step}:{codec.indices}", count)
-    if codec.values.startswith("int"):
+    if codec.values in SCALED:
         yield Work(f"{step}:{codec.values}", count)
 
 
@@ -251,6 +251,7 @@ def exchange(
     formulas: dict[str, Callable[[], Exchange]] = {
         "none": dense,
         "dense-bf16": lambda: _dense_bf16(numel, world),
+        "dense-fp8": lambda: _dense_fp8(numel, world),
         "lags": sparse,
         "redsync-quantised": dense if numel < DENSE_BELOW else lambda: sparse(single=True),
         "micro": lambda: _micro(numel, k, counts, codec),
@@ -284,6 +285,24 @@ def _dense_bf16(numel: int, world: int) -> Exchange:
         select=(Work("select:dense-bf16", numel),),
         communicate=(FLAG, reduce),
         unpack=(Work("average", numel),),
+    )
+
+
+def _dense_fp8(numel: int, world: int) -> Exchange:
+    codec = Codec(values="float8_e4m3fn")
+    part = CHUNK * -(-numel // (CHUNK * world))
+    message = _WORD * codec.value_words(part)
+    # an all-to-all of parts puts as many bytes on every link as an all-gather of one
+    hop = Work("all_gather", message)
+    return Exchange(
+        "dense-fp8",
+        numel,
+        world,
+        numel,
+        (world + 1) * message,
+        select=(Work("select:dense-fp8", numel),),
+        communicate=(FLAG, hop, hop),
+        unpack=(*coding(codec, "encode", part), *coding(codec, "decode", (world + 1) * part)),
     )
 
 

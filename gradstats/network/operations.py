@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.codec import INDICES, VALUES, Codec
+from gradstats.collectives.codec import INDICES, SCALED, Codec
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
 from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
@@ -151,7 +151,7 @@ def _coding(positions: torch.Tensor, values: torch.Tensor, numel: int) -> dict[s
         calls[f"decode:{codec.indices}"] = lambda c=codec, w=stream: c.unpack_indices(  # type: ignore[misc]
             w, positions.numel(), numel
         )
-    for codec in (Codec(values=name) for name in VALUES if name.startswith("int")):
+    for codec in (Codec(values=name) for name in SCALED):
         words = codec.pack_values(values)
         calls[f"encode:{codec.values}"] = lambda c=codec: c.pack_values(c.rounded(values))  # type: ignore[misc]
         calls[f"decode:{codec.values}"] = lambda c=codec, w=words: c.unpack_values(  # type: ignore[misc]

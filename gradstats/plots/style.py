@@ -71,6 +71,7 @@ _LABELS = {
 _OTHERS = (
     *("lags", "cltk", "redsync-quantised", "marsit", "randomk", "signsgd", "ef-signsgd"),
     *("none", "ssdm", "cascading", "dense-bf16", "torch-topk", "powersgd", "torch-bf16"),
+    "dense-fp8",
 )
 """Compressors that are no rules, which are above this room: their places in the palette."""
 _MOST_POINTS = 2000

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from gradstats.primitives import Array, Selection, exceedances, moments, top_candidates
+import numpy as np
+
+from gradstats.primitives import Array, Selection, exceedances, moments, numel_of, select
+from gradstats.primitives.arrays import as_numpy, strided
 from gradstats.primitives.moments import signed_sums
 from gradstats.primitives.ratio import check_count
 from gradstats.primitives.select import keep
@@ -12,6 +16,9 @@ from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
 from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["GaussianK"]
+
+_SAMPLE = 1 << 15
+"""Elements looked at beforehand."""
 
 
 class GaussianK(Estimator):
@@ -21,7 +28,8 @@ class GaussianK(Estimator):
     ----------
     loops : int
         Largest number of counts, 0 to 100; a correction follows every count but the last. The authors' program has 3
-        with error feedback, 5 without. One pass collects the 2k largest elements; a count beyond them takes another.
+        with error feedback, 5 without. A sample foretells where it ends, and one pass collects what reaches that; a
+        count below takes another.
 
     Notes
     -----
@@ -48,10 +56,18 @@ class GaussianK(Estimator):
         mean = total / finite
         std = math.sqrt(max(squares / finite - mean * mean, 0.0))
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
-        tail = _Tail(x, k)
-        counts = []
+        tail = _Tail(x, self._corrected(threshold, k / numel_of(x), _sampled_share(x))[0])
+        threshold, counts = self._corrected(threshold, k, tail.count)
+        details = {"mean": mean, "std": std, "counts": counts}
+        return Found(threshold, details, tail.selection(threshold))
+
+    def _corrected(
+        self, threshold: float, k: float, count: Callable[[float], float]
+    ) -> tuple[float, list[float]]:
+        """Return the last threshold counted, and the counts."""
+        counts: list[float] = []
         for left in reversed(range(self.loops)):
-            counts.append(tail.count(threshold))
+            counts.append(count(threshold))
             if left == 0:
                 break
             if counts[-1] < 2 * k / 3:
@@ -60,16 +76,22 @@ class GaussianK(Estimator):
                 threshold *= 1.5
             else:
                 break
-        details = {"mean": mean, "std": std, "counts": counts}
-        return Found(threshold, details, tail.selection(threshold))
+        return threshold, counts
+
+
+def _sampled_share(x: Array) -> Callable[[float], float]:
+    """Return a function from a threshold to the share of a sample's elements that reach it."""
+    some = as_numpy(strided(x, max(1, numel_of(x) // _SAMPLE)))
+    sample = np.abs(some.astype(np.float64))  # no threshold is beyond its range
+    return lambda threshold: np.count_nonzero(sample >= threshold) / sample.size
 
 
 class _Tail:
-    """The 2k largest elements, collected once: counts and a selection among them take no other pass."""
+    """Everything that reaches a threshold, collected once: counts and a selection among it take no other pass."""
 
-    def __init__(self, x: Array, k: int) -> None:
-        self._x = x
-        self._low, self._found = top_candidates(x, 2 * k)
+    def __init__(self, x: Array, low: float) -> None:
+        self._x, self._low = x, low
+        self._found = select(x, low)
 
     def count(self, threshold: float) -> int:
         """Count the finite elements that reach a threshold."""

@@ -177,7 +177,8 @@ class RedSyncTrimmed(Estimator):
     Source: RedSync (Fang et al. 2018), algorithm 2.
 
     Differs from the paper, whose text goes on while more than k elements are above the threshold. Where fewer than k
-    reach the mean (r = 0), all non-zero elements are candidates.
+    reach the mean (r = 0), all non-zero elements are candidates. The k largest are the same whatever the candidates
+    are, so ``"corrected"`` finds them as :class:`gradstats.thresholds.Exact` does, and no r.
     """
 
     name = "redsync-trimmed"
@@ -187,17 +188,14 @@ class RedSyncTrimmed(Estimator):
         self.rule = rule
 
     def _find(self, x: Array, k: int) -> Found:
+        kth, selection = top_candidates(x, k)
+        if self.rule == "corrected":
+            return Found(kth, selection=selection)
         m = moments(x, log=False)
         if m.count <= k:
             return Found(0.0)
         mean = _mean(m)
-        kth, selection = top_candidates(x, k)
         # The first that k elements reach is the first that the k-th largest reaches.
         tried = (mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0))
         compared = wide_dtype(x).type
-        threshold = next((eta for eta in tried if compared(eta) <= kth), 0.0)
-        candidates = exceedances(x, threshold).count if threshold > 0 else m.count
-        details = {"candidates": candidates}
-        if self.rule == "paper" or candidates <= k:
-            return Found(threshold, details)
-        return Found(kth, details, selection)
+        return Found(next((eta for eta in tried if compared(eta) <= kth), 0.0))

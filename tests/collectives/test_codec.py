@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradstats.collectives.codec import CHUNK, INDICES, VALUES, Codec, as_codec
+from gradstats.collectives.codec import CHUNK, INDICES, SCALED, VALUES, Codec, as_codec
 from gradstats.collectives.indices import IndexAllGather
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.ragged import GatheredWords
@@ -82,11 +82,25 @@ def test_integers_are_the_nearest_of_even_steps_of_each_chunk(name):
         assert torch.equal(got[chunk.abs().argmax()], chunk[chunk.abs().argmax()])
 
 
+def test_8_bit_floats_are_torchs_scaled_to_the_largest_of_each_chunk():
+    values = torch.cat([values_of("laplace", CHUNK), 1e-9 * values_of("decades", CHUNK)])
+    sent = Codec(values="float8_e4m3fn").rounded(values)
+    for chunk, got in zip(values.split(CHUNK), sent.split(CHUNK), strict=True):
+        scale = chunk.abs().max() / 448
+        expected = (chunk / scale).to(torch.float8_e4m3fn).float() * scale
+        assert torch.allclose(got, expected, rtol=1e-6)
+        assert torch.equal(got[chunk.abs().argmax()], chunk[chunk.abs().argmax()])
+        normal = chunk.abs() >= 2**-6 * scale
+        assert ((got - chunk).abs() <= chunk.abs() / 16)[
+            normal
+        ].all()  # three bits behind the first
+
+
 def test_too_large_values_become_the_largest_and_float64_is_narrowed():
     for name in VALUES:
         sent = Codec(values=name).rounded(torch.tensor([1e300, -1.0], dtype=torch.float64))
         assert sent.isfinite().all()
-        assert sent.dtype == getattr(torch, name if "float" in name else "float32")
+        assert sent.dtype == getattr(torch, "float32" if name in SCALED else name)
 
 
 def selections(numel):
@@ -188,7 +202,11 @@ def test_a_claim_of_many_positions_allocates_nothing():
         ("none", {"values": "int8"}, "none sends no values"),
         ("dense-bf16", {"indices": "rice"}, "dense-bf16 sends no positions"),
         ("topk", {"indices": "zip"}, "indices travel as plain, rice, chunk, not 'zip'"),
-        ("topk", {"values": "float64"}, "values travel as float32, float16, bfloat16, int8"),
+        (
+            "topk",
+            {"values": "float64"},
+            "values travel as float32, float16, bfloat16, float8_e4m3fn, int8",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(name, options, message):

@@ -83,6 +83,24 @@ def test_dense_values_of_16_bits_leave_what_was_rounded():
             assert numel == 1 or any(r.any() for r in residuals)
 
 
+def test_dense_values_of_8_bits_lose_nothing_though_they_are_rounded_twice():
+    """Conservation: the gradients of all ranks are the update and the residuals, whoever has rounded what."""
+    for numel in cases.NUMELS:
+        reports_ = (report["dense-fp8", numel] for report in reports())
+        before = [torch.zeros(numel) for _ in range(WORLD)]
+        for step, ranks in enumerate(zip(*reports_, strict=True)):
+            means, residuals, _, sizes, _ = zip(*ranks, strict=True)
+            assert torch.equal(*means)
+            given = sum(cases.gradient("laplace", numel, rank, step) for rank in range(WORLD))
+            assert torch.allclose(WORLD * means[0] + sum(residuals), given + sum(before), atol=1e-5)
+            error = (WORLD * means[0] - given - sum(before)).norm()
+            assert error < 0.1 * (given + sum(before)).norm()
+            assert sizes == (exchange("dense-fp8", numel, world=WORLD).bytes_sent,) * WORLD
+            before = list(residuals)
+        # one and a half bytes an element among two, and a scale for every 256
+        assert numel < 10_000 or sizes[0] == pytest.approx(1.5 * (1 + 4 / 256) * numel, rel=0.01)
+
+
 @pytest.mark.parametrize("name", cases.SYSTEMS)
 def test_trainings_with_coded_positions_are_the_same_bit_for_bit(name):
     for pairs, _ in trained():
@@ -90,7 +108,7 @@ def test_trainings_with_coded_positions_are_the_same_bit_for_bit(name):
         assert torch.equal(plain, coded)
 
 
-def test_dense_trainings_in_bfloat16_stay_near_those_in_float32():
+def test_dense_trainings_in_fewer_bits_stay_near_those_in_float32():
     for _, (dense, *narrow) in trained():
         for other in narrow:
             assert not torch.equal(dense, other)

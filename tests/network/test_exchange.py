@@ -129,12 +129,25 @@ LOCAL = ("pack", "unpack", "unpack_signs", "merge_signs", "average")
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize(
-    "name", ["cltk", "randomk", "micro", "signsgd", "cascading", "marsit", "dense-bf16", "dgc"]
+    "name",
+    [
+        "cltk",
+        "randomk",
+        "micro",
+        "signsgd",
+        "cascading",
+        "marsit",
+        "dense-bf16",
+        "dense-fp8",
+        "dgc",
+    ],
 )
 def test_seconds_in_closed_form(name, world):
     """Flag or header, collectives over rings, and local work, from the papers' counts of messages."""
     d, k, n, select, local = 10_001, 100, world, 3e-9, 7e-9
-    costs = dict.fromkeys(LOCAL, local) | {f"decode:{name}": local, f"select:{name}": select}
+    chunks = math.ceil(d / (256 * n))
+    costs = dict.fromkeys((*LOCAL, "encode:float8_e4m3fn", "decode:float8_e4m3fn"), local)
+    costs |= {f"decode:{name}": local, f"select:{name}": select}
     network = Network.of_link(ALPHA, BETA, costs)
 
     def gather(size):
@@ -163,6 +176,8 @@ def test_seconds_in_closed_form(name, world):
         "marsit": d * select + flag + gather(8) + hops(2 * (n - 1), math.ceil(packed / n))
         + 8 * math.ceil(packed / n) * (n - 1) * local + d * local,
         "dense-bf16": d * select + flag + reduce(2 * d) + d * local,
+        # two rounds of a part each: a byte an element, and four for every 256
+        "dense-fp8": d * select + flag + 2 * gather(chunks * 260) + (n + 2) * 256 * chunks * local,
         "dgc": d * select + k * local + gather(4 * (2 + 2 + 2 * k)) + n * k * local,
     }  # fmt: skip
     one = exchange(name, d, k / d, world, full_every=None)

@@ -20,7 +20,7 @@ def noisy(rng, a, b, sizes, relative, repeats=5):
     return exact[:, None] * np.exp(relative * rng.standard_normal((len(sizes), repeats)))
 
 
-CODED = ("rice", "chunk", "int8", "int4", "int2")
+CODED = ("rice", "chunk", "float8_e4m3fn", "int8", "int4", "int2")
 """Codecs that take time of their own."""
 SIZES = [128 * 4**i for i in range(10)]
 

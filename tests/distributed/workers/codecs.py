@@ -27,7 +27,7 @@ MADE = {
     "micro": {"threshold": 4.0},
     "global-histogram": {},
 }
-VALUES = ("float16", "bfloat16", "int8", "int4", "int2")
+VALUES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2")
 SUMMED = ("cltk", "micro", "redsync-quantised")
 """Values of these have no codec."""
 SYSTEMS = ("topk", "sidco-e", "micro", "cltk", "lags", "dgc", "redsync", "redsync-quantised")
@@ -72,7 +72,8 @@ def compressed(rank, world):
             for values in () if name in SUMMED else VALUES:
                 coded = made(name, indices="rice", values=values)
                 report[name, "rice", values, numel] = steps(coded, rank, numel)
-        report["dense-bf16", numel] = steps(make_compressor("dense-bf16", 1.0), rank, numel)
+        for name in ("dense-bf16", "dense-fp8"):
+            report[name, numel] = steps(make_compressor(name, 1.0), rank, numel)
     return report
 
 
@@ -103,5 +104,5 @@ def _trained(rank, name, options):
 def trainings(rank, world):
     """Return the parameters after a few steps with plain positions, and with coded ones, by system."""
     pairs = {name: [_trained(rank, name, o) for o in ({}, {"indices": "rice"})] for name in SYSTEMS}
-    dense = [_trained(rank, name, {}) for name in ("none", "torch-bf16", "dense-bf16")]
+    dense = [_trained(rank, name, {}) for name in ("none", "torch-bf16", "dense-bf16", "dense-fp8")]
     return pairs, dense
