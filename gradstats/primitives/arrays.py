@@ -33,6 +33,8 @@ CHUNK = 1 << 17
 """Elements per chunk: 512 kB of float32, which a core's second-level cache holds with its buffers."""
 
 _FLOATS = (np.float16, np.float32, np.float64)
+_BEYOND = float(np.finfo(np.float32).max) + 2.0**103
+"""Least number that rounds to infinity in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ def check(x: Array) -> Array:
     """
     if is_tensor(x):
         return _check_tensor(x)
+    if type(x) is np.ndarray and x.dtype.type in _FLOATS:
+        return x
     if isinstance(x, np.ma.MaskedArray):
         raise InputError("a gradient must not be masked; call .compressed(), or .filled(0.0)")
     try:
@@ -225,8 +229,34 @@ def as_compared(x: Array, magnitude: float) -> float:
     magnitude : float
         A number, not NaN; infinite where it is beyond the range.
     """
-    with np.errstate(over="ignore"):
-        return float(wide_dtype(x).type(magnitude))
+    return float(magnitude if wide_dtype(x) == np.float64 else narrowed(magnitude))
+
+
+def narrowed(magnitude: float) -> np.float32:
+    """Round a magnitude to float32; infinite beyond its range, without a warning.
+
+    Parameters
+    ----------
+    magnitude : float
+        A number, not NaN.
+    """
+    return np.float32(magnitude if magnitude < _BEYOND else math.inf)
+
+
+def in_memory(x: Array) -> Array:
+    """Return a CPU tensor that the compiled loops can read as the array with its memory, all else as it is.
+
+    A tensor's attributes take longer to read than an array's, which is most of the time where there are few elements.
+
+    Parameters
+    ----------
+    x : array_like
+        Checked array of any shape, floating dtype and device.
+    """
+    if not is_tensor(x) or not x.is_cpu:
+        return x
+    torch = sys.modules["torch"]
+    return x.numpy() if x.dtype in (torch.float32, torch.float64) else x
 
 
 def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:

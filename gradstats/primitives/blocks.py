@@ -116,5 +116,8 @@ def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
     x : array_like
         Array of any shape, floating dtype and device.
     """
+    view = flat_blocks(x, BLOCK) if numel_of(x) <= BLOCK else None
+    if view is not None:
+        return [function(0, view[0])] if view[1] else []
     runs = map_runs(lambda run, _: [function(offset, block) for offset, block in run], x)
     return [result for run in runs for result in run]

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives.arrays import Array, Sums, as_compared, check, numel_of, wide_dtype
+from gradstats.primitives.arrays import (
+    Array,
+    Sums,
+    as_compared,
+    check,
+    narrowed,
+    numel_of,
+    wide_dtype,
+)
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_magnitude
@@ -178,8 +186,7 @@ def exceedances(x: Array, above: float) -> Moments:
     if wide_dtype(x) != np.float32:
         m = moments(x, above, log=False)
         return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
-    with np.errstate(over="ignore"):
-        below = np.nextafter(np.float32(above), np.float32(0))
+    below = np.nextafter(narrowed(above), np.float32(0))
 
     def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         from gradstats.primitives.kernels import block_tail
@@ -238,8 +245,7 @@ def _block(block: NDArray[Any], above: float, log: bool) -> Sums:
     if block.dtype == np.float32:
         from gradstats.primitives.kernels import block_moments
 
-        with np.errstate(over="ignore"):
-            *sums, largest = block_moments(block, np.float32(above), log)
+        *sums, largest = block_moments(block, narrowed(above), log)
         return (*sums, float(largest))
     magnitude = np.abs(block)
     finite = magnitude[np.isfinite(magnitude)]

@@ -18,6 +18,7 @@ from gradstats.primitives.arrays import (
     check,
     flat_blocks,
     is_tensor,
+    narrowed,
     numel_of,
     strided,
     torch_index,
@@ -76,21 +77,33 @@ def select(x: Array, threshold: float) -> Selection:
         zero, one = wide_dtype(x).type(0), wide_dtype(x).type(1)
         least = float(np.nextafter(zero, one))
         return Selection(*code.select(x, max(as_compared(x, threshold), least)))
-    with np.errstate(over="ignore"):  # only infinity reaches a threshold beyond float32's range
-        low = max(int(np.float32(threshold).view(np.int32)), 1)
+    # only infinity reaches a threshold beyond float32's range
+    low = max(int(narrowed(threshold).view(np.int32)), 1)
     parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
     dtype = wide_dtype(x)
     indices = _concatenate([i for i, _ in parts], np.int64)
     values = _concatenate([v for _, v in parts], dtype)
-    return _selection(indices, values, x)
+    return selection_like(x, indices, values)
 
 
-def _selection(indices: NDArray[np.int64], values: NDArray[Any], x: Array) -> Selection:
-    """Return a selection in the form and type of the array it is of."""
+def selection_like(x: Array, indices: NDArray[np.int64], values: NDArray[Any]) -> Selection:
+    """Return a selection in the form and type of the array it is of.
+
+    Parameters
+    ----------
+    x : array_like
+        The array that elements were selected from.
+    indices : ndarray of int64, shape (k̂,)
+        Their positions.
+    values : ndarray, shape (k̂,)
+        Their values, of a type as wide as the array's.
+    """
     if is_tensor(x):
         torch = sys.modules["torch"]
         # narrower types were widened, so the way back is exact
         found = torch.from_numpy(indices), torch.from_numpy(values)
+        if x.is_cpu and x.dtype == found[1].dtype:
+            return Selection(*found)
         return Selection(found[0].to(x.device), found[1].to(x.device, x.dtype))
     return Selection(indices, values.astype(x.dtype, copy=False))
 
@@ -199,12 +212,14 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     bits = flat.view(np.int32) & np.int32(0x7FFFFFFF)
     bits.partition(bits.size - k)
     top = bits[bits.size - k :]
-    if top.max() >= _INFINITY:
+    if top[top.argmax()] >= _INFINITY:  # a method of the array, which takes a fifth of max()
         return None
     least = int(top[0])
     indices, values = np.empty(flat.size, np.int64), np.empty(flat.size, np.float32)
     n = block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
-    return float(top[:1].view(np.float32)[0]), _selection(indices[:n].copy(), values[:n].copy(), x)
+    return float(top[:1].view(np.float32)[0]), selection_like(
+        x, indices[:n].copy(), values[:n].copy()
+    )
 
 
 def _kth_magnitude(found: Array, k: int, high: float) -> float | None:

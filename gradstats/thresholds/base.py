@@ -13,8 +13,10 @@ import numpy as np
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, numel_of
 from gradstats.primitives import select as select_elements
-from gradstats.primitives.arrays import check, wide_dtype
+from gradstats.primitives.arrays import check, in_memory, wide_dtype
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.ratio import check_seed, shown, target_count
+from gradstats.primitives.select import selection_like
 
 _LARGEST = {wide: float(np.finfo(wide).max) for wide in (np.float32, np.float64)}
 
@@ -155,7 +157,8 @@ class Estimator(ABC):
         k = target_count(ratio, numel)
         if numel == 0:
             return Estimate(0.0, 0, 0), select_elements(x, 0.0) if select else None
-        found = self._find(x, k)
+        read = in_memory(x) if device_code(x) is None else x
+        found = self._find(read, k)
         if math.isnan(found.threshold) or found.threshold < 0:
             raise AssertionError(f"{self.name} produced the threshold {found.threshold}")
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
@@ -166,9 +169,11 @@ class Estimator(ABC):
             return estimate, None
         selection = found.selection
         if selection is None:
-            selection = select_elements(x, threshold)
+            selection = select_elements(read, threshold)
         self._observe(len(selection), k, numel)
-        return estimate, selection
+        return estimate, selection if read is x else selection_like(
+            x, selection.indices, selection.values
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically; empty for a rule without state."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gradstats.primitives import Array, Selection, exceedances, moments, numel_of, select
-from gradstats.primitives.arrays import as_numpy, strided
+from gradstats.primitives.arrays import is_tensor, strided
 from gradstats.primitives.moments import signed_sums
 from gradstats.primitives.ratio import check_count
 from gradstats.primitives.select import keep
@@ -81,9 +81,9 @@ class GaussianK(Estimator):
 
 def _sampled_share(x: Array) -> Callable[[float], float]:
     """Return a function from a threshold to the share of a sample's elements that reach it."""
-    some = as_numpy(strided(x, max(1, numel_of(x) // _SAMPLE)))
-    sample = np.abs(some.astype(np.float64))  # no threshold is beyond its range
-    return lambda threshold: np.count_nonzero(sample >= threshold) / sample.size
+    some = strided(x, max(1, numel_of(x) // _SAMPLE))
+    some = some.contiguous() if is_tensor(some) else np.ascontiguousarray(some)
+    return lambda threshold: exceedances(some, threshold).count / numel_of(some)
 
 
 class _Tail:
