@@ -15,12 +15,11 @@ from gradstats.compressors.signs import (
     SCALE_BYTES,
     SignCompressor,
     mean_magnitude,
-    norm_of,
+    packed_signs,
+    packed_stochastic_signs,
     read_message,
-    sign_bits,
     sign_message,
     signed,
-    stochastic_sign_bits,
 )
 
 __all__ = ["Cascading"]
@@ -76,12 +75,11 @@ class Cascading(SignCompressor):
             nonlocal compressing
             begun = time.perf_counter()
             if self.stochastic:
-                scale = norm_of(values)
-                bits = stochastic_sign_bits(values, scale, generator)
+                packed, scale = packed_stochastic_signs(values, generator)
             else:
-                scale = mean_magnitude(values)
-                bits = sign_bits(values, generator)
-            message = sign_message(bits, scale)
+                packed, total = packed_signs(values, generator)
+                scale = mean_magnitude(total, values.numel())
+            message = sign_message(packed, scale)
             compressing += time.perf_counter() - begun
             return message
 

@@ -15,11 +15,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits, unpack_bits
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.primitives import exceedances
+from gradstats.primitives.arrays import narrowed
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.ratio import check_number, check_seed
 
 __all__ = [
@@ -34,6 +38,8 @@ __all__ = [
     "mean_magnitude",
     "mean_over_ranks",
     "norm_of",
+    "packed_signs",
+    "packed_stochastic_signs",
     "read_message",
     "sign_bits",
     "sign_message",
@@ -201,6 +207,78 @@ def stochastic_sign_bits(
     return uniform < (values / (2 * norm) if norm > 0 else values).add(0.5)
 
 
+def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, float]:
+    """Return the signs of values as packed bits, and the sum of their magnitudes.
+
+    Parameters
+    ----------
+    values : tensor, shape (d,)
+        Finite values of any sign.
+    generator : torch.Generator
+        Generator of the coins for zeros, on the device of the values.
+
+    Returns
+    -------
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        Signs, eight a byte: the bits of :func:`sign_bits`.
+    total : float
+        Σ|v|.
+    """
+    flat = _compiled_view(values)
+    if flat is None:
+        return pack_bits(sign_bits(values, generator)), exceedances(values, 0.0).sum_abs
+    from gradstats.primitives.kernels import block_signs
+
+    packed = np.empty(-(-flat.size // 8), np.uint8)
+    count, total, _ = block_signs(flat, packed)
+    if count < flat.size:
+        zeros = np.flatnonzero(flat == 0)
+        thrown = coins(zeros.size, generator).numpy().view(np.uint8)
+        np.bitwise_or.at(packed, zeros >> 3, thrown << (zeros & 7).astype(np.uint8))
+    return torch.from_numpy(packed), total
+
+
+def packed_stochastic_signs(
+    values: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, float]:
+    """Return random signs as packed bits, as :func:`stochastic_sign_bits` has them, and the norm of the values.
+
+    Parameters
+    ----------
+    values : tensor, shape (d,)
+        Finite values of any sign.
+    generator : torch.Generator
+        Generator of the bits, on the device of the values.
+
+    Returns
+    -------
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        Signs, eight a byte.
+    norm : float
+        ‖v‖₂, rounded to float32.
+    """
+    flat = _compiled_view(values)
+    if flat is None:
+        norm = norm_of(values)
+        return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
+    from gradstats.primitives.kernels import block_stochastic_signs
+
+    norm = float(narrowed(math.sqrt(exceedances(values, 0.0).sum_squares)))
+    words = torch.empty(1 + -(-flat.size // 64), dtype=torch.int64)
+    words.random_(torch.iinfo(torch.int64).min, None, generator=generator)  # all 64 bits
+    seed = np.uint64(int(words[-1]) & (2**64 - 1))
+    packed = words.view(torch.uint8)[: -(-flat.size // 8)].clone()
+    if norm > 0:
+        block_stochastic_signs(flat, norm, seed, packed.numpy())
+    return packed, norm
+
+
+def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
+    """Return the memory of values that the compiled loops read; None if others do."""
+    compiled = values.dtype == torch.float32 and values.is_contiguous()
+    return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
+
+
 def signed(bits: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return scale·(2·bit − 1) for every bit.
 
@@ -289,21 +367,22 @@ def coins(count: int, generator: torch.Generator) -> torch.Tensor:
     ).bool()
 
 
-def mean_magnitude(values: torch.Tensor) -> float:
-    """Return the mean magnitude ‖v‖₁/d.
+def mean_magnitude(total: float, numel: int) -> float:
+    """Return the mean magnitude ‖v‖₁/d as it travels.
 
     Parameters
     ----------
-    values : tensor, shape (d,)
-        Values v of any sign.
+    total : float
+        Σ|v|.
+    numel : int
+        Number of elements d.
 
     Returns
     -------
     float
         Mean magnitude, rounded to float32; 0 for d = 0.
     """
-    total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
-    return float(np.float32(total / max(1, values.numel())))
+    return float(np.float32(total / max(1, numel)))
 
 
 def norm_of(values: torch.Tensor) -> float:
@@ -322,13 +401,13 @@ def norm_of(values: torch.Tensor) -> float:
     return float(np.float32(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
 
 
-def sign_message(bits: torch.Tensor, scale: float) -> torch.Tensor:
-    """Pack a scale and signs into a message.
+def sign_message(packed: torch.Tensor, scale: float) -> torch.Tensor:
+    """Put a scale and signs into a message.
 
     Parameters
     ----------
-    bits : bool tensor, shape (d,)
-        True for +, false for −.
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        Signs, eight a byte, as :func:`gradstats.collectives.ring.pack_bits` returns them.
     scale : float
         Size of every element, sent as a float32.
 
@@ -337,8 +416,8 @@ def sign_message(bits: torch.Tensor, scale: float) -> torch.Tensor:
     uint8 tensor, shape (4 + ⌈d/8⌉,)
         The scale, then eight signs a byte.
     """
-    scales = torch.tensor([scale], dtype=torch.float32, device=bits.device)
-    return torch.cat([scales.view(torch.uint8), pack_bits(bits)])
+    scales = torch.tensor([scale], dtype=torch.float32, device=packed.device)
+    return torch.cat([scales.view(torch.uint8), packed])
 
 
 def read_message(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
@@ -398,7 +477,7 @@ class SignGathering(SignCompressor):
     def _compress(
         self, corrected: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, float]:
-        """Return this rank's bits, bool (d,), and its scale, a float32."""
+        """Return this rank's signs, packed, uint8 (⌈d/8⌉,), and its scale, a float32."""
 
     @abstractmethod
     def _average(
@@ -406,7 +485,9 @@ class SignGathering(SignCompressor):
     ) -> torch.Tensor:
         """Return the update from all ranks' bits and scales."""
 
-    def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
+    def _residual(
+        self, corrected: torch.Tensor, packed: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Return the residual, which is zero unless a subclass says otherwise."""
         return corrected.zero_()
 
@@ -419,8 +500,8 @@ class SignGathering(SignCompressor):
             return Reduced(flags)
         started = time.perf_counter()
         generator = self._own.generator(dist.get_rank(group), corrected.device)
-        bits, scale = self._compress(corrected, generator)
-        message = sign_message(bits, scale)
+        packed, scale = self._compress(corrected, generator)
+        message = sign_message(packed, scale)
         selected = time.perf_counter()
         gathered = message.new_empty(len(flags) * message.numel())
         all_gather(gathered, message, group)
@@ -430,7 +511,7 @@ class SignGathering(SignCompressor):
         return Reduced(
             flags=flags,
             mean=self.decode(rows, corrected),
-            residual=self._residual(corrected, bits, scale),
+            residual=self._residual(corrected, packed, scale),
             selected=numel,
             union=numel,
             bytes_sent=message.numel(),

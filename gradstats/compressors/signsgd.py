@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import torch
 
+from gradstats.collectives.ring import unpack_bits
 from gradstats.compressors.signs import (
     RandomStream,
     SignGathering,
     check_scale,
     coins,
     mean_magnitude,
-    norm_of,
-    sign_bits,
+    packed_signs,
+    packed_stochastic_signs,
     signed,
-    stochastic_sign_bits,
 )
 
 __all__ = ["SSDM", "EFSignSGD", "SignSGD"]
@@ -59,8 +59,9 @@ class SignSGD(SignGathering):
     def _compress(
         self, corrected: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, float]:
-        scale = mean_magnitude(corrected) if self.scale == "mean" else self.scale
-        return sign_bits(corrected, generator), float(scale)
+        packed, total = packed_signs(corrected, generator)
+        scale = mean_magnitude(total, corrected.numel()) if self.scale == "mean" else self.scale
+        return packed, float(scale)
 
     def _average(
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
@@ -123,9 +124,13 @@ class EFSignSGD(_Averaging):
     def _compress(
         self, corrected: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, float]:
-        return sign_bits(corrected, generator), mean_magnitude(corrected)
+        packed, total = packed_signs(corrected, generator)
+        return packed, mean_magnitude(total, corrected.numel())
 
-    def _residual(self, corrected: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:
+    def _residual(
+        self, corrected: torch.Tensor, packed: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        bits = unpack_bits(packed, corrected.numel())
         return corrected.sub_(signed(bits, scale, corrected.dtype))
 
 
@@ -153,5 +158,4 @@ class SSDM(_Averaging):
     def _compress(
         self, corrected: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, float]:
-        norm = norm_of(corrected)
-        return stochastic_sign_bits(corrected, norm, generator), norm
+        return packed_stochastic_signs(corrected, generator)

@@ -178,7 +178,7 @@ def decoding(name: str, size: int, world: int, device: torch.device) -> Call:
     assert isinstance(compressor, SignGathering)
     gradient = random_gradient(size, device)
     signs = [gradient.roll(rank * size // world) > 0 for rank in range(world)]
-    messages = torch.stack([sign_message(row, 1.0) for row in signs])
+    messages = torch.stack([sign_message(pack_bits(row), 1.0) for row in signs])
     return lambda: compressor.decode(messages, gradient)
 
 

@@ -25,6 +25,8 @@ __all__ = [
     "block_moments",
     "block_select",
     "block_signed",
+    "block_signs",
+    "block_stochastic_signs",
     "block_tail",
     "block_under",
     "keep_at_least",
@@ -38,6 +40,13 @@ _SUB = 2048
 _GROUP, _PROBE, _FEW = 128, 32, 4
 """Elements tested together; elements tested together where few of a group hit; hits that are few."""
 _LN2 = 0.6931471805599453
+_GATHER = np.uint64(0x0102040810204080)
+"""Multiplied by eight bytes of 0 or 1, it has them as the bits of its highest byte, the first byte lowest."""
+_GOLDEN, _MIX = (
+    np.uint64(0x9E3779B97F4A7C15),
+    (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)),
+)
+"""Constants of splitmix64 (Steele, Lea and Flood 2014)."""
 
 # Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning, except to
 # np.isfinite: it asks whether x − x is 0, which reordering answers without looking; compare with np.inf. Loops that sum
@@ -255,9 +264,97 @@ def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
     return count, total, squares
 
 
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+def block_signs(x: NDArray[np.float32], packed: NDArray[np.uint8]) -> tuple[int, float, float]:
+    """Pack x > 0, eight a byte, the first lowest; return (number of non-zero elements, Σ|x|, Σx²).
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block of finite elements.
+    packed : ndarray of uint8, shape (⌈n/8⌉,)
+        Where the bits go.
+    """
+    count = 0
+    total = 0.0
+    squares = 0.0
+    positive = np.zeros(_SUB, np.uint8)
+    words = positive.view(np.uint64)
+    for start in range(0, x.size, _SUB):
+        part = x[start : start + _SUB]
+        s, q, c = _sums_above(part, np.float32(0))
+        count += c
+        total += s
+        squares += q
+        for i in range(part.size):
+            positive[i] = part[i] > 0
+        for i in range(part.size, min(_SUB, part.size + 7)):  # what is left of the last byte
+            positive[i] = 0
+        first = start // 8
+        for i in range((part.size + 7) // 8):
+            packed[first + i] = np.uint8((words[i] * _GATHER) >> np.uint64(56))
+    return count, total, squares
+
+
 @_compiled(nogil=True)
 def _magnitude(bits: np.int32) -> np.float32:
     return np.int32(bits).view(np.float32)
+
+
+@_compiled(inline="always")
+def _uniform(state: np.uint64) -> float:
+    """Return the number in [0, 1) that splitmix64 has for a state."""
+    z = (state ^ (state >> np.uint64(30))) * _MIX[0]
+    z = (z ^ (z >> np.uint64(27))) * _MIX[1]
+    return np.float64((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@_compiled(nogil=True, error_model="numpy")
+def block_stochastic_signs(
+    x: NDArray[np.float32], norm: float, seed: np.uint64, packed: NDArray[np.uint8]
+) -> None:
+    """Turn packed fair coins into random signs of expectation x/norm.
+
+    Each coin is replaced by the sign of its element with the probability |x|/norm. Few are: where they are is drawn
+    element by skipped element, with the largest probability of some, and taken back where an element's is smaller.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Finite elements.
+    norm : float
+        Their norm, above 0.
+    seed : uint64
+        Seed of the random numbers.
+    packed : ndarray of uint8, shape (⌈n/8⌉,)
+        Fair coins, eight a byte, the first lowest.
+    """
+    state = np.uint64(seed)
+    bits = x.view(np.int32)
+    for start in range(0, x.size, _SUB):
+        stop = min(start + _SUB, x.size)
+        top = np.int32(0)
+        for i in range(start, stop):
+            b = np.int32(bits[i] & _MASK)
+            top = b if b > top else top
+        largest = np.float64(_magnitude(top))
+        if largest == 0:
+            continue
+        skip = 1 / np.log1p(-min(largest / norm, 1.0))
+        at = np.float64(start - 1)
+        while True:
+            state += _GOLDEN
+            at += 1 + np.floor(np.log(1 - _uniform(state)) * skip)
+            if at >= stop:
+                break
+            state += _GOLDEN
+            i = np.int64(at)
+            if _uniform(state) * largest < abs(np.float64(x[i])):
+                mask = np.uint8(1 << (i & 7))
+                if x[i] > 0:
+                    packed[i >> 3] |= mask
+                else:
+                    packed[i >> 3] &= np.uint8(~mask)
 
 
 @_compiled(nogil=True)
@@ -434,6 +531,8 @@ def warm_up() -> None:
             block_moments(x, np.float32(0), log)
         block_signed(x)
         block_tail(x, np.float32(1))
+        block_signs(x, np.empty(x.size, np.uint8))
+        block_stochastic_signs(x, 2.0, np.uint64(1), np.zeros(x.size, np.uint8))
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
     keep_at_least(indices, values, np.float32(1))

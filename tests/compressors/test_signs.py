@@ -20,6 +20,8 @@ from gradstats.compressors.marsit import Marsit, bernoulli_bits, most_square, tr
 from gradstats.compressors.signs import (
     bits_per_element,
     matching_rate,
+    packed_signs,
+    packed_stochastic_signs,
     sign_bits,
     stochastic_sign_bits,
 )
@@ -124,6 +126,56 @@ def test_stochastic_signs_are_unbiased():
     # the whole norm in one element: no choice is left
     assert stochastic_sign_bits(torch.tensor([3.0]), 3.0, generator)
     assert not stochastic_sign_bits(torch.tensor([-3.0]), 3.0, generator)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 2047, 2048, 2049, 10_000])
+def test_packed_signs_are_the_bits_and_their_sum(n):
+    """The compiled loop against torch's operators, coins for zeros included."""
+    values = torch.from_numpy(np.random.default_rng(n).laplace(size=n).astype(np.float32))
+    values[::5] = 0
+    bits = sign_bits(values, torch.Generator().manual_seed(2))
+    packed, total = packed_signs(values, torch.Generator().manual_seed(2))
+    assert torch.equal(unpack_bits(packed, n), bits)
+    assert torch.equal(packed, pack_bits(bits))
+    assert total == pytest.approx(float(values.double().abs().sum()), rel=1e-12)
+    with backend("torch"):
+        on_device, again = packed_signs(values, torch.Generator().manual_seed(2))
+    assert torch.equal(on_device, packed)
+    assert again == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_packed_stochastic_signs_have_the_probability_of_each_element(scale):
+    """Few of these coins are replaced, each with its own probability: large elements, and small ones beside them."""
+    values = scale * torch.tensor([30.0, -12.0, 1.0, -0.1, 0.0]).repeat(1000)
+    values[1000] = -300 * scale  # in the first of three blocks
+    norm, repeats = float(values.double().norm()), 2000
+    generator, hits = torch.Generator().manual_seed(3), torch.zeros(5000)
+    for _ in range(repeats):
+        packed, found = packed_stochastic_signs(values, generator)
+        hits += unpack_bits(packed, 5000)
+    assert found == pytest.approx(norm, rel=1e-6)
+    expected = (0.5 + values.double() / (2 * norm)).numpy()
+    assert deviation((hits / repeats).numpy(), expected, repeats).max() < SIGMAS
+    # together the elements of a kind are many: a bias of a thousandth would show
+    kinds = torch.ones(5000, dtype=torch.bool)
+    kinds[1000] = False
+    for i in range(5):
+        mine = kinds & (torch.arange(5000) % 5 == i)
+        share = float(hits[mine].sum() / (repeats * mine.sum()))
+        assert deviation(share, expected[i], repeats * int(mine.sum())) < SIGMAS
+
+
+def test_packed_stochastic_signs_at_the_ends():
+    generator = torch.Generator().manual_seed(1)
+    for value in (3.0, -3.0, 3e38, -1e-40):  # the whole norm in one element: no choice is left
+        for _ in range(20):
+            packed, _ = packed_stochastic_signs(torch.tensor([value]), generator)
+            assert int(packed) & 1 == (value > 0)
+    packed, norm = packed_stochastic_signs(torch.zeros(8000), generator)
+    assert norm == 0
+    assert deviation(unpack_bits(packed, 8000).float().mean().item(), 0.5, 8000) < SIGMAS
+    assert packed_stochastic_signs(torch.empty(0), generator)[0].numel() == 0
 
 
 def test_stochastic_signs_of_nothing_leave_it_alone():
