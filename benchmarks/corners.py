@@ -1,0 +1,194 @@
+"""The corners where a rule or a system may be slow, each with the number it is held against.
+
+    .venv/bin/python benchmarks/corners.py [--write]
+
+Small gradients, thresholds at 26 million elements on light, heavy and layered tails, signs, and the update of many
+layers: one thread, everything interleaved with what it is compared with. Rows are stored in docs/results/corners.json;
+``--write`` also puts the table into docs/measurements.md. It takes some minutes, and wants a quiet machine. What
+Marsit's exchange and a captured step cost, benchmarks/marsit.py and benchmarks/capture_cost.py measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from records import DOCS, RESULTS, Row, dump, put
+
+from gradstats.compressors.signs import packed_signs, packed_stochastic_signs
+from gradstats.hooks.gradient import FlatGradient
+from gradstats.hooks.layout import ParameterLayout
+from gradstats.hooks.memory import NoMemory
+from gradstats.primitives import warm_up
+from gradstats.primitives.ratio import RATIOS
+from gradstats.thresholds import make_estimator
+from gradstats.thresholds.bench import TAILS, bench
+
+FILE = RESULTS / "corners.json"
+LARGE, SIGNED = 26_000_000, 2_200_000
+SMALL = (64, 256, 1024, 4096, 16_384, 65_536)
+RULES = ("exact", "warm-exact", "gaussiank", "redsync-trimmed", "sidco-e", "sidco-gp", "sidco-p")
+ROUNDS, RUNS = 41, 20
+"""Rounds, and runs in a row of what takes microseconds."""
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], runs: int = 1) -> dict[str, list[float]]:
+    """Return the seconds of each call in every round, after two that do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS + 2):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            for _ in range(runs):
+                call()
+            if turn >= 2:
+                seconds[name].append((time.perf_counter() - started) / runs)
+    return seconds
+
+
+def row(corner: str, case: str, values: list[float], unit: str, aim: float, over: str = "") -> Row:
+    """Return a row: median and quartiles, in a unit or as multiples of what `over` names."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    numbers = {"low": low, "median": middle, "high": high, "aim": aim}
+    return {"corner": corner, "case": case, "unit": unit, "over": over, **numbers}
+
+
+def small() -> list[Row]:
+    """Time exact selection, SIDCo-E and the histogram where there are few elements, beside torch.topk."""
+    rows = []
+    for numel in SMALL:
+        x = torch.from_numpy(TAILS["layered"](numel))
+        for ratio in RATIOS:
+            k, rule = max(1, round(ratio * numel)), make_estimator("exact")
+            calls = {
+                "exact": lambda r=rule, x=x, ratio=ratio: r.select(x, ratio),  # type: ignore[misc]
+                "topk": lambda x=x, k=k: torch.topk(x.abs(), k),  # type: ignore[misc]
+            }
+            took = interleaved(calls, runs=RUNS)
+            case = f"{numel:,}, ratio {ratio:g}"
+            if numel <= 4096:
+                rows.append(row("exact", case, [1e6 * s for s in took["exact"]], "µs", 30))
+            else:
+                ratios = [a / b for a, b in zip(took["exact"], took["topk"], strict=True)]
+                rows.append(row("exact", case, ratios, "×", 1, "torch.topk"))
+    x = torch.from_numpy(TAILS["layered"](64))
+    rule = make_estimator("sidco-e")
+    # five steps, of which one adapts the stages
+    took = interleaved({"e": lambda: [rule.select(x, 0.1) for _ in range(5)]})
+    rows.append(row("sidco-e", "64, mean of five steps", [2e5 * s for s in took["e"]], "µs", 60))
+    return rows
+
+
+def middle() -> list[Row]:
+    """Time SIDCo-E on 260,000 elements with its adaptation, in reads of the data."""
+    x = torch.from_numpy(TAILS["layered"](260_000))
+    rows = []
+    for ratio in RATIOS:
+        rule = make_estimator("sidco-e")
+        calls = {
+            "e": lambda r=rule, ratio=ratio: [r.select(x, ratio) for _ in range(5)],  # type: ignore[misc]
+            "read": lambda: [x.sum() for _ in range(5)],
+        }
+        took = interleaved(calls)
+        streams = [a / b for a, b in zip(took["e"], took["read"], strict=True)]
+        case = f"260,000, ratio {ratio:g}, mean of five steps"
+        rows.append(row("sidco-e", case, streams, "×", 6, "a read"))
+    return rows
+
+
+def large() -> list[Row]:
+    """Time every rule with a target on 26 million elements of each tail, in reads of the data."""
+    found = bench([LARGE], estimators=RULES, tails=tuple(TAILS), references=False, repeats=11)
+    rows = []
+    for r in found:
+        aim = 6 if r["compressor"] in ("exact", "warm-exact", "redsync-trimmed") else 5
+        rows.append(
+            {
+                "corner": r["compressor"], "case": f"26 M, {r['gradient']}, ratio {r['ratio']:g}", "unit": "×",
+                "over": "a read", "low": r["streams_low"], "median": r["streams"], "high": r["streams_high"],
+                "aim": aim,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def signs() -> list[Row]:
+    """Time the choice of signs on 2.2 million elements, in reads of the data."""
+    x, generator = torch.randn(SIGNED), torch.Generator().manual_seed(0)
+    calls = {
+        "signsgd, ef-signsgd": lambda: packed_signs(x, generator),
+        "ssdm": lambda: packed_stochastic_signs(x, generator),
+        "read": lambda: x.sum(),
+    }
+    took = interleaved(calls)
+    read = took.pop("read")
+    return [
+        row(name, "2.2 M", [a / b for a, b in zip(each, read, strict=True)], "×", 3, "a read")
+        for name, each in took.items()
+    ]
+
+
+def update() -> list[Row]:
+    """Time the writing of 16 ranks' update into the gradients of 161 layers, beside a copy of it."""
+    torch.manual_seed(0)
+    sizes = np.random.default_rng(0).lognormal(11, 1.5, 161).astype(int) + 100
+    parameters = {f"{i}": torch.zeros(int(n)) for i, n in enumerate(sizes)}
+    layout = ParameterLayout()
+    layout.add(parameters.items())
+    flat = FlatGradient(layout, NoMemory())
+    flat.allocate(torch.device("cpu"))
+    numel = layout.numel
+    mean = torch.zeros(numel)
+    touched = [torch.randint(numel, (numel // 1000,)).unique() for _ in range(16)]
+    for each in touched:
+        mean[each] = 1.0
+    pairs = [(p, torch.zeros_like(p)) for p in parameters.values()]
+    plain = [torch.zeros_like(p) for p in parameters.values()]
+    parts = mean.split([p.numel() for p in parameters.values()])
+
+    def copy() -> None:
+        for target, part in zip(plain, parts, strict=True):
+            target.copy_(part)
+
+    took = interleaved({"write": lambda: flat.write(pairs, mean, touched, 1.0), "copy": copy})
+    ratios = [a / b for a, b in zip(took["write"], took["copy"], strict=True)]
+    return [row("update", f"161 layers, {numel:,} elements, 16 ranks", ratios, "×", 1, "a copy")]
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "| corner | case | aim | here | quartiles | |",
+        "|---|---|---:|---:|---|---|",
+    ]
+    for r in rows:
+        unit = " µs" if r["unit"] == "µs" else f" × {r['over']}"
+        aim = f"≤ {r['aim']:g}{unit}"
+        state = "" if r["median"] <= r["aim"] else "missed"
+        middle, low, high = (f"{r[n]:.3g}" for n in ("median", "low", "high"))
+        lines.append(
+            f"| `{r['corner']}` | {r['case']} | {aim} | {middle} | {low} … {high} | {state} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure everything, store the rows, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the table into the docs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warm_up()
+    dump(FILE, [r for part in (small, middle, signs, update, large) for r in part()])
+    text = table(json.loads(FILE.read_text(encoding="utf-8")))
+    print(text)
+    if options.write:
+        put(DOCS / "measurements.md", "corners", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The corners: the page shows what was stored, and every part can be measured again."""
+
+from __future__ import annotations
+
+import json
+
+import corners
+from records import DOCS
+
+
+def test_the_page_shows_what_was_stored():
+    rows = json.loads(corners.FILE.read_text(encoding="utf-8"))
+    page = (DOCS / "measurements.md").read_text(encoding="utf-8")
+    assert f"<!-- corners -->\n{corners.table(rows)}\n<!-- /corners -->" in page
+    assert {r["corner"] for r in rows} == {*corners.RULES, "signsgd, ef-signsgd", "ssdm", "update"}
+
+
+def test_every_part_runs(monkeypatch):
+    monkeypatch.setattr(corners, "LARGE", 3000)
+    monkeypatch.setattr(corners, "SIGNED", 3000)
+    monkeypatch.setattr(corners, "SMALL", (64, 5000))
+    monkeypatch.setattr(corners, "ROUNDS", 3)
+    monkeypatch.setattr(corners, "RUNS", 1)
+    rows = [
+        r
+        for part in ("small", "middle", "signs", "update", "large")
+        for r in getattr(corners, part)()
+    ]
+    assert all(0 < r["low"] <= r["median"] <= r["high"] for r in rows)
+    for line in corners.table(rows).splitlines()[2:]:
+        assert line.count("|") == 7
