@@ -509,14 +509,16 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         counts = histogram(x, bits).counts
         # what float32 rounds to zero is not zero; it belongs into the lowest bin, with the smallest denormals
         counts[0] += sums.count - int(counts.sum())
-        bins = np.flatnonzero(counts)
+        bins = np.flatnonzero(counts > 0)  # of booleans, which takes a tenth of the time
         return Sketch(sums, bins, counts[bins].astype(np.int64), bits)
     values = np.sort(_finite_magnitudes(x))
     with np.errstate(under="ignore"):
         # what is too large for float32 goes into the last bin, so that the bins count everything
         narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)
-    bins, number = np.unique(narrow.view(np.int32) >> (23 - bits), return_counts=True)
-    return Sketch(sums, bins.astype(np.int64), number.astype(np.int64), bits, values)
+    placed = (narrow.view(np.int32) >> (23 - bits)).astype(np.int64)  # ascending, as the values are
+    changes = np.flatnonzero(placed[1:] != placed[:-1]) + 1
+    edges = np.concatenate([[0], changes, [placed.size]]) if placed.size else np.zeros(1, np.int64)
+    return Sketch(sums, placed[edges[:-1]], edges[1:] - edges[:-1], bits, values)
 
 
 def _finite_magnitudes(x: Array) -> NDArray[np.float64]:

@@ -6,7 +6,8 @@ import math
 
 import plateau
 import pytest
-from records import stored
+from pages import block
+from records import DOCS, RESULTS, stored
 
 from capture.workloads.launch import RunFailedError
 
@@ -41,6 +42,55 @@ def test_differences_are_paired_by_seed():
     assert "+0.00 ± inf |" in lines[4]
     assert "0 of 1 | diverged" in lines[5]
     assert lines[-1].startswith("Standard deviation of dense over its 3 seeds: 10.00")
+
+
+def test_curves_are_means_of_equal_parts():
+    assert plateau.curve([1.0, 3.0, 5.0, 7.0], points=2) == [2.0, 6.0]
+    assert plateau.curve([1.0, 2.0, 6.0], points=5) == [1.0, 2.0, 6.0]
+    assert plateau.curve([], points=5) == []
+
+
+def test_times_are_those_at_which_a_loss_is_first_reached():
+    def run(compressor, ratio, loss, second):
+        curves = {"loss": loss, "seconds": [second * (i + 1) for i in range(len(loss))]}
+        return {
+            "compressor": compressor, "ratio": ratio, "rate": 10, "seconds": 0.02,
+            "utilisation": 0.5, "curves": curves,
+        }  # fmt: skip
+
+    rows = [
+        run("none", 1.0, [4.0, 3.0, 3.5, 2.0], 8.0),
+        run("topk", 0.1, [4.0, 2.5, 2.2, 2.1], 1.0),
+        {**run("lags", 0.1, [9.0], 1.0), "problem": "rank 0 failed"},
+        {**run("micro", 0.1, [1.0], 1.0), "rate": 20},
+    ]
+    head, _, *lines = plateau.times(rows, 10).splitlines()
+    assert "s to 4.00 (a quarter) | s to 3.00 (half) | s to 2.00 (all)" in head
+    assert lines == [
+        "| `none` | – | 20 | 50 | 8 | 16 | 32 | 32 |",
+        "| `topk` | 0.1 | 20 | 50 | 1 | 2 | never | 4 |",
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("plateau-*.jsonl")), ids=lambda p: p.stem)
+def test_the_page_shows_the_stored_runs(path):
+    rows, page = stored(path), (DOCS / "workloads.md").read_text(encoding="utf-8")
+    lab = path.stem.endswith("-lab")
+    text = plateau.times(rows, rows[0]["rate"]) if lab else plateau.table(rows)
+    assert block(path.stem, text) in page
+    keys = [(r["compressor"], r["ratio"], r["seed"]) for r in rows]
+    assert len(keys) == len(set(keys))
+
+
+def test_what_the_page_says_of_the_runs():
+    """At every ratio SIDCo ends where exact selection does, and no run of any system has diverged."""
+    rows = stored(RESULTS / "plateau-resnet8-cifar16.jsonl")
+    assert not [r for r in rows if "problem" in r]
+    assert {(r["compressor"], r["ratio"], r["seed"]) for r in rows} == {
+        (*each, seed)
+        for seed in range(3)
+        for each in plateau.settings(plateau.SYSTEMS, (0.1, 0.01, 0.001))
+    }
 
 
 def test_every_compressor_meets_every_ratio_once():

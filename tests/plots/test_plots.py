@@ -273,6 +273,30 @@ def test_figures_of_live_runs(tmp_path, monkeypatch, capsys):
         figures.main()
 
 
+def test_figures_of_the_runs_to_a_plateau(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    figures = importlib.import_module("figures")
+    curves = {"loss": [3.0, 2.0], "quality": [1.0, 0.5], "bytes": [2e6, 1e6], "diagnosed": [0, 5]}
+    curves |= {"residual_norm": [0.1, 0.2], "matching_rate": [0.9, 0.8]}
+    row = {"compressor": "topk", "ratio": 0.01, "seed": 0, "steps": 10, "bytes": 9.0}
+    dense = {**row, "compressor": "none", "ratio": 1.0, "curves": {"loss": [3.0, 1.0], "bytes": []}}
+    row["curves"] = curves
+    assert [p["megabytes"] for p in figures.points(row, "loss")] == [10, 15]
+    assert [p["megabytes"] for p in figures.points(dense, "loss")] == pytest.approx([45e-6, 90e-6])
+    assert [p["step"] for p in figures.points(row, "quality")] == [5, 10]
+    assert [(p["step"], p["residual_norm"]) for p in figures.points(row, "residual_norm")] == [
+        (0, 0.1),
+        (5, 0.2),
+    ]
+    for name, draw in figures.LIVE.items():
+        if name.startswith("plateau") and name != "plateau-time":
+            rows = (
+                [row, dense] if "loss" in name or "bytes" in name else [row | {"compressor": "dgc"}]
+            )
+            [ax] = draw(rows).axes
+            assert len(ax.lines) >= len(rows)
+
+
 def test_committed_figures_are_small():
     for image in (DOCS / "img").glob("*.png"):
         assert image.stat().st_size < (200_000 if image.stem == "report" else 150_000), image
