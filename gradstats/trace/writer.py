@@ -266,9 +266,11 @@ class TraceWriter:
             counts, moments[i] = _tally(values[place])
             for first in range(0, BINS, BIN_CHUNK):
                 part = counts[first : first + BIN_CHUNK]
-                if part.any():
-                    block = chunks.setdefault(first, np.zeros((layers, BIN_CHUNK), np.uint32))
-                    block[i, : part.size] = part
+                if not part.max():
+                    continue
+                if first not in chunks:
+                    chunks[first] = np.zeros((layers, BIN_CHUNK), np.uint32)
+                chunks[first][i, : part.size] = part
         folder = self._group / f"{kind}_counts" / "c" / str(row) / "0"
         for first, block in chunks.items():
             _write_chunk(folder / str(first // BIN_CHUNK), block, self._specs[f"{kind}_counts"])
