@@ -71,9 +71,14 @@ def shared(config: RunConfig) -> Row:
 
 
 def curve(values: Sequence[float], points: int = POINTS) -> list[float]:
-    """Return the means of as many parts of a series, of equal length, with five digits; what is left over is last."""
-    ends = [round(len(values) * i / points) for i in range(points + 1)]
-    return [float(f"{statistics.fmean(values[a:b]):.5g}") for a, b in pairwise(ends) if a < b]
+    """Return the means of as many parts of a series, of lengths as equal as can be, with five digits."""
+    return [float(f"{statistics.fmean(values[a:b]):.5g}") for a, b in parts(len(values), points)]
+
+
+def parts(count: int, points: int = POINTS) -> list[tuple[int, int]]:
+    """Return where the parts of a series begin and end."""
+    ends = [round(count * i / points) for i in range(points + 1)]
+    return [(a, b) for a, b in pairwise(ends) if a < b]
 
 
 def curves(result: RunResult) -> Row:
@@ -126,7 +131,8 @@ def timed(config: RunConfig, rate: int) -> Row:
             found, losses, seconds = train(config, network, alone.seconds)
         except RunFailedError as error:
             return {**row, "rate": rate, "problem": str(error)}
-    elapsed = curve(list(accumulate(seconds)))
+    clock = list(accumulate(seconds))
+    elapsed = [round(clock[b - 1], 3) for _, b in parts(len(clock))]
     fields = ("seconds", "compute_alone", "select", "communicate", "bytes", "utilisation")
     row |= {"rate": rate, **{name: found[name] for name in fields}}
     return {**row, "curves": {"loss": curve(losses), "seconds": elapsed}}

@@ -266,7 +266,8 @@ def train(
     losses : list of float
         Training loss at every step, the mean over the ranks.
     seconds : list of float
-        Seconds of every step, those of the slowest rank.
+        Seconds of every step that is counted, those of the slowest rank. Steps in which a compressor settles, and the
+        first interval of local steps, are not: the seconds are those of steps that many later than the losses'.
     """
     steps, settling, local = config.setting("steps"), _settling(config), config.local_steps
     if local:

@@ -307,9 +307,9 @@ class Codec:
             The values, of the 16-bit type if they travel as one, else float32. Rounding them again changes nothing.
         """
         wire = _FLOATS.get(self.values, torch.float32)
-        if wire != torch.float32 or values.dtype == torch.float64 or self.values in _BITS:
-            largest = torch.finfo(wire).max
-            values = values.clamp(-largest, largest)
+        largest = torch.finfo(wire).max
+        if torch.finfo(values.dtype).max > largest or self.values in _BITS:
+            values = values.to(torch.promote_types(values.dtype, wire)).clamp(-largest, largest)
         values = values.to(wire)
         if self.values in _BITS:
             return self.unpack_values(self.pack_values(values), values.numel())

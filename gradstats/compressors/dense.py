@@ -36,8 +36,8 @@ class DenseCompressor(Compressor):
 
     8-bit floats are no type to add in. Every rank adds up one part of the gradient, in float32, from the ranks'
     messages, and sends its mean rounded once more (as DoubleSqueeze does, Tang et al. 2019; scales as
-    :class:`gradstats.collectives.Codec` has them). What that rounding takes off stays with the rank, so that nothing
-    is lost.
+    :class:`gradstats.collectives.Codec` has them). What that rounding takes off stays with the rank: nothing
+    is lost but the last bits of sums in float32.
     """
 
     has_ratio = False
@@ -59,9 +59,9 @@ class DenseCompressor(Compressor):
             return Reduced(flags)
         flagged = time.perf_counter()
         if self._codec is not None and self._codec.values in SCALED:
-            messages = _in_parts(corrected, self._codec, dist.get_world_size(group))
+            messages, size = _in_parts(corrected, self._codec, dist.get_world_size(group))
             rounded = time.perf_counter()
-            mean, bytes_sent = _mean_of_parts(corrected, messages, self._codec, group)
+            mean, bytes_sent = _mean_of_parts(corrected, messages, size, self._codec, group)
         else:
             sent = corrected.clone()
             if self._codec is None:
@@ -85,31 +85,33 @@ class DenseCompressor(Compressor):
         )
 
 
-def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> torch.Tensor:
-    """Return a message for each rank, with its part of the gradient, and leave what rounding took off."""
+def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.Tensor, int]:
+    """Return a message for each rank with its part of the gradient, and a part's size; leave what rounding took off."""
     numel = corrected.numel()
     size = CHUNK * -(-numel // (CHUNK * world))
     padded = torch.zeros(world * size, device=corrected.device)
     padded[:numel] = codec.rounded(corrected)
     corrected -= padded[:numel]
-    return torch.stack([codec.pack_values(part) for part in padded.split(size)])
+    return torch.stack([codec.pack_values(part) for part in padded.split(size)]), size
 
 
 def _mean_of_parts(
-    residual: torch.Tensor, messages: torch.Tensor, codec: Codec, group: dist.ProcessGroup | None
+    residual: torch.Tensor,
+    messages: torch.Tensor,
+    size: int,
+    codec: Codec,
+    group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, int]:
     """Return the mean and the bytes sent for it; what rounding the own part took off is added to the residual."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    numel, size = residual.numel(), CHUNK * -(-residual.numel() // (CHUNK * world))
-    total = torch.zeros(size, device=residual.device)
+    rank, world, numel = dist.get_rank(group), dist.get_world_size(group), residual.numel()
+    own = torch.zeros(size, device=residual.device)
     for words in all_to_all(messages, group):
-        total += codec.unpack_values(words, size)
-    total /= world
-    own = codec.pack_values(codec.rounded(total))
-    parts = own.new_empty(world * own.numel())
-    all_gather(parts, own, group)
-    mean = torch.cat([codec.unpack_values(words, size) for words in parts.split(own.numel())])
+        own.add_(codec.unpack_values(words, size), alpha=1 / world)  # a sum could leave the range
+    message = codec.pack_values(codec.rounded(own))
+    gathered = message.new_empty(world * message.numel())
+    all_gather(gathered, message, group)
+    parts = [codec.unpack_values(words, size) for words in gathered.split(message.numel())]
     start, stop = (min(i * size, numel) for i in (rank, rank + 1))
-    residual[start:stop] += world * (total[: stop - start] - mean[start:stop])
-    sent = (messages.numel() + own.numel()) * messages.element_size()
-    return mean[:numel].to(residual.dtype), sent
+    residual[start:stop] += world * (own - parts[rank])[: stop - start]
+    sent = (messages.numel() + message.numel()) * message.element_size()
+    return torch.cat(parts)[:numel].to(residual.dtype), sent

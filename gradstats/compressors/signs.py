@@ -21,8 +21,8 @@ from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits, unpack_bits
 from gradstats.compressors.base import Compressor, Reduced
-from gradstats.primitives import exceedances
-from gradstats.primitives.arrays import narrowed
+from gradstats.primitives import moments
+from gradstats.primitives.arrays import check, narrowed
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.ratio import check_number, check_seed
 
@@ -213,7 +213,7 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
     Parameters
     ----------
     values : tensor, shape (d,)
-        Finite values of any sign.
+        Values of any sign.
     generator : torch.Generator
         Generator of the coins for zeros, on the device of the values.
 
@@ -222,19 +222,22 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
     packed : uint8 tensor, shape (⌈d/8⌉,)
         Signs, eight a byte: the bits of :func:`sign_bits`.
     total : float
-        Σ|v|.
+        Σ|v|; NaN if a value is.
     """
     flat = _compiled_view(values)
     if flat is None:
-        return pack_bits(sign_bits(values, generator)), exceedances(values, 0.0).sum_abs
+        total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
+        return pack_bits(sign_bits(values, generator)), total
     from gradstats.primitives.kernels import block_signs
 
     packed = np.empty(-(-flat.size // 8), np.uint8)
-    count, total, _ = block_signs(flat, packed)
+    count, total = block_signs(flat, packed)
     if count < flat.size:
         zeros = np.flatnonzero(flat == 0)
         thrown = coins(zeros.size, generator).numpy().view(np.uint8)
         np.bitwise_or.at(packed, zeros >> 3, thrown << (zeros & 7).astype(np.uint8))
+        if count + zeros.size < flat.size:
+            total = math.nan
     return torch.from_numpy(packed), total
 
 
@@ -246,7 +249,7 @@ def packed_stochastic_signs(
     Parameters
     ----------
     values : tensor, shape (d,)
-        Finite values of any sign.
+        Values of any sign.
     generator : torch.Generator
         Generator of the bits, on the device of the values.
 
@@ -255,19 +258,23 @@ def packed_stochastic_signs(
     packed : uint8 tensor, shape (⌈d/8⌉,)
         Signs, eight a byte.
     norm : float
-        ‖v‖₂, rounded to float32.
+        ‖v‖₂, rounded to float32; not finite if a value is not.
     """
-    flat = _compiled_view(values)
-    if flat is None:
+    flat, norm = _compiled_view(values), math.inf
+    if flat is not None:
+        sums = moments(flat, log=False)
+        norm = math.nan if sums.nonfinite else float(narrowed(math.sqrt(sums.sum_squares)))
+    if flat is None or not math.isfinite(norm):
         norm = norm_of(values)
         return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
     from gradstats.primitives.kernels import block_stochastic_signs
 
-    norm = float(narrowed(math.sqrt(exceedances(values, 0.0).sum_squares)))
     words = torch.empty(1 + -(-flat.size // 64), dtype=torch.int64)
     words.random_(torch.iinfo(torch.int64).min, None, generator=generator)  # all 64 bits
     seed = np.uint64(int(words[-1]) & (2**64 - 1))
     packed = words.view(torch.uint8)[: -(-flat.size // 8)].clone()
+    if flat.size % 8:
+        packed[-1] &= (1 << flat.size % 8) - 1
     if norm > 0:
         block_stochastic_signs(flat, norm, seed, packed.numpy())
     return packed, norm
@@ -275,6 +282,7 @@ def packed_stochastic_signs(
 
 def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     """Return the memory of values that the compiled loops read; None if others do."""
+    values = check(values)
     compiled = values.dtype == torch.float32 and values.is_contiguous()
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
 
@@ -382,7 +390,7 @@ def mean_magnitude(total: float, numel: int) -> float:
     float
         Mean magnitude, rounded to float32; 0 for d = 0.
     """
-    return float(np.float32(total / max(1, numel)))
+    return float(narrowed(total / max(1, numel)))
 
 
 def norm_of(values: torch.Tensor) -> float:
@@ -398,7 +406,7 @@ def norm_of(values: torch.Tensor) -> float:
     float
         Norm, rounded to float32. It is added up in float64, where squares neither overflow nor vanish.
     """
-    return float(np.float32(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
+    return float(narrowed(float(torch.linalg.vector_norm(values, 2, dtype=torch.float64))))
 
 
 def sign_message(packed: torch.Tensor, scale: float) -> torch.Tensor:

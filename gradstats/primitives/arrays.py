@@ -238,9 +238,9 @@ def narrowed(magnitude: float) -> np.float32:
     Parameters
     ----------
     magnitude : float
-        A number, not NaN.
+        A number, or NaN.
     """
-    return np.float32(magnitude if magnitude < _BEYOND else math.inf)
+    return np.float32(math.inf if magnitude >= _BEYOND else magnitude)
 
 
 def in_memory(x: Array) -> Array:

@@ -265,27 +265,25 @@ def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
 
 
 @_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
-def block_signs(x: NDArray[np.float32], packed: NDArray[np.uint8]) -> tuple[int, float, float]:
-    """Pack x > 0, eight a byte, the first lowest; return (number of non-zero elements, Σ|x|, Σx²).
+def block_signs(x: NDArray[np.float32], packed: NDArray[np.uint8]) -> tuple[int, float]:
+    """Pack x > 0, eight a byte, the first lowest; return (number of elements neither zero nor NaN, Σ|x| over them).
 
     Parameters
     ----------
     x : ndarray of float32, shape (n,)
-        Block of finite elements.
+        Block.
     packed : ndarray of uint8, shape (⌈n/8⌉,)
         Where the bits go.
     """
     count = 0
     total = 0.0
-    squares = 0.0
     positive = np.zeros(_SUB, np.uint8)
     words = positive.view(np.uint64)
     for start in range(0, x.size, _SUB):
         part = x[start : start + _SUB]
-        s, q, c = _sums_above(part, np.float32(0))
+        s, _, c = _sums_above(part, np.float32(0))
         count += c
         total += s
-        squares += q
         for i in range(part.size):
             positive[i] = part[i] > 0
         for i in range(part.size, min(_SUB, part.size + 7)):  # what is left of the last byte
@@ -293,7 +291,7 @@ def block_signs(x: NDArray[np.float32], packed: NDArray[np.uint8]) -> tuple[int,
         first = start // 8
         for i in range((part.size + 7) // 8):
             packed[first + i] = np.uint8((words[i] * _GATHER) >> np.uint64(56))
-    return count, total, squares
+    return count, total
 
 
 @_compiled(nogil=True)
@@ -323,7 +321,7 @@ def block_stochastic_signs(
     x : ndarray of float32, shape (n,)
         Finite elements.
     norm : float
-        Their norm, above 0.
+        Their norm, finite and above 0.
     seed : uint64
         Seed of the random numbers.
     packed : ndarray of uint8, shape (⌈n/8⌉,)
@@ -345,7 +343,7 @@ def block_stochastic_signs(
         while True:
             state += _GOLDEN
             at += 1 + np.floor(np.log(1 - _uniform(state)) * skip)
-            if at >= stop:
+            if not at < stop:
                 break
             state += _GOLDEN
             i = np.int64(at)

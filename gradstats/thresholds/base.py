@@ -98,7 +98,10 @@ class Estimator(ABC):
 
     @abstractmethod
     def _find(self, x: Array, k: int) -> Found:
-        """Find the threshold of a checked, non-empty gradient."""
+        """Find the threshold of a checked, non-empty gradient.
+
+        A float32 or float64 tensor on the CPU arrives as the NumPy array with its memory.
+        """
 
     def _observe(self, kept: int, k: int, numel: int) -> None:  # noqa: B027 — most rules learn nothing
         """Learn that the last threshold kept `kept` of `numel` elements where `k` were wanted."""
@@ -167,7 +170,8 @@ class Estimator(ABC):
         estimate = Estimate(threshold, k, numel, found.details)
         if not select:
             return estimate, None
-        selection = found.selection
+        # what reaches a threshold beyond the largest number is not what reaches that
+        selection = found.selection if found.threshold <= _LARGEST[wide] else None
         if selection is None:
             selection = select_elements(read, threshold)
         self._observe(len(selection), k, numel)

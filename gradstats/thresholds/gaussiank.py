@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gradstats.primitives import Array, Selection, exceedances, moments, numel_of, select
+from gradstats.primitives import (
+    Array,
+    Selection,
+    exceedances,
+    moments,
+    numel_of,
+    select,
+    top_candidates,
+)
 from gradstats.primitives.arrays import is_tensor, strided
 from gradstats.primitives.moments import signed_sums
 from gradstats.primitives.ratio import check_count
@@ -17,8 +25,10 @@ from gradstats.thresholds.base import Estimator, Found
 
 __all__ = ["GaussianK"]
 
-_SAMPLE = 1 << 15
-"""Elements looked at beforehand."""
+_SAMPLE, _HITS = 1 << 15, 16
+"""Elements looked at beforehand, and how many of them must be wanted for their counts to mean anything."""
+_FEW = 1 << 16
+"""Elements up to which the largest are found by sorting."""
 
 
 class GaussianK(Estimator):
@@ -28,8 +38,8 @@ class GaussianK(Estimator):
     ----------
     loops : int
         Largest number of counts, 0 to 100; a correction follows every count but the last. The authors' program has 3
-        with error feedback, 5 without. A sample foretells where it ends, and one pass collects what reaches that; a
-        count below takes another.
+        with error feedback, 5 without. One pass collects what reaches the threshold that a sample foretells, or the 2k
+        largest elements where it cannot; a count beyond takes another.
 
     Notes
     -----
@@ -56,10 +66,20 @@ class GaussianK(Estimator):
         mean = total / finite
         std = math.sqrt(max(squares / finite - mean * mean, 0.0))
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
-        tail = _Tail(x, self._corrected(threshold, k / numel_of(x), _sampled_share(x))[0])
+        tail = _Tail(x, k, self._foretold(x, threshold, k))
         threshold, counts = self._corrected(threshold, k, tail.count)
         details = {"mean": mean, "std": std, "counts": counts}
         return Found(threshold, details, tail.selection(threshold))
+
+    def _foretold(self, x: Array, threshold: float, k: int) -> float | None:
+        """Return where a sample's counts end; None where it has too few hits, or would have too much collected."""
+        some = strided(x, max(1, numel_of(x) // _SAMPLE))
+        some = some.contiguous() if is_tensor(some) else np.ascontiguousarray(some)
+        expected = k * numel_of(some) / numel_of(x)
+        if expected < _HITS or numel_of(x) <= _FEW:
+            return None
+        last, counts = self._corrected(threshold, expected, lambda t: exceedances(some, t).count)
+        return last if counts and _HITS / 2 <= counts[-1] <= 3 * expected else None
 
     def _corrected(
         self, threshold: float, k: float, count: Callable[[float], float]
@@ -79,19 +99,15 @@ class GaussianK(Estimator):
         return threshold, counts
 
 
-def _sampled_share(x: Array) -> Callable[[float], float]:
-    """Return a function from a threshold to the share of a sample's elements that reach it."""
-    some = strided(x, max(1, numel_of(x) // _SAMPLE))
-    some = some.contiguous() if is_tensor(some) else np.ascontiguousarray(some)
-    return lambda threshold: exceedances(some, threshold).count / numel_of(some)
-
-
 class _Tail:
-    """Everything that reaches a threshold, collected once: counts and a selection among it take no other pass."""
+    """Everything that reaches a threshold, collected once: counts and a selection among it take no other pass.
 
-    def __init__(self, x: Array, low: float) -> None:
-        self._x, self._low = x, low
-        self._found = select(x, low)
+    Without a threshold, the 2k largest elements.
+    """
+
+    def __init__(self, x: Array, k: int, low: float | None) -> None:
+        self._x = x
+        self._low, self._found = top_candidates(x, 2 * k) if low is None else (low, select(x, low))
 
     def count(self, threshold: float) -> int:
         """Count the finite elements that reach a threshold."""

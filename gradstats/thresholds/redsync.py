@@ -9,6 +9,7 @@ from gradstats.primitives import (
     Array,
     Moments,
     exceedances,
+    kth_largest,
     moments,
     numel_of,
     select,
@@ -188,13 +189,13 @@ class RedSyncTrimmed(Estimator):
         self.rule = rule
 
     def _find(self, x: Array, k: int) -> Found:
-        kth, selection = top_candidates(x, k)
         if self.rule == "corrected":
+            kth, selection = top_candidates(x, k)
             return Found(kth, selection=selection)
         m = moments(x, log=False)
         if m.count <= k:
             return Found(0.0)
-        mean = _mean(m)
+        mean, kth = _mean(m), kth_largest(x, k)
         # The first that k elements reach is the first that the k-th largest reaches.
         tried = (mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0))
         compared = wide_dtype(x).type

@@ -96,6 +96,14 @@ def test_8_bit_floats_are_torchs_scaled_to_the_largest_of_each_chunk():
         ].all()  # three bits behind the first
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", VALUES)
+def test_half_precision_is_coded_too(name, dtype):
+    values = values_of("laplace", 1000).to(dtype)
+    sent = Codec(values=name).rounded(values)
+    assert torch.equal(sent, Codec(values=name).rounded(values.float()))
+
+
 def test_too_large_values_become_the_largest_and_float64_is_narrowed():
     for name in VALUES:
         sent = Codec(values=name).rounded(torch.tensor([1e300, -1.0], dtype=torch.float64))

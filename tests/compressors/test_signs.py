@@ -172,6 +172,15 @@ def test_packed_stochastic_signs_at_the_ends():
         for _ in range(20):
             packed, _ = packed_stochastic_signs(torch.tensor([value]), generator)
             assert int(packed) & 1 == (value > 0)
+    for bad in (torch.nan, torch.inf):  # not for ever, and said in the norm
+        packed, norm = packed_stochastic_signs(torch.tensor([1.0, bad, 2.0] * 1000), generator)
+        assert not np.isfinite(norm)
+    assert packed_stochastic_signs(torch.full((64,), 3e38), generator)[1] == np.inf
+    assert np.isnan(packed_signs(torch.tensor([1.0, torch.nan]), generator)[1])
+    leaf = torch.ones(9, requires_grad=True)
+    assert packed_signs(leaf, generator)[1] == 9
+    for _ in range(9):  # no coin is left behind the last element
+        assert int(packed_stochastic_signs(leaf, generator)[0][1]) < 2
     packed, norm = packed_stochastic_signs(torch.zeros(8000), generator)
     assert norm == 0
     assert deviation(unpack_bits(packed, 8000).float().mean().item(), 0.5, 8000) < SIGMAS

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scipy import stats
 
 from gradstats import open_trace, threshold
 from gradstats.errors import InputError
-from gradstats.primitives import Moments, moments, select
+from gradstats.primitives import Moments, moments, select, top_candidates
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.statistics.stages import gamma_closed, gamma_exact, genpareto
 from gradstats.thresholds import DGC, ESTIMATORS, Estimator, Exact, SIDCoE, make_estimator
@@ -494,6 +495,38 @@ def test_float64_of_any_size(name, scale):
     if not name.startswith("sidco"):
         expected = threshold(x, 0.01, name)
         assert threshold(x * scale, 0.01, name) / scale == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_a_threshold_beyond_the_largest_number_is_that(name):
+    """What is selected reaches the threshold that is said, also where a model's is beyond float32."""
+    rng, largest = np.random.default_rng(0), np.finfo(np.float32).max
+    for share in (0.01, 0.1):
+        x = np.where(rng.random(1000) < share, largest, rng.standard_normal(1000) * 1e37)
+        for _ in range(2):
+            estimate, selection = make_estimator(name).select(x.astype(np.float32), 0.001)
+            assert len(selection) == len(select(x.astype(np.float32), estimate.threshold))
+
+
+@pytest.mark.parametrize("loops", [3, 5])
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 1e-5])
+def test_a_sample_that_sees_nothing_does_not_make_gaussiank_collect_everything(ratio, loops):
+    x = np.random.default_rng(0).normal(size=4_000_000).astype(np.float32)
+    x[:: x.size // (1 << 15)] = 0  # what the sample looks at
+    rule = make_estimator("gaussiank", loops=loops)
+    rule.estimate(x[:9], 0.5)  # what is imported on first use is not counted
+
+    def peak(call):
+        tracemalloc.start()
+        found = call()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found, most
+
+    (estimate, selection), most = peak(lambda: rule.select(x, ratio))
+    assert len(selection) == np.count_nonzero(np.abs(x) >= np.float32(estimate.threshold))
+    _, of_the_largest = peak(lambda: top_candidates(x, 2 * target_count(ratio, x.size)))
+    assert most < 1.1 * of_the_largest + 4 * 2 * (1 << 15)  # and the sample
 
 
 def test_stages_are_bounded_at_once():
