@@ -19,7 +19,7 @@ __all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view"
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient in DDP's bucket."""
 
-_FEW = 16
+_FEW = 128
 """An update is written position by position where fewer than this share of all are not zero, …"""
 _LARGE = 1 << 20
 """… in parameters of this many elements; copying smaller ones takes no longer."""

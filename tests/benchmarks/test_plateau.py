@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import plateau
@@ -83,8 +84,31 @@ def test_the_page_shows_the_stored_runs(path):
 
 
 def test_what_the_page_says_of_the_runs():
-    """At every ratio SIDCo ends where exact selection does, and no run of any system has diverged."""
+    """The list behind the table: what exceeds the seeds' noise, and what does not."""
     rows = stored(RESULTS / "plateau-resnet8-cifar16.jsonl")
+    found = {(r["compressor"], r["ratio"], r["seed"]): r for r in rows}
+
+    def differs(name, ratio, other, at):
+        """Return the sign of a difference whose interval excludes 0; else 0."""
+        mean, half = plateau.interval(
+            [found[name, ratio, s]["accuracy"] - found[other, at, s]["accuracy"] for s in range(3)]
+        )
+        return math.copysign(abs(mean) > half, mean)
+
+    exact = ("topk", "sidco-e", "sidco-gp", "sidco-p")
+    for name, ratio in itertools.product(exact[1:], (0.1, 0.01, 0.001)):
+        assert differs(name, ratio, "topk", ratio) == 0
+    for name in exact:
+        assert differs(name, 0.1, "none", 1.0) == 0
+        assert differs(name, 0.001, "none", 1.0) == -1
+    assert differs("dense-bf16", 1.0, "none", 1.0) == 0
+    assert differs("dgc", 0.1, "topk", 0.1) == differs("redsync", 0.1, "topk", 0.1) == -1
+    assert differs("redsync", 0.001, "topk", 0.001) == 1
+    sent = {n: found[n, 0.001, 0]["bytes"] for n in ("redsync", "topk")}
+    assert sent["redsync"] > 30 * sent["topk"]
+    assert [differs("lags", r, "topk", r) for r in (0.1, 0.01, 0.001)] == [-1] * 3
+    assert [differs("micro", r, "topk", r) for r in (0.1, 0.01, 0.001)] == [0, 0, -1]
+    assert differs("marsit", 1.0, "none", 1.0) == -1
     assert not [r for r in rows if "problem" in r]
     assert {(r["compressor"], r["ratio"], r["seed"]) for r in rows} == {
         (*each, seed)

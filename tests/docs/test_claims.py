@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gradstats
+from gradstats.primitives.ratio import RATIOS
 from gradstats.tables import render
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,20 @@ def theory(study: str, **fields: Any) -> list[Row]:
     """Return the rows of a study of benchmarks/theory.py that have these values."""
     rows = [r for r in stored("theory.jsonl") if r["study"] == study]
     return [r for r in rows if all(r[k] == v for k, v in fields.items())]
+
+
+def settled(name: str, ratio: float = 1.0, field: str = "accuracy") -> float:
+    """Return the mean over the seeds of the trainings to a plateau."""
+    rows = stored("plateau-resnet8-cifar16.jsonl")
+    return statistics.fmean(
+        r[field] for r in rows if (r["compressor"], r["ratio"]) == (name, ratio)
+    )
+
+
+def right(name: str, *ratios: float) -> str:
+    """Return the test images that they get right, in percent, ratio by ratio."""
+    each = [f"{100 * settled(name, ratio):.1f}" for ratio in ratios or (1.0,)]
+    return " and ".join([", ".join(each[:-1]), each[-1]] if each[1:] else each)
 
 
 def facts() -> list[tuple[str, str]]:
@@ -277,7 +292,6 @@ def facts() -> list[tuple[str, str]]:
             "Selection at near-zero",
             f"{micro[2]} ms with two workers and {micro[4]} with four, exact selection {exact[2]} and {exact[4]}",
         ),
-        ("Outstanding", f"MiCRO {loss['micro']}, top-k {loss['topk']}"),
         (
             "Faster than single-layer",
             f"{span((b for b, _ in lags), '.0f')} times the bytes of top-k",
@@ -301,8 +315,26 @@ def facts() -> list[tuple[str, str]]:
             f"cascading {100 * matching['cascading', '']['matching_rate']:.0f} % until it diverges, Marsit "
             f"{100 * matching['marsit', '']['matching_rate']:.0f} %",
         ),
-        ("The accuracy of dense", f"Marsit {loss['marsit']}, dense {loss['none']}"),
         ("Training 41.7", f"{runs(lstm)['torch-topk']['select']:.1f} s of a step"),
+        *(
+            (
+                begin,
+                f"{shown} {right(name, *few)} %, {and_then}top-k {right('topk', *few)}, dense {right('none')}",
+            )
+            for begin, shown, name, few, and_then in (
+                (
+                    "The same accuracy as top-k",
+                    "E",
+                    "sidco-e",
+                    RATIOS,
+                    f"GP {right('sidco-gp', *RATIOS)}, P {right('sidco-p', *RATIOS)}, ",
+                ),
+                ("Outstanding", "MiCRO", "micro", RATIOS, ""),
+                ("The same convergence", "LAGS", "lags", RATIOS, ""),
+            )
+        ),
+        ("The accuracy of dense", f"Marsit {right('marsit')} %, dense {right('none')}"),
+        ("Hardly any loss", f"LAGS {right('lags', *RATIOS)} %, dense {right('none')}"),
         ("1.16 to 4.72", f"{taken('redsync-quantised')} % of the step"),
         ("Up to 35", f"{taken('marsit')} % of the steps"),
         ("The rate of SGD", f"by a factor of {least:.0f} and more"),
