@@ -123,7 +123,8 @@ def lab(data_dir: Path) -> list[Row]:
     from capture.lab.run import train, train_without_exchange
 
     base = RunConfig(
-        workload="lstm-ptb", data_dir=data_dir, nproc=2, steps=20, batch_size=8, hidden=400, compressor="topk", ratio=0.001
+        workload="lstm-ptb", data_dir=data_dir, nproc=2, steps=20, batch_size=8, hidden=400,
+        compressor="topk", ratio=0.001,
     )  # fmt: skip
     for rate in LAB_RATES:
         done = {(row["indices"], row["values"]) for row in stored(LAB) if row["rate"] == rate}

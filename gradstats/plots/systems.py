@@ -74,7 +74,8 @@ def training_curves(
     ----------
     records : sequence of mapping
         Records with compressor, seed, and the two quantities drawn; those of a compressor and seed in the order of the
-        steps. Trainings are compared point by point, up to the end of the shortest.
+        steps. Trainings are compared point by point, up to the end of the shortest. With ``floor``, what chance does
+        to k̂/k, it is drawn around 1.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     value : {'loss', 'quality', 'residual_norm', 'matching_rate'}, optional
@@ -99,11 +100,15 @@ def training_curves(
             raise unknown("quantity", given, names)
     _bands(records, by, value, ax)
     ax.set(xlabel=_SPENT[by], ylabel=_MEASURED[value])
-    if value in ("quality", "residual_norm"):
+    low, high = ax.dataLim.intervaly
+    if 0 < 10 * low < high:
         ax.set_yscale("log")
         plain_log(ax.yaxis)
     if value == "quality":
         ax.axhline(1, color="0.3", lw=0.8)
+        floor = max((r["floor"] for r in records if "floor" in r), default=0)
+        if floor:
+            ax.axhspan(1 - floor, 1 + floor, color="0.88", zorder=0, label="noise floor")
     if by == "megabytes":
         ax.set_xscale("log")
     legend_beside(ax)

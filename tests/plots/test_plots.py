@@ -203,16 +203,21 @@ def test_build_up_and_matching_rate_are_means(ax):
 def test_trainings_are_means_in_a_band_of_their_seeds(ax):
     rows = [
         {"compressor": name, "seed": seed, "step": step, "megabytes": 2 * step, "quality": value}
-        for name, seed, values in (("topk", 0, (1, 2)), ("topk", 1, (3, 6)), ("micro", 0, (5,)))
+        for name, seed, values in (("topk", 0, (1, 2)), ("topk", 1, (3, 6)), ("micro", 0, (50,)))
         for step, value in enumerate(values, 1)
     ]
     plots.training_curves(rows, ax, value="quality")
     assert line(ax, "topk").tolist() == [[1, 2], [2, 4]]
-    assert line(ax, "micro").tolist() == [[1, 5]]
+    assert line(ax, "micro").tolist() == [[1, 50]]
     [band] = ax.collections  # one run alone has no band
     low, high = band.get_datalim(ax.transData).intervaly
     assert (low, high) == (1, 6)
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("step", "k̂/k", "log")
+    near = plots.training_curves(
+        [r | {"floor": 0.1} for r in rows[:4]], Figure().subplots(), value="quality"
+    )
+    assert near.get_yscale() == "linear"  # where a decade would have one tick
+    assert "noise floor" in [t.get_text() for t in near.get_legend().get_texts()]
     # a seed that ends early ends the comparison
     plots.training_curves(rows[:3], other := Figure().subplots(), value="quality", by="megabytes")
     assert line(other, "topk").tolist() == [[2, 2]]
