@@ -127,9 +127,10 @@ def _train(config: RunConfig) -> RunResult:
             if compression is not None and compression.last not in (None, recorded):
                 recorded = compression.last
                 result.records.append(asdict(recorded))
-                if compression.diagnosis is not diagnosed:
-                    diagnosed = compression.diagnosis
-                    result.diagnoses.append(_scalars(diagnosed))
+                found = compression.diagnosis
+                if found is not None and found is not diagnosed:
+                    diagnosed = found
+                    result.diagnoses.append(_scalars(found))
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()

@@ -92,7 +92,7 @@ def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.
     padded = torch.zeros(world * size, device=corrected.device)
     padded[:numel] = codec.rounded(corrected)
     corrected -= padded[:numel]
-    return torch.stack([codec.pack_values(part) for part in padded.split(size)]), size
+    return torch.stack([codec.pack_values(part) for part in padded.view(world, size)]), size
 
 
 def _mean_of_parts(
@@ -110,7 +110,7 @@ def _mean_of_parts(
     message = codec.pack_values(codec.rounded(own))
     gathered = message.new_empty(world * message.numel())
     all_gather(gathered, message, group)
-    parts = [codec.unpack_values(words, size) for words in gathered.split(message.numel())]
+    parts = [codec.unpack_values(words, size) for words in gathered.view(world, message.numel())]
     start, stop = (min(i * size, numel) for i in (rank, rank + 1))
     residual[start:stop] += world * (own - parts[rank])[: stop - start]
     sent = (messages.numel() + message.numel()) * message.element_size()

@@ -22,7 +22,7 @@ from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits, unpack_bits
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.primitives import moments
-from gradstats.primitives.arrays import check, narrowed
+from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.ratio import check_number, check_seed
 
@@ -282,7 +282,7 @@ def packed_stochastic_signs(
 
 def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     """Return the memory of values that the compiled loops read; None if others do."""
-    values = check(values)
+    values = values.detach().resolve_neg()
     compiled = values.dtype == torch.float32 and values.is_contiguous()
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
 
