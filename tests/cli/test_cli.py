@@ -193,7 +193,7 @@ ERRORS = [
     ),
     (
         ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "zip"),
-        "there are none, dense-bf16, topk",
+        "there are none, dense-bf16, dense-fp8, topk",
     ),
     (
         ("capture", "lstm-pydoc", "--out", "x.zarr", "--compressor", "threshold:gaussian"),

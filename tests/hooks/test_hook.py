@@ -145,7 +145,7 @@ def test_compressors_by_name():
         assert torch.equal(first.indices, second.indices)
         assert torch.equal(first.values, x[first.indices])
         assert bool((first.values.abs() >= first.threshold).all())
-    with pytest.raises(InputError, match="there are none, dense-bf16, topk"):
+    with pytest.raises(InputError, match="there are none, dense-bf16, dense-fp8, topk"):
         make_compressor("nonsense", 0.01)
     with pytest.raises(InputError, match="ratio"):
         make_selector("topk", 0)
