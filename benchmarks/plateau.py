@@ -228,11 +228,13 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS))
     parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS, metavar="NAME")
     parser.add_argument("--nproc", type=int, default=2)
-    for name, kind in (
-        ("steps", int), ("batch-size", int), ("learning-rate", float), ("lr-warm-up", int), ("momentum", float),
-        ("hidden", int), ("vocab", int),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--lr-warm-up", type=int)
+    parser.add_argument("--momentum", type=float)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--vocab", type=int)
     parser.add_argument("--lr-schedule", default="cosine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
     parser.add_argument(

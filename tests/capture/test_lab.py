@@ -277,7 +277,7 @@ def test_steps_in_which_a_compressor_measures_are_not_counted(monkeypatch):
         ("lags", {"adaptive": False}, 0),
         ("powersgd", {}, 0),
     ):
-        record, losses = run.train(
+        record, losses, seconds = run.train(
             config.replace(compressor=name, options=options), cluster, compute=0.5
         )
         assert asked.pop() == 10 + settling
@@ -285,6 +285,7 @@ def test_steps_in_which_a_compressor_measures_are_not_counted(monkeypatch):
         assert record["select"] == record["communicate"] == 1
         assert record["loss"] == 9  # of the tenth step, as that of all others
         assert losses == list(range(10))
+        assert len(seconds) == 10
 
 
 def test_local_steps_are_averaged_over_whole_intervals(monkeypatch):
@@ -304,9 +305,10 @@ def test_local_steps_are_averaged_over_whole_intervals(monkeypatch):
     monkeypatch.setattr(run, "launch", launch)
     cluster = Cluster(("a",), "198.18.0.1", 10**6, 10**7)
     config = RunConfig(workload="resnet20-digits", nproc=1, steps=10, local_steps=4)
-    record, losses = run.train(config, cluster, compute=0.5)
+    record, losses, seconds = run.train(config, cluster, compute=0.5)
     assert asked == [(16, 4)]
     assert len(losses) == 12
+    assert seconds == [1, 1, 1, 5] * 3
     assert record["seconds"] == record["bytes"] == 2
     assert record["select"] == record["communicate"] == 0.5
     assert record["quality"] == 1
