@@ -59,7 +59,7 @@ def row(corner: str, case: str, values: list[float], unit: str, aim: float, over
 
 
 def small() -> list[Row]:
-    """Time exact selection, SIDCo-E and the histogram where there are few elements, beside torch.topk."""
+    """Time exact selection and SIDCo-E where there are few elements, beside torch.topk."""
     rows = []
     for numel in SMALL:
         x = torch.from_numpy(TAILS["layered"](numel))

@@ -31,7 +31,6 @@ from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.trace import open_trace
 
 LAB, LAB_RATES = RESULTS / "codecs-lab.jsonl", (8_000_000, 80_000_000, 800_000_000)
-"""At the second a dense step communicates for some 94 % of its time, as in SIDCo's table 1."""
 WIRE = (("plain", "float32"), ("rice", "float32"), ("rice", "bfloat16"), ("rice", "int8"))
 FILE, PAGE = RESULTS / "codecs.jsonl", DOCS / "howto" / "codecs.md"
 KINDS = {"resnet20": "gradient", "resnet20-ef": "corrected"}

@@ -267,7 +267,8 @@ def train(
         Training loss at every step, the mean over the ranks.
     seconds : list of float
         Seconds of every step that is counted, those of the slowest rank. Steps in which a compressor settles, and the
-        first interval of local steps, are not: the seconds are those of steps that many later than the losses'.
+        first interval of local steps, are not; a loss and the seconds at its place are then of
+        different steps.
     """
     steps, settling, local = config.setting("steps"), _settling(config), config.local_steps
     if local:

@@ -74,8 +74,8 @@ def training_curves(
     ----------
     records : sequence of mapping
         Records with compressor, seed, and the two quantities drawn; those of a compressor and seed in the order of the
-        steps. Trainings are compared point by point, up to the end of the shortest. With ``floor``, what chance does
-        to k̂/k, it is drawn around 1.
+        steps. Trainings are compared point by point, up to the end of the shortest. A field ``floor`` is the noise
+        floor of k̂/k, drawn around 1.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     value : {'loss', 'quality', 'residual_norm', 'matching_rate'}, optional

@@ -73,10 +73,12 @@ class GaussianK(Estimator):
 
     def _foretold(self, x: Array, threshold: float, k: int) -> float | None:
         """Return where a sample's counts end; None where it has too few hits, or would have too much collected."""
-        some = strided(x, max(1, numel_of(x) // _SAMPLE))
+        if numel_of(x) <= _FEW:
+            return None
+        some = strided(x, numel_of(x) // _SAMPLE)
         some = some.contiguous() if is_tensor(some) else np.ascontiguousarray(some)
         expected = k * numel_of(some) / numel_of(x)
-        if expected < _HITS or numel_of(x) <= _FEW:
+        if expected < _HITS:
             return None
         last, counts = self._corrected(threshold, expected, lambda t: exceedances(some, t).count)
         return last if counts and _HITS / 2 <= counts[-1] <= 3 * expected else None
