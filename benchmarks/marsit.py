@@ -1,10 +1,11 @@
 """Marsit: how often to average in full precision, and what ring and torus cost.
 
-    .venv/bin/python benchmarks/marsit.py [--times] [--write]
+    .venv/bin/python benchmarks/marsit.py --data-dir DIR [--write]
+    .venv/bin/python benchmarks/marsit.py --times [--write]
 
-Trains a ResNet-20 on the embedded digits in four processes, with a full-precision round every K steps, K from 5 to
-never, from three seeds. Each run is stored in docs/results/marsit.jsonl as soon as it ends, and is not repeated, so
-the program can be interrupted. ``--times`` exchanges a gradient over ring, torus and a dense all-reduce in turns
+Trains as benchmarks/plateau.py does, with a full-precision round every K steps, K from 5 to never, from three seeds.
+Each run is stored in docs/results/marsit.jsonl as soon as it ends, and is not repeated, so the program can be
+interrupted. ``--times`` exchanges a gradient between four processes over ring, torus and a dense all-reduce in turns
 instead, and wants a quiet machine. The tables are printed at the end; ``--write`` also puts them into docs/systems.md.
 """
 
@@ -15,46 +16,38 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plateau import interval
+from plateau import interval, one
 from records import DOCS, RESULTS, ROOT, Row, dump, put, store, stored
-from rich.console import Console
-from rich.progress import track
 
-from capture.workloads import RunConfig, run
+from capture.workloads import RunConfig
 from gradstats.compressors import Compressor, DenseCompressor, Marsit
 from gradstats.compressors.signs import bits_per_element
 
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 FILE, TIMES = RESULTS / "marsit.jsonl", RESULTS / "marsit-times.json"
-RANKS, STEPS, SEEDS = 4, 150, 3
+RANKS, SEEDS = 4, 3
 EVERY = (5, 10, 25, 50, 100, None)
-LAST = 25
-"""How many of the last steps the training loss is averaged over."""
 
 
-def train(full_every: int | None, seed: int) -> Row:
+def train(full_every: int | None, seed: int, data_dir: Path | None) -> Row:
     """Train once, and return the row of the table."""
-    result = run(
-        RunConfig(
-            workload="resnet20-digits",
-            nproc=RANKS,
-            steps=STEPS,
-            compressor="marsit",
-            options={"full_every": full_every},
-            seed=seed,
-        )
+    config = RunConfig(
+        workload="resnet8-cifar16",
+        data_dir=data_dir,
+        nesterov="dgc",
+        compressor="marsit",
+        options={"full_every": full_every},
+        seed=seed,
+        label=f"K = {full_every or 'never'}, seed {seed}",
     )
-    sent = sum(record["bytes_sent"] for record in result.records)
-    return {
-        "full_every": full_every,
-        "seed": seed,
-        "loss": statistics.fmean(result.losses[-LAST:]),
-        "bits": bits_per_element(sent / STEPS, result.numel, ring=RANKS),
-    }
+    row = one(config)
+    bits = bits_per_element(row["bytes"], config.info.parameters, ring=config.nproc)
+    return {"full_every": full_every, "bits": bits, **row}
 
 
 def exchange(rank: int, world: int, numel: int, rounds: int) -> dict[str, list[float]]:
@@ -98,14 +91,19 @@ def measure(rounds: int = 40) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return loss and bits by K, the loss with its 95 % interval over the seeds."""
-    lines = ["| K | bits per element and hop | training loss |", "|---|---:|---:|"]
+    """Return loss, accuracy and bits by K, with 95 % intervals over the seeds."""
+    lines = [
+        "| K | bits per element and hop | training loss | test accuracy % |",
+        "|---|---:|---:|---:|",
+    ]
     for full_every in EVERY:
-        own = [row for row in rows if row["full_every"] == full_every]
+        own = [row for row in rows if row["full_every"] == full_every and "problem" not in row]
         if len(own) > 1:
             bits = statistics.fmean(row["bits"] for row in own)
             loss, half = interval([row["loss"] for row in own])
-            lines.append(f"| {full_every or 'never'} | {bits:.2f} | {loss:.2f} ± {half:.2f} |")
+            right, around = interval([100 * row["accuracy"] for row in own])
+            cells = f"{bits:.2f} | {loss:.2f} ± {half:.2f} | {right:.1f} ± {around:.1f}"
+            lines.append(f"| {full_every or 'never'} | {cells} |")
     return "\n".join(lines)
 
 
@@ -121,6 +119,7 @@ def times_table(rows: list[Row]) -> str:
 def main() -> None:
     """Run what is not stored yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--times", action="store_true", help="measure the topologies instead")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/systems.md")
     options = parser.parse_args()
@@ -129,8 +128,8 @@ def main() -> None:
     else:
         done = {(row["full_every"], row["seed"]) for row in stored(FILE)}
         runs = [(k, seed) for seed in range(SEEDS) for k in EVERY if (k, seed) not in done]
-        for full_every, seed in track(runs, "training", console=Console(stderr=True)):
-            store(FILE, train(full_every, seed))
+        for full_every, seed in runs:
+            store(FILE, train(full_every, seed, options.data_dir))
     tables = {"marsit": table(stored(FILE))}
     if TIMES.exists():
         tables["marsit-times"] = times_table(json.loads(TIMES.read_text()))

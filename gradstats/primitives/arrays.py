@@ -243,22 +243,6 @@ def narrowed(magnitude: float) -> np.float32:
     return np.float32(math.inf if magnitude >= _BEYOND else magnitude)
 
 
-def in_memory(x: Array) -> Array:
-    """Return a CPU tensor that the compiled loops can read as the array with its memory, all else as it is.
-
-    A tensor's attributes take longer to read than an array's, which is most of the time where there are few elements.
-
-    Parameters
-    ----------
-    x : array_like
-        Checked array of any shape, floating dtype and device.
-    """
-    if not is_tensor(x) or not x.is_cpu:
-        return x
-    torch = sys.modules["torch"]
-    return x.numpy() if x.dtype in (torch.float32, torch.float64) else x
-
-
 def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
     """Return a flat view of a contiguous float32 or float64 CPU array and where its blocks start.
 

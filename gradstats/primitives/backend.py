@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import sys
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
+import numpy as np
+
 from gradstats.errors import InputError, unknown
-from gradstats.primitives.arrays import Array, Sums, is_tensor
+from gradstats.primitives.arrays import Array, Sums, check, is_tensor
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "DeviceCode", "backend", "device_code"]
+__all__ = ["Backend", "DeviceCode", "backend", "device_code", "readable"]
 
 Backend: TypeAlias = Literal["compiled", "torch", "triton"]
 """What reads a tensor, see :func:`backend`."""
@@ -173,6 +176,32 @@ def backend(name: Backend) -> AbstractContextManager[None]:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def readable(x: Array) -> Array:
+    """Check a gradient, and return it as it is read: a CPU tensor for the compiled loops as the array with its memory.
+
+    A tensor's attributes take longer to read than an array's, which is most of the time where there are few elements.
+
+    Parameters
+    ----------
+    x : array_like
+        Gradient, NumPy or torch.
+
+    Raises
+    ------
+    InputError
+        If it is not floating point, not dense, or has no elements that can be read.
+    """
+    if is_tensor(x) and type(x) is sys.modules["torch"].Tensor and not _Choice.active:
+        with suppress(RuntimeError, TypeError):  # it is on a device, or what check() tells apart
+            memory = np.asarray(x.numpy())
+            if memory.dtype.type in (np.float32, np.float64):
+                return memory
+    x = check(x)
+    if is_tensor(x) and x.is_cpu and x.element_size() >= 4 and device_code(x) is None:
+        return x.numpy()
+    return x
 
 
 def device_code(x: Array) -> DeviceCode | None:

@@ -28,6 +28,7 @@ __all__ = [
     "signed",
     "sums",
     "tail",
+    "tail_sums",
     "unpack_bits",
 ]
 
@@ -227,6 +228,29 @@ def descend(
     found = torch.cat([here, last, counts[around], counts[finite:].sum()[None]]).tolist()
     i, above, before, inside, after, nonfinite = (int(each) for each in found)
     return i, above, (before, inside, after), nonfinite
+
+
+def tail_sums(weight: torch.Tensor, middle: NDArray[np.float64]) -> torch.Tensor:
+    """Add up the bins of a histogram from the last to the first, on its device.
+
+    Parameters
+    ----------
+    weight : int64 tensor, shape (bins,)
+        Elements per bin.
+    middle : ndarray of float64, shape (bins,)
+        Their magnitude, ascending.
+
+    Returns
+    -------
+    float64 tensor, shape (bins + 1, 4)
+        Number, sum, sum of squares and of logarithms from each bin on; zeros last.
+    """
+    x = torch.from_numpy(middle).to(weight.device)
+    parts = torch.stack([torch.ones_like(x), x, x.square(), x.log()], 1) * weight[:, None]
+    parts[weight == 0] = 0  # no bin of zeros has a logarithm, and the last ones no square
+    sums = torch.zeros(x.numel() + 1, 4, dtype=x.dtype, device=x.device)
+    sums[:-1] = parts.flip(0).cumsum(0).flip(0)
+    return sums
 
 
 def kth_magnitude(values: Any, k: int) -> float | None:

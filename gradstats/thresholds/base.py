@@ -13,8 +13,8 @@ import numpy as np
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, numel_of
 from gradstats.primitives import select as select_elements
-from gradstats.primitives.arrays import check, in_memory, wide_dtype
-from gradstats.primitives.backend import device_code
+from gradstats.primitives.arrays import is_tensor, wide_dtype
+from gradstats.primitives.backend import readable
 from gradstats.primitives.ratio import check_seed, shown, target_count
 from gradstats.primitives.select import selection_like
 
@@ -155,17 +155,16 @@ class Estimator(ABC):
         return estimate, selection
 
     def _run(self, x: Array, ratio: float, *, select: bool) -> tuple[Estimate, Selection | None]:
-        x = check(x)
-        numel = numel_of(x)
+        read = readable(x)
+        numel = numel_of(read)
         k = target_count(ratio, numel)
         if numel == 0:
             return Estimate(0.0, 0, 0), select_elements(x, 0.0) if select else None
-        read = in_memory(x) if device_code(x) is None else x
         found = self._find(read, k)
         if math.isnan(found.threshold) or found.threshold < 0:
             raise AssertionError(f"{self.name} produced the threshold {found.threshold}")
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
-        wide = wide_dtype(x).type
+        wide = wide_dtype(read).type
         threshold = float(wide(min(found.threshold, _LARGEST[wide])))
         estimate = Estimate(threshold, k, numel, found.details)
         if not select:
@@ -175,9 +174,9 @@ class Estimator(ABC):
         if selection is None:
             selection = select_elements(read, threshold)
         self._observe(len(selection), k, numel)
-        return estimate, selection if read is x else selection_like(
-            x, selection.indices, selection.values
-        )
+        if is_tensor(read) or not is_tensor(x):
+            return estimate, selection
+        return estimate, selection_like(x, selection.indices, selection.values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically; empty for a rule without state."""

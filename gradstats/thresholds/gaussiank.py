@@ -27,6 +27,8 @@ __all__ = ["GaussianK"]
 
 _SAMPLE, _HITS = 1 << 15, 16
 """Elements looked at beforehand, and how many of them must be wanted for their counts to mean anything."""
+_MOST = 0.1
+"""Share of the elements up to which what the last threshold keeps is collected at once, however far it is from k."""
 _FEW = 1 << 16
 """Elements up to which the largest are found by sorting."""
 
@@ -81,7 +83,8 @@ class GaussianK(Estimator):
         if expected < _HITS:
             return None
         last, counts = self._corrected(threshold, expected, lambda t: exceedances(some, t).count)
-        return last if counts and _HITS / 2 <= counts[-1] <= 3 * expected else None
+        most = max(3 * expected, _MOST * numel_of(some))
+        return last if counts and _HITS / 2 <= counts[-1] <= most else None
 
     def _corrected(
         self, threshold: float, k: float, count: Callable[[float], float]

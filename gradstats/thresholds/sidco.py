@@ -19,7 +19,6 @@ from gradstats.primitives import (
     Moments,
     Selection,
     exceedances,
-    histogram,
     moments,
     numel_of,
     select,
@@ -27,7 +26,7 @@ from gradstats.primitives import (
 from gradstats.primitives.arrays import as_numpy, wide_dtype
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.primitives.select import keep
-from gradstats.primitives.sketch import Magnitudes
+from gradstats.primitives.tails import Tails, tails
 from gradstats.statistics.stages import (
     MOST_STAGES,
     Quantile,
@@ -47,11 +46,15 @@ Adaptation: TypeAlias = Literal["corrected", "paper", "program", "program-3"]
 _ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
 _FEW = 1 << 12
 """Elements up to which sorting them costs less than bins to count them in."""
+_MANY = 1 << 21
+"""Elements from which one histogram costs less than the passes of the stages."""
+_LOOK_UP = 0.27
+"""Passes that collecting may cost where a histogram saves all others: of few elements its sums would be too rough."""
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 
 
-def _worth_collecting(share: float, passes: int) -> bool:
+def _worth_collecting(share: float, passes: float) -> bool:
     """Tell whether collecting a share of the elements costs less than the passes still to come.
 
     To collect it was measured to cost 1 + 27·share passes over the data. It saves the stages' passes to come, and the
@@ -60,13 +63,11 @@ def _worth_collecting(share: float, passes: int) -> bool:
     return share <= 0.1 and 27 * share < passes
 
 
-def _cells(x: Array) -> Magnitudes:
-    """Return the distribution of the magnitudes: every one of few, on any device, else bins of 10 bits."""
-    if numel_of(x) > _FEW or wide_dtype(x) == np.float64:
-        return Magnitudes.from_histogram(histogram(x, 10))
+def _sorted(x: Array) -> Tails:
+    """Return the sums over the tails of a gradient of few elements, on any device."""
     values = np.abs(as_numpy(x).reshape(-1).astype(np.float64))
     values = np.sort(values[np.isfinite(values) & (values > 0)])
-    return Magnitudes.from_cells(values, values, np.ones_like(values))
+    return Tails.of_cells(values, values, np.ones_like(values))
 
 
 class SIDCo(Estimator):
@@ -96,7 +97,9 @@ class SIDCo(Estimator):
 
     Differs from the paper: exact zeros are a point mass π₀, so the model is fitted to the non-zero elements and asked
     for δ/(1−π₀); thresholds and excesses are of |g|, where the text subtracts from the signed vector; mean k̂ is over
-    the Q values added. `docs/concepts/errata.md` has the list.
+    the Q values added. `docs/concepts/errata.md` has the list. From 2²¹ elements on stages that more than a hundredth
+    of them reach are taken from the same histogram, whose sums are at most 0.05 % from the direct ones, some 10⁻⁵ as a
+    rule, and exact for half precision.
     """
 
     def __init__(
@@ -140,10 +143,14 @@ class SIDCo(Estimator):
     _needs_log: ClassVar[bool] = False
 
     def _find(self, x: Array, k: int) -> Found:
-        if self.adaptation == "corrected" and self._step % self.interval == 0:
-            self.stages = self._best_stages(_cells(x), k)
+        numel, wide = numel_of(x), wide_dtype(x) == np.float64
+        adapts = self.adaptation == "corrected" and self._step % self.interval == 0
         self._step += 1
-        whole = moments(x) if self._needs_log else exceedances(x, 0.0)
+        once = tails(x) if numel >= _MANY and not wide else None
+        if adapts:
+            few = numel <= _FEW and not wide
+            self.stages = self._best_stages(once or (_sorted(x) if few else tails(x)), k)
+        whole = self._whole(x) if once is None else once.above(0.0)
         if k >= whole.count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
         ratios = stage_ratios(k / whole.count, self.stages, self.first_ratio)
@@ -152,9 +159,13 @@ class SIDCo(Estimator):
 
         def above(threshold: float) -> Moments:
             nonlocal survivors
-            expected = seen[-1]["count"] * seen[-1]["ratio"] / whole.numel
-            if survivors is None and _worth_collecting(expected, len(ratios) - len(seen)):
-                survivors = select(x, threshold)
+            if survivors is None:
+                share = seen[-1]["count"] * seen[-1]["ratio"] / numel
+                passes = len(ratios) - len(seen) if once is None else _LOOK_UP
+                if _worth_collecting(share, passes):
+                    survivors = select(x, threshold)
+                elif once is not None:
+                    return once.above(threshold)
             return exceedances(x if survivors is None else survivors.values, threshold)
 
         for stage in run_stages(self._models(), ratios, whole, above):
@@ -163,7 +174,10 @@ class SIDCo(Estimator):
         chosen = None if survivors is None else keep(survivors, threshold)
         return Found(threshold, {"stages": seen}, chosen)
 
-    def _best_stages(self, cells: Magnitudes, k: int) -> int:
+    def _whole(self, x: Array) -> Moments:
+        return moments(x) if self._needs_log else exceedances(x, 0.0)
+
+    def _best_stages(self, cells: Tails, k: int) -> int:
         """Return the number of stages whose threshold keeps the nearest to k."""
         above = cache(cells.above)  # the first of several stages is always the same
         whole = above(0.0)

@@ -83,38 +83,79 @@ def test_the_page_shows_the_stored_runs(path):
     assert len(keys) == len(set(keys))
 
 
-def test_what_the_page_says_of_the_runs():
-    """The list behind the table: what exceeds the seeds' noise, and what does not."""
-    rows = stored(RESULTS / "plateau-resnet8-cifar16.jsonl")
-    found = {(r["compressor"], r["ratio"], r["seed"]): r for r in rows}
+class Stored:
+    """The stored runs of a workload, and what differs in them by more than the seeds do."""
 
-    def differs(name, ratio, other, at):
-        """Return the sign of a difference whose interval excludes 0; else 0."""
-        mean, half = plateau.interval(
-            [found[name, ratio, s]["accuracy"] - found[other, at, s]["accuracy"] for s in range(3)]
-        )
+    def __init__(self, workload):
+        self.rows = stored(RESULTS / f"plateau-{workload}.jsonl")
+        self.found = {(r["compressor"], r["ratio"], r["seed"]): r for r in self.rows}
+        assert {key for key in self.found if key[2] < 3} == {
+            (*each, seed)
+            for seed in range(3)
+            for each in plateau.settings(plateau.SYSTEMS, (0.1, 0.01, 0.001))
+        }
+        assert not [r for r in self.rows if "problem" in r]
+
+    def better(self, name, ratio, other="none", at=1.0):
+        """Return 1 if one is better than another in an interval without 0, −1 if it is worse, else 0."""
+        measure, sign = ("perplexity", -1) if self.rows[0]["perplexity"] > 0 else ("accuracy", 1)
+        pairs = [
+            sign * (self.found[name, ratio, seed][measure] - self.found[other, at, seed][measure])
+            for seed in range(len(self.rows))
+            if {(name, ratio, seed), (other, at, seed)} <= set(self.found)
+        ]
+        mean, half = plateau.interval(pairs)
         return math.copysign(abs(mean) > half, mean)
 
-    exact = ("topk", "sidco-e", "sidco-gp", "sidco-p")
-    for name, ratio in itertools.product(exact[1:], (0.1, 0.01, 0.001)):
-        assert differs(name, ratio, "topk", ratio) == 0
-    for name in exact:
-        assert differs(name, 0.1, "none", 1.0) == 0
-        assert differs(name, 0.001, "none", 1.0) == -1
-    assert differs("dense-bf16", 1.0, "none", 1.0) == 0
-    assert differs("dgc", 0.1, "topk", 0.1) == differs("redsync", 0.1, "topk", 0.1) == -1
-    assert differs("redsync", 0.001, "topk", 0.001) == 1
-    sent = {n: found[n, 0.001, 0]["bytes"] for n in ("redsync", "topk")}
+
+RULES = ("sidco-e", "sidco-gp", "sidco-p")
+RATIOS = (0.1, 0.01, 0.001)
+
+
+def test_what_the_page_says_of_the_runs():
+    """The list behind the table: what exceeds the seeds' noise, and what does not."""
+    better = (runs := Stored("resnet8-cifar16")).better
+    assert not [1 for name, r in itertools.product(RULES, RATIOS) if better(name, r, "topk", r)]
+    for name in ("topk", *RULES):
+        assert better(name, 0.1) == 0
+        assert better(name, 0.001) == -1
+    assert better("dense-bf16", 1.0) == 0
+    assert better("dgc", 0.1, "topk", 0.1) == better("redsync", 0.1, "topk", 0.1) == -1
+    assert better("redsync", 0.001, "topk", 0.001) == 1
+    sent = {n: runs.found[n, 0.001, 0]["bytes"] for n in ("redsync", "topk")}
     assert sent["redsync"] > 30 * sent["topk"]
-    assert [differs("lags", r, "topk", r) for r in (0.1, 0.01, 0.001)] == [-1] * 3
-    assert [differs("micro", r, "topk", r) for r in (0.1, 0.01, 0.001)] == [0, 0, -1]
-    assert differs("marsit", 1.0, "none", 1.0) == -1
-    assert not [r for r in rows if "problem" in r]
-    assert {(r["compressor"], r["ratio"], r["seed"]) for r in rows} == {
-        (*each, seed)
-        for seed in range(3)
-        for each in plateau.settings(plateau.SYSTEMS, (0.1, 0.01, 0.001))
+    assert [better("lags", r, "topk", r) for r in RATIOS] == [-1] * 3
+    assert [better("micro", r, "topk", r) for r in RATIOS] == [0, 0, -1]
+    assert better("marsit", 1.0) == -1
+
+
+def test_what_the_page_says_of_the_word_lstm():
+    better = (runs := Stored("lstm-ptb")).better
+    level = ("topk", *RULES, "micro", "lags")
+    assert [better(name, 0.1) for name in level] == [0] * 6
+    assert better("dense-bf16", 1.0) == 0
+    sparse = (*level, "dgc", "redsync")
+    assert {better(name, r) for name, r in itertools.product(sparse, (0.01, 0.001))} == {-1}
+    assert not [
+        1
+        for name, r in itertools.product((*RULES, "micro"), RATIOS)
+        if better(name, r, "topk", r) < 0
+    ]
+    assert [better("lags", r, "topk", r) for r in RATIOS] == [0, -1, 0]
+    assert {better(n, r, "topk", r) for n in ("dgc", "redsync") for r in RATIOS} == {-1}
+    means = {
+        row["compressor"]: plateau.interval(
+            [r["perplexity"] for r in runs.rows if r["compressor"] == row["compressor"]]
+        )[0]
+        for row in runs.rows
     }
+    assert max(means, key=means.get) == "marsit"
+    few = [
+        runs.found["dense-bf16", 1.0, s]["perplexity"] - runs.found["none", 1.0, s]["perplexity"]
+        for s in range(3)
+    ]
+    mean, half = plateau.interval(few)
+    assert abs(mean) > half
 
 
 def test_every_compressor_meets_every_ratio_once():

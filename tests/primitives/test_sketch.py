@@ -47,17 +47,6 @@ def test_parts_add_up(n, cut):
         assert np.array_equal(both.values, whole.values)
 
 
-@pytest.mark.parametrize("n", [1, 3, 500])
-def test_moments_above_a_threshold_are_exact_for_known_magnitudes(n):
-    values = np.round(np.random.default_rng(n).exponential(size=n), 2) + 0.01  # with ties
-    m = Magnitudes.from_values(values)
-    for threshold in (0.0, *np.unique(values)[::7], 0.123456, values.max() + 1):
-        found, kept = m.above(float(threshold)), values[values >= threshold]
-        assert (found.numel, found.count, found.above) == (n, kept.size, threshold)
-        assert found.sum_abs == pytest.approx(kept.sum(), abs=1e-9)
-        assert found.sum_squares == pytest.approx(np.square(kept).sum(), abs=1e-9)
-
-
 def test_many_parts_and_other_bits():
     x = gradient(100_000)
     pieces = [sketch(p) for p in np.array_split(x, 37)]
@@ -161,7 +150,7 @@ def test_the_largest_magnitude_is_known(bits):
     assert m.upper_quantile(1) == m.largest(1)[0] == largest
     assert (np.diff(m.left) >= 0).all()
     assert (m.right >= m.left).all()
-    assert m.exceedances(largest) == m.above(largest).count == 1
+    assert m.exceedances(largest) == 1
     # where others lie in its cell
     y = np.r_[np.ones(39_997), 2.0, 2.0002, 2.0005]
     m = sketch(y, bits).magnitudes
@@ -182,10 +171,6 @@ def test_magnitudes_lie_evenly_inside_their_cells():
     assert [m.upper_quantile(k) for k in range(1, 8)] == [*places, 0]
     assert m.middle.tolist() == [0.75, 1.5]
     assert [m.exceedances(e) for e in (0, 0.75, 1, 1.25, 2.5)] == [6, 5, 4, 3, 0]
-    half = m.above(1.5)  # two in 1.5 to 2; those cut off lie at 1.25, on average
-    assert (half.count, half.sum_abs) == (2, 3.5)
-    assert half.sum_squares == pytest.approx(4 * 1.5**2 - 2 * 1.25**2)
-    assert half.sum_log == pytest.approx(4 * math.log(1.5) - 2 * math.log(1.25))
     over = m.excesses(1.25)
     assert (over.left.tolist(), over.right.tolist(), over.weight.tolist()) == ([0], [0.75], [3])
 

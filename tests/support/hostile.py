@@ -564,7 +564,6 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         (counted.coarsen, {"bits": 3}),
         (counted.upper_quantile, {"k": 10}),
         (sketched.coarsen, {"bits": 3}),
-        (m.above, {"threshold": 1.0}),
         (m.exceedances, {"threshold": 1.0}),
         (m.excesses, {"threshold": 1.0}),
         (m.upper_quantile, {"k": 10}),

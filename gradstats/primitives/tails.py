@@ -1,0 +1,128 @@
+"""Sums over the magnitudes that reach any threshold: one pass for a histogram, and each threshold is a look-up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.primitives.arrays import Array
+from gradstats.primitives.backend import device_code
+from gradstats.primitives.histogram import bin_edges, histogram
+from gradstats.primitives.moments import Moments
+from gradstats.primitives.ratio import check_magnitude
+
+__all__ = ["Tails", "middles", "tails"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tails:
+    """What reaches the left end of each of some ascending disjoint cells: its number and its sums.
+
+    Attributes
+    ----------
+    left, right : ndarray of float64, shape (cells,)
+        Ends of each cell, equal where its magnitudes are known.
+    weight : array, shape (cells,)
+        Number of magnitudes in each cell.
+    sums : float64 array, shape (cells + 1, 4)
+        Number, sum, sum of squares and of logarithms of what lies in each cell and above it, taken at the cells'
+        middles; zeros last. An array of NumPy, or a tensor on the gradient's device, of which a look-up moves a row.
+    """
+
+    left: NDArray[np.float64]
+    right: NDArray[np.float64]
+    weight: Any
+    sums: Any
+
+    @classmethod
+    def of_cells(
+        cls, left: NDArray[np.float64], right: NDArray[np.float64], weight: NDArray[np.float64]
+    ) -> Tails:
+        """Add up cells in memory.
+
+        Parameters
+        ----------
+        left, right : ndarray of float64, shape (cells,)
+            Ends of each cell, ascending.
+        weight : ndarray of float64, shape (cells,)
+            Number of magnitudes in each cell.
+        """
+        from gradstats.primitives.kernels import tail_sums
+
+        middle = middles(left, right)
+        sums = np.zeros((left.size + 1, 4))
+        tail_sums(weight, middle, np.log(middle), sums)
+        return cls(left, right, weight, sums)
+
+    def above(self, threshold: float) -> Moments:
+        """Return the moments of the magnitudes that reach a threshold.
+
+        As with :func:`gradstats.primitives.exceedances`, the largest is not known (NaN), nor are zeros and non-finite
+        elements (−1).
+
+        Parameters
+        ----------
+        threshold : float
+            Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
+        """
+        threshold = check_magnitude(threshold)
+        i = int(self.right.searchsorted(threshold))
+        count, total, squares, logs = self.sums[i].tolist()
+        if i < self.right.size and self.left[i] < threshold:
+            left, right = self.left[i], self.right[i]
+            under = float(self.weight[i]) * float((threshold - left) / (right - left))
+            middle = float(left + threshold) / 2
+            count -= under
+            total -= under * middle
+            squares -= under * middle**2
+            logs -= under * math.log(middle)
+        every = int(self.sums[0, 0])
+        return Moments(every, round(count), -1, -1, total, squares, logs, math.nan, threshold)
+
+
+def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the middles of cells; that of one without width is its value, also where twice that is no number.
+
+    Parameters
+    ----------
+    left, right : ndarray of float64, shape (cells,)
+        Ends of each cell.
+    """
+    return np.where(left == right, left, left / 2 + right / 2)
+
+
+def tails(x: Array) -> Tails:
+    """Add up the magnitudes of a gradient from above, in one pass.
+
+    Parameters
+    ----------
+    x : array_like
+        Checked array of any shape and device, of float16, bfloat16 or float32.
+
+    Returns
+    -------
+    Tails
+        Of float16 and bfloat16 the cells are the numbers there are, and the sums exact. Those of float32 have 10 bits:
+        a magnitude is at most 0.05 % from the middle of its cell, a sum of many some 10⁻⁶ from theirs. They are the
+        same on every device, but for the order in which cells are added up.
+    """
+    known = x.dtype.itemsize == 2  # the cells have as many bits as the numbers
+    bits = 7 if "bfloat16" in str(x.dtype) else 10
+    edges = bin_edges(bits)
+    code = device_code(x)
+    if code is not None:
+        from gradstats.primitives import operators
+
+        left = edges[:-1]
+        right = left if known else edges[1:]
+        weight = code.counts(x, bits)[0][: left.size]
+        return Tails(left, right, weight, operators.tail_sums(weight, middles(left, right)))
+    counts = histogram(x, bits).counts
+    bins = np.flatnonzero(counts != 0)
+    left = edges[bins]
+    right = left if known else edges[bins + 1]
+    return Tails.of_cells(left, right, counts[bins].astype(np.float64))

@@ -1,0 +1,87 @@
+"""Sums over tails from one histogram: against the sums of the data, on every device's code."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradstats.primitives import backend, moments
+from gradstats.primitives.tails import Tails, tails
+
+
+@pytest.mark.parametrize("n", [1, 3, 500])
+def test_known_magnitudes_are_added_up_exactly(n):
+    values = np.round(np.random.default_rng(n).exponential(size=n), 2) + 0.01  # with ties
+    ordered = np.sort(values)
+    cells = Tails.of_cells(ordered, ordered, np.ones(n))
+    for threshold in (0.0, *np.unique(values)[::7], 0.123456, values.max() + 1):
+        found, kept = cells.above(float(threshold)), values[values >= threshold]
+        assert (found.numel, found.count, found.above) == (n, kept.size, threshold)
+        assert found.sum_abs == pytest.approx(kept.sum(), abs=1e-9)
+        assert found.sum_squares == pytest.approx(np.square(kept).sum(), abs=1e-9)
+
+
+def test_of_a_cell_that_is_cut_the_upper_part_counts():
+    cells = Tails.of_cells(np.array([0.5, 1]), np.array([1.0, 2]), np.array([2.0, 4]))
+    half = cells.above(1.5)  # two in 1.5 to 2; those cut off lie at 1.25, on average
+    assert (half.count, half.sum_abs) == (2, 3.5)
+    assert half.sum_squares == pytest.approx(4 * 1.5**2 - 2 * 1.25**2)
+    assert half.sum_log == pytest.approx(4 * math.log(1.5) - 2 * math.log(1.25))
+
+
+def test_sums_are_those_of_the_data(family):
+    cells = tails(family)
+    for q in (0.0, 0.5, 0.99):
+        eta = float(np.quantile(np.abs(family), q)) if q else 0.0
+        a, b = cells.above(eta), moments(family, above=eta)
+        assert a.count == pytest.approx(b.count, rel=2e-3)
+        assert a.sum_abs == pytest.approx(b.sum_abs, rel=2e-3)
+        assert a.sum_squares == pytest.approx(b.sum_squares, rel=2e-3)
+        assert a.sum_log == pytest.approx(b.sum_log, rel=2e-3)
+    # inside a cell a magnitude is 2e-4 from the middle (its root mean square), at random
+    whole = cells.above(0.0)
+    error = abs(whole.mean_log - moments(family).mean_log)
+    assert error < 1e-7 + 4 * 2e-4 / np.sqrt(whole.count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_half_precision_are_added_up_exactly(dtype, family):
+    x = torch.from_numpy(family).to(dtype)
+    magnitudes = x.double().abs().numpy()
+    cells = tails(x)
+    for eta in np.quantile(magnitudes, (0.0, 0.5, 0.99)):
+        kept = magnitudes[(magnitudes >= eta) & (magnitudes > 0)]
+        found = cells.above(float(eta))
+        assert found.count == kept.size
+        assert found.sum_abs == pytest.approx(kept.sum(), rel=1e-12)
+        assert found.sum_squares == pytest.approx((kept**2).sum(), rel=1e-12)
+
+
+def test_zeros_and_what_is_not_finite_are_left_out():
+    x = np.array([0.0, -1.0, np.nan, 3.0, np.inf, 1e-45, -0.0], np.float32)
+    found = tails(x).above(0.5)
+    assert (found.numel, found.count) == (3, 2)
+    assert found.sum_abs == pytest.approx(4.0, rel=5e-4)
+    for nothing in (np.zeros(3, np.float32), np.empty(0, np.float32)):
+        assert tails(nothing).above(0.0).count == 0
+
+
+@pytest.mark.parametrize("code", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_device_has_the_same_sums(code, dtype, family):
+    if code == "triton":
+        pytest.importorskip("triton")
+    x = torch.from_numpy(family[:20_000].copy()).to(dtype)
+    x[:4] = torch.tensor([0.0, math.nan, math.inf, -1e-7]).to(dtype)
+    host = tails(x)
+    with backend(code):
+        there = tails(x)
+    assert torch.is_tensor(there.sums)
+    for eta in (0.0, *np.quantile(np.abs(family), (0.1, 0.5, 0.999)).tolist(), 1e30):
+        a, b = host.above(eta), there.above(eta)
+        assert (a.numel, a.count) == (b.numel, b.count)
+        for name in ("sum_abs", "sum_squares", "sum_log"):
+            assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-12, abs=1e-12)
