@@ -21,7 +21,7 @@ from capture.workloads import RunConfig
 
 FILE = RESULTS / "batch_sizes.jsonl"
 SYSTEMS = (DENSE, "redsync", "redsync-quantised")
-BATCHES = (64, 128, 256, 512, 1024)
+BATCHES = (64, 256, 1024)
 """Images of a step, of all processes together."""
 RATIO = 0.001
 WARM_UP = 20

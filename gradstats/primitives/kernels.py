@@ -520,10 +520,7 @@ def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
 
 @_compiled(nogil=True)
 def tail_sums(
-    weight: NDArray[np.float64],
-    middle: NDArray[np.float64],
-    logarithm: NDArray[np.float64],
-    sums: NDArray[np.float64],
+    weight: NDArray[np.float64], middle: NDArray[np.float64], sums: NDArray[np.float64]
 ) -> None:
     """Add up cells from the last to the first.
 
@@ -533,17 +530,15 @@ def tail_sums(
         Number of magnitudes in each cell.
     middle : ndarray of float64, shape (cells,)
         Their magnitude.
-    logarithm : ndarray of float64, shape (cells,)
-        Its logarithm.
     sums : ndarray of float64, shape (cells + 1, 4)
-        Written, but for the last row: number, sum, sum of squares and of logarithms from each cell on.
+        Written, but for the last row: number, sum and sum of squares from each cell on, and the number in it.
     """
     for i in range(weight.size - 1, -1, -1):
         w, x = weight[i], middle[i]
         sums[i, 0] = sums[i + 1, 0] + w
         sums[i, 1] = sums[i + 1, 1] + w * x
         sums[i, 2] = sums[i + 1, 2] + w * (x * x)
-        sums[i, 3] = sums[i + 1, 3] + w * logarithm[i]
+        sums[i, 3] = w
 
 
 def warm_up() -> None:
@@ -566,4 +561,4 @@ def warm_up() -> None:
     block_under(values, _INFINITY, np.empty(values.size, np.int32))
     descend(counts, 0.5)
     descend(counts.astype(np.int64), 0.5)
-    tail_sums(np.ones(1), np.ones(1), np.zeros(1), np.zeros((2, 4)))
+    tail_sums(np.ones(1), np.ones(1), np.zeros((2, 4)))

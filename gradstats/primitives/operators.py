@@ -243,13 +243,13 @@ def tail_sums(weight: torch.Tensor, middle: NDArray[np.float64]) -> torch.Tensor
     Returns
     -------
     float64 tensor, shape (bins + 1, 4)
-        Number, sum, sum of squares and of logarithms from each bin on; zeros last.
+        Number, sum and sum of squares from each bin on, and the number in it; zeros last.
     """
     x = torch.from_numpy(middle).to(weight.device)
-    parts = torch.stack([torch.ones_like(x), x, x.square(), x.log()], 1) * weight[:, None]
-    parts[weight == 0] = 0  # no bin of zeros has a logarithm, and the last ones no square
+    parts = torch.stack([torch.ones_like(x), x, x.square()], 1) * weight[:, None]
     sums = torch.zeros(x.numel() + 1, 4, dtype=x.dtype, device=x.device)
-    sums[:-1] = parts.flip(0).cumsum(0).flip(0)
+    sums[:-1, :3] = parts.flip(0).cumsum(0).flip(0)
+    sums[:-1, 3] = weight
     return sums
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.arrays import Array
+from gradstats.primitives.arrays import Array, is_tensor
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.histogram import bin_edges, histogram
 from gradstats.primitives.moments import Moments
@@ -26,17 +28,20 @@ class Tails:
     ----------
     left, right : ndarray of float64, shape (cells,)
         Ends of each cell, equal where its magnitudes are known.
-    weight : array, shape (cells,)
-        Number of magnitudes in each cell.
     sums : float64 array, shape (cells + 1, 4)
-        Number, sum, sum of squares and of logarithms of what lies in each cell and above it, taken at the cells'
-        middles; zeros last. An array of NumPy, or a tensor on the gradient's device, of which a look-up moves a row.
+        Number, sum and sum of squares of what lies in each cell and above it, taken at the cells' middles, and the
+        number in the cell; zeros last. An array of NumPy, or a tensor on the gradient's device, of which a look-up
+        moves a row.
     """
 
     left: NDArray[np.float64]
     right: NDArray[np.float64]
-    weight: Any
     sums: Any
+
+    @cached_property
+    def count(self) -> int:
+        """Number of magnitudes."""
+        return int(self.sums[0, 0])
 
     @classmethod
     def of_cells(
@@ -53,16 +58,15 @@ class Tails:
         """
         from gradstats.primitives.kernels import tail_sums
 
-        middle = middles(left, right)
         sums = np.zeros((left.size + 1, 4))
-        tail_sums(weight, middle, np.log(middle), sums)
-        return cls(left, right, weight, sums)
+        tail_sums(weight, middles(left, right), sums)
+        return cls(left, right, sums)
 
     def above(self, threshold: float) -> Moments:
         """Return the moments of the magnitudes that reach a threshold.
 
-        As with :func:`gradstats.primitives.exceedances`, the largest is not known (NaN), nor are zeros and non-finite
-        elements (−1).
+        As with :func:`gradstats.primitives.exceedances`, the largest and the sum of logarithms are not known (NaN),
+        nor are zeros and non-finite elements (−1).
 
         Parameters
         ----------
@@ -71,17 +75,37 @@ class Tails:
         """
         threshold = check_magnitude(threshold)
         i = int(self.right.searchsorted(threshold))
-        count, total, squares, logs = self.sums[i].tolist()
+        count, total, squares, inside = self.sums[i].tolist()
         if i < self.right.size and self.left[i] < threshold:
             left, right = self.left[i], self.right[i]
-            under = float(self.weight[i]) * float((threshold - left) / (right - left))
+            under = inside * float((threshold - left) / (right - left))
             middle = float(left + threshold) / 2
             count -= under
             total -= under * middle
             squares -= under * middle**2
-            logs -= under * math.log(middle)
-        every = int(self.sums[0, 0])
-        return Moments(every, round(count), -1, -1, total, squares, logs, math.nan, threshold)
+        unknown = math.nan
+        return Moments(
+            self.count, round(count), -1, -1, total, squares, unknown, unknown, threshold
+        )
+
+    def whole(self, *, log: bool) -> Moments:
+        """Return the moments of all magnitudes.
+
+        Parameters
+        ----------
+        log : bool
+            Sum their logarithms too.
+        """
+        found = self.above(0.0)
+        if not log:
+            return found
+        weight, middle = self.sums[:-1, 3], middles(self.left, self.right)
+        if is_tensor(weight):
+            torch = sys.modules["torch"]
+            logs = torch.special.xlogy(weight, torch.from_numpy(middle).to(weight.device)).sum()
+        else:
+            logs = weight @ np.log(middle)
+        return replace(found, sum_log=float(logs))
 
 
 def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -120,7 +144,7 @@ def tails(x: Array) -> Tails:
         left = edges[:-1]
         right = left if known else edges[1:]
         weight = code.counts(x, bits)[0][: left.size]
-        return Tails(left, right, weight, operators.tail_sums(weight, middles(left, right)))
+        return Tails(left, right, operators.tail_sums(weight, middles(left, right)))
     counts = histogram(x, bits).counts
     bins = np.flatnonzero(counts != 0)
     left = edges[bins]

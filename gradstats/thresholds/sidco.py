@@ -150,7 +150,7 @@ class SIDCo(Estimator):
         if adapts:
             few = numel <= _FEW and not wide
             self.stages = self._best_stages(once or (_sorted(x) if few else tails(x)), k)
-        whole = self._whole(x) if once is None else once.above(0.0)
+        whole = self._whole(x) if once is None else once.whole(log=self._needs_log)
         if k >= whole.count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
         ratios = stage_ratios(k / whole.count, self.stages, self.first_ratio)
@@ -180,7 +180,7 @@ class SIDCo(Estimator):
     def _best_stages(self, cells: Tails, k: int) -> int:
         """Return the number of stages whose threshold keeps the nearest to k."""
         above = cache(cells.above)  # the first of several stages is always the same
-        whole = above(0.0)
+        whole = cells.whole(log=self._needs_log)
         if k >= whole.count:
             return 1
         best, least = 1, math.inf

@@ -99,23 +99,31 @@ def gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
-    """Beside them: warm-exact's sample, and the occupied bins from which SIDCo adapts its stages every five steps."""
+    """Beside them: warm-exact's sample."""
     x = gradient.to(dtype)
-    sample = 0
-    if name == "warm-exact":
-        sample = 4 * 2 * _SAMPLE
-    elif name.startswith("sidco"):
-        sample = 16 * np.count_nonzero(histogram(x, 10).counts)
-        assert sample < x.numel() / 2
+    sample = 4 * 2 * _SAMPLE if name == "warm-exact" else 0
     rule = make_estimator(name)
     with backend("torch"):
         for _ in range(3):
             with Moved() as moved:
                 _, selection = rule.select(x, 0.01)
             assert moved.bytes <= SCALARS + sample, moved.calls
-            if name.startswith("sidco"):
-                sample = 0  # until the sixth step
             assert selection.values.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+def test_sidco_looks_its_stages_up_on_the_device(name, gradient, monkeypatch):
+    """The host waits once for each stage, the selection and what is summed besides; where it adapts, for each stage of each number of them."""
+    monkeypatch.setattr("gradstats.thresholds.sidco._MANY", gradient.numel())
+    live, offline = make_estimator(name), make_estimator(name)
+    for step in range(2):
+        with backend("torch"), Moved() as moved:
+            there, chosen = live.select(gradient, 0.001)
+        here, expected = offline.select(gradient, 0.001)
+        assert there.threshold == pytest.approx(here.threshold, rel=1e-7)
+        assert torch.equal(chosen.indices, expected.indices)
+        assert moved.bytes <= SCALARS if step else 3 * SCALARS, moved.calls
+        assert moved.calls.total() <= 3 + len(there.details["stages"]) + 55 * (not step)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -157,15 +165,14 @@ def one_rank(tmp_path_factory):
 def test_exchanges_move_scalars_and_give_the_same_update(name, gradient, one_rank):
     """Live as on a device, and live on the CPU; what a process group moves by itself is not counted."""
     live, offline = make_compressor(name, 0.01), make_compressor(name, 0.01)
-    for step in range(2):
+    for _ in range(2):
         with backend("torch"), Moved() as moved:
             ours = live.reduce(gradient.clone(), None)
         theirs = offline.reduce(gradient.clone(), None)
         assert torch.equal(ours.mean, theirs.mean)
         assert torch.equal(ours.residual, theirs.residual)
         assert ours.selected == theirs.selected
-        if name != "sidco-e" or step:  # the first step adapts the stages
-            assert moved.bytes <= SCALARS, moved.calls
+        assert moved.bytes <= SCALARS, moved.calls
 
 
 @pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])

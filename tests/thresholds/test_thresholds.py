@@ -642,7 +642,8 @@ class TestAdaptiveStages:
 
     def test_trial_and_application_have_one_gamma_shape(self, family):
         found, expected = (
-            gamma_exact(m, 0.0, 0.01)[1]["a"] for m in (tails(family).above(0.0), moments(family))
+            gamma_exact(m, 0.0, 0.01)[1]["a"]
+            for m in (tails(family).whole(log=True), moments(family))
         )
         assert found == pytest.approx(expected, rel=1e-5)
 
