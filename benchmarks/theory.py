@@ -346,6 +346,51 @@ def compensate(nproc: int, every: int, steps: int) -> list[Row]:
     return rows
 
 
+# Elias coding of the baselines, section 5 of Marsit
+
+
+def votes(nproc: int, steps: int) -> list[Row]:
+    """Train densely, capture every rank's gradient, and code the sums of signs that a ring would pass on."""
+    with tempfile.TemporaryDirectory(prefix="gradstats-") as folder:
+        config = RunConfig(
+            workload="resnet20-digits", nproc=nproc, steps=steps, batch_size=20, out=Path(folder, "run.zarr"),
+            evaluate=False,
+        )  # fmt: skip
+        run(config)
+        trace = gradstats.open_trace(config.out or "")
+        sums = {
+            step: np.cumsum([trace.read(step, p, "gradient") >= 0 for p in range(nproc)], axis=0)
+            for step in trace.steps()
+        }
+    rows: list[Row] = []
+    for step, each in sums.items():
+        for summed, votes_for in enumerate(
+            each, 1
+        ):  # what a rank passes on has so many signs in it
+            counts = np.bincount(votes_for, minlength=summed + 1)
+            share = counts[counts > 0] / votes_for.size
+            # the nearest to a tie gets the shortest code
+            place = 2 * np.abs(np.arange(summed + 1) - summed / 2) + (
+                np.arange(summed + 1) > summed / 2
+            )
+            rank = np.argsort(np.argsort(place, kind="stable")) + 1
+            rows.append(
+                {
+                    "step": step,
+                    "summed": summed,
+                    "fixed": math.ceil(math.log2(summed + 1)),
+                    "elias": float(counts @ elias_gamma(rank)) / votes_for.size,
+                    "entropy": float(-share @ np.log2(share)),
+                }
+            )
+    return rows
+
+
+def elias_gamma(number: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the bits of the Elias γ code of numbers from 1 on (Elias 1975): 2⌊log₂ n⌋ + 1."""
+    return 2 * np.floor(np.log2(number)).astype(np.int64) + 1
+
+
 # The bound on cascading compression, theorems 1 and 2 of Marsit's appendix
 
 
@@ -482,6 +527,7 @@ def studies() -> dict[str, list[Case]]:
             ]
         ],
         "compensation": [("3 ranks", partial(compensate, 3, 10, 31))],
+        "votes": [("8 ranks", partial(votes, 8, 20))],
         "cascading": [
             (f"{world} ranks, {numel}", partial(cascade, world, numel, draws))
             for world, (numel, draws) in product((1, 2, 3, 4), ((100, 100), (10_000, 20), (0, 2)))
@@ -661,6 +707,15 @@ def compensation_table(rows: list[Row]) -> str:
     return table("step | ‖c‖² | its bound", lines)
 
 
+def votes_table(rows: list[Row]) -> str:
+    """Return the bits of a sum of signs by the number of signs in it."""
+    lines = [
+        [f"{summed}", *(f"{mean(own, field):.2f}" for field in ("fixed", "elias", "entropy"))]
+        for (summed,), own in grouped(rows, "summed").items()
+    ]
+    return table("signs in the sum | fixed length | Elias γ | entropy", lines)
+
+
 def cascading_table(rows: list[Row]) -> str:
     """Return squared errors and their bounds."""
     lines = [
@@ -687,6 +742,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "equal": equal_table,
     "signs": signs_table,
     "compensation": compensation_table,
+    "votes": votes_table,
     "cascading": cascading_table,
 }
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -33,8 +34,22 @@ def test_the_page_shows_what_was_measured():
 def test_every_case_was_measured_once():
     cases = {(study, case) for study, each in theory.studies().items() for case, _ in each}
     assert {(row["study"], row["case"]) for row in ROWS} == cases
-    single = [row for row in ROWS if row["study"] not in ("decay", "layers", "compensation")]
+    many = ("decay", "layers", "compensation", "votes")
+    single = [row for row in ROWS if row["study"] not in many]
     assert len(single) == len({(row["study"], row["case"]) for row in single})
+
+
+def test_elias_codes_are_prefix_free_lengths():
+    """As many zeros as the binary number has digits after its first, then the number; no code is shorter than H."""
+    numbers = np.arange(1, 600)
+    codes = [f"{n:b}".rjust(2 * len(f"{n:b}") - 1, "0") for n in numbers]
+    assert theory.elias_gamma(numbers).tolist() == [len(code) for code in codes]
+    for row in rows("votes"):
+        assert row["entropy"] <= min(row["elias"], row["fixed"])
+    for (summed,), own in theory.grouped(rows("votes"), "summed").items():
+        coded, plain = (theory.mean(own, field) for field in ("elias", "fixed"))
+        assert (coded < plain) == (summed in (4, 5, 8)), summed
+        assert coded >= 2
 
 
 def test_proved_bounds_hold_in_every_case():
