@@ -141,6 +141,7 @@ def timed(config: RunConfig, rate: int) -> Row:
 def times(rows: list[Row], rate: int) -> str:
     """Return as Markdown how long each system took to the losses that dense training passed."""
     here = [row for row in rows if row["rate"] == rate and "problem" not in row]
+    here.sort(key=lambda row: (SYSTEMS.index(row["compressor"]), -row["ratio"]))
     dense = next(row["curves"] for row in here if row["compressor"] == DENSE)
     at = [max(1, round(share * len(dense["loss"]))) - 1 for share in TARGETS.values()]
     targets = [min(dense["loss"][: i + 1]) for i in at]

@@ -14,13 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from capture.copies import Copies, Values
 from capture.schedule import Schedule, as_schedule
 from capture.sharded import Sharding
 from capture.states import Said, name_parameters, observe, records_steps, step_columns, unnamed
@@ -28,8 +27,8 @@ from capture.watch import BackwardWatch
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 from gradstats.hooks import LocalSteps, Scaler
-from gradstats.hooks.gradient import Pair, logical, pairs_of, real_view
-from gradstats.hooks.units import Unit, is_sharded, local_part
+from gradstats.hooks.gradient import Pair, logical, pairs_of
+from gradstats.hooks.units import Unit, is_sharded
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
 from gradstats.trace.format import WHOLE
@@ -182,6 +181,7 @@ class Capture:
         self._total_steps = total_steps
         self._next = start_step
         self._current: Snapshot | None = None
+        self._copies = Copies()
         self._background: BackgroundWriter | None = None
         self._state: Any = None
         self._hook: Hook | None = None
@@ -442,10 +442,12 @@ class Capture:
                 self._note_absent(parameter)
                 continue
             if "gradient" in arrays:
-                _copy(gradient, arrays["gradient"][slot], self._scale)
+                self._copies.copy(gradient, arrays["gradient"][slot], self._scale)
             if "corrected" in arrays:
                 corrected = observed.corrected(parameter, gradient)
-                _copy(corrected, arrays["corrected"][slot], 1.0 if unscaled else self._scale)
+                self._copies.copy(
+                    corrected, arrays["corrected"][slot], 1.0 if unscaled else self._scale
+                )
 
     def _begin(self) -> None:
         if self._in_step:  # step() was not called for the last one, or it failed
@@ -496,9 +498,9 @@ class Capture:
             if place is None:
                 continue
             if "gradient" in arrays:
-                _copy(gradient, arrays["gradient"][place], scale)
+                self._copies.copy(gradient, arrays["gradient"][place], scale)
             if "corrected" in arrays:
-                _copy(state.corrected(shard, gradient), arrays["corrected"][place])
+                self._copies.copy(state.corrected(shard, gradient), arrays["corrected"][place])
 
     def _on_reduce(self, unit: Unit, buffer: torch.Tensor) -> None:
         """Snapshot this rank's gradients of a unit, before they are reduced; add those of micro-steps."""
@@ -507,13 +509,14 @@ class Capture:
         if snapshot is None:
             return
         try:
-            local, divided = snapshot.arrays["local"], unit.factors[0]
+            local: Any = snapshot.arrays["local"]
+            divided = unit.factors[0]
             for parameter, gradient in unit.unreduced(buffer):
                 place = self._slots.get(id(parameter.sharded_param))
                 if place is None:
                     continue
-                values = np.empty_like(local[place])
-                _copy(gradient, values, self._scale / divided)
+                values = self._copies.zeros(local[place].shape[0])
+                self._copies.copy(gradient, values, self._scale / divided, wait=True)
                 waits = unit.group._partial_reduce_output is not None
                 if waits or parameter.sharded_param.grad is not None:
                     values += local[place]
@@ -541,12 +544,12 @@ class Capture:
             if slot.start == slot.stop:  # another rank's
                 continue
             if "pseudogradient" in arrays:
-                _copy(pseudogradient, arrays["pseudogradient"][slot])
+                self._copies.copy(pseudogradient, arrays["pseudogradient"][slot])
             if "corrected" in arrays:
                 corrected = self._local.corrected(parameter, pseudogradient)
-                _copy(corrected, arrays["corrected"][slot])
+                self._copies.copy(corrected, arrays["corrected"][slot])
             if "gradient" in arrays:
-                _put(parameter, arrays["gradient"][slot], 1.0)
+                self._copies.put(parameter, arrays["gradient"][slot], 1.0)
 
     def _after_exchange(self) -> None:
         """End the step of an exchange."""
@@ -576,6 +579,8 @@ class Capture:
         self._futures.clear()
         self._seen.clear()
         if snapshot is not None and self._background is not None:
+            snapshot.arrived = self._copies.mark()
+            snapshot.wait()  # what is still on its way would come into another step
             self._background.give_back(snapshot)
 
     def _take(
@@ -623,7 +628,7 @@ class Capture:
                             self._note_absent(parameter)
                         continue
                     for array in self._current.arrays.values():
-                        _put(parameter, array[slot], scale)
+                        self._copies.put(parameter, array[slot], scale)
             elif self._current is not None:
                 self._take_shards(self._current.arrays)
             self._commit(loss, learning_rate)
@@ -631,7 +636,7 @@ class Capture:
             self._drop()
             raise
 
-    def _take_shards(self, arrays: Mapping[Kind, NDArray[np.float32]]) -> None:
+    def _take_shards(self, arrays: Mapping[Kind, Values]) -> None:
         """Snapshot what no tap has seen: the shards that FSDP2 left, where there is no hook."""
         assert self._sharding is not None
         if not self._seen and ("local" in arrays or self._sharding.hook is not None):
@@ -643,7 +648,7 @@ class Capture:
             scale = self._loss_scale()
             for array in (array for kind, array in arrays.items() if kind not in WHOLE):
                 for parameter in self._parameters:
-                    _put(parameter, array[self._sharding.places[id(parameter)]], scale)
+                    self._copies.put(parameter, array[self._sharding.places[id(parameter)]], scale)
 
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
@@ -744,7 +749,10 @@ class Capture:
                 compression=records_steps(self._state),
                 **self._shards(),
             )
-            self._background = BackgroundWriter(writer, self._kinds, self._buffers)
+            self._copies = Copies(
+                (p.device for p in self._parameters), stay=self._store == "sketches"
+            )
+            self._background = BackgroundWriter(writer, self._kinds, self._buffers, self._copies)
         except Exception as error:
             self._stop(error)
 
@@ -765,6 +773,7 @@ class Capture:
             # where this raises (a loss that is no number), the step of a wrapped hook stays open
             self._current.scalars = self._scalars(loss, learning_rate)
             self._current.step = self._next
+            self._current.arrived = self._copies.mark()
         self._next += 1
         snapshot, self._current = self._current, None
         self._in_step = self._sent = False
@@ -779,7 +788,7 @@ class Capture:
         scalars: dict[str, Any] = {}
         if "misplaced" not in self._warned:
             if loss is not None:
-                scalars["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                scalars["loss"] = self._copies.number(loss)
             if learning_rate is not None:
                 scalars["learning_rate"] = float(learning_rate)
         observed = observe(self._state)
@@ -879,25 +888,6 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         return
     for parameter, gradient in pairs_of(bucket):
         yield parameter, logical(parameter, gradient.detach())
-
-
-def _copy(gradient: torch.Tensor, place: NDArray[np.float32], scale: float = 1.0) -> None:
-    """Store a gradient in logical order, without its loss scale."""
-    values = gradient.detach()
-    if values.layout != torch.strided:
-        values = values.to_dense()
-    values = real_view(values.resolve_conj()).reshape(-1)
-    if scale != 1:
-        values = values.to(torch.promote_types(values.dtype, torch.float32)) * (1 / scale)
-    torch.from_numpy(place).copy_(values)
-
-
-def _put(parameter: torch.Tensor, place: NDArray[np.float32], scale: float) -> None:
-    """Store what this rank has of a parameter's gradient, or zeros."""
-    if parameter.grad is None:
-        place[...] = 0
-    elif place.size:
-        _copy(local_part(parameter.grad), place, scale)
 
 
 def _usual_kinds(state: object) -> tuple[Kind, ...]:

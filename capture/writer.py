@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from capture.copies import Copies, Values
 from gradstats.trace import Kind, TraceWriter
 
 __all__ = ["PATIENCE_S", "BackgroundWriter", "Snapshot"]
@@ -28,17 +26,27 @@ class Snapshot:
 
     Attributes
     ----------
-    arrays : dict of str to float32 array
+    arrays : dict of str to float32 array or tensor
         Values by kind, in the order of the flat gradient; of a sharded one those that this rank holds.
     step : int
         Number of the step.
     scalars : mapping
-        Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`.
+        Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`; a loss may be an array of one number, which is
+        on its way too.
+    arrived : callable or None
+        What waits for values that are on their way from a device.
     """
 
-    arrays: dict[Kind, NDArray[np.float32]]
+    arrays: dict[Kind, Values]
     step: int = -1
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    arrived: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Wait until the values are there."""
+        if self.arrived is not None:
+            self.arrived()
+            self.arrived = None
 
 
 class BackgroundWriter:
@@ -52,6 +60,8 @@ class BackgroundWriter:
         Arrays that a snapshot holds.
     buffers : int
         Largest number of snapshots in use at once; :meth:`borrow` waits when all are.
+    copies : Copies
+        What gives the memory of the arrays.
 
     Attributes
     ----------
@@ -59,12 +69,18 @@ class BackgroundWriter:
         Failure that stopped the writing, None while all is well.
     """
 
-    def __init__(self, writer: TraceWriter, kinds: Sequence[Kind], buffers: int) -> None:
-        self._writer = writer
+    def __init__(
+        self,
+        writer: TraceWriter,
+        kinds: Sequence[Kind],
+        buffers: int,
+        copies: Copies,
+    ) -> None:
+        self._writer, self._copies = writer, copies
         self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         for _ in range(buffers):
             # Zeros, because a step writes nothing for parameters that it does not reach.
-            self._free.put(Snapshot({k: np.zeros(writer.size(k), np.float32) for k in kinds}))
+            self._free.put(Snapshot({k: copies.zeros(writer.size(k)) for k in kinds}))
         self._full: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         # An event, because a join that Ctrl-C interrupts takes the thread for ended (Python 3.11 and 3.12).
         self._done = threading.Event()
@@ -164,7 +180,12 @@ class BackgroundWriter:
             while (snapshot := self._full.get()) is not None:
                 if self.error is None:
                     try:
-                        self._writer.append(snapshot.step, snapshot.arrays, **snapshot.scalars)
+                        snapshot.wait()
+                        with self._copies.reading():
+                            scalars = dict(snapshot.scalars)
+                            if not isinstance(loss := scalars.get("loss", 0.0), float):
+                                scalars["loss"] = float(loss[0])
+                            self._writer.append(snapshot.step, snapshot.arrays, **scalars)
                     except Exception as error:
                         self.error = error
                 self._free.put(snapshot)

@@ -34,6 +34,7 @@ ROOMS = [
     "gradstats.__main__",
     "capture.schedule",
     "capture.watch",
+    "capture.copies",
     "capture.states",
     "capture.writer",
     "capture.sharded",

@@ -20,7 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, TraceError
+from gradstats.primitives.arrays import Array, as_numpy
+from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import BLOCK
+from gradstats.primitives.histogram import histogram
 from gradstats.trace.format import (
     BIN_CHUNK,
     BINS,
@@ -176,7 +179,7 @@ class TraceWriter:
     def append(
         self,
         step: int,
-        arrays: Mapping[Kind, NDArray[np.float32]],
+        arrays: Mapping[Kind, Array],
         *,
         loss: float = float("nan"),
         learning_rate: float = float("nan"),
@@ -191,8 +194,8 @@ class TraceWriter:
         ----------
         step : int
             Step number, not negative and greater than the last.
-        arrays : mapping of Kind to ndarray of float32, shape (size(kind),)
-            Gradients, one for every kind of this writer.
+        arrays : mapping of Kind to float32 array, shape (size(kind),)
+            Gradients, one for every kind of this writer: arrays of NumPy, or, for sketches, tensors on any device.
         loss, learning_rate, threshold : float
             Values used in the step; NaN where unknown.
         selected : int
@@ -212,7 +215,7 @@ class TraceWriter:
         """
         for kind in self.kinds:
             values = arrays[kind]
-            if values.shape != (self.size(kind),) or values.dtype != np.float32:
+            if values.shape != (self.size(kind),) or "float32" not in str(values.dtype):
                 raise TraceError(
                     f"expected float32 ({self.size(kind)},), got {values.dtype} {values.shape}"
                 )
@@ -247,7 +250,7 @@ class TraceWriter:
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
         self._last = step
 
-    def _put_gradient(self, kind: Kind, row: int, values: NDArray[np.float32]) -> tuple[int, int]:
+    def _put_gradient(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
         """Write a gradient; return its zeros and its non-finite elements."""
         spec = self._specs[kind]
         stored = to_bfloat16(values) if self._bfloat16 else values
@@ -256,7 +259,7 @@ class TraceWriter:
             _write_chunk(folder / str(i), _padded(stored[start : start + size], spec), spec)
         return values.size - int(np.count_nonzero(values)), count_nonfinite(values)
 
-    def _put_sketch(self, kind: Kind, row: int, values: NDArray[np.float32]) -> tuple[int, int]:
+    def _put_sketch(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""
         layers = len(self._layers)
         moments = np.empty((layers, len(STATISTICS)))
@@ -485,11 +488,16 @@ def _link(target: str, place: Path) -> None:
         raise
 
 
-def _tally(values: NDArray[np.float32]) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
+def _tally(values: Array) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
     """Return the histogram, uint32 (bins,), and the statistics of one layer: the same bits as ``sketch(values, 7)``.
 
-    On this thread alone: the primitives' pool is the training's.
+    On this thread alone: the primitives' pool is the training's. A device adds up its own.
     """
+    code = device_code(values)
+    if code is not None:
+        counted = histogram(values, BITS)
+        return counted.counts.astype(np.uint32), np.array(code.sums(values, 0.0, True), float)
+    values = as_numpy(values)
     from gradstats.primitives.kernels import block_histogram, block_moments
 
     counts = np.zeros(256 << BITS, np.uint32)

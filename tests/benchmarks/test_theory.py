@@ -49,7 +49,7 @@ def test_elias_codes_are_prefix_free_lengths():
     for (summed,), own in theory.grouped(rows("votes"), "summed").items():
         coded, plain = (theory.mean(own, field) for field in ("elias", "fixed"))
         assert (coded < plain) == (summed in (4, 5, 8)), summed
-        assert coded >= 2
+        assert coded > 1.9
 
 
 def test_proved_bounds_hold_in_every_case():

@@ -149,6 +149,16 @@ def right(name: str) -> str:
     return f"{', '.join(each)} and {last}" if each else last
 
 
+def wrong(name: str, unit: str = "") -> str:
+    """Return the test images that trainings by batch size get wrong, in percent: means over the seeds, by batch."""
+    batches: dict[int, list[float]] = {}
+    for r in stored("batch_sizes.jsonl"):
+        if r["compressor"] == name:
+            batches.setdefault(r["batch"], []).append(100 * (1 - r["accuracy"]))
+    *each, last = (f"{statistics.fmean(batches[batch]):.1f}" for batch in sorted(batches))
+    return f"{', '.join(each)} and {last}{unit}"
+
+
 def facts() -> list[tuple[str, str]]:
     """Return how a claim begins, and what its row must say."""
     bench = {
@@ -321,6 +331,11 @@ def facts() -> list[tuple[str, str]]:
         ("The same convergence", f"LAGS {right('lags')} %, {others}"),
         ("The accuracy of dense", f"Marsit {right('marsit')} %, dense {right('none')}"),
         ("Hardly any loss", f"LAGS {right('lags')} %, dense {right('none')}"),
+        ("No loss of accuracy as", f"error {wrong('redsync', ' %')}"),
+        (
+            "No loss of accuracy as",
+            f"quantised {wrong('redsync-quantised')}, dense {wrong('none')}",
+        ),
         ("1.16 to 4.72", f"{taken('redsync-quantised')} % of the step"),
         ("Up to 35", f"{taken('marsit')} % of the steps"),
         ("The rate of SGD", f"by a factor of {least:.0f} and more"),

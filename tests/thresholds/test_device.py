@@ -113,7 +113,7 @@ def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
 
 @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
 def test_sidco_looks_its_stages_up_on_the_device(name, gradient, monkeypatch):
-    """The host waits once for each stage, the selection and what is summed besides; where it adapts, for each stage of each number of them."""
+    """The host waits once for each stage, the selection and other sums; where it adapts, for every look-up."""
     monkeypatch.setattr("gradstats.thresholds.sidco._MANY", gradient.numel())
     live, offline = make_estimator(name), make_estimator(name)
     for step in range(2):

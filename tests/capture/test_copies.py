@@ -1,0 +1,157 @@
+"""Copies that go on by themselves, with streams that do nothing until somebody waits: there is no device here."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from threading import Lock
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from capture import Capture, copies
+from gradstats import backend, open_trace
+
+
+class Streams:
+    """A device's streams as a module: copies to a second stream wait until an event of it is waited for."""
+
+    def __init__(self):
+        self.pending = deque()
+        self.log = []
+        self.begun = self.ended = 0
+        self.lock = Lock()
+
+    def module(self):
+        later = self
+
+        class Deferred(TorchFunctionMode):
+            def __torch_function__(self, function, types, arguments=(), options=None):
+                if function.__name__ == "copy_" and (options or {}).pop("non_blocking", False):
+                    assert later.log[-1] == "ordered"  # what the training does to it comes first
+                    later.pending.append((arguments, function))
+                    later.begun += 1
+                    return arguments[0]
+                return function(*arguments, **(options or {}))
+
+        class Event:
+            def record(self, stream):
+                self.upto = later.begun
+
+            def synchronize(self):
+                later.log.append("waited")
+                with later.lock:
+                    while later.ended < self.upto:
+                        arguments, copy = later.pending.popleft()
+                        copy(*arguments)
+                        later.ended += 1
+
+        @contextmanager
+        def stream(_):
+            with Deferred():
+                yield
+
+        def made(device):
+            return SimpleNamespace(wait_stream=lambda training: later.log.append("ordered"))
+
+        return SimpleNamespace(
+            Stream=made, Event=Event, stream=stream, current_stream=lambda device: None
+        )
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    found = Streams()
+    module = found.module()
+    monkeypatch.setattr(copies, "_streaming", lambda device: module)
+    monkeypatch.setattr(copies, "_pinned", lambda size: torch.zeros(size))
+    held = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: held.append(self), raising=False
+    )
+    found.held = held
+    return found
+
+
+def test_a_copy_is_of_the_gradient_as_it_was(streams):
+    host = copies.Copies([torch.device("cpu")])
+    place = host.zeros(3)
+    gradient = torch.tensor([1.0, -2.0, 3.0])
+    host.copy(gradient, place)
+    gradient.zero_()  # the exchange writes into the bucket
+    assert place.tolist() == [0, 0, 0]
+    wait = host.mark()
+    assert host.mark() is None
+    wait()
+    assert place.tolist() == [1, -2, 3]
+    assert len(streams.held) == 1
+    host.copy(gradient + 1, place, 2.0, wait=True)  # at once
+    assert place.tolist() == [0.5] * 3
+
+
+def test_what_is_in_memory_is_copied_at_once():
+    host = copies.Copies([torch.device("cpu")])
+    place = host.zeros(2)
+    host.copy(torch.tensor([1.0, 2.0]), place)
+    assert place.tolist() == [1, 2]
+    assert host.mark() is None
+    assert host.number(torch.tensor(3.0)) == host.number(3) == 3.0
+
+
+def train(path, *, fails=False, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    gradients = []
+    with Capture(path, model, buffers=4, **options) as capture:
+        for step in range(4):
+            loss = model(torch.randn(8, 5)).square().mean()
+            loss.backward()
+            if fails and step == 1:
+                with pytest.raises(ValueError, match="could not convert"):
+                    capture.step(loss=loss, learning_rate="fast")
+            else:
+                capture.step(loss=loss)
+            if not (fails and step == 1):  # a step that failed does not count
+                gradients.append(np.concatenate([p.grad.reshape(-1) for p in model.parameters()]))
+            for p in model.parameters():
+                p.grad.zero_()
+            loss.detach().zero_()
+            model.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_is_the_same(streams, tmp_path, fails, monkeypatch):
+    """Also after a step that failed: what was on its way does not come into the next one."""
+    expected = train(tmp_path / "there.zarr", fails=fails)
+    assert "waited" in streams.log
+    assert not streams.pending
+    there = open_trace(tmp_path / "there.zarr")
+    for step in there.steps():
+        assert np.array_equal(there.read(step, 0, "gradient"), expected[step])
+    monkeypatch.undo()
+    train(tmp_path / "here.zarr", fails=fails)
+    here = open_trace(tmp_path / "here.zarr")
+    assert here.steps() == there.steps()
+    assert np.array_equal(here.scalars()["loss"], there.scalars()["loss"])
+
+
+def test_sketches_are_made_where_the_gradient_is(streams, tmp_path, monkeypatch):
+    with backend("torch"):
+        train(tmp_path / "there.zarr", store="sketches")
+    assert "waited" in streams.log
+    assert streams.begun == 0  # nothing as large as the gradient went to the host
+    monkeypatch.undo()
+    train(tmp_path / "here.zarr", store="sketches")
+    there, here = (open_trace(tmp_path / f"{name}.zarr") for name in ("there", "here"))
+    assert there.steps() == here.steps()
+    assert np.array_equal(here.scalars()["loss"], there.scalars()["loss"])
+    for step in here.steps():
+        for a, b in zip(*(trace.sketches(step) for trace in (there, here)), strict=True):
+            assert np.array_equal(a.bins, b.bins)
+            assert np.array_equal(a.counts, b.counts)
+            assert a.moments.sum_abs == pytest.approx(b.moments.sum_abs, rel=1e-12)
+            assert a.moments.max == b.moments.max
