@@ -158,6 +158,32 @@ def test_what_the_page_says_of_the_word_lstm():
     assert abs(mean) > half
 
 
+def test_what_the_page_says_of_the_clock():
+    rows = stored(RESULTS / "plateau-resnet8-cifar16-lab.jsonl")
+    curves = {(r["compressor"], r["ratio"]): r["curves"] for r in rows}
+    dense = curves["none", 1.0]["loss"]
+    first, second = (
+        min(dense[: round(share * len(dense))]) for share in list(plateau.TARGETS.values())[:2]
+    )
+
+    def until(name, ratio, loss):
+        pairs = zip(curves[name, ratio]["loss"], curves[name, ratio]["seconds"], strict=True)
+        return next((seconds for found, seconds in pairs if found <= loss), math.inf)
+
+    plain, half = (until(name, 1.0, second) for name in ("none", "dense-bf16"))
+    assert half < plain
+    for name, ratio in itertools.product(("topk", "sidco-e"), (0.1, 0.01)):
+        assert until(name, ratio, second) < half
+    for name in ("topk", "sidco-e", "sidco-gp", "sidco-p", "micro"):
+        assert until(name, 0.001, second) == math.inf
+        assert until(name, 0.001, first) > until("none", 1.0, first)
+    for ratio in (0.1, 0.01, 0.001):
+        whole = {name: c["seconds"][-1] for (name, r), c in curves.items() if r == ratio}
+        slow = [name for name in ("dgc", "redsync") if name in whole]
+        others = [whole[n] for n in whole if n not in ("dgc", "redsync", "lags")]
+        assert min(whole[name] for name in slow) > max(others)
+
+
 def test_every_compressor_meets_every_ratio_once():
     runs = list(plateau.settings(plateau.SYSTEMS, (0.1, 0.01, 0.001)))
     assert len(runs) == len(set(runs)) == 3 + 3 * (len(plateau.SYSTEMS) - 3)
