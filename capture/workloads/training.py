@@ -35,6 +35,11 @@ _BETAS = (0.9, 0.95)
 """AdamW's decays, as transformers are trained."""
 
 
+_GROUPS: list[dist.ProcessGroup | None] = []
+"""Held until the process ends. Callbacks of PowerSGD's hook hold the group too, and gloo's thread drops them after they
+have run: the last to let go of a group ends its threads, and a thread that would end itself aborts the process."""
+
+
 def worker(config: RunConfig) -> RunResult:
     """Train as one rank; torchrun's environment variables say which.
 
@@ -52,6 +57,7 @@ def worker(config: RunConfig) -> RunResult:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
     dist.init_process_group("gloo")
+    _GROUPS.append(dist.group.WORLD)
     try:
         return _train(config)
     finally:

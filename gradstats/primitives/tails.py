@@ -125,7 +125,7 @@ def tails(x: Array) -> Tails:
     Parameters
     ----------
     x : array_like
-        Checked array of any shape and device, of float16, bfloat16 or float32.
+        Checked array of any shape and device, of any floating dtype; float64 is rounded to float32.
 
     Returns
     -------
