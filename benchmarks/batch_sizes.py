@@ -4,8 +4,9 @@
 
 Trains as benchmarks/plateau.py does, on as many images in all with every batch size, so that four times the batch is a
 quarter of the steps. Learning rate and momentum stay, as the paper names one setting; warm-ups are the same share of a
-run. Each run is stored in docs/results/batch_sizes.jsonl as soon as it ends, and is not repeated, so the program can
-be interrupted. The table is printed at the end; ``--write`` also puts it into docs/workloads.md.
+run. Runs that plateau.py has stored are taken from there. Each run is stored in docs/results/batch_sizes.jsonl as soon
+as it ends, and is not repeated, so the program can be interrupted. The table is printed at the end; ``--write`` also
+puts it into docs/workloads.md.
 """
 
 from __future__ import annotations

@@ -172,6 +172,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(half)
 
 
+def told_apart(differences: Sequence[float]) -> float:
+    """Return the sign of a mean difference, 0 where its 95 % interval holds 0."""
+    mean, half = interval(differences)
+    return math.copysign(abs(mean) > half, mean)
+
+
 def table(rows: list[Row]) -> str:
     """Return the runs as Markdown: means over seeds, and paired differences to the dense runs of the same seeds."""
     done = [row for row in rows if "problem" not in row]

@@ -364,9 +364,8 @@ def votes(nproc: int, steps: int) -> list[Row]:
         }
     rows: list[Row] = []
     for step, each in sums.items():
-        for summed, votes_for in enumerate(
-            each, 1
-        ):  # what a rank passes on has so many signs in it
+        # what a rank passes on has one sign more in it than what it got
+        for summed, votes_for in enumerate(each, 1):
             counts = np.bincount(votes_for, minlength=summed + 1)
             share = counts[counts > 0] / votes_for.size
             # the nearest to a tie gets the shortest code

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import batch_sizes
 from pages import block
-from plateau import interval
+from plateau import told_apart
 from records import DOCS, stored
 
 
@@ -30,9 +29,7 @@ def test_what_the_page_says_of_redsync():
     }
 
     def differs(batch, other):
-        pairs = [found["redsync", batch, s] - found[other, batch, s] for s in range(3)]
-        mean, half = interval(pairs)
-        return math.copysign(abs(mean) > half, mean)
+        return told_apart([found["redsync", batch, s] - found[other, batch, s] for s in range(3)])
 
     assert [differs(batch, "none") for batch in batch_sizes.BATCHES] == [-1] * 3
     assert [differs(batch, "redsync-quantised") for batch in batch_sizes.BATCHES] == [0] * 3

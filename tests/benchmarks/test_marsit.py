@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 
 import marsit
 import pytest
 from pages import block
-from plateau import interval
+from plateau import told_apart
 from records import DOCS, stored
 
 
@@ -34,9 +33,9 @@ def test_what_the_page_says_of_k():
 
     def differs(k, name):
         """Return the sign of the difference from never, paired by seed; 0 where its interval holds 0."""
-        pairs = [found[k, seed][name] - found[None, seed][name] for seed in range(marsit.SEEDS)]
-        mean, half = interval(pairs)
-        return math.copysign(abs(mean) > half, mean)
+        return told_apart(
+            [found[k, seed][name] - found[None, seed][name] for seed in range(marsit.SEEDS)]
+        )
 
     assert differs(5, "loss") == -1
     assert [differs(k, "accuracy") for k in (25, 50)] == [-1, -1]

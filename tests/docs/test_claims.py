@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,24 +139,25 @@ def theory(study: str, **fields: Any) -> list[Row]:
     return [r for r in rows if all(r[k] == v for k, v in fields.items())]
 
 
-def right(name: str) -> str:
-    """Return the test images that trainings to a plateau get right, in percent: means over the seeds, by ratio."""
+def listed(rows: list[Row], name: str, by: str, value: Callable[[Row], float]) -> str:
+    """Return what a system's runs have, in percent: means over the seeds, in the order of a field."""
     seeds: dict[float, list[float]] = {}
-    for r in stored("plateau-resnet8-cifar16.jsonl"):
+    for r in rows:
         if r["compressor"] == name:
-            seeds.setdefault(r["ratio"], []).append(100 * r["accuracy"])
-    *each, last = (f"{statistics.fmean(seeds[ratio]):.1f}" for ratio in sorted(seeds, reverse=True))
+            seeds.setdefault(r[by], []).append(100 * value(r))
+    *each, last = (f"{statistics.fmean(values):.1f}" for _, values in sorted(seeds.items()))
     return f"{', '.join(each)} and {last}" if each else last
 
 
+def right(name: str) -> str:
+    """Return the test images that trainings to a plateau get right, from the largest ratio on."""
+    rows = [r | {"kept": -r["ratio"]} for r in stored("plateau-resnet8-cifar16.jsonl")]
+    return listed(rows, name, "kept", lambda r: r["accuracy"])
+
+
 def wrong(name: str, unit: str = "") -> str:
-    """Return the test images that trainings by batch size get wrong, in percent: means over the seeds, by batch."""
-    batches: dict[int, list[float]] = {}
-    for r in stored("batch_sizes.jsonl"):
-        if r["compressor"] == name:
-            batches.setdefault(r["batch"], []).append(100 * (1 - r["accuracy"]))
-    *each, last = (f"{statistics.fmean(batches[batch]):.1f}" for batch in sorted(batches))
-    return f"{', '.join(each)} and {last}{unit}"
+    """Return the test images that trainings by batch size get wrong, from the smallest batch on."""
+    return listed(stored("batch_sizes.jsonl"), name, "batch", lambda r: 1 - r["accuracy"]) + unit
 
 
 def facts() -> list[tuple[str, str]]:
