@@ -1,16 +1,18 @@
 """Time of a training step with each hook and with PyTorch's own, in the same two processes.
 
-    python benchmarks/hook_overhead.py [--width 1500] [--rounds 5] [--steps 10]
+    python benchmarks/hook_overhead.py [--width 1500] [--rounds 5] [--steps 10] [--write]
 
 The model has two linear layers of width² and trains on one sample a step, so that a step is almost only the exchange
 of the gradient. It goes over gloo on the loopback interface, the fastest network there is, where compression has the
 least to gain. Rounds are interleaved, and the slower rank's time counts. PowerSGD (rank 1) has one bucket, because
-with several it blocks itself on gloo.
+with several it blocks itself on gloo. Rows are stored in docs/results/hook_overhead.json; ``--write`` also puts the
+table into docs/systems.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from records import DOCS, RESULTS, Row, dump, put
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,7 +31,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradstats.compressors import make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
-HOOKS = ("allreduce_hook", "PowerSGD", "topk", "warm-exact", "sidco-e", "dgc", "micro", "marsit")
+HOOKS = (
+    "allreduce_hook", "bf16_compress_hook", "PowerSGD", "dense-bf16",
+    "topk", "warm-exact", "sidco-e", "sidco-gp", "dgc", "micro", "signsgd", "marsit",
+)  # fmt: skip
+FILE = RESULTS / "hook_overhead.json"
 
 
 def make(name, width):
@@ -36,8 +43,8 @@ def make(name, width):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     ddp = DDP(net, bucket_cap_mb=4096)
-    if name == "allreduce_hook":
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    if name.endswith("_hook"):
+        ddp.register_comm_hook(None, getattr(default_hooks, name))
         return ddp, None
     if name == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
@@ -78,22 +85,48 @@ def main():
     parser.add_argument("--width", type=int, default=1500, help="width of the layers")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all hooks")
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
     o = parser.parse_args()
     seconds, split = run_ranks(2, measure, o.width, o.rounds, o.steps)[0]
-    numel = 2 * o.width * (o.width + 1)
-    print(f"{numel:,} elements\n")
-    print("| hook | ms/step | ÷ allreduce_hook | select ms | communicate ms | bytes |")
-    print("|---|---:|---:|---:|---:|---:|")
-    dense = statistics.median(seconds["allreduce_hook"])
+    rows = []
     for name, values in seconds.items():
-        middle = statistics.median(values)
-        parts = split.get(name)
-        cells = (
-            ["–"] * 3
-            if parts is None
-            else [f"{1e3 * parts[0]:.1f}", f"{1e3 * parts[1]:.1f}", f"{parts[2]:,}"]
-        )
-        print(f"| {name} | {1e3 * middle:.1f} | {middle / dense:.2f} | " + " | ".join(cells) + " |")
+        select, communicate, bytes_sent = split.get(name, (None, None, None))
+        ratios = [a / b for a, b in zip(values, seconds["allreduce_hook"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "hook": name, "numel": 2 * o.width * (o.width + 1), "seconds": statistics.median(values),
+                "low": low, "ratio": middle, "high": high,
+                "select": select, "communicate": communicate, "bytes": bytes_sent,
+            }
+        )  # fmt: skip
+    dump(FILE, rows)
+    print(text := table(json.loads(FILE.read_text(encoding="utf-8"))))
+    if o.write:
+        put(DOCS / "systems.md", "hook", text)
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        f"{rows[0]['numel']:,} elements",
+        "",
+        "| hook | ms/step | ÷ allreduce_hook | quartiles | select ms | communicate ms | bytes |",
+        "|---|---:|---:|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        parts = [
+            "–" if row[name] is None else f"{scale * row[name]:,.{digits}f}"
+            for name, scale, digits in (
+                ("select", 1e3, 1),
+                ("communicate", 1e3, 1),
+                ("bytes", 1, 0),
+            )
+        ]
+        cells = [f"`{row['hook']}`", f"{1e3 * row['seconds']:.1f}", f"{row['ratio']:.2f}"]
+        cells += [f"{row['low']:.2f} … {row['high']:.2f}", *parts]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

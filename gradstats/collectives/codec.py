@@ -307,10 +307,11 @@ class Codec:
             The values, of the 16-bit type if they travel as one, else float32. Rounding them again changes nothing.
         """
         wire = _FLOATS.get(self.values, torch.float32)
-        largest = torch.finfo(wire).max
-        if torch.finfo(values.dtype).max > largest or self.values in _BITS:
-            values = values.to(torch.promote_types(values.dtype, wire)).clamp(-largest, largest)
-        values = values.to(wire)
+        largest, narrower = torch.finfo(wire).max, values.to(wire)
+        if torch.finfo(values.dtype).max > largest:
+            values = narrower.clamp_(-largest, largest)
+        else:
+            values = narrower.clamp(-largest, largest) if self.values in _BITS else narrower
         if self.values in _BITS:
             return self.unpack_values(self.pack_values(values), values.numel())
         return values

@@ -63,11 +63,11 @@ class DenseCompressor(Compressor):
             rounded = time.perf_counter()
             mean, bytes_sent = _mean_of_parts(corrected, messages, size, self._codec, group)
         else:
-            sent = corrected.clone()
-            if self._codec is None:
+            sent = corrected if self._codec is None else self._codec.rounded(corrected)
+            if sent is corrected:  # of the type that travels
+                sent = corrected.clone()
                 corrected.zero_()
             else:
-                sent = self._codec.rounded(sent)
                 corrected -= sent
             rounded = time.perf_counter()
             mean = all_reduce(sent, group).to(corrected.dtype).div_(dist.get_world_size(group))

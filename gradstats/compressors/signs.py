@@ -21,9 +21,9 @@ from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits, unpack_bits
 from gradstats.compressors.base import Compressor, Reduced
-from gradstats.primitives import moments
 from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
+from gradstats.primitives.moments import signed_sums
 from gradstats.primitives.ratio import check_number, check_seed
 
 __all__ = [
@@ -230,8 +230,9 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
         return pack_bits(sign_bits(values, generator)), total
     from gradstats.primitives.kernels import block_signs
 
-    packed = np.empty(-(-flat.size // 8), np.uint8)
-    count, total = block_signs(flat, packed)
+    words = np.empty(-(-flat.size // 64), np.uint64)
+    count, total = block_signs(flat, words)
+    packed = words.view(np.uint8)[: -(-flat.size // 8)]
     if count < flat.size:
         zeros = np.flatnonzero(flat == 0)
         thrown = coins(zeros.size, generator).numpy().view(np.uint8)
@@ -262,22 +263,18 @@ def packed_stochastic_signs(
     """
     flat, norm = _compiled_view(values), math.inf
     if flat is not None:
-        sums = moments(flat, log=False)
-        norm = math.nan if sums.nonfinite else float(narrowed(math.sqrt(sums.sum_squares)))
+        finite, _, squares = signed_sums(flat)
+        norm = float(narrowed(math.sqrt(squares))) if finite == flat.size else math.nan
     if flat is None or not math.isfinite(norm):
         norm = norm_of(values)
         return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
     from gradstats.primitives.kernels import block_stochastic_signs
 
-    words = torch.empty(1 + -(-flat.size // 64), dtype=torch.int64)
-    words.random_(torch.iinfo(torch.int64).min, None, generator=generator)  # all 64 bits
-    seed = np.uint64(int(words[-1]) & (2**64 - 1))
-    packed = words.view(torch.uint8)[: -(-flat.size // 8)].clone()
-    if flat.size % 8:
-        packed[-1] &= (1 << flat.size % 8) - 1
-    if norm > 0:
-        block_stochastic_signs(flat, norm, seed, packed.numpy())
-    return packed, norm
+    seed = torch.empty(1, dtype=torch.int64)
+    seed.random_(torch.iinfo(torch.int64).min, None, generator=generator)  # all 64 bits
+    words = np.empty(-(-flat.size // 64), np.uint64)
+    block_stochastic_signs(flat, norm, seed.numpy().view(np.uint64)[0], words)
+    return torch.from_numpy(words.view(np.uint8)[: -(-flat.size // 8)]), norm
 
 
 def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:

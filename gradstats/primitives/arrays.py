@@ -33,6 +33,7 @@ CHUNK = 1 << 17
 """Elements per chunk: 512 kB of float32, which a core's second-level cache holds with its buffers."""
 
 _FLOATS = (np.float16, np.float32, np.float64)
+_SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 _BEYOND = float(np.finfo(np.float32).max) + 2.0**103
 """Least number that rounds to infinity in float32."""
 
@@ -80,7 +81,7 @@ def numel_of(x: Array) -> int:
     x : array_like
         Array of any shape.
     """
-    return int(x.numel()) if is_tensor(x) else int(np.size(x))
+    return int(x.size if type(x) is np.ndarray else x.numel() if is_tensor(x) else np.size(x))
 
 
 def check(x: Array) -> Array:
@@ -216,7 +217,7 @@ def wide_dtype(x: Array) -> np.dtype[Any]:
     """
     # not its name, which a byte order changes
     double = "float64" in str(x.dtype) if is_tensor(x) else x.dtype.type is np.float64
-    return np.dtype(np.float64 if double else np.float32)
+    return _DOUBLE if double else _SINGLE
 
 
 def as_compared(x: Array, magnitude: float) -> float:
@@ -263,7 +264,8 @@ def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
             return None
         x = x.numpy()
-    if not x.flags.c_contiguous or x.dtype not in (np.float32, np.float64) or not x.dtype.isnative:
+    wide = x.dtype.type is np.float32 or x.dtype.type is np.float64
+    if not (wide and x.flags.c_contiguous and x.dtype.isnative):
         return None
     return x.reshape(-1), range(0, x.size, size)
 
@@ -299,11 +301,12 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         for offset in range(0, flat.size, size):
             yield offset, flat[offset : offset + size]
         return
-    # Strided or half precision: nditer copies one buffer at a time, never the whole array.
+    # Strided or half precision: nditer copies one contiguous buffer at a time, never the whole array.
     offset = 0
     with np.nditer(
         x,
         flags=["external_loop", "buffered", "zerosize_ok", "refs_ok"],
+        op_flags=[["readonly", "contig"]],
         op_dtypes=[widened],
         casting="same_kind",
         order="C",

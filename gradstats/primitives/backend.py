@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives.arrays import Array, Sums, check, is_tensor
@@ -194,10 +195,12 @@ def readable(x: Array) -> Array:
         If it is not floating point, not dense, or has no elements that can be read.
     """
     if is_tensor(x) and type(x) is sys.modules["torch"].Tensor and not _Choice.active:
-        with suppress(RuntimeError, TypeError):  # it is on a device, or what check() tells apart
-            memory = np.asarray(x.numpy())
-            if memory.dtype.type in (np.float32, np.float64):
-                return memory
+        try:
+            memory: NDArray[Any] | None = x.numpy()
+        except (RuntimeError, TypeError):  # it is on a device, or what check() tells apart
+            memory = None
+        if memory is not None and memory.dtype.type in (np.float32, np.float64):
+            return memory
     x = check(x)
     if is_tensor(x) and x.is_cpu and x.element_size() >= 4 and device_code(x) is None:
         return x.numpy()

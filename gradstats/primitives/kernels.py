@@ -17,12 +17,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 __all__ = [
     "block_histogram",
     "block_moments",
+    "block_peaks",
     "block_select",
     "block_signed",
     "block_signs",
@@ -38,11 +42,9 @@ _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _SUB = 2048
 """Elements per sub-block: 8 kB, which stay in the first-level cache between the loops over it."""
-_GROUP, _PROBE, _FEW = 128, 32, 4
-"""Elements tested together; elements tested together where few of a group hit; hits that are few."""
+_WORD = 64
+"""Elements tested together, with a bit each of a 64-bit word."""
 _LN2 = 0.6931471805599453
-_GATHER = np.uint64(0x0102040810204080)
-"""Multiplied by eight bytes of 0 or 1, it has them as the bits of its highest byte, the first byte lowest."""
 _GOLDEN, _MIX = (
     np.uint64(0x9E3779B97F4A7C15),
     (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)),
@@ -78,6 +80,48 @@ def _say_once() -> None:
     )
 
 
+_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
+
+
+@_intrinsic
+def _within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any) -> Any:
+    """Return a word whose bit j tells whether (bits[start + j] & mask) − low, unsigned, is at most `width`.
+
+    A vector comparison, of which a processor has the bits in one instruction; from Python's loops a compiler does not
+    find it. Element 0 is the lowest bit on any machine that stores the lowest byte first.
+    """
+    if bits.layout != "C":
+        raise TypeError("only neighbouring elements can be compared together")
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits, start, *scalars = arguments
+        vector = ir.VectorType(ir.IntType(32), _WORD)
+        nothing, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+        everywhere = ir.Constant(vector, [0] * _WORD)
+        mask, low, width = (
+            builder.shuffle_vector(
+                builder.insert_element(nothing, each, first), nothing, everywhere
+            )
+            for each in scalars
+        )
+        array = cgutils.create_struct_proxy(signature.args[0])(context, builder, bits)
+        place = builder.bitcast(builder.gep(array.data, [start]), vector.as_pointer())
+        above = builder.sub(builder.and_(builder.load(place, align=4), mask), low)
+        return builder.bitcast(builder.icmp_unsigned("<=", above, width), ir.IntType(_WORD))
+
+    return types.uint64(bits, types.intp, types.uint32, types.uint32, types.uint32), build
+
+
+@_intrinsic
+def _lowest(_: Any, word: Any) -> Any:
+    """Return the place of the lowest bit that is set in a word that is not zero."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), build
+
+
 @_compiled(inline="always")
 def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     total = 0.0
@@ -101,7 +145,7 @@ def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float
         a = np.float64(magnitude if kept else np.float32(0))
         total += a
         squares += a * a
-        count += np.int32(kept)
+        count = np.int32(count + np.int32(kept))
     return total, squares, count
 
 
@@ -113,7 +157,7 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     for i in range(bits.size):
         b = np.int32(bits[i] & _MASK)
         largest = b if b > largest else largest
-        zeros += np.int32(b == 0)
+        zeros = np.int32(zeros + np.int32(b == 0))
     return largest, zeros
 
 
@@ -266,32 +310,45 @@ def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
 
 
 @_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
-def block_signs(x: NDArray[np.float32], packed: NDArray[np.uint8]) -> tuple[int, float]:
-    """Pack x > 0, eight a byte, the first lowest; return (number of elements neither zero nor NaN, Σ|x| over them).
+def block_signs(x: NDArray[np.float32], words: NDArray[np.uint64]) -> tuple[int, float]:
+    """Pack x > 0 as bits, the first lowest; return (number of elements neither zero nor NaN, Σ|x| over them).
 
     Parameters
     ----------
     x : ndarray of float32, shape (n,)
         Block.
-    packed : ndarray of uint8, shape (⌈n/8⌉,)
+    words : ndarray of uint64, shape (⌈n/64⌉,)
         Where the bits go.
     """
+    bits = x.view(np.int32)
+    one, width = np.uint32(1), np.uint32(_INFINITY - 1)
+    magnitude, signed = np.uint32(_MASK), np.uint32(0xFFFFFFFF)
     count = 0
     total = 0.0
-    positive = np.zeros(_SUB, np.uint8)
-    words = positive.view(np.uint64)
     for start in range(0, x.size, _SUB):
         part = x[start : start + _SUB]
-        s, _, c = _sums_above(part, np.float32(0))
-        count += c
-        total += s
+        s = 0.0
         for i in range(part.size):
-            positive[i] = part[i] > 0
-        for i in range(part.size, min(_SUB, part.size + 7)):  # what is left of the last byte
-            positive[i] = 0
-        first = start // 8
-        for i in range((part.size + 7) // 8):
-            packed[first + i] = np.uint8((words[i] * _GATHER) >> np.uint64(56))
+            s += np.float64(abs(part[i]))
+        if s < np.inf:
+            total += s
+        else:
+            total += _sums_above(part, np.float32(0))[0]
+        stop = start + part.size
+        whole = stop - part.size % _WORD
+        for i in range(start, whole, _WORD):
+            words[i // _WORD] = _within(bits, i, signed, one, width)
+            if _within(bits, i, magnitude, one, width) == ~np.uint64(0):
+                count += _WORD
+            else:
+                for j in range(i, i + _WORD):
+                    count += np.uint32((bits[j] & _MASK) - 1) <= width
+        if whole < stop:
+            last = np.uint64(0)
+            for j in range(whole, stop):
+                last |= np.uint64(x[j] > 0) << np.uint64(j - whole)
+                count += np.uint32((bits[j] & _MASK) - 1) <= width
+            words[whole // _WORD] = last
     return count, total
 
 
@@ -301,34 +358,46 @@ def _magnitude(bits: np.int32) -> np.float32:
 
 
 @_compiled(inline="always")
-def _uniform(state: np.uint64) -> float:
-    """Return the number in [0, 1) that splitmix64 has for a state."""
+def _random(state: np.uint64) -> np.uint64:
+    """Return the 64 random bits that splitmix64 has for a state."""
     z = (state ^ (state >> np.uint64(30))) * _MIX[0]
     z = (z ^ (z >> np.uint64(27))) * _MIX[1]
-    return np.float64((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+    return z ^ (z >> np.uint64(31))
+
+
+@_compiled(inline="always")
+def _uniform(state: np.uint64) -> float:
+    """Return the number in [0, 1) that splitmix64 has for a state."""
+    return np.float64(_random(state) >> np.uint64(11)) * 2.0**-53
 
 
 @_compiled(nogil=True, error_model="numpy")
 def block_stochastic_signs(
-    x: NDArray[np.float32], norm: float, seed: np.uint64, packed: NDArray[np.uint8]
+    x: NDArray[np.float32], norm: float, seed: np.uint64, words: NDArray[np.uint64]
 ) -> None:
-    """Turn packed fair coins into random signs of expectation x/norm.
+    """Throw random signs of expectation x/norm.
 
-    Each coin is replaced by the sign of its element with the probability |x|/norm. Few are: where they are is drawn
-    element by skipped element, with the largest probability of some, and taken back where an element's is smaller.
+    All are fair coins first. Then each is replaced by the sign of its element with the probability |x|/norm. Few are:
+    where they are is drawn element by skipped element, with the largest probability of some, and taken back where an
+    element's is smaller.
 
     Parameters
     ----------
     x : ndarray of float32, shape (n,)
         Finite elements.
     norm : float
-        Their norm, finite and above 0.
+        Their norm, finite, and 0 if they all are.
     seed : uint64
         Seed of the random numbers.
-    packed : ndarray of uint8, shape (⌈n/8⌉,)
-        Fair coins, eight a byte, the first lowest.
+    words : ndarray of uint64, shape (⌈n/64⌉,)
+        Written: the signs, 1 for +, the first lowest, and zeros after the last.
     """
     state = np.uint64(seed)
+    for i in range(words.size):
+        state += _GOLDEN
+        words[i] = _random(state)
+    if x.size % _WORD:
+        words[-1] &= (np.uint64(1) << np.uint64(x.size % _WORD)) - np.uint64(1)
     bits = x.view(np.int32)
     for start in range(0, x.size, _SUB):
         stop = min(start + _SUB, x.size)
@@ -349,11 +418,11 @@ def block_stochastic_signs(
             state += _GOLDEN
             i = np.int64(at)
             if _uniform(state) * largest < abs(np.float64(x[i])):
-                mask = np.uint8(1 << (i & 7))
+                coin = np.uint64(1) << np.uint64(i % _WORD)
                 if x[i] > 0:
-                    packed[i >> 3] |= mask
+                    words[i // _WORD] |= coin
                 else:
-                    packed[i >> 3] &= np.uint8(~mask)
+                    words[i // _WORD] &= ~coin
 
 
 @_compiled(nogil=True)
@@ -383,46 +452,45 @@ def block_select(
         Elements already there.
     """
     bits = x.view(np.int32)
-    width = np.uint32(_INFINITY - low)
     n = np.uint64(found)
-    whole = bits.size - bits.size % _GROUP
-    for start in range(0, whole, _GROUP):
-        # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
-        hits = np.int32(0)
-        for j in range(start, start + _GROUP):
-            hits += np.int32(np.uint32((bits[j] & _MASK) - low) <= width)
-        if hits == 0:
-            continue
-        if hits > _FEW:
-            for j in range(start, start + _GROUP):
-                indices[n] = offset + j
-                values[n] = x[j]
-                n += np.uint64(np.uint32((bits[j] & _MASK) - low) <= width)
-            continue
-        # Few hits: count them part by part, and add up their places, which is the place of one that is alone.
-        for part in range(start, start + _GROUP, _PROBE):
-            some = np.int32(0)
-            place = np.int32(0)
-            for j in range(_PROBE):
-                hit = np.int32(np.uint32((bits[part + j] & _MASK) - low) <= width)
-                some += hit
-                place += hit * np.int32(j)
-            if some <= 1:
-                at = part + min(place, np.int32(_PROBE - 1))
-                indices[n] = offset + at
-                values[n] = x[at]
-                n += np.uint64(some)
-            else:
-                for j in range(part, part + _PROBE):
-                    indices[n] = offset + j
-                    values[n] = x[j]
-                    n += np.uint64(np.uint32((bits[j] & _MASK) - low) <= width)
+    whole = bits.size - bits.size % _WORD
+    # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
+    mask, least, width = np.uint32(_MASK), np.uint32(low), np.uint32(_INFINITY - low)
+    for start in range(0, whole, _WORD):
+        word = _within(bits, start, mask, least, width)
+        while word != np.uint64(0):
+            at = np.uint64(start) + _lowest(word)
+            indices[n] = np.int64(np.uint64(offset) + at)
+            values[n] = x[at]
+            n += np.uint64(1)
+            word &= word - np.uint64(1)
     for j in range(whole, bits.size):
         if np.uint32((bits[j] & _MASK) - low) <= width:
             indices[n] = offset + j
             values[n] = x[j]
             n += np.uint64(1)
     return np.int64(n)
+
+
+@_compiled(nogil=True)
+def block_peaks(x: NDArray[np.float32], peaks: NDArray[np.int32]) -> None:
+    """Find the largest magnitude in each of some groups, which every so many elements are taken from in turn.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block; a last incomplete round is left out.
+    peaks : ndarray of int32, shape (groups,)
+        Written: the bits of the largest, where groups ≤ n.
+    """
+    bits = x.view(np.int32)
+    for j in range(peaks.size):
+        peaks[j] = bits[j] & _MASK
+    for start in range(peaks.size, bits.size - peaks.size + 1, peaks.size):
+        part = bits[start : start + peaks.size]
+        for j in range(part.size):
+            b = np.int32(part[j] & _MASK)
+            peaks[j] = b if b > peaks[j] else peaks[j]
 
 
 @_compiled(nogil=True)
@@ -543,20 +611,21 @@ def tail_sums(
 
 def warm_up() -> None:
     """Compile every kernel, or load it from the cache: for arrays that may be written, and for those that may not."""
-    writable = np.ones(_GROUP + 1, np.float32)
+    writable = np.ones(2 * _WORD + 1, np.float32)
     read_only = writable.copy()
     read_only.flags.writeable = False
     indices, values = np.empty(writable.size, np.int64), np.empty_like(writable)
-    counts = np.zeros(1 << 15, np.uint32)
+    counts, words = np.zeros(1 << 15, np.uint32), np.empty(3, np.uint64)
     for x in (writable, read_only):
         for log in (False, True):
             block_moments(x, np.float32(0), log)
         block_signed(x)
         block_tail(x, np.float32(1))
-        block_signs(x, np.empty(x.size, np.uint8))
-        block_stochastic_signs(x, 2.0, np.uint64(1), np.zeros(x.size, np.uint8))
+        block_signs(x, words)
+        block_stochastic_signs(x, 2.0, np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
+        block_peaks(x, np.empty(x.size, np.int32))
     keep_at_least(indices, values, np.float32(1))
     block_under(values, _INFINITY, np.empty(values.size, np.int32))
     descend(counts, 0.5)

@@ -194,9 +194,9 @@ def exceedances(x: Array, above: float) -> Moments:
         found: tuple[int, float, float] = block_tail(block, below)
         return found
 
-    parts = map_blocks(tail, x)
-    count, total, squares = (sum(part[i] for part in parts) for i in range(3))
-    return _tail(x, above, int(count), float(total), float(squares))
+    parts = map_blocks(tail, x) or [(0, 0.0, 0.0)]
+    count, total, squares = map(sum, zip(*parts, strict=True))
+    return _tail(x, above, count, float(total), float(squares))
 
 
 def _tail(x: Array, above: float, count: int, total: float, squares: float) -> Moments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.kernels import _compiled
+from gradstats.primitives.kernels import _compiled, _lowest
 
 __all__ = ["decode_gaps", "encode_gaps", "gap_sums"]
 
@@ -114,9 +114,7 @@ def decode_gaps(
             have = 0
             if at == words.size or zeros > most:
                 return -1
-        lowest = window & (~window + np.uint64(1))
-        # the exponent of a power of two as a float64: how many zeros are below it
-        end = np.int64(np.float64(lowest).view(np.uint64) >> np.uint64(52)) - 1023
+        end = np.int64(_lowest(window))
         zeros += end
         window >>= np.uint64(end + 1)
         have -= int(end) + 1

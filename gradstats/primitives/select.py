@@ -35,8 +35,11 @@ _BLOCK = 1 << 18
 
 _FEW = 1 << 16
 """Elements up to which sorting them is faster than a sample."""
+_GROUPS, _ROWS = 1 << 10, 8
+"""Least number of groups, and of elements in each, from which their largest are worth looking at first."""
 
-_INFINITY, _LARGEST = np.int32(0x7F800000), float(np.finfo(np.float32).max)
+_INFINITY, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
+_LARGEST = float(np.finfo(np.float32).max)
 _SAMPLE = 1 << 15
 """Least number of elements sampled: with fewer, the bracket of a small k costs more than the pass it saves."""
 
@@ -202,24 +205,47 @@ def top_candidates(
 
 
 def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
-    """Return the k-th largest magnitude and what reaches it, by sorting; None where it takes more than that."""
+    """Return the k-th largest magnitude and what reaches it, by sorting; None where it takes more than that.
+
+    The k-th largest of the largest in some groups bounds the answer from below, so that little more than k is sorted.
+    """
     view = flat_blocks(x, 1)
-    if view is None or view[0].dtype != np.float32:
+    if view is None or view[0].dtype.type is not np.float32:
         return None
-    from gradstats.primitives.kernels import block_select
+    from gradstats.primitives import kernels
 
     flat, _ = view
-    bits = flat.view(np.int32) & np.int32(0x7FFFFFFF)
+    size = flat.size
+    groups = max(4 * k, _GROUPS)
+    grouped = _ROWS * groups <= size
+    if grouped:
+        bits = np.empty(groups, np.int32)
+        kernels.block_peaks(flat, bits)
+    else:
+        bits = flat.view(np.int32) & _MAGNITUDE
+    least = _kth_of(bits, k)
+    if least < 0:
+        return None
+    indices, values = np.empty(size, np.int64), np.empty(size, np.float32)
+    n = kernels.block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
+    if grouped:
+        least = _kth_of(values[:n].view(np.int32) & _MAGNITUDE, k) if n >= k else -1
+        if least < 0:
+            return None
+        n = kernels.keep_at_least(indices[:n], values[:n], np.int32(least).view(np.float32))
+    threshold = float(np.int32(least).view(np.float32))
+    indices, values = indices[:n].copy(), values[:n].copy()
+    return threshold, Selection(indices, values) if x is flat else selection_like(
+        x, indices, values
+    )
+
+
+def _kth_of(bits: NDArray[np.int32], k: int) -> int:
+    """Return the k-th largest of some magnitudes' bits, which are put in another order; −1 if one is not finite."""
     bits.partition(bits.size - k)
     top = bits[bits.size - k :]
-    if top[top.argmax()] >= _INFINITY:  # a method of the array, which takes a fifth of max()
-        return None
-    least = int(top[0])
-    indices, values = np.empty(flat.size, np.int64), np.empty(flat.size, np.float32)
-    n = block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
-    return float(top[:1].view(np.float32)[0]), selection_like(
-        x, indices[:n].copy(), values[:n].copy()
-    )
+    # a method of the array, which takes a fifth of max()
+    return int(top[0]) if top[top.argmax()] < _INFINITY else -1
 
 
 def _kth_magnitude(found: Array, k: int, high: float) -> float | None:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -66,8 +66,7 @@ class Estimate:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """The result of :meth:`Estimator._find`.
 
     Attributes
@@ -81,7 +80,7 @@ class Found:
     """
 
     threshold: float
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = {}  # never written to
     selection: Selection | None = None
 
 

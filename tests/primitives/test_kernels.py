@@ -21,7 +21,7 @@ from gradstats.primitives import (
     top_candidates,
     warm_up,
 )
-from gradstats.primitives.select import _FEW
+from gradstats.primitives.select import _FEW, _GROUPS, _ROWS
 
 COMPILED = [getattr(kernels, n) for n in dir(kernels) if hasattr(getattr(kernels, n), "signatures")]
 
@@ -127,8 +127,8 @@ def test_signed_sums_are_of_the_finite_elements(size, bad):
     assert squares == pytest.approx(math.fsum(kept**2), rel=1e-12)
 
 
-@pytest.mark.parametrize("size", [_FEW - 1, _FEW, _FEW + 1])
-@pytest.mark.parametrize("k", [1, 655, _FEW // 2, _FEW - 1])
+@pytest.mark.parametrize("size", [_GROUPS * _ROWS, _GROUPS * _ROWS + 9, _FEW - 1, _FEW, _FEW + 1])
+@pytest.mark.parametrize("k", [1, 300, 655, _FEW // 2, _FEW - 1])
 @pytest.mark.parametrize("kind", ["plain", "zeros", "ties", "nonfinite"])
 def test_few_are_sorted_and_many_are_sampled_with_one_result(size, k, kind):
     x = np.random.default_rng(size).normal(size=size).astype(np.float32)
@@ -155,3 +155,39 @@ def test_a_guess_from_above_decides_about_time_alone(high):
     expected = float(np.sort(np.abs(np.delete(x, 3)))[-500])
     assert top_candidates(x, 500, 1.0, high)[0] == expected
     assert top_candidates(x, 500, 3.5, high)[0] == expected  # and one from below that is too high
+
+
+@pytest.mark.parametrize("size", [*range(66), 127, 128, 129, 2047, 2048, 2049, 5000])
+def test_words_of_signs_and_selections_are_those_of_single_elements(size):
+    rng = np.random.default_rng(size)
+    special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0]
+    for kind in ("plain", "special"):
+        x = rng.normal(size=size).astype(np.float32)
+        if kind == "special":
+            x[rng.random(size) < 0.5] = 0
+            x[rng.random(size) < 0.3] = rng.choice(np.float32(special))
+        words = np.full(-(-size // 64), 2**64 - 1, np.uint64)
+        count, total = kernels.block_signs(x, words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        assert bits[:size].tolist() == (x > 0).tolist()
+        assert not bits[size:].any()
+        counted = np.abs(x[(x != 0) & ~np.isnan(x)]).astype(np.float64)
+        assert count == counted.size
+        assert total == pytest.approx(math.fsum(counted), rel=1e-12)
+        for threshold in (1e-45, 1.0, np.inf):
+            indices, values = np.empty(size + 3, np.int64), np.empty(size + 3, np.float32)
+            low = np.float32(threshold).view(np.int32)
+            n = kernels.block_select(x, low, 7, indices, values, 3)
+            kept = np.flatnonzero(np.abs(x) >= np.float32(threshold))
+            assert indices[3:n].tolist() == (kept + 7).tolist()
+            assert values[3:n].tobytes() == x[kept].tobytes()
+
+
+@pytest.mark.parametrize("size", [5, 6, 1000, 1003])
+def test_peaks_are_the_largest_of_their_groups(size):
+    x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    x[::3] *= -1
+    peaks = np.empty(5, np.int32)
+    kernels.block_peaks(x, peaks)
+    whole = np.abs(x[: size - size % 5]).reshape(-1, 5)
+    assert peaks.view(np.float32).tolist() == whole.max(axis=0).tolist()

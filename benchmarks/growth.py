@@ -1,0 +1,77 @@
+"""How systems grow with the number of workers, in the network lab: time of a step, bytes, and what is selected.
+
+    sudo .venv/bin/python benchmarks/growth.py [--write]
+
+ResNet-20 on digits, for MiCRO's figure 1 and LAGS's table 2. A batch is shared out, so that the cores of this one
+machine have as much to compute for many workers as for few. Each number of workers is stored in
+docs/results/growth.jsonl as soon as it is measured, and is not measured again. It needs root and a quiet machine.
+``--write`` also puts the table into docs/network.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from records import DOCS, RESULTS, Row, put, store, stored
+
+from capture.lab.run import bench_network
+from capture.workloads import RunConfig
+
+FILE = RESULTS / "growth.jsonl"
+WORKERS, BATCH, RATE = (2, 4, 8), 64, 20 * 10**6
+SYSTEMS = ("none", "dense-bf16", "topk", "sidco-e", "cltk", "micro", "lags", "marsit")
+FIELDS = (
+    "compressor",
+    "nproc",
+    "seconds",
+    "compute_alone",
+    "select",
+    "communicate",
+    "overlapped",
+    "bytes",
+    "quality",
+)
+
+
+def table(rows: list[Row]) -> str:
+    """Return the runs as Markdown: a line for each system, and three columns for each number of workers."""
+    workers = sorted({row["nproc"] for row in rows})
+    found = {(row["compressor"], row["nproc"]): row for row in rows}
+    head = "".join(f" {n} workers, ms | × dense | kB |" for n in workers)
+    lines = [f"| system |{head}", "|---|" + "---:|" * 3 * len(workers)]
+    for name in dict.fromkeys(row["compressor"] for row in rows):
+        cells = []
+        for n in workers:
+            row, dense = found[name, n], found["none", n]
+            cells += [f"{1e3 * row['seconds']:,.0f}", f"{dense['seconds'] / row['seconds']:.2f}"]
+            cells += [f"{row['bytes'] / 1e3:,.1f}"]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    alone = ", ".join(
+        f"{1e3 * found['none', n]['compute_alone']:,.0f} ms with {n}" for n in workers
+    )
+    return "\n".join([*lines, "", f"A step without an exchange: {alone}."])
+
+
+def main() -> None:
+    """Measure what is not stored yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=23)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
+    options = parser.parse_args()
+    for workers in WORKERS:
+        if any(row["nproc"] == workers for row in stored(FILE)):
+            continue
+        config = RunConfig(
+            workload="resnet20-digits", nproc=workers, batch_size=BATCH // workers,
+            steps=options.steps, ratio=0.001, evaluate=False, label=f"{workers} workers",
+        )  # fmt: skip
+        for record in bench_network(config, RATE, SYSTEMS):
+            store(FILE, {field: record[field] for field in FIELDS})
+    text = table(stored(FILE))
+    print(text)
+    if options.write:
+        put(DOCS / "network.md", "growth", text)
+
+
+if __name__ == "__main__":
+    main()
