@@ -29,6 +29,8 @@ _SAMPLE, _HITS = 1 << 15, 16
 """Elements looked at beforehand, and how many of them must be wanted for their counts to mean anything."""
 _MOST = 0.1
 """Share of the elements up to which what the last threshold keeps is collected at once, however far it is from k."""
+_COUNTED = 0.15
+"""Share of the elements that can be collected in the time of counting among all of them."""
 _FEW = 1 << 16
 """Elements up to which the largest are found by sorting."""
 
@@ -74,7 +76,7 @@ class GaussianK(Estimator):
         return Found(threshold, details, tail.selection(threshold))
 
     def _foretold(self, x: Array, threshold: float, k: int) -> float | None:
-        """Return where a sample's counts end; None where it has too few hits, or would have too much collected."""
+        """Return where to collect from, by a sample's counts; None where its hits are too few, or too many."""
         if numel_of(x) <= _FEW:
             return None
         some = strided(x, numel_of(x) // _SAMPLE)
@@ -83,8 +85,12 @@ class GaussianK(Estimator):
         if expected < _HITS:
             return None
         last, counts = self._corrected(threshold, expected, lambda t: exceedances(some, t).count)
-        most = max(3 * expected, _MOST * numel_of(some))
-        return last if counts and _HITS / 2 <= counts[-1] <= most else None
+        if not counts or counts[-1] < _HITS / 2:
+            return None
+        low, reached = min(threshold, last), max(counts)
+        if reached - counts[-1] > _COUNTED * (len(counts) - 1) * numel_of(some):
+            low, reached = last, counts[-1]
+        return low if reached <= max(3 * expected, _MOST * numel_of(some)) else None
 
     def _corrected(
         self, threshold: float, k: float, count: Callable[[float], float]
