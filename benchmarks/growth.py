@@ -18,7 +18,8 @@ from capture.lab.run import bench_network
 from capture.workloads import RunConfig
 
 FILE = RESULTS / "growth.jsonl"
-WORKERS, BATCH, RATE = (2, 4, 8), 64, 20 * 10**6
+WORKERS, BATCH = (2, 4, 8), 64
+RATE, RATIO = 20 * 10**6, 0.01
 SYSTEMS = ("none", "dense-bf16", "topk", "sidco-e", "cltk", "micro", "lags", "marsit")
 FIELDS = (
     "compressor",
@@ -63,7 +64,7 @@ def main() -> None:
             continue
         config = RunConfig(
             workload="resnet20-digits", nproc=workers, batch_size=BATCH // workers,
-            steps=options.steps, ratio=0.001, evaluate=False, label=f"{workers} workers",
+            steps=options.steps, ratio=RATIO, evaluate=False, label=f"{workers} workers",
         )  # fmt: skip
         for record in bench_network(config, RATE, SYSTEMS):
             store(FILE, {field: record[field] for field in FIELDS})

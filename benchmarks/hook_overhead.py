@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from capture.workloads.baselines import bf16_hook
 from gradstats.compressors import make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
@@ -44,7 +45,8 @@ def make(name, width):
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     ddp = DDP(net, bucket_cap_mb=4096)
     if name.endswith("_hook"):
-        ddp.register_comm_hook(None, getattr(default_hooks, name))
+        plain = name == "allreduce_hook"
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook if plain else bf16_hook)
         return ddp, None
     if name == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)

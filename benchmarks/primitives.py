@@ -1,19 +1,22 @@
 """Time of one pass of each primitive, compared with reading the data once.
 
-    python benchmarks/primitives.py [--numel 26000000]
+    python benchmarks/primitives.py [--numel 26000000] [--write]
 
 Laplace data, median of 11 interleaved rounds, with one and with two threads. Three primitives are also timed in
-NumPy, on chunks of 512 kB.
+NumPy, on chunks of 512 kB. Rows are stored in docs/results/primitives.json; ``--write`` also puts the table into
+docs/measurements.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 
 import numpy as np
 import torch
+from records import DOCS, RESULTS, Row, dump, put
 
 from gradstats.primitives import (
     exceedances,
@@ -25,6 +28,7 @@ from gradstats.primitives import (
 )
 from gradstats.primitives.ratio import RATIOS
 
+FILE = RESULTS / "primitives.json"
 CHUNK = 1 << 17
 """Elements of 512 kB, which stay in a cache."""
 
@@ -66,11 +70,25 @@ def numpy_select(x, eta):
     return np.concatenate(indices), np.concatenate(values)
 
 
+def table(rows: list[Row]) -> str:
+    """Return the rows as Markdown; the first is what the others are compared with."""
+    lines = ["| pass | ms | streams | ms, 2 threads | faster by |", "|---|---:|---:|---:|---:|"]
+    stream = rows[0]["one"]
+    for row in rows:
+        one, two = row["one"], row["two"]
+        lines.append(
+            f"| {row['pass']} | {1e3 * one:.1f} | {one / stream:.2f} | {1e3 * two:.1f} | {one / two:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Time the passes, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--numel", type=int, default=26_000_000, help="elements of the data")
-    numel = parser.parse_args().numel
+    parser.add_argument("--write", action="store_true", help="put the table into the docs")
+    options = parser.parse_args()
+    numel = options.numel
     x = np.random.default_rng(0).laplace(size=numel).astype(np.float32)
     tensor = torch.from_numpy(x)
     warm_up()
@@ -99,12 +117,10 @@ def main() -> None:
                 run()
                 seconds[name].append(time.perf_counter() - started)
         columns[threads] = {name: statistics.median(s) for name, s in seconds.items()}
-    one = columns[1]["torch.sum, one stream"]
-    print("| pass | ms | streams | ms, 2 threads | faster by |")
-    print("|---|---:|---:|---:|---:|")
-    for name in runs:
-        a, b = columns[1][name], columns[2][name]
-        print(f"| {name} | {1e3 * a:.1f} | {a / one:.2f} | {1e3 * b:.1f} | {a / b:.2f} |")
+    dump(FILE, [{"pass": name, "one": columns[1][name], "two": columns[2][name]} for name in runs])
+    print(text := table(json.loads(FILE.read_text(encoding="utf-8"))))
+    if options.write:
+        put(DOCS / "measurements.md", "passes", text)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
-from gradstats.collectives.ring import Merge, one_bit_ring
+from gradstats.collectives.ring import Merge, one_bit_ring, unpack_bits
 from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.signs import (
     RandomStream,
     check_scale,
     mean_over_ranks,
-    sign_bits,
+    packed_signs,
     signed,
 )
 from gradstats.errors import InputError
-from gradstats.primitives import exceedances
 from gradstats.primitives.ratio import check_count, shown
 
 __all__ = ["Marsit", "bernoulli_bits", "transient_merge"]
@@ -214,9 +213,8 @@ class Marsit(Compressor):
         started = time.perf_counter()
         numel = corrected.numel()
         generator = self._own.generator(dist.get_rank(group), corrected.device)
-        sums = exceedances(corrected, 0.0)  # one pass for Σ|g| and whether any element is zero
-        bits = corrected > 0 if sums.count == numel else sign_bits(corrected, generator)
-        total = sums.sum_abs
+        packed, total = packed_signs(corrected, generator)
+        bits = unpack_bits(packed, numel)
         selected = time.perf_counter()
         scale = (
             mean_over_ranks(total / max(1, numel), group, corrected.device)

@@ -306,13 +306,12 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
     with np.nditer(
         x,
         flags=["external_loop", "buffered", "zerosize_ok", "refs_ok"],
-        op_flags=[["readonly", "contig"]],
         op_dtypes=[widened],
         casting="same_kind",
         order="C",
         buffersize=size,
     ) as chunks:
         for buffer in chunks:
-            chunk = np.asarray(buffer)
+            chunk = np.ascontiguousarray(buffer)  # where the type is right it is no copy yet
             yield offset, chunk
             offset += chunk.size

@@ -170,8 +170,11 @@ def test_what_the_page_says_of_the_clock():
 
     plain, half = (until(name, 1.0, second) for name in ("none", "dense-bf16"))
     assert half < plain
-    for name, ratio in itertools.product(("topk", "sidco-e"), (0.1, 0.01)):
+    for name, ratio in itertools.product(("topk", "sidco-e", "sidco-gp", "micro"), (0.1, 0.01)):
         assert until(name, ratio, second) < half
+    assert until("sidco-p", 0.01, second) < half < until("sidco-p", 0.1, second)
+    assert until("marsit", 1.0, second) == math.inf
+    assert until("marsit", 1.0, first) > until("none", 1.0, first)
     for name in ("topk", "sidco-e", "sidco-gp", "sidco-p", "micro"):
         assert until(name, 0.001, second) == math.inf
         assert until(name, 0.001, first) > until("none", 1.0, first)

@@ -25,6 +25,7 @@ try:
     import convergence
     import experiment
     import hook_overhead
+    import primitives
     from experiment import LAST, steps_to
     from lags import table as lags_table
     from pages import RESULTS, block, put
@@ -61,8 +62,9 @@ def runs(workload: str) -> dict[str, Row]:
 
 
 def share(workload: str) -> float:
-    """Return the share of a dense step that is communication."""
-    return 1 - stored(f"network-{workload}.jsonl")[0]["compute"] / runs(workload)["none"]["seconds"]
+    """Return the share of a dense step that is communication, 0 where noise makes it less."""
+    compute = stored(f"network-{workload}.jsonl")[0]["compute"]
+    return max(1 - compute / runs(workload)["none"]["seconds"], 0.0)
 
 
 def speed(workload: str, name: str, to: str = "none") -> float:
@@ -119,6 +121,7 @@ def tables() -> dict[tuple[str, str], str]:
     made = {
         ("claims", "throughput"): by_system(speed, ".2f"),
         ("claims", "time to loss"): by_system(to_loss, ".2f", LEARNED),
+        ("measurements", "passes"): primitives.table(stored("primitives.json")),
         ("systems", "hook"): hook_overhead.table(stored("hook_overhead.json")),
         ("measurements", "bench"): render(stored("bench.json"), "markdown", columns=BENCH),
         ("statistics", "mixture"): mixture(),
@@ -386,7 +389,16 @@ def sentences() -> list[tuple[str, str]]:
     lstm = next(iter(WORKLOADS))
     compute = stored(f"network-{lstm}.jsonl")[0]["compute"]
     alone = [f"{compute / runs(lstm)[n]['seconds']:.2f}" for n in ("topk", "warm-exact")]
+    ones = {r["pass"]: r["one"] for r in stored("primitives.json")}
+    passes = {name: f"{one / ones['torch.sum, one stream']:.1f}" for name, one in ones.items()}
+    selected = " / ".join(passes[f"select {ratio}"] for ratio in (0.001, 0.01, 0.1))
     return [
+        (
+            "measurements",
+            f"`moments` ≤ 4 ({passes['moments, no logarithms']}), `histogram` ≤ 5.5 ({passes['histogram, 7 bits']} "
+            f"with 7 bits, {passes['histogram, 10 bits']} with 10), `select` ≤ 2.5 / 3.5 / 8 at 0.001 / 0.01 / 0.1 "
+            f"({selected})",
+        ),
         ("measurements", f"with three stages and selection ≤ 9 ({bench['sidco-e']:.1f})"),
         ("measurements", f"warm-started exact with selection ≤ 4 ({bench['warm-exact']:.1f})"),
         (
