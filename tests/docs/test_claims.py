@@ -24,6 +24,7 @@ for folder in ("tools", "benchmarks"):
 try:
     import convergence
     import experiment
+    import growth
     import hook_overhead
     import primitives
     from experiment import LAST, steps_to
@@ -122,6 +123,7 @@ def tables() -> dict[tuple[str, str], str]:
         ("claims", "throughput"): by_system(speed, ".2f"),
         ("claims", "time to loss"): by_system(to_loss, ".2f", LEARNED),
         ("measurements", "passes"): primitives.table(stored("primitives.json")),
+        ("network", "growth"): growth.table(stored("growth.jsonl")),
         ("systems", "hook"): hook_overhead.table(stored("hook_overhead.json")),
         ("measurements", "bench"): render(stored("bench.json"), "markdown", columns=BENCH),
         ("statistics", "mixture"): mixture(),
@@ -389,6 +391,19 @@ def sentences() -> list[tuple[str, str]]:
     lstm = next(iter(WORKLOADS))
     compute = stored(f"network-{lstm}.jsonl")[0]["compute"]
     alone = [f"{compute / runs(lstm)[n]['seconds']:.2f}" for n in ("topk", "warm-exact")]
+    grew = {(r["compressor"], r["nproc"]): r for r in stored("growth.jsonl")}
+
+    def grown(name: str, field: str = "bytes") -> str:
+        return f"{grew[name, 8][field] / grew[name, 2][field]:.1f} times"
+
+    assert (
+        max(hook[n] for n in ("topk", "warm-exact", "sidco-e", "dgc", "micro"))
+        < 1
+        < hook["sidco-gp"]
+    )
+    assert grown("cltk") == grown("marsit")
+    resnet = "resnet20-cifar10"
+    waiting = stored(f"network-{resnet}.jsonl")[0]["compute"]
     ones = {r["pass"]: r["one"] for r in stored("primitives.json")}
     passes = {name: f"{one / ones['torch.sum, one stream']:.1f}" for name, one in ones.items()}
     selected = " / ".join(passes[f"select {ratio}"] for ratio in (0.001, 0.01, 0.1))
@@ -407,6 +422,19 @@ def sentences() -> list[tuple[str, str]]:
         ),
         ("measurements", of_size(260_000, "exact", "warm-exact", "histogram", "sidco-e", "hard")),
         ("network", f"{span(sparse)} times the time of a dense all-reduce"),
+        (
+            "network",
+            f"{span(r['seconds'] / waiting for r in runs(resnet).values())} times as long as those without",
+        ),
+        ("network", f"a dense step takes {grown('none', 'seconds')} as long"),
+        ("network", f"grow with every worker ({grown('topk')} from two to eight)"),
+        ("network", f"about as the ring does ({grown('cltk')})"),
+        (
+            "network",
+            "add up to "
+            f"{span((n * grew['micro', n]['quality'] for n in (2, 4, 8)), '.1f')} k with any number",
+        ),
+        ("network", f"its bytes grow {grown('micro')}"),
         ("systems", f"sparse systems take {span(sparse)} times as long as PyTorch's dense"),
         ("systems", f"PowerSGD's hook {hook['PowerSGD']:.2f} times"),
         ("network", f"losses lie from {span(ended)}, and chance is ln 10 = {math.log(10):.2f}"),
