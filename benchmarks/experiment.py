@@ -70,13 +70,18 @@ def step_of(problem: str) -> str:
     return step[0] if step else problem
 
 
+def visible(compute: float, seconds: float) -> float:
+    """Return the share of a dense step that is communication, 0 where noise makes it less."""
+    return max(1 - compute / seconds, 0.0)
+
+
 def table(rows: list[Row], setting: Row) -> str:
     """Return the runs as Markdown, the fastest first."""
     done = {row["compressor"]: row for row in rows if "problem" not in row}
     dense = done["none"]
     bound = setting["compute"]
     goal = sum(dense["losses"][-LAST:]) / LAST
-    share = max(1 - bound / dense["seconds"], 0.0)  # below, by the noise of both
+    share = visible(bound, dense["seconds"])
     lines = [
         f"{setting['nproc']} workers at {format_rate(setting['rate'] / 1e6)}, {setting['numel']:,} parameters, "
         f"batches of {setting['batch_size']}, ratio {setting['ratio']:g}, {setting['steps']} steps. Computing takes "

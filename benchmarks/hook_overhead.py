@@ -12,7 +12,6 @@ table into docs/systems.md.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -32,9 +31,9 @@ from capture.workloads.baselines import bf16_hook
 from gradstats.compressors import make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 
+DENSE = {"allreduce_hook": default_hooks.allreduce_hook, "bf16_compress_hook": bf16_hook}
 HOOKS = (
-    "allreduce_hook", "bf16_compress_hook", "PowerSGD", "dense-bf16",
-    "topk", "warm-exact", "sidco-e", "sidco-gp", "dgc", "micro", "signsgd", "marsit",
+    *DENSE, "PowerSGD", "dense-bf16", "topk", "warm-exact", "sidco-e", "sidco-gp", "dgc", "micro", "signsgd", "marsit",
 )  # fmt: skip
 FILE = RESULTS / "hook_overhead.json"
 
@@ -44,9 +43,8 @@ def make(name, width):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     ddp = DDP(net, bucket_cap_mb=4096)
-    if name.endswith("_hook"):
-        plain = name == "allreduce_hook"
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook if plain else bf16_hook)
+    if name in DENSE:
+        ddp.register_comm_hook(None, DENSE[name])
         return ddp, None
     if name == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
@@ -103,7 +101,7 @@ def main():
             }
         )  # fmt: skip
     dump(FILE, rows)
-    print(text := table(json.loads(FILE.read_text(encoding="utf-8"))))
+    print(text := table(rows))
     if o.write:
         put(DOCS / "systems.md", "hook", text)
 

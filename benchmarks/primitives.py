@@ -10,7 +10,6 @@ docs/measurements.md.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 
@@ -117,8 +116,9 @@ def main() -> None:
                 run()
                 seconds[name].append(time.perf_counter() - started)
         columns[threads] = {name: statistics.median(s) for name, s in seconds.items()}
-    dump(FILE, [{"pass": name, "one": columns[1][name], "two": columns[2][name]} for name in runs])
-    print(text := table(json.loads(FILE.read_text(encoding="utf-8"))))
+    rows = [{"pass": name, "one": columns[1][name], "two": columns[2][name]} for name in runs]
+    dump(FILE, rows)
+    print(text := table(rows))
     if options.write:
         put(DOCS / "measurements.md", "passes", text)
 

@@ -307,14 +307,14 @@ class Codec:
             The values, of the 16-bit type if they travel as one, else float32. Rounding them again changes nothing.
         """
         wire = _FLOATS.get(self.values, torch.float32)
-        largest, narrower = torch.finfo(wire).max, values.to(wire)
+        largest, sent = torch.finfo(wire).max, values.to(wire)
         if torch.finfo(values.dtype).max > largest:
-            values = narrower.clamp_(-largest, largest)
-        else:
-            values = narrower.clamp(-largest, largest) if self.values in _BITS else narrower
+            sent.clamp_(-largest, largest)
+        elif self.values in _BITS:  # infinite ones, in a copy: `sent` may be `values`
+            sent = sent.clamp(-largest, largest)
         if self.values in _BITS:
-            return self.unpack_values(self.pack_values(values), values.numel())
-        return values
+            return self.unpack_values(self.pack_values(sent), sent.numel())
+        return sent
 
 
 def _packed_multiples(values: torch.Tensor, name: str) -> torch.Tensor:

@@ -301,7 +301,7 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         for offset in range(0, flat.size, size):
             yield offset, flat[offset : offset + size]
         return
-    # Strided or half precision: nditer copies one contiguous buffer at a time, never the whole array.
+    # Strided or half precision: one buffer at a time is copied, never the whole array.
     offset = 0
     with np.nditer(
         x,
@@ -312,6 +312,6 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         buffersize=size,
     ) as chunks:
         for buffer in chunks:
-            chunk = np.ascontiguousarray(buffer)  # where the type is right it is no copy yet
+            chunk = np.ascontiguousarray(buffer)  # nditer copies for the type alone
             yield offset, chunk
             offset += chunk.size

@@ -194,9 +194,7 @@ def exceedances(x: Array, above: float) -> Moments:
         found: tuple[int, float, float] = block_tail(block, below)
         return found
 
-    parts = map_blocks(tail, x) or [(0, 0.0, 0.0)]
-    count, total, squares = map(sum, zip(*parts, strict=True))
-    return _tail(x, above, count, float(total), float(squares))
+    return _tail(x, above, *_added(map_blocks(tail, x)))
 
 
 def _tail(x: Array, above: float, count: int, total: float, squares: float) -> Moments:
@@ -223,9 +221,13 @@ def signed_sums(x: Array) -> tuple[int, float, float]:
     code = device_code(x)
     if code is not None:
         return code.signed(x)
-    parts = map_blocks(_signed, x)
-    count, total, squares = (sum(part[i] for part in parts) for i in range(3))
-    return int(count), float(total), float(squares)
+    return _added(map_blocks(_signed, x))
+
+
+def _added(parts: list[tuple[int, float, float]]) -> tuple[int, float, float]:
+    """Return the counts and the two sums of all blocks; zeros where there are none."""
+    counts, totals, squares = zip(*parts or [(0, 0.0, 0.0)], strict=True)
+    return sum(counts), float(sum(totals)), float(sum(squares))
 
 
 def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:

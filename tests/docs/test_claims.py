@@ -63,9 +63,9 @@ def runs(workload: str) -> dict[str, Row]:
 
 
 def share(workload: str) -> float:
-    """Return the share of a dense step that is communication, 0 where noise makes it less."""
+    """Return the share of a dense step that is communication."""
     compute = stored(f"network-{workload}.jsonl")[0]["compute"]
-    return max(1 - compute / runs(workload)["none"]["seconds"], 0.0)
+    return experiment.visible(compute, runs(workload)["none"]["seconds"])
 
 
 def speed(workload: str, name: str, to: str = "none") -> float:
