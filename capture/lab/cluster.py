@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from capture.workloads.launch import SIGNALS, signals_raise
 from gradstats.errors import GradstatsError, InputError
 
 __all__ = ["BURST", "INTERFACE", "Cluster", "LabError", "enter", "shaped_network"]
@@ -41,7 +42,6 @@ BURST = 32 * 1024
 _SMALLEST_BURST = 4 * 1024
 _LARGEST_SEGMENT = 30_000  # bytes
 _QUEUE = "latency 1s"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LabError(GradstatsError):
@@ -113,13 +113,13 @@ def shaped_network(
     if burst < _SMALLEST_BURST:
         raise InputError(f"a burst must be at least {_SMALLEST_BURST} bytes, not {burst}")
     up, down = rate if isinstance(rate, tuple) else (rate, rate)
-    with _only_one(), _signals_raise():
+    with _only_one(), signals_raise():
         _remove_all()
         try:
             yield _build(nproc, up, down, burst)
         finally:
-            for number in _SIGNALS:  # a second Ctrl-C must not leave half of the network
-                signal.signal(number, signal.SIG_IGN)
+            for number in SIGNALS:  # a second Ctrl-C must not leave half of the network
+                signal.signal(number, lambda *_: None)
             _remove_all()
 
 
@@ -176,21 +176,6 @@ def _only_one() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    def stop(number: int, _: object) -> None:
-        raise SignalException(f"signal {number}", signal.Signals(number))
-
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
     prefix = f"{_PREFIX}{os.getpid()}-"
     hub, ranks = f"{prefix}hub", tuple(f"{prefix}{rank}" for rank in range(nproc))
@@ -229,7 +214,12 @@ def _remove_all() -> None:
 
 def _run(*words: str) -> str:
     command = " ".join(words)
-    done = subprocess.run(command.split(), capture_output=True, text=True)
+    # Ctrl-C reaches every process of the terminal: this one inherits the mask, and is done at once
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        done = subprocess.run(command.split(), capture_output=True, text=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if done.returncode:
         why = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise LabError(f"{command}: {why[0]}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import select
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,10 @@ from typing import Any, TypeVar
 from capture.workloads.config import RunConfig, RunResult
 from gradstats.errors import GradstatsError
 
-__all__ = ["RunFailedError", "launch", "start"]
+__all__ = ["SIGNALS", "RunFailedError", "launch", "signals_raise", "start"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ask a process to end, and that torchrun's agent takes."""
 
 T = TypeVar("T")
 
@@ -110,7 +115,7 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
             _rank,
         )
         try:
-            with _handlers_restored(), _ctrl_c_spares_children():
+            with signals_raise(), _ctrl_c_spares_children():
                 results: dict[int, T] = launcher(os.getpid() if forked else None, function, args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
@@ -133,17 +138,50 @@ def _end_with(process: int) -> None:
     os._exit(1)
 
 
+class _Raise:
+    """Handler of signals that raises SignalException, but not again within a second."""
+
+    last = -math.inf  # time of the last one, on the monotonic clock, in seconds
+
+    def __call__(self, number: int, frame: object) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        if time.monotonic() - self.last > 1:
+            self.last = time.monotonic()
+            raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+_raise = _Raise()
+
+
 @contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers of this process, which torchrun's agent replaces by its own."""
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = [signal.getsignal(each) for each in signals]
+def signals_raise() -> Iterator[None]:
+    """Have a signal that asks this process to end raise, and restore the handlers.
+
+    torchrun's agent does the same while processes run, with handlers of its own that it leaves behind. What comes
+    within a second of such a signal is the same impatient person: it would only cut the cleaning up short.
+
+    Raises
+    ------
+    torch.distributed.elastic.multiprocessing.SignalException
+        On SIGINT, SIGTERM, SIGHUP and SIGQUIT. In other threads than the main one nothing is changed.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is not _raise:
+        _raise.last = -math.inf
+    handlers = {each: signal.signal(each, _raise) for each in SIGNALS}
     try:
         yield
+    except SignalException:
+        _raise.last = time.monotonic()
+        raise
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for each, handler in zip(signals, handlers, strict=True):
-                signal.signal(each, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
@@ -160,9 +198,9 @@ def _ctrl_c_spares_children() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         done.set()
         receiver.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a handler may raise here
 
 
 def _last_line(message: object) -> str:

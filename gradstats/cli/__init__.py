@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _load_plugins()
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
+        if code > 128 and arguments is None:
+            _ignore_ctrl_c()
     except GradstatsError as error:
         _fail(f"gradstats: {error}")
         code = 2
@@ -125,12 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    if code > 128:
         if arguments is None:
-            # this process ends: another Ctrl-C must spoil neither its line nor its code
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _ignore_ctrl_c()
+    if code > 128:
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)
+
+
+def _ignore_ctrl_c() -> None:
+    """Let another Ctrl-C spoil neither the line nor the code with which this process ends."""
+    # one that comes just before SIG_IGN would be reported with a traceback, and Python takes other handlers back
+    with suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _fail(message: str) -> None:
