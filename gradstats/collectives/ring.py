@@ -198,14 +198,15 @@ def split(words: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def one_bit_ring(
-    bits: torch.Tensor, merge: Merge, group: dist.ProcessGroup | None = None
+    packed: torch.Tensor, merge: Merge, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, int]:
     """All-reduce one bit per element over a ring.
 
     Parameters
     ----------
-    bits : bool tensor, shape (d,)
-        This rank's bits. Their number d is the same on all ranks and may be less than the number of ranks.
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        This rank's bits, as :func:`gradstats.collectives.ring.pack_bits` makes them. Their number d is the same on all
+        ranks and may be less than the number of ranks.
     merge : Merge
         Rule that merges two ranks' packed bits, see :data:`Merge`. It also gets padding past the end, whose values are
         not read.
@@ -214,14 +215,13 @@ def one_bit_ring(
 
     Returns
     -------
-    bits : bool tensor, shape (d,)
+    packed : uint8 tensor, shape (⌈d/8⌉,)
         The merged bits, the same on every rank.
     bytes_sent : int
         Bytes that this rank sent: 2·d·(M − 1)/M bits for M ranks, and at most a byte of padding for each hop.
     """
     ring = Ring(group)
-    packed = reduce_bits([ring], pack_bits(bits), merge, contributions=1)
-    return unpack_bits(packed, bits.numel()), ring.bytes_sent
+    return reduce_bits([ring], packed, merge, contributions=1), ring.bytes_sent
 
 
 def reduce_bits(

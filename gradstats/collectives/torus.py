@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.ring import Merge, Ring, pack_bits, reduce_bits, unpack_bits
+from gradstats.collectives.ring import Merge, Ring, reduce_bits
 from gradstats.errors import InputError
 
 __all__ = ["check_torus", "one_bit_torus"]
 
 
 def one_bit_torus(
-    bits: torch.Tensor,
+    packed: torch.Tensor,
     merge: Merge,
     group: dist.ProcessGroup | None = None,
     shape: tuple[int, int] = (1, 1),
@@ -26,8 +26,9 @@ def one_bit_torus(
 
     Parameters
     ----------
-    bits : bool tensor, shape (d,)
-        This rank's bits. Their number d is the same on all ranks and may be less than the number of ranks.
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        This rank's bits, as :func:`gradstats.collectives.ring.pack_bits` makes them. Their number d is the same on all
+        ranks and may be less than the number of ranks.
     merge : Merge
         Rule that merges two ranks' packed bits, see :data:`gradstats.collectives.ring.Merge`. Along the columns both
         sides hold more than one contribution.
@@ -38,7 +39,7 @@ def one_bit_torus(
 
     Returns
     -------
-    bits : bool tensor, shape (d,)
+    packed : uint8 tensor, shape (⌈d/8⌉,)
         The merged bits, the same on every rank.
     bytes_sent : int
         Bytes that this rank sent, as many as over a ring.
@@ -54,8 +55,8 @@ def one_bit_torus(
         Ring(group, range(row * columns, (row + 1) * columns)),
         Ring(group, range(column, rows * columns, columns)),
     ]
-    packed = reduce_bits(rings, pack_bits(bits), merge, contributions=1)
-    return unpack_bits(packed, bits.numel()), sum(ring.bytes_sent for ring in rings)
+    packed = reduce_bits(rings, packed, merge, contributions=1)
+    return packed, sum(ring.bytes_sent for ring in rings)
 
 
 def check_torus(shape: tuple[int, int], world: int) -> tuple[int, int]:

@@ -83,11 +83,13 @@ class Cascading(SignCompressor):
             compressing += time.perf_counter() - begun
             return message
 
+        def decoded(message: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+            packed, scale = read_message(message)
+            return signed(packed, own.numel(), scale, own.dtype)
+
         def prepare(index: int, _: int) -> Callable[[torch.Tensor], torch.Tensor]:
             own = local[index]
-            return lambda received: compress(
-                signed(*read_message(received, own.numel()), own.dtype).add_(own)
-            )
+            return lambda received: compress(decoded(received, own).add_(own))
 
         # An empty part sends nothing, not even a scale.
         parts = [
@@ -102,7 +104,7 @@ class Cascading(SignCompressor):
             parts[ring.position] = compress(local[ring.position])
         ring.all_gather(parts, ring.reduce_scatter(parts, prepare))
         total = [
-            signed(*read_message(part, own.numel()), own.dtype) if part.numel() else own
+            decoded(part, own) if part.numel() else own
             for part, own in zip(parts, local, strict=True)
         ]
         mean = torch.cat(total).div_(ring.size)

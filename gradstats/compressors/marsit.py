@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
-from gradstats.collectives.ring import Merge, one_bit_ring, unpack_bits
+from gradstats.collectives.ring import Merge, one_bit_ring
 from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.signs import (
     RandomStream,
+    bernoulli_bits,
     check_scale,
     mean_over_ranks,
     packed_signs,
@@ -24,61 +25,7 @@ from gradstats.compressors.signs import (
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_count, shown
 
-__all__ = ["Marsit", "bernoulli_bits", "transient_merge"]
-
-_WORD = 8
-"""Bytes of a word of random bits."""
-_DIGITS = 8
-"""Binary digits after which words without open bits are left alone."""
-_LEAST = torch.iinfo(torch.int64).min
-
-
-def bernoulli_bits(
-    length: int, numerator: int, denominator: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Return packed random bits, each 1 with exactly the probability of a fraction, made 64 at a time.
-
-    A bit says whether a uniform number lies below the fraction. Both are compared digit by binary digit, those of the
-    number drawn for 64 bits in one word, until they differ: two digits for a bit on average.
-
-    Parameters
-    ----------
-    length : int
-        Number of bytes.
-    numerator : int
-        Numerator of the probability, at least 0.
-    denominator : int
-        Its denominator, above the numerator.
-    generator : torch.Generator
-        Generator of the words, on the device wanted.
-
-    Returns
-    -------
-    uint8 tensor, shape (length,)
-        Eight bits a byte.
-    """
-    words = -(-length // _WORD)
-    bits = torch.zeros(words, dtype=torch.int64, device=generator.device)
-    part, positions, rest, digits = bits, None, numerator, 0
-    open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
-    while rest and open_.numel():
-        digit, rest = divmod(2 * rest, denominator)
-        drawn = torch.empty_like(part).random_(_LEAST, None, generator=generator)
-        if digit:
-            part |= open_ & ~drawn
-            open_ &= drawn
-        else:
-            open_ &= ~drawn
-        digits += 1
-        if digits % _DIGITS == 0 and rest:  # few words still have open bits
-            if positions is not None:
-                bits[positions] |= part
-            left = open_.nonzero().view(-1)
-            positions = left if positions is None else positions[left]
-            part, open_ = torch.zeros_like(left), open_[left]
-    if positions is not None:
-        bits[positions] |= part
-    return bits.view(torch.uint8)[:length]
+__all__ = ["Marsit", "transient_merge"]
 
 
 def transient_merge(generator: torch.Generator) -> Merge:
@@ -214,7 +161,6 @@ class Marsit(Compressor):
         numel = corrected.numel()
         generator = self._own.generator(dist.get_rank(group), corrected.device)
         packed, total = packed_signs(corrected, generator)
-        bits = unpack_bits(packed, numel)
         selected = time.perf_counter()
         scale = (
             mean_over_ranks(total / max(1, numel), group, corrected.device)
@@ -223,11 +169,11 @@ class Marsit(Compressor):
         )
         merge = transient_merge(generator)
         if self.topology == "torus":
-            bits, sent = one_bit_torus(bits, merge, group, shape)
+            packed, sent = one_bit_torus(packed, merge, group, shape)
         else:
-            bits, sent = one_bit_ring(bits, merge, group)
+            packed, sent = one_bit_ring(packed, merge, group)
         communicated = time.perf_counter()
-        mean = signed(bits, float(scale), corrected.dtype)
+        mean = signed(packed, numel, float(scale), corrected.dtype)
         return Reduced(
             flags=flags,
             mean=mean,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
-from gradstats.collectives.ring import pack_bits, unpack_bits
+from gradstats.collectives.ring import pack_bits
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
@@ -31,9 +31,9 @@ __all__ = [
     "RandomStream",
     "SignCompressor",
     "SignGathering",
+    "bernoulli_bits",
     "bits_per_element",
     "check_scale",
-    "coins",
     "matching_rate",
     "mean_magnitude",
     "mean_over_ranks",
@@ -41,13 +41,19 @@ __all__ = [
     "packed_signs",
     "packed_stochastic_signs",
     "read_message",
-    "sign_bits",
     "sign_message",
     "signed",
     "stochastic_sign_bits",
 ]
 
 SCALE_BYTES = 4
+_WORD = 8
+"""Bytes of a word of random bits."""
+_DIGITS = 8
+"""Binary digits after which words without open bits are left alone."""
+_LEAST = torch.iinfo(torch.int64).min
+_EIGHT_SIGNS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1) * 2 - 1
+"""The signs of each byte."""
 
 
 def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
@@ -155,26 +161,52 @@ class RandomStream:
         self._generator, self._state = None, state
 
 
-def sign_bits(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the signs of values as bits.
+def bernoulli_bits(
+    length: int, numerator: int, denominator: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return packed random bits, each 1 with exactly the probability of a fraction, made 64 at a time.
+
+    A bit says whether a uniform number lies below the fraction. Both are compared digit by binary digit, those of the
+    number drawn for 64 bits in one word, until they differ: two digits for a bit on average.
 
     Parameters
     ----------
-    values : tensor, shape (d,)
-        Values of any sign.
+    length : int
+        Number of bytes.
+    numerator : int
+        Numerator of the probability, at least 0.
+    denominator : int
+        Its denominator, above the numerator.
     generator : torch.Generator
-        Generator of the coins for zeros, on the device of the values.
+        Generator of the words, on the device wanted.
 
     Returns
     -------
-    bool tensor, shape (d,)
-        True for +, false for −, and a fair coin for zero.
+    uint8 tensor, shape (length,)
+        Eight bits a byte.
     """
-    bits = values > 0
-    zeros = (values == 0).nonzero().view(-1)
-    if zeros.numel():
-        bits[zeros] = coins(zeros.numel(), generator)
-    return bits
+    words = -(-length // _WORD)
+    bits = torch.zeros(words, dtype=torch.int64, device=generator.device)
+    part, positions, rest, digits = bits, None, numerator, 0
+    open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
+    while rest and open_.numel():
+        digit, rest = divmod(2 * rest, denominator)
+        drawn = torch.empty_like(part).random_(_LEAST, None, generator=generator)
+        if digit:
+            part |= open_ & ~drawn
+            open_ &= drawn
+        else:
+            open_ &= ~drawn
+        digits += 1
+        if digits % _DIGITS == 0 and rest:  # few words still have open bits
+            if positions is not None:
+                bits[positions] |= part
+            left = open_.nonzero().view(-1)
+            positions = left if positions is None else positions[left]
+            part, open_ = torch.zeros_like(left), open_[left]
+    if positions is not None:
+        bits[positions] |= part
+    return bits.view(torch.uint8)[:length]
 
 
 def stochastic_sign_bits(
@@ -220,26 +252,24 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
     Returns
     -------
     packed : uint8 tensor, shape (⌈d/8⌉,)
-        Signs, eight a byte: the bits of :func:`sign_bits`.
+        Signs, eight a byte: 1 for +, 0 for − and NaN, and a fair coin for zero.
     total : float
         Σ|v|; NaN if a value is.
     """
-    flat = _compiled_view(values)
+    flat, length = _compiled_view(values), -(-values.numel() // 8)
     if flat is None:
         total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
-        return pack_bits(sign_bits(values, generator)), total
-    from gradstats.primitives.kernels import block_signs
+        packed, zeros = pack_bits(values > 0), pack_bits(values == 0)
+        some = bool(zeros.any())
+    else:
+        from gradstats.primitives.kernels import block_signs
 
-    words = np.empty(-(-flat.size // 64), np.uint64)
-    count, total = block_signs(flat, words)
-    packed = words.view(np.uint8)[: -(-flat.size // 8)]
-    if count < flat.size:
-        zeros = np.flatnonzero(flat == 0)
-        thrown = coins(zeros.size, generator).numpy().view(np.uint8)
-        np.bitwise_or.at(packed, zeros >> 3, thrown << (zeros & 7).astype(np.uint8))
-        if count + zeros.size < flat.size:
-            total = math.nan
-    return torch.from_numpy(packed), total
+        words = np.empty((2, -(-length // _WORD)), np.uint64)
+        some, total = block_signs(flat, *words)
+        packed, zeros = torch.from_numpy(words.view(np.uint8)[:, :length])
+    if some:
+        packed |= zeros & bernoulli_bits(length, 1, 2, generator)
+    return packed, total
 
 
 def packed_stochastic_signs(
@@ -284,13 +314,15 @@ def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
 
 
-def signed(bits: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def signed(packed: torch.Tensor, numel: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return scale·(2·bit − 1) for every bit.
 
     Parameters
     ----------
-    bits : bool tensor, shape (d,)
-        True for +, false for −.
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        Bits, eight a byte, the first lowest: 1 for +, 0 for −.
+    numel : int
+        Number of elements d.
     scale : float
         Size of every element.
     dtype : torch.dtype
@@ -301,8 +333,8 @@ def signed(bits: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
     tensor, shape (d,)
         Elements of either sign and one size.
     """
-    # Exact, as 2s − s is s in every binary format.
-    return bits.to(dtype).mul_(2 * scale).sub_(scale)
+    table = (_EIGHT_SIGNS * torch.tensor(scale, dtype=dtype)).to(packed.device)
+    return table.index_select(0, packed.int()).view(-1)[:numel]
 
 
 def check_scale(scale: float | str) -> float | Literal["mean"]:
@@ -350,26 +382,6 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
     all_gather(gathered, torch.tensor([value], dtype=torch.float64, device=device), group)
     values: list[float] = gathered.tolist()
     return sum(values) / len(values)
-
-
-def coins(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return fair coins.
-
-    Parameters
-    ----------
-    count : int
-        Number of coins.
-    generator : torch.Generator
-        Generator of the coins.
-
-    Returns
-    -------
-    bool tensor, shape (count,)
-        The coins, on the generator's device.
-    """
-    return torch.randint(
-        2, (count,), generator=generator, device=generator.device, dtype=torch.uint8
-    ).bool()
 
 
 def mean_magnitude(total: float, numel: int) -> float:
@@ -425,26 +437,24 @@ def sign_message(packed: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.cat([scales.view(torch.uint8), packed])
 
 
-def read_message(message: torch.Tensor, numel: int) -> tuple[torch.Tensor, float]:
+def read_message(message: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Return the signs and the scale that :func:`sign_message` packed.
 
     Parameters
     ----------
     message : uint8 tensor, shape (4 + ⌈d/8⌉,)
         The scale, then eight signs a byte.
-    numel : int
-        Number of signs d.
 
     Returns
     -------
-    bits : bool tensor, shape (d,)
-        True for +, false for −.
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        The signs, a view of the message.
     scale : float
         Size of every element.
     """
     # Cloned, as a row of gathered messages need not start where a float32 may.
     scale = message[:SCALE_BYTES].clone().view(torch.float32)
-    return unpack_bits(message[SCALE_BYTES:], numel), float(scale)
+    return message[SCALE_BYTES:], float(scale)
 
 
 class SignCompressor(Compressor):
@@ -488,7 +498,7 @@ class SignGathering(SignCompressor):
     def _average(
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
     ) -> torch.Tensor:
-        """Return the update from all ranks' bits and scales."""
+        """Return the update from all ranks' packed signs and scales."""
 
     def _residual(
         self, corrected: torch.Tensor, packed: torch.Tensor, scale: float
@@ -539,4 +549,4 @@ class SignGathering(SignCompressor):
         tensor, shape (d,)
             The update.
         """
-        return self._average([read_message(row, corrected.numel()) for row in messages], corrected)
+        return self._average([read_message(row) for row in messages], corrected)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from gradstats.collectives.ring import unpack_bits
 from gradstats.compressors.signs import (
     RandomStream,
     SignGathering,
+    bernoulli_bits,
     check_scale,
-    coins,
     mean_magnitude,
     packed_signs,
     packed_stochastic_signs,
@@ -20,6 +19,39 @@ from gradstats.compressors.signs import (
 )
 
 __all__ = ["SSDM", "EFSignSGD", "SignSGD"]
+
+
+def majority_bits(voters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count votes without unpacking them.
+
+    The votes on eight elements at a time are added up binary digit by digit, and so compared with half their number.
+
+    Parameters
+    ----------
+    voters : sequence of uint8 tensors, shape (bytes,)
+        Packed bits of each voter, at least one.
+
+    Returns
+    -------
+    majority : uint8 tensor, shape (bytes,)
+        Bits that more than half of the voters have set.
+    ties : uint8 tensor, shape (bytes,)
+        Bits that exactly half of them have set; of an odd number, half of one fewer.
+    """
+    digits = [torch.zeros_like(voters[0]) for _ in range(len(voters).bit_length())]
+    for carry in voters:
+        for digit in digits:
+            both = digit & carry
+            digit ^= carry
+            carry = both
+    more, equal = torch.zeros_like(digits[0]), torch.full_like(digits[0], 255)
+    for place in reversed(range(len(digits))):
+        if len(voters) // 2 >> place & 1:
+            equal &= digits[place]
+        else:
+            more |= equal & digits[place]
+            equal &= ~digits[place]
+    return more, equal
 
 
 class SignSGD(SignGathering):
@@ -66,18 +98,13 @@ class SignSGD(SignGathering):
     def _average(
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
     ) -> torch.Tensor:
-        votes = torch.zeros(corrected.numel(), dtype=torch.int32, device=corrected.device)
-        for bits, _ in messages:
-            votes += bits
-        twice = votes.mul_(2)
-        majority = twice > len(messages)
-        ties = (twice == len(messages)).nonzero().view(-1)
-        if ties.numel():
+        majority, ties = majority_bits([packed for packed, _ in messages])
+        if len(messages) % 2 == 0:
             # On the CPU, as the ranks may have different devices, whose generators differ.
-            thrown = coins(ties.numel(), self._ties.generator(rank=0))
-            majority[ties] = thrown.to(majority.device)
+            thrown = bernoulli_bits(ties.numel(), 1, 2, self._ties.generator(rank=0))
+            majority |= ties & thrown.to(ties.device)
         scale = sum(s for _, s in messages) / len(messages) if self.scale == "mean" else self.scale
-        return signed(majority, float(scale), corrected.dtype)
+        return signed(majority, corrected.numel(), float(scale), corrected.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of both random generators."""
@@ -95,9 +122,11 @@ class _Averaging(SignGathering):
     def _average(
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
     ) -> torch.Tensor:
-        total = torch.zeros_like(corrected)
-        for bits, scale in messages:
-            total += signed(bits, scale, corrected.dtype)
+        numel, dtype = corrected.numel(), corrected.dtype
+        (packed, scale), *others = messages
+        total = signed(packed, numel, scale, dtype)
+        for packed, scale in others:
+            total += signed(packed, numel, scale, dtype)
         return total.div_(len(messages))
 
 
@@ -130,8 +159,7 @@ class EFSignSGD(_Averaging):
     def _residual(
         self, corrected: torch.Tensor, packed: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        bits = unpack_bits(packed, corrected.numel())
-        return corrected.sub_(signed(bits, scale, corrected.dtype))
+        return corrected.sub_(signed(packed, corrected.numel(), scale, corrected.dtype))
 
 
 class SSDM(_Averaging):

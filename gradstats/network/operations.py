@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradstats.collectives.codec import INDICES, SCALED, Codec
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
-from gradstats.collectives.ring import Ring, pack_bits, unpack_bits
+from gradstats.collectives.ring import Ring, pack_bits
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors import Compressor, DenseCompressor, make_compressor
 from gradstats.compressors.marsit import transient_merge
@@ -135,7 +135,7 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
         "unpack": unpacking,
         "memory": remembering,
         "average": lambda: torch.zeros_like(gradient).div_(2),
-        "unpack_signs": lambda: total.add_(signed(unpack_bits(packed, size), 0.0, total.dtype)),
+        "unpack_signs": lambda: total.add_(signed(packed, size, 0.0, total.dtype)),
         "merge_signs": lambda: merge(packed, 1, 1)(packed),
         **_coding(positions, gradient, numel),
     }

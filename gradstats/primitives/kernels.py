@@ -310,46 +310,47 @@ def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
 
 
 @_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
-def block_signs(x: NDArray[np.float32], words: NDArray[np.uint64]) -> tuple[int, float]:
-    """Pack x > 0 as bits, the first lowest; return (number of elements neither zero nor NaN, Σ|x| over them).
+def block_signs(
+    x: NDArray[np.float32], words: NDArray[np.uint64], zeros: NDArray[np.uint64]
+) -> tuple[bool, float]:
+    """Pack x > 0 and x = 0 as bits, the first lowest; return (whether there are zeros, Σ|x|).
 
     Parameters
     ----------
     x : ndarray of float32, shape (n,)
         Block.
     words : ndarray of uint64, shape (⌈n/64⌉,)
-        Where the bits go.
+        Where the signs go.
+    zeros : ndarray of uint64, shape (⌈n/64⌉,)
+        Where the zeros are marked.
     """
     bits = x.view(np.int32)
-    one, width = np.uint32(1), np.uint32(_INFINITY - 1)
+    nothing, one, width = np.uint32(0), np.uint32(1), np.uint32(_INFINITY - 1)
     magnitude, signed = np.uint32(_MASK), np.uint32(0xFFFFFFFF)
-    count = 0
+    found = np.uint64(0)
     total = 0.0
     for start in range(0, x.size, _SUB):
         part = x[start : start + _SUB]
         s = 0.0
         for i in range(part.size):
             s += np.float64(abs(part[i]))
-        if s < np.inf:
-            total += s
-        else:
-            total += _sums_above(part, np.float32(0))[0]
+        total += s
         stop = start + part.size
         whole = stop - part.size % _WORD
         for i in range(start, whole, _WORD):
             words[i // _WORD] = _within(bits, i, signed, one, width)
-            if _within(bits, i, magnitude, one, width) == ~np.uint64(0):
-                count += _WORD
-            else:
-                for j in range(i, i + _WORD):
-                    count += np.uint32((bits[j] & _MASK) - 1) <= width
+            none = _within(bits, i, magnitude, nothing, nothing)
+            zeros[i // _WORD] = none
+            found |= none
         if whole < stop:
-            last = np.uint64(0)
+            last = none = np.uint64(0)
             for j in range(whole, stop):
                 last |= np.uint64(x[j] > 0) << np.uint64(j - whole)
-                count += np.uint32((bits[j] & _MASK) - 1) <= width
+                none |= np.uint64(x[j] == 0) << np.uint64(j - whole)
             words[whole // _WORD] = last
-    return count, total
+            zeros[whole // _WORD] = none
+            found |= none
+    return found != np.uint64(0), total
 
 
 @_compiled(nogil=True)
@@ -621,13 +622,13 @@ def warm_up() -> None:
     read_only = writable.copy()
     read_only.flags.writeable = False
     indices, values = np.empty(writable.size, np.int64), np.empty_like(writable)
-    counts, words = np.zeros(1 << 15, np.uint32), np.empty(3, np.uint64)
+    counts, words, zeros = np.zeros(1 << 15, np.uint32), *np.empty((2, 3), np.uint64)
     for x in (writable, read_only):
         for log in (False, True):
             block_moments(x, np.float32(0), log)
         block_signed(x)
         block_tail(x, np.float32(1))
-        block_signs(x, words)
+        block_signs(x, words, zeros)
         block_stochastic_signs(x, 2.0, np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)

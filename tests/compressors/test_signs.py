@@ -16,16 +16,17 @@ from workers import signs as cases
 from gradstats import backend
 from gradstats.collectives.ring import pack_bits, split, unpack_bits
 from gradstats.compressors.cascading import Cascading
-from gradstats.compressors.marsit import Marsit, bernoulli_bits, most_square, transient_merge
+from gradstats.compressors.marsit import Marsit, most_square, transient_merge
 from gradstats.compressors.signs import (
+    bernoulli_bits,
     bits_per_element,
     matching_rate,
     packed_signs,
     packed_stochastic_signs,
-    sign_bits,
+    signed,
     stochastic_sign_bits,
 )
-from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD
+from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD, majority_bits
 from gradstats.errors import InputError
 
 WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
@@ -74,6 +75,25 @@ def test_splitting_into_parts(numel, count):
     lengths = [p.numel() for p in parts]
     assert len(lengths) == count
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("voters", range(1, 20))
+def test_votes_are_counted_without_unpacking(voters):
+    bits = torch.from_numpy(np.random.default_rng(voters).random((voters, 4000)) < 0.5)
+    majority, ties = majority_bits([pack_bits(row) for row in bits])
+    votes = bits.sum(0)
+    assert torch.equal(unpack_bits(majority, 4000), votes > voters // 2)
+    assert torch.equal(unpack_bits(ties, 4000), votes == voters // 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [0, 1, 8, 9, 1000])
+def test_packed_bits_become_elements_of_one_size(n, dtype):
+    bits = torch.from_numpy(np.random.default_rng(n).random(n) < 0.5)
+    expected = torch.where(bits, 1.0, -1.0).to(dtype) * torch.tensor(0.3, dtype=dtype)
+    found = signed(pack_bits(bits), n, 0.3, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +153,8 @@ def test_packed_signs_are_the_bits_and_their_sum(n):
     """The compiled loop against torch's operators, coins for zeros included."""
     values = torch.from_numpy(np.random.default_rng(n).laplace(size=n).astype(np.float32))
     values[::5] = 0
-    bits = sign_bits(values, torch.Generator().manual_seed(2))
+    coins = bernoulli_bits(-(-n // 8), 1, 2, torch.Generator().manual_seed(2))
+    bits = torch.where(values == 0, unpack_bits(coins, n), values > 0)
     packed, total = packed_signs(values, torch.Generator().manual_seed(2))
     assert torch.equal(unpack_bits(packed, n), bits)
     assert torch.equal(packed, pack_bits(bits))
@@ -196,7 +217,8 @@ def test_stochastic_signs_of_nothing_leave_it_alone():
 
 def test_the_sign_of_zero_is_a_fair_coin():
     values = torch.tensor([1.0, -1.0, 0.0, -0.0]).repeat(10_000)
-    share = sign_bits(values, torch.Generator().manual_seed(1)).view(-1, 4).float().mean(0).numpy()
+    packed, _ = packed_signs(values, torch.Generator().manual_seed(1))
+    share = unpack_bits(packed, 40_000).view(-1, 4).float().mean(0).numpy()
     assert deviation(share, np.array([1.0, 0.0, 0.5, 0.5]), 10_000).max() < SIGMAS
 
 

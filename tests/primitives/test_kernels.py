@@ -166,14 +166,15 @@ def test_words_of_signs_and_selections_are_those_of_single_elements(size):
         if kind == "special":
             x[rng.random(size) < 0.5] = 0
             x[rng.random(size) < 0.3] = rng.choice(np.float32(special))
-        words = np.full(-(-size // 64), 2**64 - 1, np.uint64)
-        count, total = kernels.block_signs(x, words)
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        assert bits[:size].tolist() == (x > 0).tolist()
-        assert not bits[size:].any()
-        counted = np.abs(x[(x != 0) & ~np.isnan(x)]).astype(np.float64)
-        assert count == counted.size
-        assert total == pytest.approx(math.fsum(counted), rel=1e-12)
+        words, zeros = np.full((2, -(-size // 64)), 2**64 - 1, np.uint64)
+        some, total = kernels.block_signs(x, words, zeros)
+        for marked, expected in ((words, x > 0), (zeros, x == 0)):
+            bits = np.unpackbits(marked.view(np.uint8), bitorder="little")
+            assert bits[:size].tolist() == expected.tolist()
+            assert not bits[size:].any()
+        assert some == (x == 0).any()
+        exact = math.fsum(np.abs(x).astype(np.float64))
+        assert total == pytest.approx(exact, rel=1e-12, nan_ok=True)
         for threshold in (1e-45, 1.0, np.inf):
             indices, values = np.empty(size + 3, np.int64), np.empty(size + 3, np.float32)
             low = np.float32(threshold).view(np.int32)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.ring import one_bit_ring
+from gradstats.collectives.ring import one_bit_ring, pack_bits, unpack_bits
 from gradstats.collectives.torus import one_bit_torus
 from gradstats.compressors.cascading import Cascading
 from gradstats.compressors.marsit import Marsit
@@ -68,14 +68,14 @@ def reductions(rank, world):
     report = {"parity": [], "bits": [], "counts": []}
     for numel in (*SIZES, 100_003):
         bits = torch.from_numpy(np.random.default_rng([rank, numel]).random(numel) < 0.5)
-        exact = gathered(bits.to(torch.uint8)).sum(0) % 2 == 1
+        exact, packed = gathered(bits.to(torch.uint8)).sum(0) % 2 == 1, pack_bits(bits)
         for shape in (None, *shapes(world)):
             counts = []
             if shape is None:
-                got, sent = one_bit_ring(bits, parity(counts))
+                got, sent = one_bit_ring(packed, parity(counts))
             else:
-                got, sent = one_bit_torus(bits, parity(counts), shape=shape)
-            report["parity"].append(got.dtype == torch.bool and torch.equal(got, exact))
+                got, sent = one_bit_torus(packed, parity(counts), shape=shape)
+            report["parity"].append(torch.equal(unpack_bits(got, numel), exact))
             report["bits"].append((numel, sent, bits_per_element(sent, numel, ring=world)))
             report["counts"].append((shape, numel, counts))
     return report
@@ -225,7 +225,9 @@ def misfits(rank, world):
     for shape in ((world, 2), (world + 1, 1), (0, world), (-1, -world)):
         for attempt in (
             lambda shape=shape: Marsit(topology="torus", shape=shape).reduce(torch.ones(4), None),
-            lambda shape=shape: one_bit_torus(torch.ones(4) > 0, parity([]), shape=shape),
+            lambda shape=shape: one_bit_torus(
+                pack_bits(torch.ones(4) > 0), parity([]), shape=shape
+            ),
         ):
             try:
                 attempt()
