@@ -52,8 +52,6 @@ _WORD = 8
 _DIGITS = 8
 """Binary digits after which words without open bits are left alone."""
 _LEAST = torch.iinfo(torch.int64).min
-_EIGHT_SIGNS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1) * 2 - 1
-"""The signs of each byte."""
 
 
 def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
@@ -333,7 +331,9 @@ def signed(packed: torch.Tensor, numel: int, scale: float, dtype: torch.dtype) -
     tensor, shape (d,)
         Elements of either sign and one size.
     """
-    table = (_EIGHT_SIGNS * torch.tensor(scale, dtype=dtype)).to(packed.device)
+    # the signs of each byte, made where they are used: nothing is copied to the device
+    byte, place = (torch.arange(n, device=packed.device) for n in (256, 8))
+    table = ((byte[:, None] >> place & 1) * 2 - 1).to(dtype).mul_(scale)
     return table.index_select(0, packed.int()).view(-1)[:numel]
 
 
