@@ -247,14 +247,14 @@ def signals_end_the_command() -> Iterator[None]:
 
     with ExitStack() as handlers:
         handlers.enter_context(signals_raise())
-        handlers.callback(messages().show_cursor)  # a process that was stopped left it hidden
         try:
             yield
         except SignalException as error:  # torchrun's agent has stopped the processes
             for each in SIGNALS:  # this process ends: it does not listen any more
                 signal.signal(each, lambda *_: None)
             handlers.pop_all()
-            messages().show_cursor()
             if messages().is_terminal:
                 messages().print()  # below the progress bar
             raise typer.Exit(128 + error.sigval) from error
+        finally:
+            messages().show_cursor()  # a process that was stopped left it hidden

@@ -118,8 +118,9 @@ def shaped_network(
         try:
             yield _build(nproc, up, down, burst)
         finally:
-            for number in SIGNALS:  # a second Ctrl-C must not leave half of the network
-                signal.signal(number, lambda *_: None)
+            with suppress(ValueError):  # only the main thread has handlers
+                for number in SIGNALS:  # a second Ctrl-C must not leave half of the network
+                    signal.signal(number, lambda *_: None)
             _remove_all()
 
 

@@ -299,7 +299,7 @@ def packed_stochastic_signs(
     from gradstats.primitives.kernels import block_stochastic_signs
 
     seed = torch.empty(1, dtype=torch.int64)
-    seed.random_(torch.iinfo(torch.int64).min, None, generator=generator)  # all 64 bits
+    seed.random_(_LEAST, None, generator=generator)  # all 64 bits
     words = np.empty(-(-flat.size // 64), np.uint64)
     block_stochastic_signs(flat, norm, seed.numpy().view(np.uint64)[0], words)
     return torch.from_numpy(words.view(np.uint8)[: -(-flat.size // 8)]), norm
