@@ -24,6 +24,12 @@ from gradstats.compressors import COMPRESSORS
 
 LAST = 25
 """How many of the last steps the training loss is averaged over."""
+UNSEEN = {
+    "accuracy": "accuracy",
+    "perplexity": "perplexity",
+    "character_error_rate": "character errors",
+}
+"""What is measured on unseen data, and its words in the table; a task has one of them."""
 
 
 def one(compressor: str, options: argparse.Namespace) -> Row:
@@ -74,9 +80,9 @@ def measures(result: RunResult, last: int = LAST) -> Row:
 
 def table(rows: list[Row], times: list[Row]) -> str:
     """Return the runs as Markdown."""
-    unseen = "accuracy" if any(r.get("accuracy", 0) > 0 for r in rows) else "perplexity"
+    unseen = next((f for f in UNSEEN if any(r.get(f, 0) > 0 for r in rows)), "perplexity")
     lines = [
-        f"| compressor | loss | test {unseen} | k̂/k | union/k | bytes/step | ms/step | select | communicate |",
+        f"| compressor | loss | test {UNSEEN[unseen]} | k̂/k | union/k | bytes/step | ms/step | select | communicate |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     clock = {r["compressor"]: r for r in times if "problem" not in r}
@@ -87,7 +93,8 @@ def table(rows: list[Row], times: list[Row]) -> str:
             cells = [name, f"diverged, {step[0]}" if step else "failed", *["–"] * 7]
             lines.append("| " + " | ".join(cells) + " |")
             continue
-        final = f"{100 * row[unseen]:.1f} %" if unseen == "accuracy" else f"{row[unseen]:.0f}"
+        share = f"{100 * row[unseen]:.1f} %"
+        final = f"{row[unseen]:.0f}" if unseen == "perplexity" else share
         cells = [name, f"{row['loss']:.2f}", final]
         cells += ["–" if math.isnan(row[f]) else f"{row[f]:.2f}" for f in ("quality", "build_up")]
         cells += [f"{row['bytes']:,.0f}"]

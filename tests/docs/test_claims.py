@@ -131,6 +131,7 @@ def tables() -> dict[tuple[str, str], str]:
     for workload in WORKLOADS:
         setting, *rows = stored(f"network-{workload}.jsonl")
         made["network", workload] = experiment.table(rows, setting)
+    for workload in (*WORKLOADS, "lstm-an4"):
         times = f"times-{workload}.jsonl"
         made["systems", workload] = convergence.table(
             stored(f"convergence-{workload}.jsonl"),
