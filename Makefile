@@ -45,10 +45,6 @@ clean:
 	rm -rf .venv demo site .coverage*
 
 # Execute the notebooks in place, so that the outputs committed are current; nothing volatile is kept.
-# One instruction set, as in tests/conftest.py: the last digits of trainings depend on it.
-notebooks: export ATEN_CPU_CAPABILITY = avx2
-notebooks: export MKL_CBWR = AVX2
-notebooks: export ONEDNN_MAX_CPU_ISA = AVX2
 notebooks: .venv
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb \
 	  --ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \

@@ -17,9 +17,6 @@ DATA_SETS = Path(os.environ.get("GRADSTATS_DATA", ROOT.parent / "shared" / "data
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's kernels run in its interpreter, on CPU tensors: it is chosen when Triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
-# Trainings whose output pages and notebooks show: wider vectors add in another order, and a few steps later
-# digits differ. Every x86 processor of today has AVX2 (the Makefile's `notebooks` sets the same).
-os.environ.update(ATEN_CPU_CAPABILITY="avx2", MKL_CBWR="AVX2", ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 @pytest.fixture(params=["numpy", "torch"])

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import nbformat
 import pytest
+import torch
 from conftest import ROOT
 from nbclient import NotebookClient
 
@@ -111,6 +112,10 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
         assert numbers(rows[path.stem]) <= numbers(answer), path.stem
 
 
+TRAINED = ("10_which_run", "12_monitor")
+"""Notebooks whose numbers come from a training in them, which depend on the processor's instructions."""
+
+
 @pytest.mark.slow
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
@@ -118,5 +123,7 @@ def test_notebook_runs_and_is_current(path):
     notebook = nbformat.read(path, as_version=4)
     committed = compared(notebook)
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
-    assert compared(notebook) == committed
     assert not any(text(cell, "stderr") for cell in code_cells(notebook))
+    if path.stem in TRAINED and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        pytest.skip("ran; its training's numbers are AVX2's, and AVX-512 adds in another order")
+    assert compared(notebook) == committed
