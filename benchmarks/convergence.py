@@ -93,8 +93,8 @@ def table(rows: list[Row], times: list[Row]) -> str:
             cells = [name, f"diverged, {step[0]}" if step else "failed", *["–"] * 7]
             lines.append("| " + " | ".join(cells) + " |")
             continue
-        share = f"{100 * row[unseen]:.1f} %"
-        final = f"{row[unseen]:.0f}" if unseen == "perplexity" else share
+        value = row[unseen]
+        final = f"{value:.0f}" if unseen == "perplexity" else f"{100 * value:.1f} %"
         cells = [name, f"{row['loss']:.2f}", final]
         cells += ["–" if math.isnan(row[f]) else f"{row[f]:.2f}" for f in ("quality", "build_up")]
         cells += [f"{row['bytes']:,.0f}"]

@@ -113,7 +113,7 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
 
 
 TRAINED = ("10_which_run", "12_monitor")
-"""Notebooks whose numbers come from a training in them, which depend on the processor's instructions."""
+"""Notebooks that show digits of a training in them, which differ with AVX-512."""
 
 
 @pytest.mark.slow
@@ -125,5 +125,5 @@ def test_notebook_runs_and_is_current(path):
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
     assert not any(text(cell, "stderr") for cell in code_cells(notebook))
     if path.stem in TRAINED and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        pytest.skip("ran; its training's numbers are AVX2's, and AVX-512 adds in another order")
+        pytest.skip("ran; with AVX-512 its training's digits differ from those committed")
     assert compared(notebook) == committed
