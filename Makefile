@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean coverage demo docs docs-serve figures lab lint notebooks tables test types
+.PHONY: .venv clean coverage demo docs docs-serve figures lab lint notebooks tables test tutorial types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
@@ -44,6 +44,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 clean:
 	rm -rf .venv demo site .coverage*
 
+# With AVX-512, or more threads, sums are taken in another order, and a training's digits differ.
+notebooks tutorial: export OMP_NUM_THREADS := 1
+notebooks tutorial: export ATEN_CPU_CAPABILITY := avx2
+notebooks tutorial: export MKL_CBWR := AVX2
+notebooks tutorial: export ONEDNN_MAX_CPU_ISA := AVX2
+
 # Execute the notebooks in place, so that the outputs committed are current; nothing volatile is kept.
 notebooks: .venv
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb \
@@ -67,3 +73,7 @@ figures: .venv
 # Rewrite the README's table of estimation quality.
 tables: .venv
 	$(BIN)/python tools/tables.py --write
+
+# Run the tutorial's scripts and commands, and put what they print into the page.
+tutorial: .venv
+	$(BIN)/python tests/docs/test_tutorial.py --write

@@ -34,6 +34,14 @@ def trace_path(request):
     return DATA / f"{request.param}.zarr"
 
 
+@pytest.fixture
+def avx2(monkeypatch):
+    """Have processes compute as where the pages were made (Makefile): with AVX-512 a training's digits differ."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+
 def data_set(name):
     folder = DATA_SETS / name
     if not folder.is_dir():

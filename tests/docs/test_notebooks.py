@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import nbformat
 import pytest
-import torch
 from conftest import ROOT
 from nbclient import NotebookClient
 
@@ -112,18 +111,12 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
         assert numbers(rows[path.stem]) <= numbers(answer), path.stem
 
 
-TRAINED = ("10_which_run", "12_monitor")
-"""Notebooks that show digits of a training in them, which differ with AVX-512."""
-
-
 @pytest.mark.slow
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_notebook_runs_and_is_current(path):
+def test_notebook_runs_and_is_current(path, avx2):
     notebook = nbformat.read(path, as_version=4)
     committed = compared(notebook)
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
     assert not any(text(cell, "stderr") for cell in code_cells(notebook))
-    if path.stem in TRAINED and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        pytest.skip("ran; with AVX-512 its training's digits differ from those committed")
     assert compared(notebook) == committed
