@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -19,7 +18,7 @@ from capture.workloads.config import (
     RunConfig,
     Size,
 )
-from capture.workloads.launch import SIGNALS, signals_raise
+from capture.workloads.launch import signals_raise
 from capture.workloads.registry import WORKLOADS, LearningRates
 from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
@@ -245,16 +244,12 @@ def signals_end_the_command() -> Iterator[None]:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    with ExitStack() as handlers:
-        handlers.enter_context(signals_raise())
-        try:
+    try:
+        with signals_raise(last=True):
             yield
-        except SignalException as error:  # torchrun's agent has stopped the processes
-            for each in SIGNALS:  # this process ends: it does not listen any more
-                signal.signal(each, lambda *_: None)
-            handlers.pop_all()
-            if messages().is_terminal:
-                messages().print()  # below the progress bar
-            raise typer.Exit(128 + error.sigval) from error
-        finally:
-            messages().show_cursor()  # a process that was stopped left it hidden
+    except SignalException as error:  # torchrun's agent has stopped the processes
+        if messages().is_terminal:
+            messages().print()  # below the progress bar
+        raise typer.Exit(128 + error.sigval) from error
+    finally:
+        messages().show_cursor()  # a process that was stopped left it hidden

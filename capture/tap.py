@@ -824,6 +824,8 @@ class Capture:
 
     def _stop(self, error: Exception) -> None:
         self.active = False
+        if self._background is not None:
+            self._background.close(0.0)  # gives its memory back
         _warn(f"capture stopped, training goes on: {error}")
 
 

@@ -195,4 +195,6 @@ class BackgroundWriter:
                 except Exception as error:
                     self.error = error
         finally:
+            while not self._free.empty():  # pinned memory, or a device's
+                self._free.get()
             self._done.set()

@@ -155,11 +155,16 @@ _raise = _Raise()
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
+def signals_raise(*, last: bool = False) -> Iterator[None]:
     """Have a signal that asks this process to end raise, and restore the handlers.
 
     torchrun's agent does the same while processes run, with handlers of its own that it leaves behind. What comes
     within a second of such a signal is the same impatient person: it would only cut the cleaning up short.
+
+    Parameters
+    ----------
+    last : bool
+        Whether this process ends after such a signal: it then does not listen to another one.
 
     Raises
     ------
@@ -173,11 +178,17 @@ def signals_raise() -> Iterator[None]:
         return
     if signal.getsignal(signal.SIGINT) is not _raise:
         _raise.last = -math.inf
-    handlers = {each: signal.signal(each, _raise) for each in SIGNALS}
+    # that of a library in C cannot be put back, and stays
+    found = {each: signal.getsignal(each) for each in SIGNALS}
+    handlers = {each: handler for each, handler in found.items() if handler is not None}
     try:
+        for each in handlers:
+            signal.signal(each, _raise)
         yield
     except SignalException:
         _raise.last = time.monotonic()
+        if last:
+            handlers = dict.fromkeys(handlers, lambda *_: None)
         raise
     finally:
         for each, handler in handlers.items():

@@ -23,7 +23,7 @@ from gradstats.collectives.ring import pack_bits
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
-from gradstats.primitives.moments import signed_sums
+from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_number, check_seed
 
 __all__ = [
@@ -289,19 +289,20 @@ def packed_stochastic_signs(
     norm : float
         ‖v‖₂, rounded to float32; not finite if a value is not.
     """
-    flat, norm = _compiled_view(values), math.inf
+    flat = _compiled_view(values)
     if flat is not None:
-        finite, _, squares = signed_sums(flat)
-        norm = float(narrowed(math.sqrt(squares))) if finite == flat.size else math.nan
+        from gradstats.primitives.kernels import PART, block_norm, block_stochastic_signs
+
+        largest = np.empty(-(-flat.size // PART), np.float32)
+        squares = map_blocks(lambda at, block: block_norm(block, largest[at // PART :]), flat)
+        norm = float(narrowed(math.sqrt(sum(squares))))
     if flat is None or not math.isfinite(norm):
         norm = norm_of(values)
         return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
-    from gradstats.primitives.kernels import block_stochastic_signs
-
     seed = torch.empty(1, dtype=torch.int64)
     seed.random_(_LEAST, None, generator=generator)  # all 64 bits
     words = np.empty(-(-flat.size // 64), np.uint64)
-    block_stochastic_signs(flat, norm, seed.numpy().view(np.uint64)[0], words)
+    block_stochastic_signs(flat, norm, largest, seed.numpy().view(np.uint64)[0], words)
     return torch.from_numpy(words.view(np.uint8)[: -(-flat.size // 8)]), norm
 
 

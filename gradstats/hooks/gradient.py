@@ -243,6 +243,7 @@ class FlatGradient:
         """
         slots = self._layout.slots
         few = touched is not None and _FEW * sum(p.numel() for p in touched) < mean.numel()
+        whole: list[Pair] = []
         for parameter, gradient in pairs:
             target = real_view(logical(parameter, gradient))
             slot = slots.get(id(parameter))
@@ -259,7 +260,12 @@ class FlatGradient:
                 continue
             else:
                 part = mean[slot]
-            target.copy_((part if scale == 1 else part * scale).view(target.shape))
+            whole.append((target, part.view(target.shape)))
+        if scale == 1 and whole:
+            torch._foreach_copy_(*zip(*whole, strict=True))  # one call: parameters may be many and small
+        else:
+            for target, part in whole:
+                target.copy_(part * scale)
 
     def first_bad(self) -> str:
         """Name the first parameter whose gradient is not finite on this rank, in brackets; empty if none is."""

@@ -24,8 +24,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 __all__ = [
+    "PART",
     "block_histogram",
     "block_moments",
+    "block_norm",
     "block_peaks",
     "block_select",
     "block_signed",
@@ -40,8 +42,8 @@ __all__ = [
 
 _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
-_SUB = 2048
-"""Elements per sub-block: 8 kB, which stay in the first-level cache between the loops over it."""
+PART = 2048
+"""Elements per part of a block: 8 kB, which stay in the first-level cache between the loops over it."""
 _WORD = 64
 """Elements tested together, with a bit each of a 64-bit word."""
 _LN2 = 0.6931471805599453
@@ -196,8 +198,8 @@ def block_tail(x: NDArray[np.float32], below: np.float32) -> tuple[int, float, f
     count = 0
     total = 0.0
     squares = 0.0
-    for start in range(0, x.size, _SUB):
-        part = x[start : start + _SUB]
+    for start in range(0, x.size, PART):
+        part = x[start : start + PART]
         s, q, c = _sums_above(part, below)
         if not s < np.inf:  # an infinite element; NaN reaches no threshold
             s = 0.0
@@ -237,9 +239,9 @@ def block_moments(
     squares = 0.0
     logs = 0.0
     largest = np.float32(0)
-    kept = np.empty(_SUB, np.float32)
-    for start in range(0, x.size, _SUB):
-        part = x[start : start + _SUB]
+    kept = np.empty(PART, np.float32)
+    for start in range(0, x.size, PART):
+        part = x[start : start + PART]
         top, none = _extremes(part.view(np.int32))
         zeros += none
         if top >= _INFINITY or (log and (none > 0 or above > 0)):
@@ -284,8 +286,8 @@ def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
     count = 0
     total = 0.0
     squares = 0.0
-    for start in range(0, x.size, _SUB):
-        part = x[start : start + _SUB]
+    for start in range(0, x.size, PART):
+        part = x[start : start + PART]
         s = 0.0
         q = 0.0
         for i in range(part.size):
@@ -329,8 +331,8 @@ def block_signs(
     magnitude, signed = np.uint32(_MASK), np.uint32(0xFFFFFFFF)
     found = np.uint64(0)
     total = 0.0
-    for start in range(0, x.size, _SUB):
-        part = x[start : start + _SUB]
+    for start in range(0, x.size, PART):
+        part = x[start : start + PART]
         s = 0.0
         for i in range(part.size):
             s += np.float64(abs(part[i]))
@@ -345,8 +347,8 @@ def block_signs(
         if whole < stop:
             last = none = np.uint64(0)
             for j in range(whole, stop):
-                last |= np.uint64(x[j] > 0) << np.uint64(j - whole)
-                none |= np.uint64(x[j] == 0) << np.uint64(j - whole)
+                last |= np.uint64(0 < bits[j] <= _INFINITY) << np.uint64(j - whole)
+                none |= np.uint64(bits[j] & _MASK == 0) << np.uint64(j - whole)
             words[whole // _WORD] = last
             zeros[whole // _WORD] = none
             found |= none
@@ -372,9 +374,37 @@ def _uniform(state: np.uint64) -> float:
     return np.float64(_random(state) >> np.uint64(11)) * 2.0**-53
 
 
+@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+def block_norm(x: NDArray[np.float32], largest: NDArray[np.float32]) -> float:
+    """Return Σx², and find the largest magnitude in each part of a block.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    largest : ndarray of float32, shape (⌈n/2048⌉,)
+        Written: the largest magnitude of every 2,048 elements; NaN if one of them is NaN.
+    """
+    squares = 0.0
+    for start in range(0, x.size, PART):
+        part = x[start : start + PART]
+        top, _ = _extremes(part.view(np.int32))
+        largest[start // PART] = _magnitude(top)
+        q = 0.0
+        for i in range(part.size):
+            a = np.float64(part[i])
+            q += a * a
+        squares += q
+    return squares
+
+
 @_compiled(nogil=True, error_model="numpy")
 def block_stochastic_signs(
-    x: NDArray[np.float32], norm: float, seed: np.uint64, words: NDArray[np.uint64]
+    x: NDArray[np.float32],
+    norm: float,
+    largest: NDArray[np.float32],
+    seed: np.uint64,
+    words: NDArray[np.uint64],
 ) -> None:
     """Throw random signs of expectation x/norm.
 
@@ -388,6 +418,8 @@ def block_stochastic_signs(
         Finite elements.
     norm : float
         Their norm, finite, and 0 if they all are.
+    largest : ndarray of float32, shape (⌈n/2048⌉,)
+        What :func:`block_norm` found.
     seed : uint64
         Seed of the random numbers.
     words : ndarray of uint64, shape (⌈n/64⌉,)
@@ -399,17 +431,12 @@ def block_stochastic_signs(
         words[i] = _random(state)
     if x.size % _WORD:
         words[-1] &= (np.uint64(1) << np.uint64(x.size % _WORD)) - np.uint64(1)
-    bits = x.view(np.int32)
-    for start in range(0, x.size, _SUB):
-        stop = min(start + _SUB, x.size)
-        top = np.int32(0)
-        for i in range(start, stop):
-            b = np.int32(bits[i] & _MASK)
-            top = b if b > top else top
-        largest = np.float64(_magnitude(top))
-        if largest == 0:
+    for start in range(0, x.size, PART):
+        stop = min(start + PART, x.size)
+        top = np.float64(largest[start // PART])
+        if top == 0:
             continue
-        skip = 1 / np.log1p(-min(largest / norm, 1.0))
+        skip = 1 / np.log1p(-min(top / norm, 1.0))
         at = np.float64(start - 1)
         while True:
             state += _GOLDEN
@@ -418,7 +445,7 @@ def block_stochastic_signs(
                 break
             state += _GOLDEN
             i = np.int64(at)
-            if _uniform(state) * largest < abs(np.float64(x[i])):
+            if _uniform(state) * top < abs(np.float64(x[i])):
                 coin = np.uint64(1) << np.uint64(i % _WORD)
                 if x[i] > 0:
                     words[i // _WORD] |= coin
@@ -629,7 +656,8 @@ def warm_up() -> None:
         block_signed(x)
         block_tail(x, np.float32(1))
         block_signs(x, words, zeros)
-        block_stochastic_signs(x, 2.0, np.uint64(1), words)
+        block_norm(x, values[:1])
+        block_stochastic_signs(x, 2.0, values[:1], np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
         block_peaks(x, np.empty(x.size, np.int32))

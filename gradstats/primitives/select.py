@@ -228,16 +228,16 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
         return None
     indices, values = np.empty(size, np.int64), np.empty(size, np.float32)
     n = kernels.block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
-    found = Selection(indices[:n], values[:n])
+    indices, values = indices[:n], values[:n]
     threshold = float(np.int32(least).view(np.float32))
     if grouped:
-        kth = _kth_magnitude(found.values, k, math.inf)
+        kth = _kth_magnitude(values, k, math.inf)
         if kth is None:
             return None
-        threshold, found = kth, keep(found, kth)
-    indices, values = found.indices.copy(), found.values.copy()
-    chosen = Selection(indices, values) if x is flat else selection_like(x, indices, values)
-    return threshold, chosen
+        threshold = kth
+        n = kernels.keep_at_least(indices, values, np.float32(kth))
+    # copies, because the room is as large as the gradient
+    return threshold, selection_like(x, indices[:n].copy(), values[:n].copy())
 
 
 def _kth_of(bits: NDArray[np.int32], k: int) -> int:

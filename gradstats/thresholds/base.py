@@ -165,7 +165,7 @@ class Estimator(ABC):
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
         wide = wide_dtype(read).type
         threshold = float(wide(min(found.threshold, _LARGEST[wide])))
-        estimate = Estimate(threshold, k, numel, found.details)
+        estimate = Estimate(threshold, k, numel, dict(found.details))
         if not select:
             return estimate, None
         # what reaches a threshold beyond the largest number is not what reaches that

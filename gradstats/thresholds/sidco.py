@@ -50,8 +50,18 @@ _MANY = 1 << 21
 """Elements from which one histogram costs less than the passes of the stages."""
 _ROUGH = 0.01
 """Share of the elements below which they are summed themselves: of so few the sums of a histogram are too rough."""
+_CELLS = 2.0**-7
+"""Width of some eight cells of a histogram, as a share of the magnitudes in them."""
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
+
+
+def _wide(m: Moments, threshold: float) -> bool:
+    """Tell whether what reaches a threshold spreads over so many cells of a histogram that their middles stand for it.
+
+    Of magnitudes that are all but equal, a model's threshold is among them; that of the middles may lie above them all.
+    """
+    return min(math.sqrt(m.variance), m.mean - threshold) > _CELLS * m.mean
 
 
 def _worth_collecting(share: float, passes: int) -> bool:
@@ -152,7 +162,10 @@ class SIDCo(Estimator):
         if adapts:
             few = numel <= _FEW and not wide
             self.stages = self._best_stages(once or (_sorted(x) if few else tails(x)), k)
-        whole = self._whole(x) if once is None else once.whole(log=self._needs_log)
+        if once is not None and not _wide(whole := once.whole(log=self._needs_log), 0.0):
+            once = None
+        if once is None:
+            whole = self._whole(x)
         if k >= whole.count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
         ratios = stage_ratios(k / whole.count, self.stages, self.first_ratio)
@@ -163,8 +176,12 @@ class SIDCo(Estimator):
             nonlocal survivors
             if survivors is None:
                 share = seen[-1]["count"] * seen[-1]["ratio"] / numel
-                if once is not None and share >= _ROUGH:
-                    return once.above(threshold)
+                if (
+                    once is not None
+                    and share >= _ROUGH
+                    and _wide(m := once.above(threshold), threshold)
+                ):
+                    return m
                 if once is not None or _worth_collecting(share, len(ratios) - len(seen)):
                     survivors = select(x, threshold)
             return exceedances(x if survivors is None else survivors.values, threshold)

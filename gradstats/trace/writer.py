@@ -263,20 +263,18 @@ class TraceWriter:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""
         layers = len(self._layers)
         moments = np.empty((layers, len(STATISTICS)))
-        # by their first bin, those alone that hold a count of any layer
+        # those alone that hold a count of any layer
         chunks: dict[int, NDArray[np.uint32]] = {}
         for i, place in enumerate(self._places[kind]):
             counts, moments[i] = _tally(values[place])
-            for first in range(0, BINS, BIN_CHUNK):
-                part = counts[first : first + BIN_CHUNK]
-                if not part.max():
-                    continue
-                if first not in chunks:
-                    chunks[first] = np.zeros((layers, BIN_CHUNK), np.uint32)
-                chunks[first][i, : part.size] = part
+            parts = counts.reshape(-1, BIN_CHUNK)
+            for chunk in np.flatnonzero(parts.max(axis=1)).tolist():
+                if chunk not in chunks:
+                    chunks[chunk] = np.zeros((layers, BIN_CHUNK), np.uint32)
+                chunks[chunk][i] = parts[chunk]
         folder = self._group / f"{kind}_counts" / "c" / str(row) / "0"
-        for first, block in chunks.items():
-            _write_chunk(folder / str(first // BIN_CHUNK), block, self._specs[f"{kind}_counts"])
+        for chunk, block in chunks.items():
+            _write_chunk(folder / str(chunk), block, self._specs[f"{kind}_counts"])
         if layers:
             folder = self._group / f"{kind}_moments" / "c" / str(row) / "0"
             _write_chunk(folder / "0", moments, self._specs[f"{kind}_moments"])
@@ -374,12 +372,12 @@ def _write_chunk(file: Path, values: NDArray[Any], spec: ArraySpec) -> None:
     from google_crc32c import value as crc32c
 
     little = np.ascontiguousarray(values, np.dtype(spec.dtype).newbyteorder("<"))
-    if spec.level is None:
+    if spec.codec is None:
         data = little.reshape(-1).view(np.uint8)
     else:
         from numcodecs import Blosc  # type: ignore[import-untyped]
 
-        codec = Blosc("zstd", spec.level, Blosc.BITSHUFFLE)
+        codec = Blosc(*spec.codec, Blosc.BITSHUFFLE)
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
     try:
@@ -489,14 +487,16 @@ def _link(target: str, place: Path) -> None:
 
 
 def _tally(values: Array) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
-    """Return the histogram, uint32 (bins,), and the statistics of one layer: the same bits as ``sketch(values, 7)``.
+    """Return the histogram, uint32 (256 << BITS,), and the statistics of one layer, the same as ``sketch(values, 7)``.
 
     On this thread alone: the primitives' pool is the training's. A device adds up its own.
     """
     code = device_code(values)
     if code is not None:
         counted = histogram(values, BITS)
-        return counted.counts.astype(np.uint32), np.array(code.sums(values, 0.0, True), float)
+        whole = np.zeros(256 << BITS, np.uint32)
+        whole[:BINS] = counted.counts
+        return whole, np.array(code.sums(values, 0.0, True), float)
     values = as_numpy(values)
     from gradstats.primitives.kernels import block_histogram, block_moments
 
@@ -509,4 +509,5 @@ def _tally(values: Array) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
         total[:-1] += sums
         total[-1] = max(total[-1], largest)
     counts[0] -= np.uint32(total[1])  # the zeros share it with the smallest denormals
-    return counts[:BINS], total
+    counts[BINS:] = 0  # what is not finite
+    return counts, total

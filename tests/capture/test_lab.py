@@ -333,10 +333,11 @@ def running():
 
 
 @pytest.mark.distributed
-def test_ctrl_c_twice_leaves_nothing(lab):
+@pytest.mark.parametrize("then", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_twice_leaves_nothing(lab, then):
     with running() as process:
-        for _ in range(2):
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        for number in (signal.SIGINT, then):
+            os.killpg(process.pid, number)  # as a terminal does, or a supervisor
             time.sleep(0.05)
         _, said = process.communicate(timeout=60)
         assert (process.returncode, said) == (130, "gradstats: interrupted\n")

@@ -166,12 +166,18 @@ def test_words_of_signs_and_selections_are_those_of_single_elements(size):
         if kind == "special":
             x[rng.random(size) < 0.5] = 0
             x[rng.random(size) < 0.3] = rng.choice(np.float32(special))
-        words, zeros = np.full((2, -(-size // 64)), 2**64 - 1, np.uint64)
-        some, total = kernels.block_signs(x, words, zeros)
-        for marked, expected in ((words, x > 0), (zeros, x == 0)):
-            bits = np.unpackbits(marked.view(np.uint8), bitorder="little")
-            assert bits[:size].tolist() == expected.tolist()
-            assert not bits[size:].any()
+        expected = x > 0, x == 0
+        for flushes in (False, True):  # denormals count as zeros to the processor, not to us
+            words, zeros = np.full((2, -(-size // 64)), 2**64 - 1, np.uint64)
+            torch.set_flush_denormal(flushes)
+            try:
+                some, total = kernels.block_signs(x, words, zeros)
+            finally:
+                torch.set_flush_denormal(False)
+            for marked, wanted in zip((words, zeros), expected, strict=True):
+                bits = np.unpackbits(marked.view(np.uint8), bitorder="little")
+                assert bits[:size].tolist() == wanted.tolist()
+                assert not bits[size:].any()
         assert some == (x == 0).any()
         exact = math.fsum(np.abs(x).astype(np.float64))
         assert total == pytest.approx(exact, rel=1e-12, nan_ok=True)
@@ -182,6 +188,23 @@ def test_words_of_signs_and_selections_are_those_of_single_elements(size):
             kept = np.flatnonzero(np.abs(x) >= np.float32(threshold))
             assert indices[3:n].tolist() == (kept + 7).tolist()
             assert values[3:n].tobytes() == x[kept].tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2047, 2048, 2049, 5000])
+def test_a_norm_comes_with_the_largest_of_each_part(size):
+    x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    largest = np.empty(-(-size // 2048), np.float32)
+    squares = kernels.block_norm(x, largest)
+    assert squares == pytest.approx(math.fsum(x.astype(np.float64) ** 2), rel=1e-12)
+    parts = [np.abs(x[i : i + 2048]).max() for i in range(0, size, 2048)]
+    assert largest.tolist() == parts
+
+
+@pytest.mark.parametrize("size", [2, 5, 1001])
+def test_histograms_count_what_starts_between_two_words(size):
+    x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    assert (histogram(x[1:]).counts == histogram(x[1:].copy()).counts).all()
+    assert histogram(x[1:]).numel == size - 1
 
 
 @pytest.mark.parametrize("size", [5, 6, 1000, 1003])

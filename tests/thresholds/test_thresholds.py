@@ -640,6 +640,22 @@ class TestAdaptiveStages:
             assert len(chosen) == pytest.approx(len(expected), rel=5e-3 if x is wide else 1e-9)
             assert (chosen.indices == select(x, once.threshold).indices).all()
 
+    @pytest.mark.parametrize("level", [0.5, 0.1, 3e-20])
+    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    def test_magnitudes_that_are_equal_are_kept_or_not_at_any_size(self, name, level, monkeypatch):
+        """The middle of a histogram's cell lies above them all; so it does in a tail that was cut at one magnitude."""
+        rng = np.random.default_rng(0)
+        equal = (level * rng.choice([-1, 1], 10_000)).astype(np.float32)
+        cut = np.clip(rng.laplace(size=10_000), -0.5, 0.5).astype(np.float32)
+        for x, ratio in itertools.product((equal, cut), RATIOS):
+            kept = []
+            for many in (10_000, math.inf):
+                monkeypatch.setattr("gradstats.thresholds.sidco._MANY", many)
+                rule = make_estimator(name, stages=1 if x is equal else 2)
+                kept.append(len(rule.select(x, ratio)[1]))
+            assert kept[0] == kept[1]
+            assert x is cut or kept[0] == (0 if name == "sidco-e" else 10_000)
+
     def test_trial_and_application_have_one_gamma_shape(self, family):
         found, expected = (
             gamma_exact(m, 0.0, 0.01)[1]["a"]
