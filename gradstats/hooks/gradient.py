@@ -260,7 +260,7 @@ class FlatGradient:
                 continue
             else:
                 part = mean[slot]
-            whole.append((target, part.view(target.shape)))
+            whole.append((target, part.view_as(target)))
         if scale == 1 and whole:
             torch._foreach_copy_(*zip(*whole, strict=True))  # one call: parameters may be many and small
         else:
