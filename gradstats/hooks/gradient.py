@@ -262,7 +262,8 @@ class FlatGradient:
                 part = mean[slot]
             whole.append((target, part.view_as(target)))
         if scale == 1 and whole:
-            torch._foreach_copy_(*zip(*whole, strict=True))  # one call: parameters may be many and small
+            targets, parts = zip(*whole, strict=True)
+            torch._foreach_copy_(targets, parts)  # one call: parameters may be many and small
         else:
             for target, part in whole:
                 target.copy_(part * scale)

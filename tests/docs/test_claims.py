@@ -22,11 +22,14 @@ ROOT = Path(__file__).parents[2]
 for folder in ("tools", "benchmarks"):
     sys.path.insert(0, str(ROOT / folder))
 try:
+    import capture_cost
     import convergence
+    import corners
     import experiment
     import growth
     import hook_overhead
     import primitives
+    import trace_sizes
     from experiment import LAST, steps_to
     from lags import table as lags_table
     from pages import RESULTS, block, put
@@ -123,6 +126,9 @@ def tables() -> dict[tuple[str, str], str]:
         ("claims", "throughput"): by_system(speed, ".2f"),
         ("claims", "time to loss"): by_system(to_loss, ".2f", LEARNED),
         ("measurements", "passes"): primitives.table(stored("primitives.json")),
+        ("measurements", "corners"): corners.table(stored("corners.json")),
+        ("measurements", "capture cost"): capture_cost.table(stored("capture_cost.jsonl")),
+        ("measurements", "trace sizes"): trace_sizes.table(stored("trace_sizes.json")),
         ("network", "growth"): growth.table(stored("growth.jsonl")),
         ("systems", "hook"): hook_overhead.table(stored("hook_overhead.json")),
         ("measurements", "bench"): render(stored("bench.json"), "markdown", columns=BENCH),
@@ -315,7 +321,7 @@ def facts() -> list[tuple[str, str]]:
         ),
         (
             "Faster than single-layer",
-            f"{span((b for b, _ in lags), '.0f')} times the bytes of top-k",
+            f"{span((b for b, _ in lags), '.2f')} times the bytes of top-k",
         ),
         ("Faster than single-layer", f"{span(s for _, s in lags)} times as fast"),
         ("Faster than single-layer", f"[{span(equal)} of the time]"),
@@ -402,6 +408,7 @@ def sentences() -> list[tuple[str, str]]:
     waiting = stored(f"network-{resnet}.jsonl")[0]["compute"]
     ones = {r["pass"]: r["one"] for r in stored("primitives.json")}
     passes = {name: f"{one / ones['torch.sum, one stream']:.1f}" for name, one in ones.items()}
+    sketched = stored("trace_sizes.json")[0]["bytes"]
     selected = " / ".join(passes[f"select {ratio}"] for ratio in (0.001, 0.01, 0.1))
     return [
         (
@@ -409,6 +416,10 @@ def sentences() -> list[tuple[str, str]]:
             f"`moments` ≤ 4 ({passes['moments, no logarithms']}), `histogram` ≤ 5.5 ({passes['histogram, 7 bits']} "
             f"with 7 bits, {passes['histogram, 10 bits']} with 10), `select` ≤ 2.5 / 3.5 / 8 at 0.001 / 0.01 / 0.1 "
             f"({selected})",
+        ),
+        *(
+            (page, f"{sketched / 1e3:.0f} kB a step {word} ResNet-20 instead of")
+            for page, word in (("statistics", "for"), ("index", "of"))
         ),
         ("measurements", f"with three stages and selection ≤ 9 ({bench['sidco-e']:.1f})"),
         ("measurements", f"warm-started exact with selection ≤ 4 ({bench['warm-exact']:.1f})"),
