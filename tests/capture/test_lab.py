@@ -340,7 +340,9 @@ def test_ctrl_c_twice_leaves_nothing(lab, then):
             os.killpg(process.pid, number)  # as a terminal does, or a supervisor
             time.sleep(0.05)
         _, said = process.communicate(timeout=60)
-        assert (process.returncode, said) == (130, "gradstats: interrupted\n")
+        ends = {130: "gradstats: interrupted\n", 143: "gradstats: terminated\n"}
+        assert process.returncode in (130, 128 + then)  # of two at once, either may be first
+        assert said == ends[process.returncode]
 
 
 @pytest.mark.distributed
