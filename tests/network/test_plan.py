@@ -255,7 +255,9 @@ def test_the_coverage_that_the_command_says_is_that_of_the_page():
     assert f"{HELD[0]} of the measured steps lie within the predicted interval" in page
     errors = [math.log(measured / predicted) for measured, predicted, *_ in rows]
     systems = re.findall(r"\| \d \| \d+ \| `([\w-]+)` \|", page)[: HELD[1]]
-    others = [error for error, name in zip(errors, systems, strict=True) if name != "redsync-quantised"]
+    others = [
+        error for error, name in zip(errors, systems, strict=True) if name != "redsync-quantised"
+    ]
     assert math.sqrt(np.mean(np.square(others))) == pytest.approx(0.10, abs=0.005)
     assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(0.15, abs=0.005)
 
