@@ -10,15 +10,13 @@ Marsit's exchange and a captured step cost, benchmarks/marsit.py and benchmarks/
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from records import DOCS, RESULTS, Row, dump, put
+from records import RESULTS, Row, measure_into
 
 from gradstats.compressors.signs import packed_signs, packed_stochastic_signs
 from gradstats.hooks.gradient import FlatGradient
@@ -177,19 +175,12 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure everything, store the rows, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
-    options = parser.parse_args()
+def everything() -> list[Row]:
+    """Return all rows, of one thread."""
     torch.set_num_threads(1)
     warm_up()
-    dump(FILE, [r for part in (small, middle, signs, update, large) for r in part()])
-    text = table(json.loads(FILE.read_text(encoding="utf-8")))
-    print(text)
-    if options.write:
-        put(DOCS / "measurements.md", "corners", text)
+    return [r for part in (small, middle, signs, update, large) for r in part()]
 
 
 if __name__ == "__main__":
-    main()
+    measure_into("corners", FILE, everything, table, __doc__)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from pages import DOCS, RESULTS, ROOT, put
 
-__all__ = ["DOCS", "RESULTS", "ROOT", "Row", "dump", "keep", "put", "store", "stored"]
+__all__ = [
+    "DOCS",
+    "RESULTS",
+    "ROOT",
+    "Row",
+    "dump",
+    "keep",
+    "measure_into",
+    "put",
+    "store",
+    "stored",
+]
 
 Row = dict[str, Any]
 
@@ -39,3 +51,22 @@ def dump(path: Path, rows: list[Row]) -> None:
     path.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n")
+
+
+def measure_into(
+    mark: str,
+    file: Path,
+    measure: Callable[[], list[Row]],
+    table: Callable[[list[Row]], str],
+    about: str,
+) -> None:
+    """Measure, dump the rows, and print the table; with ``--write`` also put it into docs/measurements.md."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the table into the docs")
+    options = parser.parse_args()
+    rows = measure()
+    dump(file, rows)
+    text = table(rows)
+    print(text)
+    if options.write:
+        put(DOCS / "measurements.md", mark, text)

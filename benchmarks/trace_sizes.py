@@ -8,15 +8,13 @@ puts the table into docs/measurements.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
-from records import DOCS, RESULTS, Row, dump, put
+from records import RESULTS, Row, measure_into
 
 from capture.workloads.layouts import backward_pass
 from gradstats.primitives import warm_up
@@ -89,19 +87,12 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure, store the rows, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
-    options = parser.parse_args()
+def everything() -> list[Row]:
+    """Return all rows, of one thread."""
     torch.set_num_threads(1)
     warm_up()
-    dump(FILE, [row for model in MODELS for row in measure(model)])
-    text = table(json.loads(FILE.read_text(encoding="utf-8")))
-    print(text)
-    if options.write:
-        put(DOCS / "measurements.md", "trace sizes", text)
+    return [row for model in MODELS for row in measure(model)]
 
 
 if __name__ == "__main__":
-    main()
+    measure_into("trace sizes", FILE, everything, table, __doc__)

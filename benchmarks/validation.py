@@ -153,8 +153,9 @@ def table(rows: list[Row]) -> str:
     """Return the comparison as Markdown."""
     whole = [row for row in rows if row["compressor"] != LAYERED]
     lines = [
-        f"{summary(rows)} Without `{LAYERED}`, which trains layer by layer and is planned as one message: "
-        f"{summary(whole)}",
+        summary(rows),
+        "",
+        f"Without `{LAYERED}`, which trains layer by layer and is planned as one message: {summary(whole)}",
         "",
         "| workers | Mbit/s | system | measured ms | predicted ms | 95 % interval | error |",
         "|---:|---:|---|---:|---:|---:|---:|",

@@ -35,8 +35,9 @@ def trace_path(request):
 
 
 @pytest.fixture
-def avx2(monkeypatch):
-    """Have processes compute as where the pages were made (Makefile): with AVX-512 a training's digits differ."""
+def as_made(monkeypatch):
+    """Have processes compute as the Makefile makes the pages: a training's digits depend on it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")

@@ -50,7 +50,8 @@ HELD = (39, 48)
 _ERROR = 0.08
 """Standard deviation of what a training does that no fitted line knows, as a share of a step.
 
-That of ln(measured ÷ predicted) in docs/network.md is 0.06 without LAGS and 0.10 with it.
+The root mean square of ln(measured ÷ predicted) in docs/network.md is 0.10 without `redsync-quantised`, and 0.15
+with it; it was 0.06, and with LAGS 0.10, in the series that this number is from.
 """
 _ALIKE = 0.02
 """Share of a step that is no reason to prefer one compressor to a simpler one."""

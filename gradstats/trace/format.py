@@ -89,10 +89,10 @@ BITS = 7
 BINS = 255 << BITS
 BIN_CHUNK = 64 << BITS
 """Bins per chunk: 64 octaves, with borders at 2^-63, 2 and 2^65. Empty chunks are never written, gradients lie in one
-chunk or two, and no bin is cut off. All 32,640 bins in one chunk would take three times as long, spent on zeros;
+chunk or two, and no bin is cut off. With all 32,640 bins in one chunk most of the time would be spent on zeros;
 narrower chunks save no more and make more files."""
 _FAST, _SMALL = ("lz4", 5), ("zstd", 9)
-"""Codecs of sketches and of gradients. On sketches zstd takes four times as long for two thirds of the bytes."""
+"""Codecs of sketches, of which many are written in little time, and of gradients that are to be small."""
 STATISTICS = ("count", "zeros", "nonfinite", "sum_abs", "sum_squares", "sum_log", "max")
 
 _ROWS = 1024  # rows per chunk of a scalar: a write is one file of 8 kB

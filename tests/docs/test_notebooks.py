@@ -114,9 +114,9 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
 @pytest.mark.slow
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_notebook_runs_and_is_current(path, avx2):
+def test_notebook_runs_and_is_current(path, as_made):
     notebook = nbformat.read(path, as_version=4)
     committed = compared(notebook)
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
-    assert not any(text(cell, "stderr") for cell in code_cells(notebook))
     assert compared(notebook) == committed
+    assert not any(text(cell, "stderr") for cell in code_cells(notebook))

@@ -54,7 +54,7 @@ def _output(command, folder):
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path, avx2):
+def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path, as_made):
     assert executed(tmp_path) == PAGE.read_text(encoding="utf-8")
     assert (tmp_path / "report.html").stat().st_size > 100_000
 

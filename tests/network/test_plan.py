@@ -253,6 +253,8 @@ def test_the_coverage_that_the_command_says_is_that_of_the_page():
     inside = sum(low <= measured <= high for measured, _, low, high in rows)
     assert abs(inside - HELD[0]) <= 1  # a rounded end
     assert f"{HELD[0]} of the measured steps lie within the predicted interval" in page
+    concepts = (ROOT / "docs" / "concepts" / "cost.md").read_text(encoding="utf-8")
+    assert f"they held {HELD[0]} of {HELD[1]}" in concepts
     errors = [math.log(measured / predicted) for measured, predicted, *_ in rows]
     systems = re.findall(r"\| \d \| \d+ \| `([\w-]+)` \|", page)[: HELD[1]]
     others = [
@@ -436,7 +438,7 @@ def test_other_formats_have_every_field(inputs, capsys):
     assert chosen["low"] < fastest["seconds"] < chosen["seconds"]
     assert "don't compress" in err
     assert "which cannot be told from 1" in err
-    assert "95 %; of 42 steps measured elsewhere (docs/network.md) they held 38." in err
+    assert "95 %; of 48 steps measured elsewhere (docs/network.md) they held 39." in err
     rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
     assert list(rows[0]) == list(records[0])
     assert "| workers | rate |" in run(capsys, *few, "--format", "markdown")[1]
