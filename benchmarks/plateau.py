@@ -30,7 +30,7 @@ from scipy.stats import t
 
 from capture.workloads import WORKLOADS, RunConfig, RunResult, run
 from capture.workloads.launch import RunFailedError
-from gradstats.compressors import compressor_class
+from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.network.rates import parse_rate
 from gradstats.primitives.ratio import RATIOS
 from gradstats.trace.record import StepRecord
@@ -39,7 +39,10 @@ DENSE = "none"
 SYSTEMS = (
     DENSE, "dense-bf16", "topk", "sidco-e", "sidco-gp", "sidco-p", "dgc", "redsync", "micro", "lags", "marsit",
 )  # fmt: skip
-OPTIONS = {"lags": {"adaptive": False}, "redsync": {"dense_below": 1024}}
+OPTIONS = {
+    "lags": {"adaptive": False},
+    **dict.fromkeys(("redsync", "redsync-quantised"), {"dense_below": 1024}),
+}
 """RedSync sends layers below 128 kB densely as published, which would be nearly all of a small model."""
 TARGETS = {"a quarter": 0.25, "half": 0.5, "all": 1.0}
 """Shares of the dense run's steps; the losses that it then has are what other systems are timed to."""
@@ -206,7 +209,9 @@ def table(rows: list[Row]) -> str:
         difference = "–"
         if system != DENSE and pairs:
             mean, half = interval([factor * each for each in pairs])
-            difference = f"{mean:+.2f} ± {half:.2f}" + (" *" if abs(mean) > half else "")
+            difference = f"{mean:+.2f}"
+            if math.isfinite(half):
+                difference += f" ± {half:.2f}" + (" *" if abs(mean) > half else "")
         cells += [str(len(mine)) + (f" of {len(every)}" if len(mine) < len(every) else "")]
         cells += [f"{loss:.3f}", f"{factor * value:.2f}", difference]
         cells += [
@@ -233,7 +238,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
     parser.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS))
-    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=SYSTEMS, metavar="NAME")
+    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=COMPRESSORS, metavar="NAME")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,6 +113,7 @@ def deliveries(
     merge: int = MERGE,
     codec: Codec = PLAIN,
     dense_bytes: int = 4,
+    single: Collection[str] = (),
 ) -> list[Message]:
     """Predict the messages of a layer-wise step, see :class:`gradstats.compressors.Layerwise`.
 
@@ -136,6 +137,8 @@ def deliveries(
         What positions and values of selections are on the wire.
     dense_bytes : int
         Bytes of a value where `ratio` is None: 4, or 2 for bfloat16, to which two passes over the gradient convert.
+    single : collection of str
+        Names of the layers that send one value for all that they select.
 
     Returns
     -------
@@ -156,16 +159,17 @@ def deliveries(
         else:
             kept = [ratio[each.name] if isinstance(ratio, Mapping) else ratio for each in message]
             counts = [target_count(r, each.numel) for r, each in zip(kept, message, strict=True)]
-            whole = [
-                sends_dense(k, k, each.numel, numel, codec)
+            asked = [
+                (k, 1 if each.name in single else k, each.numel)
                 for k, each in zip(counts, message, strict=True)
             ]
-            dense = sum(each.numel for each, w in zip(message, whole, strict=True) if w)
-            parts = [(k, e.numel) for k, e, w in zip(counts, message, whole, strict=True) if not w]
-            sparse = [k for k, _ in parts]
+            parts = [each for each in asked if not sends_dense(*each, numel, codec)]
+            sparse = [k for k, _, _ in parts]
+            dense = elements - sum(span for _, _, span in parts)
             counts = [*sparse, dense]
-            words = sum(selection_words(k, k, numel, codec, span) for k, span in parts)
-            room = selection_words(sum(sparse), sum(sparse), numel, codec, elements)
+            words = sum(selection_words(k, values, numel, codec, span) for k, values, span in parts)
+            values = sum(each for _, each, _ in parts)
+            room = selection_words(sum(sparse), values, numel, codec, elements)
             lengths = ragged_bytes([[words]] * 2, room)[-1]
             works = [Work(_gather(network), length) for length in lengths]
             local = [
@@ -178,8 +182,7 @@ def deliveries(
                 lengths = [*lengths, 4 * dense]
                 works.append(Work("all_reduce", 4 * dense))
                 local.append(Work("average", dense))
-            selected = (e.numel for e, w in zip(message, whole, strict=True) if not w)
-            select = network.seconds((Work(f"select:{selection}", n) for n in selected), world)
+            select = network.seconds((Work(f"select:{selection}", n) for *_, n in parts), world)
         exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
         if network.crowded and local:
             # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.

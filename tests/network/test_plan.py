@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from matplotlib.figure import Figure
+from ranks import run_ranks
 from rich.cells import cell_len
 from support.networks import CODED, gradients, measured_network, top, written
+from workers import layerwise
 
 import gradstats
 from gradstats import plots
@@ -146,6 +148,37 @@ def test_lags_is_never_predicted_slower_than_one_message_or_dense():
             assert seconds["lags"] < 1.04 * min(seconds.values())
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("ratio", [0.1, 0.01])
+def test_whole_systems_are_planned_as_they_train(ratio):
+    """Layer by layer, biases or small layers whole, and of quantised layers one value."""
+    names = ["dgc", "redsync", "redsync-quantised"]
+    for layers, sent in run_ranks(2, layerwise.sent_by_systems, names, ratio):
+        found = by_name(plan(layers, link(), COMPUTE, [2], [ratio], names))
+        for name in names:
+            record, (length, selected) = found[name], sent[name]
+            if name == "dgc":  # its sample of a layer has only some 10 elements above a threshold
+                assert 0.4 < record["selected"] / selected < 2.5
+                assert 0.4 < record["bytes"] / length < 2.5
+            else:  # messages have room for more
+                assert record["selected"] == selected
+                assert record["bytes"] < length < 1.25 * record["bytes"]
+            assert record["layers"] == {}
+        assert found["redsync-quantised"]["basis"] == "assumed"
+        one = exchange("redsync-quantised", sum(x.size for x in layers.values()), ratio, 2)
+        assert found["redsync-quantised"]["bytes"] > 1.2 * one.bytes_sent
+
+
+def test_correcting_momentum_costs_more_passes_than_a_residual():
+    network = Network.of_link(ALPHA, BETA, {"memory": 1e-9})
+    found = by_name(plan(ZEROS, network, COMPUTE, [2], compressors=["topk", "redsync"]))
+    assert found["topk"]["memory"] == pytest.approx(1e-9 * D)
+    assert found["redsync"]["memory"] == pytest.approx(2.6e-9 * D)
+    local = plan(ZEROS, network, COMPUTE, [2], compressors=["topk", "redsync"], local_steps=[4])
+    few = {r["compressor"]: r["memory"] for r in local if r["local_steps"]}
+    assert few["topk"] == few["redsync"]  # an outer optimizer's momentum is one for all
+
+
 def test_the_fastest_is_recommended_and_dense_where_it_is():
     slow, fast = (1e8, 1e13)
     records = plan(ZEROS, link(), COMPUTE, [4], [0.01, 0.001], ["topk"], rates=[slow, fast])
@@ -237,7 +270,7 @@ def test_intervals_have_the_noise_of_computing_and_of_trainings():
         return math.log(topk["topk"]["high"] / topk["topk"]["low"]) / 2 / 1.96
 
     base = half_width(COMPUTE)
-    assert base > 0.075  # what no fitted line knows is 0.08
+    assert base > 0.13  # what no fitted line knows is 0.14
     times = [0.015, 0.02, 0.025]
     spread = np.std(np.log(times), ddof=1) * math.sqrt(1 + 1 / 3)
     tails = 4.303 / 1.96  # of Student's t with two degrees of freedom
@@ -261,7 +294,7 @@ def test_the_coverage_that_the_command_says_is_that_of_the_page():
         error for error, name in zip(errors, systems, strict=True) if name != "redsync-quantised"
     ]
     assert math.sqrt(np.mean(np.square(others))) == pytest.approx(0.10, abs=0.005)
-    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(0.15, abs=0.005)
+    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(0.14, abs=0.005)
 
 
 def test_where_nothing_was_measured_the_plan_says_so(inputs, capsys):
@@ -418,7 +451,7 @@ def test_tables_fit_80_columns_and_end_with_the_recommendation(inputs, capsys):
     assert "Too wide" not in out
     assert out.count("A step of") == 2
     assert " ".join(out.split()).count("It pays") == 2
-    assert "Assumed to send exactly k: micro." in err
+    assert "Assumed to send exactly k: micro, redsync-quantised." in err
     code, out, err = run(capsys, "plan", "--help")
     assert code == 0
     assert max(map(cell_len, out.splitlines())) <= 80
@@ -438,7 +471,9 @@ def test_other_formats_have_every_field(inputs, capsys):
     assert chosen["low"] < fastest["seconds"] < chosen["seconds"]
     assert "don't compress" in err
     assert "which cannot be told from 1" in err
-    assert "95 %; of 48 steps measured elsewhere (docs/network.md) they held 39." in err
+    assert (
+        f"95 %; of {HELD[1]} steps measured elsewhere (docs/network.md) they held {HELD[0]}." in err
+    )
     rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
     assert list(rows[0]) == list(records[0])
     assert "| workers | rate |" in run(capsys, *few, "--format", "markdown")[1]

@@ -19,7 +19,7 @@ from capture import Capture
 from gradstats.compressors import LAGS, Layerwise, SparseCompressor, TopK, lags
 from gradstats.compressors.lags import Costs
 from gradstats.hooks import CompressionState, compression_hook
-from gradstats.hooks.systems import dgc, redsync
+from gradstats.hooks.systems import dgc, make_state, redsync
 
 RATIO = 0.02
 DENSE = {"b": 0.6, "a": RATIO}
@@ -362,3 +362,20 @@ def half_dense(rank, world, steps=4):
         ddp(torch.ones(1, 30)).sum().backward()
         updates.append(sorted(set(net.weight.grad.flatten().tolist())))
     return updates
+
+
+def sent_by_systems(rank, world, names, ratio, steps=4):
+    """Train with whole systems; return the layers, and by name the records of the last step."""
+    net = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 300), nn.Linear(300, 20))
+    found = {}
+    for name in names:
+        ddp = DDP(copy.deepcopy(net), bucket_cap_mb=0.001)
+        ddp.register_comm_hook(
+            state := make_state(name, ratio, ddp.module.named_parameters()), compression_hook
+        )
+        torch.manual_seed(rank)
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(torch.randn(8, 300)).square().mean().backward()
+        found[name] = state.last.bytes_sent, state.last.selected
+    return {n: p.detach().numpy() for n, p in net.named_parameters()}, found
