@@ -1,6 +1,6 @@
 """Training to a plateau with every compressor and ratio, over several seeds, relative to dense.
 
-    python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] [--seeds N] [--write]
+    python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] [--seeds N] [--others] [--write]
     sudo .venv/bin/python benchmarks/plateau.py [WORKLOAD] [--data-dir DIR] --lab RATE [--write]
 
 Every run of a seed starts from the same weights and sees the same batches, with the same Nesterov momentum: in the
@@ -10,7 +10,8 @@ last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each r
 docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted. Results
 do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of convergence, and
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
-Runs with other settings are refused a place in the same file. The table is printed at the end; ``--write`` also puts
+Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
+the papers' systems; differences of one seed have no interval, and stand without one. The table is printed at the end; ``--write`` also puts
 it into docs/workloads.md. ``--lab`` repeats the runs of the first seed between network namespaces whose links have that
 rate, in bit/s, for the loss against the clock; it needs root and a quiet machine.
 """
@@ -39,9 +40,12 @@ DENSE = "none"
 SYSTEMS = (
     DENSE, "dense-bf16", "topk", "sidco-e", "sidco-gp", "sidco-p", "dgc", "redsync", "micro", "lags", "marsit",
 )  # fmt: skip
+OTHERS = tuple(n for n in COMPRESSORS if n not in (*SYSTEMS, "exact", "warm-exact"))
+"""The others; ``exact`` and ``warm-exact`` select what ``topk`` does."""
 OPTIONS = {
     "lags": {"adaptive": False},
-    **dict.fromkeys(("redsync", "redsync-quantised"), {"dense_below": 1024}),
+    "redsync": {"dense_below": 1024},
+    "redsync-quantised": {"dense_below": 1024},
 }
 """RedSync sends layers below 128 kB densely as published, which would be nearly all of a small model."""
 TARGETS = {"a quarter": 0.25, "half": 0.5, "all": 1.0}
@@ -182,7 +186,10 @@ def told_apart(differences: Sequence[float]) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the runs as Markdown: means over seeds, and paired differences to the dense runs of the same seeds."""
+    """Return the runs as Markdown: means over seeds, and paired differences to the dense runs of the same seeds.
+
+    A difference of one seed has no interval; how far seeds differ in the other systems is said below the table.
+    """
     done = [row for row in rows if "problem" not in row]
     name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in done))
     factor = MEASURES[name]
@@ -192,6 +199,7 @@ def table(rows: list[Row]) -> str:
         f"| compressor | ratio | seeds | loss | {shown} | less dense, 95 % | k̂/k | bytes/step | still falling |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    every_difference: list[list[float]] = []
     for system, ratio in dict.fromkeys((row["compressor"], row["ratio"]) for row in rows):
         every = [row for row in rows if (row["compressor"], row["ratio"]) == (system, ratio)]
         mine = [row for row in every if "problem" not in row]
@@ -208,12 +216,17 @@ def table(rows: list[Row]) -> str:
         pairs = [row[name] - dense[row["seed"]][name] for row in mine if row["seed"] in dense]
         difference = "–"
         if system != DENSE and pairs:
-            mean, half = interval([factor * each for each in pairs])
+            every_difference.append([factor * each for each in pairs])
+            mean, half = interval(every_difference[-1])
             difference = f"{mean:+.2f}"
             if math.isfinite(half):
                 difference += f" ± {half:.2f}" + (" *" if abs(mean) > half else "")
         cells += [str(len(mine)) + (f" of {len(every)}" if len(mine) < len(every) else "")]
-        cells += [f"{loss:.3f}", f"{factor * value:.2f}", difference]
+        cells += [
+            f"{loss:.3f}" if loss < 1000 else f"{loss:.1e}",
+            f"{factor * value:.2f}",
+            difference,
+        ]
         cells += [
             "–" if math.isnan(quality) else f"{quality:.2f}",
             f"{size:,.0f}",
@@ -226,6 +239,15 @@ def table(rows: list[Row]) -> str:
             "",
             f"Standard deviation of dense over its {len(dense)} seeds: {spread:.2f}. * the interval excludes 0.",
         ]
+    several = [values for values in every_difference if len(values) > 1]
+    if 0 < len(several) < len(every_difference):
+        freedom = sum(len(values) - 1 for values in several)
+        squares = sum(statistics.variance(values) * (len(values) - 1) for values in several)
+        pooled = math.sqrt(squares / freedom)
+        lines[-1] += (
+            f" Pooled over systems of several seeds, a difference has a standard deviation of {pooled:.2f}: of one seed, "
+            f"nothing below {t.ppf(0.975, freedom) * pooled:.1f} is told apart."
+        )
     return "\n".join(lines)
 
 
@@ -238,7 +260,11 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
     parser.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS))
-    parser.add_argument("--only", nargs="*", default=SYSTEMS, choices=COMPRESSORS, metavar="NAME")
+    systems = parser.add_mutually_exclusive_group()
+    systems.add_argument("--only", nargs="*", default=SYSTEMS, choices=COMPRESSORS, metavar="NAME")
+    systems.add_argument(
+        "--others", dest="only", action="store_const", const=OTHERS, help=", ".join(OTHERS)
+    )
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int)

@@ -172,7 +172,7 @@ def speedup(records: list[dict]) -> Figure:
 
 TRAINED = "ResNet-8 on CIFAR-10 at 16×16, two ranks, 2,000 steps"
 SYSTEMS = ("none", "topk", "sidco-e", "dgc", "redsync", "micro", "lags", "marsit")
-RULES = ("sidco-e", "sidco-gp", "sidco-p", "dgc", "redsync")
+RULES = ("sidco-e", "sidco-gp", "sidco-p", "dgc", "redsync", "gaussiank", "hard")
 """Rules that each rank follows for itself: MiCRO's k is that of all ranks together."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import plateau
 import pytest
@@ -43,6 +44,9 @@ def test_differences_are_paired_by_seed():
     assert "| +0.00 |" in lines[4]  # one seed has no interval
     assert "0 of 1 | diverged" in lines[5]
     assert lines[-1].startswith("Standard deviation of dense over its 3 seeds: 10.00")
+    # of one system with several seeds its own 0.577 is pooled
+    assert f"deviation of 0.58: of one seed, nothing below {4.3027 * 0.57735:.1f} is" in lines[-1]
+    assert "Pooled" not in plateau.table(rows[:6])
 
 
 def test_curves_are_means_of_equal_parts():
@@ -89,12 +93,11 @@ class Stored:
     def __init__(self, workload):
         self.rows = stored(RESULTS / f"plateau-{workload}.jsonl")
         self.found = {(r["compressor"], r["ratio"], r["seed"]): r for r in self.rows}
-        assert {key for key in self.found if key[2] < 3} == {
-            (*each, seed)
-            for seed in range(3)
-            for each in plateau.settings(plateau.SYSTEMS, (0.1, 0.01, 0.001))
+        systems = {key for key in self.found if key[0] in plateau.SYSTEMS and key[2] < 3}
+        assert systems == {
+            (*each, seed) for seed in range(3) for each in plateau.settings(plateau.SYSTEMS, RATIOS)
         }
-        assert not [r for r in self.rows if "problem" in r]
+        assert not [key for key in systems if "problem" in self.found[key]]
 
     def better(self, name, ratio, other="none", at=1.0):
         """Return 1 if one is better than another in an interval without 0, −1 if it is worse, else 0."""
@@ -126,6 +129,32 @@ def test_what_the_page_says_of_the_runs():
     assert [better("lags", r, "topk", r) for r in RATIOS] == [-1] * 3
     assert [better("micro", r, "topk", r) for r in RATIOS] == [0, 0, -1]
     assert better("marsit", 1.0) == -1
+
+
+def test_what_the_page_says_of_the_other_compressors():
+    runs = Stored("resnet8-cifar16")
+    rows = {key[:2]: row for key, row in runs.found.items() if key[2] == 0}
+    assert {*plateau.settings(plateau.OTHERS, RATIOS)} <= {*rows}
+    text = plateau.table(runs.rows)
+    least = float(re.search(r"nothing below (\S+) is", text)[1])
+
+    def ahead(name, ratio, other="none", at=1.0):
+        return 100 * (rows[name, ratio]["accuracy"] - rows[other, at]["accuracy"])
+
+    level = [("dense-fp8", 1.0, "none", 1.0)]
+    level += [(n, r, "topk", r) for n in ("histogram", "redsync-trimmed") for r in RATIOS]
+    level += [("cltk", r, "topk", r) for r in RATIOS] + [
+        ("hard", r, "none", 1.0) for r in (0.1, 0.01)
+    ]
+    assert max(abs(ahead(*each)) for each in level) < least
+    assert ahead("signsgd", 1.0) < -least > ahead("ef-signsgd", 1.0)
+    assert ahead("signsgd", 1.0, "marsit") > least < ahead("ef-signsgd", 1.0, "marsit")
+    assert rows["hard", 0.01]["quality"] > 3
+    assert rows["gaussiank", 0.001]["quality"] < 0.03
+    assert ahead("gaussiank", 0.001, "topk", 0.001) < -15
+    assert ahead("randomk", 0.1, "topk", 0.1) < -10
+    assert all(rows["randomk", r]["accuracy"] <= 0.1 for r in (0.01, 0.001))
+    assert all("problem" in rows[name, 1.0] for name in ("ssdm", "cascading"))
 
 
 def test_what_the_page_says_of_the_word_lstm():
