@@ -11,9 +11,9 @@ docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so 
 do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of convergence, and
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
 Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
-the papers' systems; differences of one seed have no interval, and stand without one. The table is printed at the end; ``--write`` also puts
-it into docs/workloads.md. ``--lab`` repeats the runs of the first seed between network namespaces whose links have that
-rate, in bit/s, for the loss against the clock; it needs root and a quiet machine.
+the papers' systems; differences of one seed have no interval, and stand without one. The table is printed at the end;
+``--write`` also puts it into docs/workloads.md. ``--lab`` repeats the runs of the first seed between network namespaces
+whose links have that rate, in bit/s, for the loss against the clock; it needs root and a quiet machine.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def table(rows: list[Row]) -> str:
         squares = sum(statistics.variance(values) * (len(values) - 1) for values in several)
         pooled = math.sqrt(squares / freedom)
         lines[-1] += (
-            f" Pooled over systems of several seeds, a difference has a standard deviation of {pooled:.2f}: of one seed, "
-            f"nothing below {t.ppf(0.975, freedom) * pooled:.1f} is told apart."
+            f" Pooled over systems of several seeds, a difference has a standard deviation of {pooled:.2f}: "
+            f"of one seed, nothing below {t.ppf(0.975, freedom) * pooled:.1f} is told apart."
         )
     return "\n".join(lines)
 
