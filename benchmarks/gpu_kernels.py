@@ -36,6 +36,8 @@ POINTERS = {
     "indices": "*i64",
     "bits": "*u8",
     "packed": "*u8",
+    "random": "*i64",
+    "key": "*i64",
 }
 CASES = ("usual", "unaligned", "64 bits", "one element")
 """Arguments for which Triton compiles a kernel anew."""
@@ -53,8 +55,12 @@ def variants(short: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
             found.append((kernels._sums_kernel, dtype, constants, case))
         found.append((kernels._counts_kernel, dtype, {"SHIFT": 13}, case))
         found += [(k, dtype, {}, case) for k in (kernels._hits_kernel, kernels._select_kernel)]
-    bits = (kernels._pack_kernel, kernels._unpack_kernel)
-    return [*found, *((kernel, "u8", {}, case) for kernel, case in product(bits, CASES))]
+    bits = {
+        kernels._pack_kernel: "u8",
+        kernels._unpack_kernel: "u8",
+        kernels._bernoulli_kernel: "i64",
+    }
+    return [*found, *((k, dtype, {}, case) for (k, dtype), case in product(bits.items(), CASES))]
 
 
 def resources(

@@ -185,6 +185,11 @@ def told_apart(differences: Sequence[float]) -> float:
     return math.copysign(abs(mean) > half, mean)
 
 
+def fixed(value: float, form: str) -> str:
+    """Return a number with fixed digits; one of a training that went astray with its power of ten."""
+    return format(value, form if abs(value) < 1e5 else form[:-2] + "1e")
+
+
 def table(rows: list[Row]) -> str:
     """Return the runs as Markdown: means over seeds, and paired differences to the dense runs of the same seeds.
 
@@ -218,15 +223,11 @@ def table(rows: list[Row]) -> str:
         if system != DENSE and pairs:
             every_difference.append([factor * each for each in pairs])
             mean, half = interval(every_difference[-1])
-            difference = f"{mean:+.2f}"
+            difference = fixed(mean, "+.2f")
             if math.isfinite(half):
                 difference += f" ± {half:.2f}" + (" *" if abs(mean) > half else "")
         cells += [str(len(mine)) + (f" of {len(every)}" if len(mine) < len(every) else "")]
-        cells += [
-            f"{loss:.3f}" if loss < 1000 else f"{loss:.1e}",
-            f"{factor * value:.2f}",
-            difference,
-        ]
+        cells += [fixed(loss, ".3f"), fixed(factor * value, ".2f"), difference]
         cells += [
             "–" if math.isnan(quality) else f"{quality:.2f}",
             f"{size:,.0f}",

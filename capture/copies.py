@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradstats.collectives.background import streaming
 from gradstats.hooks.gradient import real_view
 from gradstats.hooks.units import local_part
 
@@ -38,7 +39,7 @@ class Copies:
     def __init__(self, devices: Iterable[torch.device] = (), *, stay: bool = False) -> None:
         self._streams: dict[torch.device, Any] = {}
         for device in set(devices):
-            module = _streaming(device)
+            module = streaming(device)
             if module is not None:
                 self._streams[device] = module.Stream(device=device)
         self._used: set[torch.device] = set()
@@ -94,7 +95,7 @@ class Copies:
         if stream is None:
             target.copy_(values)
             return
-        module, held = _streaming(values.device), values.clone() if scale == 1 else values
+        module, held = streaming(values.device), values.clone() if scale == 1 else values
         stream.wait_stream(module.current_stream(values.device))
         with module.stream(stream):
             target.copy_(held, non_blocking=True)
@@ -139,10 +140,10 @@ class Copies:
         events = [(device, self._streams[device]) for device in self._used]
         self._used.clear()
         if self._home is not None:
-            events = [(self._home, _streaming(self._home).current_stream(self._home))]
+            events = [(self._home, streaming(self._home).current_stream(self._home))]
         if not events:
             return None
-        marks = [(_streaming(device).Event(), stream) for device, stream in events]
+        marks = [(streaming(device).Event(), stream) for device, stream in events]
         for event, stream in marks:
             event.record(stream)
 
@@ -156,15 +157,10 @@ class Copies:
         """Return a context in which what stays on its device is read, on a stream that training does not wait for."""
         if self._home is None:
             return nullcontext()
-        context: AbstractContextManager[Any] = _streaming(self._home).stream(
+        context: AbstractContextManager[Any] = streaming(self._home).stream(
             self._streams[self._home]
         )
         return context
-
-
-def _streaming(device: torch.device) -> Any:
-    """Return the module of a device's streams and events, None where it has none."""
-    return torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
 
 
 def _pinned(size: int) -> torch.Tensor:

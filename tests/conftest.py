@@ -85,3 +85,14 @@ FAMILIES = families()
 @pytest.fixture(params=list(FAMILIES))
 def family(request):
     return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

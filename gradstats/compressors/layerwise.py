@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.background import Background, Pending
 from gradstats.collectives.codec import PLAIN, Codec, as_codec
 from gradstats.collectives.packed import GatheredSelections, SparseAllGather
 from gradstats.collectives.plain import all_reduce
@@ -62,8 +62,8 @@ class Layerwise(Compressor):
     """Selection in every layer by itself, sent as soon as the layer's gradient is ready.
 
     Layers come in the order in which backpropagation delivers them (:meth:`push`); the selections of those smaller
-    than `merge` wait for the next ones. On the CPU the exchange runs in a thread of its own while the backward pass
-    continues; on other devices it runs in line. A layer whose target takes more bytes with its positions than all of
+    than `merge` wait for the next ones. The exchange runs in a thread of its own, and on CUDA and XPU in a stream of
+    its own, while the backward pass continues. A layer whose target takes more bytes with its positions than all of
     its values take without is sent whole, by an all-reduce (:func:`sends_dense`).
 
     Parameters
@@ -125,7 +125,7 @@ class Layerwise(Compressor):
         self._numels: dict[str, int] = {}
         self._restored: Mapping[str, Any] = {}
         self._gathers: list[SparseAllGather] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._background = Background()
         self._update = SparseUpdate()
         self._reset()
 
@@ -135,7 +135,7 @@ class Layerwise(Compressor):
         self._pending = _Message()
         self._sent: list[Selection] = []
         self._thresholds: list[float] = []
-        self._futures: list[Future[GatheredSelections]] = []
+        self._pendings: list[Pending[GatheredSelections] | GatheredSelections] = []
         self._numel = 0
         self._epoch = self._resumed = 0.0
 
@@ -179,7 +179,7 @@ class Layerwise(Compressor):
         message.pushed = True
         message.flag |= flag
         for name, slot in layers:
-            numel, gather = slot.stop - slot.start, self._gather(len(self._futures))
+            numel, gather = slot.stop - slot.start, self._gather(len(self._pendings))
             selector = self._selector(name, numel)
             dense = self._whole(selector, numel)
             if not dense:
@@ -214,11 +214,13 @@ class Layerwise(Compressor):
             self._take(corrected, [("", slice(0, corrected.numel()))], group, flag)
         self._pending.flag |= flag
         # Decided by the layout alone, which all ranks share; a flag may belong to a parameter that is not compressed.
-        if self._pending.pushed or not self._futures:
+        if self._pending.pushed or not self._pendings:
             self._send(group)
         waiting = self._now()
         try:
-            gathered = [future.result() for future in self._futures]
+            gathered = [
+                each.result() if isinstance(each, Pending) else each for each in self._pendings
+            ]
             flags = [max(f) for f in zip(*(g.flags for g in gathered), strict=True)]
             if any(flags):
                 for name, state in (self._before or {}).items():
@@ -252,8 +254,9 @@ class Layerwise(Compressor):
 
     def abandon(self) -> None:
         """Drop a step that will not be completed, after its messages have ended."""
-        for future in self._futures:
-            future.exception()
+        for each in self._pendings:
+            if isinstance(each, Pending):
+                each.end()
         self._reset()
 
     def _begin(self, corrected: torch.Tensor) -> None:
@@ -309,7 +312,7 @@ class Layerwise(Compressor):
 
     def _send(self, group: dist.ProcessGroup | None) -> None:
         message, self._pending = self._pending, _Message()
-        gather, update, numel = self._gather(len(self._futures)), self._update, self._numel
+        gather, update, numel = self._gather(len(self._pendings)), self._update, self._numel
         expected = message.target[0], message.target[1]
 
         def exchange() -> GatheredSelections:
@@ -336,14 +339,10 @@ class Layerwise(Compressor):
             )
             return gathered
 
-        if self.overlap and update.vector.device.type == "cpu":
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "gradstats-exchange")
-            self._futures.append(self._thread.submit(exchange))
+        if self.overlap:
+            self._pendings.append(self._background.submit(exchange, update.vector.device))
         else:
-            done: Future[GatheredSelections] = Future()
-            done.set_result(exchange())
-            self._futures.append(done)
+            self._pendings.append(exchange())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every layer's selector, by name, and the capacities of the messages."""

@@ -21,6 +21,7 @@ from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.primitives import operators
 from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
@@ -49,9 +50,6 @@ __all__ = [
 SCALE_BYTES = 4
 _WORD = 8
 """Bytes of a word of random bits."""
-_DIGITS = 8
-"""Binary digits after which words without open bits are left alone."""
-_LEAST = torch.iinfo(torch.int64).min
 
 
 def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
@@ -183,27 +181,8 @@ def bernoulli_bits(
     uint8 tensor, shape (length,)
         Eight bits a byte.
     """
-    words = -(-length // _WORD)
-    bits = torch.zeros(words, dtype=torch.int64, device=generator.device)
-    part, positions, rest, digits = bits, None, numerator, 0
-    open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
-    while rest and open_.numel():
-        digit, rest = divmod(2 * rest, denominator)
-        drawn = torch.empty_like(part).random_(_LEAST, None, generator=generator)
-        if digit:
-            part |= open_ & ~drawn
-            open_ &= drawn
-        else:
-            open_ &= ~drawn
-        digits += 1
-        if digits % _DIGITS == 0 and rest:  # few words still have open bits
-            if positions is not None:
-                bits[positions] |= part
-            left = open_.nonzero().view(-1)
-            positions = left if positions is None else positions[left]
-            part, open_ = torch.zeros_like(left), open_[left]
-    if positions is not None:
-        bits[positions] |= part
+    code = device_code(torch.empty(0, device=generator.device)) or operators
+    bits = code.bernoulli(-(-length // _WORD), numerator, denominator, generator)
     return bits.view(torch.uint8)[:length]
 
 
@@ -300,7 +279,7 @@ def packed_stochastic_signs(
         norm = norm_of(values)
         return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
     seed = torch.empty(1, dtype=torch.int64)
-    seed.random_(_LEAST, None, generator=generator)  # all 64 bits
+    seed.random_(operators.LEAST, None, generator=generator)  # all 64 bits
     words = np.empty(-(-flat.size // 64), np.uint64)
     block_stochastic_signs(flat, norm, largest, seed.numpy().view(np.uint64)[0], words)
     return torch.from_numpy(words.view(np.uint8)[: -(-flat.size // 8)]), norm

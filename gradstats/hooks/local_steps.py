@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradstats.collectives.background import Background, Pending
 from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.compressors import (
     Compressor,
@@ -57,7 +58,7 @@ class _Fragment:
         Local step at which the exchange under way is applied.
     pairs : list of (parameter, pseudo-gradient)
         What is exchanged, and the mean once :attr:`exchange` is done; empty if no exchange is under way.
-    exchange : Future or None
+    exchange : Pending or None
         The exchange in the background; None once it is done.
     """
 
@@ -68,7 +69,7 @@ class _Fragment:
     sent: int = 0
     due: int = 0
     pairs: list[Pair] = field(default_factory=list)
-    exchange: Future[None] | None = None
+    exchange: Pending[None] | None = None
 
 
 class LocalSteps:
@@ -237,7 +238,7 @@ class LocalSteps:
             values.copy_(broadcast(values.contiguous(), 0, process_group))
         self._anchors = {id(p): _own(p).clone() for p in parameters}
         self._handles: list[Any] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._background = Background()
         self._before: Callable[[list[Pair]], None] = lambda pairs: None
         self._after: Callable[[], None] = lambda: None
 
@@ -293,8 +294,6 @@ class LocalSteps:
             ]
         else:
             self._handles = [self._optimizer.register_step_post_hook(lambda *_: self._stepped())]
-        if self.delay:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradstats-exchange")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -306,9 +305,7 @@ class LocalSteps:
             if kind is None and not self._data_parallel:
                 self._finish()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown(wait=kind is None)
-                self._thread = None
+            self._background.shutdown(wait=kind is None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, at any step, of this rank alone: every rank saves its own.
@@ -432,8 +429,8 @@ class LocalSteps:
         # in this thread: the replica's ranks train over the same group
         bad = self._bad(fragment, pairs)
         if delay:
-            assert self._thread is not None
-            fragment.exchange = self._thread.submit(self._reduce, fragment, pairs, self.step, bad)
+            run = partial(self._reduce, fragment, pairs, self.step, bad)
+            fragment.exchange = self._background.submit(run, fragment.named[0][1].device)
         else:
             self._reduce(fragment, pairs, self.step, bad)
         fragment.pairs, fragment.sent, fragment.due = pairs, self.step, self.step + delay

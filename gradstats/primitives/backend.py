@@ -112,6 +112,26 @@ class DeviceCode(Protocol):
             Number of bits wanted.
         """
 
+    def bernoulli(
+        self, words: int, numerator: int, denominator: int, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Return words of 64 random bits, each 1 with exactly the probability of a fraction.
+
+        Parameters
+        ----------
+        words : int
+            Number of words.
+        numerator, denominator : int
+            The fraction, from 0 to below 1.
+        generator : torch.Generator
+            Generator of the bits, on the device wanted. From one state of it each code draws other bits.
+
+        Returns
+        -------
+        int64 tensor, shape (words,)
+            The bits.
+        """
+
 
 class _Choice(AbstractContextManager[None]):
     """A block in which one code reads, in every thread: hooks run in threads of autograd."""

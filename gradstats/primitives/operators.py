@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from gradstats.primitives.arrays import Selection, Sums
 
 __all__ = [
+    "LEAST",
+    "bernoulli",
     "combined",
     "counts",
     "descend",
@@ -32,6 +34,10 @@ __all__ = [
     "unpack_bits",
 ]
 
+_DIGITS = 8
+"""Binary digits after which words without undecided bits are left alone."""
+LEAST = torch.iinfo(torch.int64).min
+"""From where on random words have all 64 bits."""
 CHUNK = 1 << 22
 """Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB (of
 strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
@@ -172,6 +178,33 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
     for lane in range(8):
         each = bits[lane::8]
         each.copy_((packed[: each.numel()] >> lane) & 1)
+    return bits
+
+
+def bernoulli(
+    words: int, numerator: int, denominator: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return words of random bits, each 1 with the probability of a fraction."""
+    bits = torch.zeros(words, dtype=torch.int64, device=generator.device)
+    part, positions, rest, digits = bits, None, numerator, 0
+    open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
+    while rest and open_.numel():
+        digit, rest = divmod(2 * rest, denominator)
+        drawn = torch.empty_like(part).random_(LEAST, None, generator=generator)
+        if digit:
+            part |= open_ & ~drawn
+            open_ &= drawn
+        else:
+            open_ &= ~drawn
+        digits += 1
+        if digits % _DIGITS == 0 and rest:  # few words still have open bits
+            if positions is not None:
+                bits[positions] |= part
+            left = open_.nonzero().view(-1)
+            positions = left if positions is None else positions[left]
+            part, open_ = torch.zeros_like(left), open_[left]
+    if positions is not None:
+        bits[positions] |= part
     return bits
 
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from gradstats.primitives.arrays import Sums
-from gradstats.primitives.operators import combined
+from gradstats.primitives.operators import LEAST, combined
 
-__all__ = ["counts", "pack_bits", "select", "signed", "sums", "tail", "unpack_bits"]
+__all__ = ["bernoulli", "counts", "pack_bits", "select", "signed", "sums", "tail", "unpack_bits"]
 
 BLOCK = 1024
 """Elements that a program reads at a time: eight for each thread of four warps."""
@@ -145,6 +145,39 @@ def _unpack_kernel(packed, bits, numel, BLOCK: tl.constexpr):
     tl.store(bits + at, ((byte >> (at % 8).to(tl.int32)) & 1).to(tl.uint8), mask=at < numel)
 
 
+@triton.jit
+def _digit(part, undecided, rest, denominator, drawn):
+    """Compare one binary digit of a fraction with 64 drawn digits: bits are decided where they differ."""
+    rest = rest * 2
+    digit = -(rest >= denominator).to(tl.int64)  # all ones, or zeros
+    return (
+        part | (undecided & ~drawn & digit),
+        undecided & ~(drawn ^ digit),
+        rest + digit * denominator,
+    )
+
+
+@triton.jit(do_not_specialize=["numerator", "denominator"])
+def _bernoulli_kernel(random, key, numel, numerator, denominator, BLOCK: tl.constexpr):
+    """Write words of random bits, each 1 with the probability of a fraction: digits are drawn until they differ."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    low, high = (at & 0xFFFFFFFF).to(tl.uint32), (at >> 32).to(tl.uint32)
+    seed = tl.load(key)
+    denominator = denominator.to(tl.int64)
+    rest = numerator.to(tl.int64)
+    part = at * 0
+    undecided = tl.where(at < numel, part - 1, part)
+    step = low * 0
+    while (rest > 0) & (tl.max((undecided != 0).to(tl.int32), 0) > 0):
+        a, b, c, d = tl.philox(seed, low, high, step, step * 0)
+        first = a.to(tl.int64) | (b.to(tl.int64) << 32)
+        second = c.to(tl.int64) | (d.to(tl.int64) << 32)
+        part, undecided, rest = _digit(part, undecided, rest, denominator, first)
+        part, undecided, rest = _digit(part, undecided, rest, denominator, second)
+        step += 1
+    tl.store(random + at, part, mask=at < numel)
+
+
 INTERPRETED = not isinstance(_sums_kernel, triton.JITFunction)
 """Whether the kernels run in Triton's interpreter, on CPU tensors: the environment said so at the import."""
 
@@ -228,3 +261,17 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
     bits = torch.empty(numel, dtype=torch.uint8, device=packed.device)
     _launch(_unpack_kernel, triton.cdiv(numel, BLOCK), packed.contiguous(), bits, numel)
     return bits.view(torch.bool)
+
+
+def bernoulli(
+    words: int, numerator: int, denominator: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return words of random bits, each 1 with the probability of a fraction, without a synchronisation."""
+    # the generator's part: the key of a counter-based one (Philox), which the kernel draws from
+    key = torch.empty(1, dtype=torch.int64, device=generator.device).random_(
+        LEAST, None, generator=generator
+    )
+    random = torch.empty(words, dtype=torch.int64, device=generator.device)
+    programs = triton.cdiv(words, BLOCK)
+    _launch(_bernoulli_kernel, programs, random, key, words, numerator, denominator)
+    return random

@@ -157,6 +157,11 @@ def test_what_the_page_says_of_the_other_compressors():
     assert all("problem" in rows[name, 1.0] for name in ("ssdm", "cascading"))
 
 
+def test_numbers_of_what_went_astray_stay_short():
+    assert [plateau.fixed(x, ".3f") for x in (2.5, 1e15)] == ["2.500", "1.0e+15"]
+    assert [plateau.fixed(x, "+.2f") for x in (-2.5, 3.314e14)] == ["-2.50", "+3.3e+14"]
+
+
 def test_what_the_page_says_of_the_word_lstm():
     better = (runs := Stored("lstm-ptb")).better
     level = ("topk", *RULES, "micro", "lags")
@@ -176,8 +181,22 @@ def test_what_the_page_says_of_the_word_lstm():
             [r["perplexity"] for r in runs.rows if r["compressor"] == row["compressor"]]
         )[0]
         for row in runs.rows
+        if row["compressor"] in plateau.SYSTEMS
     }
     assert max(means, key=means.get) == "marsit"
+    alone = {key[:2]: row["perplexity"] for key, row in runs.found.items() if key[2] == 0}
+    assert {*plateau.settings(plateau.OTHERS, RATIOS)} <= {*alone}
+    least = float(re.search(r"nothing below (\S+) is", plateau.table(runs.rows))[1])
+    exact = ("histogram", "redsync-trimmed", "cltk")
+    level = [(n, r) for n in exact for r in RATIOS]
+    level += [("gaussiank", 0.1), ("gaussiank", 0.01)]
+    assert max(abs(alone[each] - alone["topk", each[1]]) for each in level) < least
+    assert alone["gaussiank", 0.001] - alone["topk", 0.001] > 30 > least
+    assert max(alone["hard", r] for r in RATIOS) - alone["none", 1.0] < least
+    assert alone["signsgd", 1.0] < alone["marsit", 1.0] < alone["ssdm", 1.0]
+    assert min(alone["randomk", r] for r in RATIOS) > 700
+    assert 2000 < alone["cascading", 1.0] < 2600
+    assert alone["ef-signsgd", 1.0] > 1e14
     few = [
         runs.found["dense-bf16", 1.0, s]["perplexity"] - runs.found["none", 1.0, s]["perplexity"]
         for s in range(3)

@@ -66,7 +66,7 @@ class Streams:
 def streams(monkeypatch):
     found = Streams()
     module = found.module()
-    monkeypatch.setattr(copies, "_streaming", lambda device: module)
+    monkeypatch.setattr(copies, "streaming", lambda device: module)
     monkeypatch.setattr(copies, "_pinned", lambda size: torch.zeros(size))
     held = []
     monkeypatch.setattr(

@@ -111,8 +111,17 @@ def test_where_bits_differ_each_side_wins_by_its_contributions(local_count, rece
         assert deviation(merged.float().mean().item(), expected, n) < SIGMAS
 
 
+@pytest.fixture(params=["torch", "triton"])
+def device_bits(request):
+    """Read as on a device: each code draws bits of its own."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="Triton is installed with the extra dev, on Linux")
+    with backend(request.param):
+        yield request.param
+
+
 @pytest.mark.parametrize(("a", "n"), [(1, 2), (1, 3), (2, 3), (3, 8), (5, 7), (1, 200), (0, 3)])
-def test_bits_made_64_at_a_time_have_exactly_their_probability(a, n):
+def test_bits_made_64_at_a_time_have_exactly_their_probability(a, n, device_bits):
     count = 1_600_000
     drawn = bernoulli_bits(count // 8, a, n, torch.Generator().manual_seed(2))
     bits = unpack_bits(drawn, count).double()
@@ -123,6 +132,25 @@ def test_bits_made_64_at_a_time_have_exactly_their_probability(a, n):
     for place in (0, 7, 31, 63):
         share = float(bits[place::64].mean())
         assert deviation(share, a / n, count // 64) < SIGMAS
+
+
+def test_bits_follow_from_the_generator(device_bits):
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    first, second = (bernoulli_bits(20_001, 1, 3, one) for _ in range(2))
+    assert first.numel() == 20_001
+    assert torch.equal(first, bernoulli_bits(20_001, 1, 3, other))
+    assert one.get_state().equal(other.get_state()) is False
+    assert torch.equal(second, bernoulli_bits(20_001, 1, 3, other))
+    assert one.get_state().equal(other.get_state())
+    # of two draws, and of two places of one draw, no more bits agree than by chance
+    agree = deviation(
+        float((first == second).double().mean()), chance_of_equal_bytes(1 / 3), 20_001
+    )
+    assert agree < SIGMAS
+
+
+def chance_of_equal_bytes(p):
+    return (p * p + (1 - p) ** 2) ** 8
 
 
 def test_a_fair_bit_takes_one_random_bit():

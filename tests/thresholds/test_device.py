@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from gradstats import backend
@@ -151,14 +150,6 @@ def test_how_often_the_host_waits(name, gradient, monkeypatch):
         with backend(name), Moved() as moved:
             run()
         assert moved.calls.total() == waits, moved.calls
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["topk", "sidco-e", "redsync", "signsgd", "marsit"])

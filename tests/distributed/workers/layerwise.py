@@ -59,7 +59,7 @@ def train(rank, world, name, steps=5):
     push, on_the_way = compressor.push, []
 
     def spy(*delivery):
-        on_the_way.append(len(compressor._futures))
+        on_the_way.append(len(compressor._pendings))
         push(*delivery)
 
     compressor.push = spy
