@@ -42,6 +42,8 @@ SYSTEMS = (
 )  # fmt: skip
 OTHERS = tuple(n for n in COMPRESSORS if n not in (*SYSTEMS, "exact", "warm-exact"))
 """The others; ``exact`` and ``warm-exact`` select what ``topk`` does."""
+ORDER = (*SYSTEMS, *(n for n in COMPRESSORS if n not in SYSTEMS))
+"""Rows of the table of times."""
 OPTIONS = {
     "lags": {"adaptive": False},
     "redsync": {"dense_below": 1024},
@@ -148,7 +150,7 @@ def timed(config: RunConfig, rate: int) -> Row:
 def times(rows: list[Row], rate: int) -> str:
     """Return as Markdown how long each system took to the losses that dense training passed."""
     here = [row for row in rows if row["rate"] == rate and "problem" not in row]
-    here.sort(key=lambda row: (SYSTEMS.index(row["compressor"]), -row["ratio"]))
+    here.sort(key=lambda row: (ORDER.index(row["compressor"]), -row["ratio"]))
     dense = next(row["curves"] for row in here if row["compressor"] == DENSE)
     at = [max(1, round(share * len(dense["loss"]))) - 1 for share in TARGETS.values()]
     targets = [min(dense["loss"][: i + 1]) for i in at]

@@ -155,7 +155,7 @@ def table(rows: list[Row]) -> str:
     lines = [
         summary(rows),
         "",
-        f"Without `{ABOVE_K}`, which sends more than the plan takes it to: {summary(whole)}",
+        f"Without `{ABOVE_K}`, which sends more than the k that the plan assumes: {summary(whole)}",
         "",
         "| workers | Mbit/s | system | measured ms | predicted ms | 95 % interval | error |",
         "|---:|---:|---|---:|---:|---:|---:|",

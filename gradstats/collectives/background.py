@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["Background", "Pending", "streaming"]
+__all__ = ["Background", "Pending", "at_once", "streaming"]
 
 T = TypeVar("T")
 
@@ -113,6 +113,19 @@ class Background:
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
             self._thread = None
+
+
+def at_once(exchange: Callable[[], T]) -> Pending[T]:
+    """Run an exchange now, in this thread and its stream; what it raises is raised here.
+
+    Parameters
+    ----------
+    exchange : callable
+        What to run.
+    """
+    done: Future[tuple[T | BaseException, Callable[[], None]]] = Future()
+    done.set_result((exchange(), lambda: None))
+    return Pending(done, exchange)
 
 
 def _caught(

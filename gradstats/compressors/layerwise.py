@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.background import Background, Pending
+from gradstats.collectives.background import Background, Pending, at_once
 from gradstats.collectives.codec import PLAIN, Codec, as_codec
 from gradstats.collectives.packed import GatheredSelections, SparseAllGather
 from gradstats.collectives.plain import all_reduce
@@ -135,7 +135,7 @@ class Layerwise(Compressor):
         self._pending = _Message()
         self._sent: list[Selection] = []
         self._thresholds: list[float] = []
-        self._pendings: list[Pending[GatheredSelections] | GatheredSelections] = []
+        self._pendings: list[Pending[GatheredSelections]] = []
         self._numel = 0
         self._epoch = self._resumed = 0.0
 
@@ -218,9 +218,7 @@ class Layerwise(Compressor):
             self._send(group)
         waiting = self._now()
         try:
-            gathered = [
-                each.result() if isinstance(each, Pending) else each for each in self._pendings
-            ]
+            gathered = [each.result() for each in self._pendings]
             flags = [max(f) for f in zip(*(g.flags for g in gathered), strict=True)]
             if any(flags):
                 for name, state in (self._before or {}).items():
@@ -255,8 +253,7 @@ class Layerwise(Compressor):
     def abandon(self) -> None:
         """Drop a step that will not be completed, after its messages have ended."""
         for each in self._pendings:
-            if isinstance(each, Pending):
-                each.end()
+            each.end()
         self._reset()
 
     def _begin(self, corrected: torch.Tensor) -> None:
@@ -342,7 +339,7 @@ class Layerwise(Compressor):
         if self.overlap:
             self._pendings.append(self._background.submit(exchange, update.vector.device))
         else:
-            self._pendings.append(exchange())
+            self._pendings.append(at_once(exchange))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every layer's selector, by name, and the capacities of the messages."""

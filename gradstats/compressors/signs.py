@@ -278,8 +278,7 @@ def packed_stochastic_signs(
     if flat is None or not math.isfinite(norm):
         norm = norm_of(values)
         return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
-    seed = torch.empty(1, dtype=torch.int64)
-    seed.random_(operators.LEAST, None, generator=generator)  # all 64 bits
+    seed = operators.random_words(1, generator)
     words = np.empty(-(-flat.size // 64), np.uint64)
     block_stochastic_signs(flat, norm, largest, seed.numpy().view(np.uint64)[0], words)
     return torch.from_numpy(words.view(np.uint8)[: -(-flat.size // 8)]), norm

@@ -32,7 +32,7 @@ from gradstats.hooks.memory import ErrorFeedback, MomentumCorrection
 from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.primitives.ratio import check_count, check_number, check_ratio
 
-__all__ = ["SYSTEMS", "dgc", "diloco", "make_state", "redsync", "sparseloco"]
+__all__ = ["SYSTEMS", "dgc", "diloco", "make_state", "output_from", "redsync", "sparseloco"]
 
 _SPARSELOCO = Codec("chunk", "int2")
 
@@ -192,7 +192,7 @@ def redsync(
     check_ratio(ratio)  # now, not in the first backward pass
     named = list(named_parameters)
     if output_layer is None:
-        last = max((i for i, (_, p) in enumerate(named) if p.dim() > 1), default=len(named))
+        last = output_from([p.dim() for _, p in named])
         output_layer = [glob.escape(name) for name, _ in named[last:]]
     output_layer = check_patterns(output_layer, "output_layer")
     topk_below = check_count(topk_below, "topk_below", 0)
@@ -216,6 +216,22 @@ def redsync(
         clip=clip,
         **options,
     )
+
+
+def output_from(dimensions: Sequence[int]) -> int:
+    """Return where the output layer begins: at the last parameter of at least two dimensions.
+
+    Parameters
+    ----------
+    dimensions : sequence of int
+        Number of dimensions of every parameter, in the order of the model.
+
+    Returns
+    -------
+    int
+        Number of the parameter; how many there are if none has two dimensions.
+    """
+    return max((i for i, n in enumerate(dimensions) if n > 1), default=len(dimensions))
 
 
 def _quantised(*args: Any, **options: Any) -> CompressionState:

@@ -19,7 +19,7 @@ from gradstats.compressors.base import Activity
 from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE
 from gradstats.errors import InputError
 from gradstats.hooks.local_steps import check_room
-from gradstats.hooks.systems import SYSTEMS
+from gradstats.hooks.systems import SYSTEMS, output_from
 from gradstats.network.exchange import FLAG, SLOWEST, Exchange, break_even, exchange
 from gradstats.network.model import ALGORITHMS, Network, Work, middle_95
 from gradstats.network.timeline import (
@@ -650,8 +650,8 @@ def _sent_by_system(
 
     `kept` is k̂/k of the threshold rule. RedSync has that rule for large layers, and exact selections for others.
     """
-    matrices = [i for i, layer in enumerate(layers) if len(layer.shape) > 1]
-    output = matrices[-1] if matrices else len(layers)
+    output = output_from([len(layer.shape) for layer in layers])
+    matrices = output < len(layers)
 
     def of(layer: Layer) -> float:
         if name == "dgc":

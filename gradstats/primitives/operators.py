@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from gradstats.primitives.arrays import Selection, Sums
 
 __all__ = [
-    "LEAST",
     "bernoulli",
     "combined",
     "counts",
@@ -26,6 +25,7 @@ __all__ = [
     "kth_magnitude",
     "occupied",
     "pack_bits",
+    "random_words",
     "select",
     "signed",
     "sums",
@@ -36,8 +36,6 @@ __all__ = [
 
 _DIGITS = 8
 """Binary digits after which words without undecided bits are left alone."""
-LEAST = torch.iinfo(torch.int64).min
-"""From where on random words have all 64 bits."""
 CHUNK = 1 << 22
 """Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB (of
 strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
@@ -181,6 +179,25 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
     return bits
 
 
+def random_words(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Return words of 64 random bits.
+
+    Parameters
+    ----------
+    count : int
+        Number of words.
+    generator : torch.Generator
+        Their generator, on the device wanted.
+
+    Returns
+    -------
+    int64 tensor, shape (count,)
+        The words.
+    """
+    words = torch.empty(count, dtype=torch.int64, device=generator.device)
+    return words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
+
+
 def bernoulli(
     words: int, numerator: int, denominator: int, generator: torch.Generator
 ) -> torch.Tensor:
@@ -190,7 +207,7 @@ def bernoulli(
     open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
     while rest and open_.numel():
         digit, rest = divmod(2 * rest, denominator)
-        drawn = torch.empty_like(part).random_(LEAST, None, generator=generator)
+        drawn = random_words(part.numel(), generator)
         if digit:
             part |= open_ & ~drawn
             open_ &= drawn

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gradstats.primitives.arrays import Sums
-from gradstats.primitives.operators import LEAST, combined
+from gradstats.primitives.operators import combined, random_words
 
 __all__ = ["bernoulli", "counts", "pack_bits", "select", "signed", "sums", "tail", "unpack_bits"]
 
@@ -268,9 +268,7 @@ def bernoulli(
 ) -> torch.Tensor:
     """Return words of random bits, each 1 with the probability of a fraction, without a synchronisation."""
     # the generator's part: the key of a counter-based one (Philox), which the kernel draws from
-    key = torch.empty(1, dtype=torch.int64, device=generator.device).random_(
-        LEAST, None, generator=generator
-    )
+    key = random_words(1, generator)
     random = torch.empty(words, dtype=torch.int64, device=generator.device)
     programs = triton.cdiv(words, BLOCK)
     _launch(_bernoulli_kernel, programs, random, key, words, numerator, denominator)

@@ -66,6 +66,7 @@ def test_times_are_those_at_which_a_loss_is_first_reached():
     rows = [
         run("none", 1.0, [4.0, 3.0, 3.5, 2.0], 8.0),
         run("topk", 0.1, [4.0, 2.5, 2.2, 2.1], 1.0),
+        run("signsgd", 1.0, [4.0, 3.0, 3.0, 3.0], 2.0),
         {**run("lags", 0.1, [9.0], 1.0), "problem": "rank 0 failed"},
         {**run("micro", 0.1, [1.0], 1.0), "rate": 20},
     ]
@@ -74,6 +75,7 @@ def test_times_are_those_at_which_a_loss_is_first_reached():
     assert lines == [
         "| `none` | – | 20 | 50 | 8 | 16 | 32 | 32 |",
         "| `topk` | 0.1 | 20 | 50 | 1 | 2 | never | 4 |",
+        "| `signsgd` | – | 20 | 50 | 2 | 4 | never | 8 |",
     ]
 
 
@@ -111,6 +113,7 @@ class Stored:
 
 
 RULES = ("sidco-e", "sidco-gp", "sidco-p")
+EXACT = ("histogram", "redsync-trimmed", "cltk")
 RATIOS = (0.1, 0.01, 0.001)
 
 
@@ -142,13 +145,13 @@ def test_what_the_page_says_of_the_other_compressors():
         return 100 * (rows[name, ratio]["accuracy"] - rows[other, at]["accuracy"])
 
     level = [("dense-fp8", 1.0, "none", 1.0)]
-    level += [(n, r, "topk", r) for n in ("histogram", "redsync-trimmed") for r in RATIOS]
-    level += [("cltk", r, "topk", r) for r in RATIOS] + [
-        ("hard", r, "none", 1.0) for r in (0.1, 0.01)
-    ]
+    level += [(n, r, "topk", r) for n in EXACT for r in RATIOS]
+    level += [("hard", r, "none", 1.0) for r in (0.1, 0.01)]
+    level += [("redsync-quantised", r, "redsync", r) for r in RATIOS]
     assert max(abs(ahead(*each)) for each in level) < least
     assert ahead("signsgd", 1.0) < -least > ahead("ef-signsgd", 1.0)
     assert ahead("signsgd", 1.0, "marsit") > least < ahead("ef-signsgd", 1.0, "marsit")
+    assert [f"{rows['hard', r]['quality']:.1f}" for r in (0.1, 0.01)] == ["1.8", "3.1"]
     assert rows["hard", 0.01]["quality"] > 3
     assert rows["gaussiank", 0.001]["quality"] < 0.03
     assert ahead("gaussiank", 0.001, "topk", 0.001) < -15
@@ -187,8 +190,9 @@ def test_what_the_page_says_of_the_word_lstm():
     alone = {key[:2]: row["perplexity"] for key, row in runs.found.items() if key[2] == 0}
     assert {*plateau.settings(plateau.OTHERS, RATIOS)} <= {*alone}
     least = float(re.search(r"nothing below (\S+) is", plateau.table(runs.rows))[1])
-    exact = ("histogram", "redsync-trimmed", "cltk")
-    level = [(n, r) for n in exact for r in RATIOS]
+    assert f"{runs.found['hard', 0.001, 0]['quality']:.1f}" == "7.0"
+    assert f"{runs.found['gaussiank', 0.001, 0]['quality']:.2f}" == "0.15"
+    level = [(n, r) for n in EXACT for r in RATIOS]
     level += [("gaussiank", 0.1), ("gaussiank", 0.01)]
     assert max(abs(alone[each] - alone["topk", each[1]]) for each in level) < least
     assert alone["gaussiank", 0.001] - alone["topk", 0.001] > 30 > least
