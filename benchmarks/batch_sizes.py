@@ -19,9 +19,10 @@ from plateau import DENSE, OPTIONS, interval, one
 from records import DOCS, RESULTS, Row, put, store, stored
 
 from capture.workloads import RunConfig
+from gradstats.compressors import compressor_class
 
 FILE = RESULTS / "batch_sizes.jsonl"
-SYSTEMS = (DENSE, "redsync", "redsync-quantised")
+SYSTEMS = (DENSE, "dense-bf16", "redsync", "redsync-quantised")
 BATCHES = (64, 256, 1024)
 """Images of a step, of all processes together."""
 RATIO = 0.001
@@ -33,7 +34,7 @@ def train(system: str, batch: int, seed: int, data_dir: Path | None) -> Row:
     """Train once, and return the row that is stored."""
     base = RunConfig(workload="resnet8-cifar16", data_dir=data_dir, compressor=system, seed=seed)
     steps = base.setting("steps") * base.setting("batch_size") * base.nproc // batch
-    ratio = 1.0 if system == DENSE else RATIO
+    ratio = RATIO if compressor_class(system).has_ratio else 1.0
     for row in stored(RESULTS / "plateau-resnet8-cifar16.jsonl"):
         same = (row["compressor"], row["ratio"], row["seed"]) == (system, ratio, seed)
         if same and row["steps"] == steps:  # the batch of that experiment
@@ -45,7 +46,7 @@ def train(system: str, batch: int, seed: int, data_dir: Path | None) -> Row:
         lr_warm_up=steps // WARM_UP,
         momentum=base.replace(compressor=DENSE).training().momentum,
         nesterov="dgc",
-        options=OPTIONS["redsync"] if system != DENSE else {},
+        options=OPTIONS.get(system, {}),
         label=f"{system}, batch {batch}, seed {seed}",
     )
     return {"batch": batch, **one(config)}

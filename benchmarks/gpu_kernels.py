@@ -33,12 +33,26 @@ POINTERS = {
     "found": "*i32",
     "zeros": "*i32",
     "ends": "*i64",
+    "prefix": "*i64",
+    "kth": "*i64",
+    "over": "*i32",
+    "tied": "*i32",
+    "over_ends": "*i64",
+    "tied_ends": "*i64",
+    "ties": "*i64",
     "indices": "*i64",
     "bits": "*u8",
     "packed": "*u8",
     "random": "*i64",
     "key": "*i64",
 }
+PLAIN = (
+    kernels._hits_kernel,
+    kernels._select_kernel,
+    kernels._ranks_kernel,
+    kernels._topk_kernel,
+)
+"""Kernels without constants of their own."""
 CASES = ("usual", "unaligned", "64 bits", "one element")
 """Arguments for which Triton compiles a kernel anew."""
 
@@ -54,7 +68,8 @@ def variants(short: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
             constants = {"SIGNED": signed, "LOG": log, "BLOCKS": blocks}
             found.append((kernels._sums_kernel, dtype, constants, case))
         found.append((kernels._counts_kernel, dtype, {"SHIFT": 13}, case))
-        found += [(k, dtype, {}, case) for k in (kernels._hits_kernel, kernels._select_kernel)]
+        found.append((kernels._digits_kernel, dtype, {"SHIFT": 15, "WIDTH": 16}, case))
+        found += [(k, dtype, {}, case) for k in PLAIN]
     bits = {
         kernels._pack_kernel: "u8",
         kernels._unpack_kernel: "u8",
@@ -95,7 +110,7 @@ def resources(
         pointers["found"] = "*fp64"
     if case == "64 bits":
         pointers["numel"] = "i64"
-        if kernel is kernels._counts_kernel:
+        if kernel in (kernels._counts_kernel, kernels._digits_kernel):
             pointers["found"] = "*i64"
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")

@@ -45,6 +45,7 @@ EQUAL = 0.01
 """Ratio at which sending by layer, with and without overlap, is compared with one message."""
 SYSTEMS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "dense": ("none", 1.0, {}),
+    "dense-bf16": ("dense-bf16", 1.0, {}),
     "topk 0.001": ("topk", 0.001, {}),
     f"topk {EQUAL}": ("topk", EQUAL, {}),
     "topk 0.1": ("topk", 0.1, {}),
@@ -305,7 +306,7 @@ def main() -> None:
         task = importlib.import_module(CONFIG.info.module).make_task(CONFIG, 0)
         source = {n: p.detach().numpy() for n, p in task.model.named_parameters()}
         rates = [rate * 1e6 for rate in options.rates]
-        names = ["topk", "lags"]
+        names = ["dense-bf16", "topk", "lags"]
         for row in plan(source, network, compute, [CONFIG.nproc], [0.001], names, rates=rates):
             fields = ("rate", "compressor", "seconds", "low", "high", "bytes", "selected")
             ratios = sorted(set(row["layers"].values()))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from plateau import interval, one
 from records import DOCS, RESULTS, ROOT, Row, dump, put, store, stored
 
-from capture.workloads import RunConfig
+from capture.workloads import WORKLOADS, RunConfig
 from gradstats.compressors import Compressor, DenseCompressor, Marsit
 from gradstats.compressors.signs import bits_per_element
 
@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 FILE, TIMES = RESULTS / "marsit.jsonl", RESULTS / "marsit-times.json"
 RANKS, SEEDS = 4, 3
 EVERY = (5, 10, 25, 50, 100, None)
+BASELINES = ("none", "dense-bf16")
 
 
 def train(full_every: int | None, seed: int, data_dir: Path | None) -> Row:
@@ -90,13 +91,27 @@ def measure(rounds: int = 40) -> list[Row]:
     return rows
 
 
+def dense() -> list[Row]:
+    """Return the runs that plateau.py has stored with the same settings, of dense training and of its 16-bit form."""
+    info = WORKLOADS["resnet8-cifar16"]
+    return [
+        {
+            "full_every": f"`{row['compressor']}`",
+            "bits": bits_per_element(row["bytes"], info.parameters, ring=row["nproc"]),
+            **row,
+        }
+        for row in stored(RESULTS / "plateau-resnet8-cifar16.jsonl")
+        if row["compressor"] in BASELINES and row["seed"] < SEEDS
+    ]
+
+
 def table(rows: list[Row]) -> str:
     """Return loss, accuracy and bits by K, with 95 % intervals over the seeds."""
     lines = [
         "| K | bits per element and hop | training loss | test accuracy % |",
         "|---|---:|---:|---:|",
     ]
-    for full_every in EVERY:
+    for full_every in (*EVERY, *(f"`{name}`" for name in BASELINES)):
         own = [row for row in rows if row["full_every"] == full_every and "problem" not in row]
         if len(own) > 1:
             bits = statistics.fmean(row["bits"] for row in own)
@@ -130,7 +145,7 @@ def main() -> None:
         runs = [(k, seed) for seed in range(SEEDS) for k in EVERY if (k, seed) not in done]
         for full_every, seed in runs:
             store(FILE, train(full_every, seed, options.data_dir))
-    tables = {"marsit": table(stored(FILE))}
+    tables = {"marsit": table([*stored(FILE), *dense()])}
     if TIMES.exists():
         tables["marsit-times"] = times_table(json.loads(TIMES.read_text()))
     for name, text in tables.items():

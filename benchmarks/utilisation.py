@@ -32,7 +32,7 @@ NUMEL, WORKERS = 30_846_720, 4
 LAB, NETWORK = RESULTS / "lab_local_steps.jsonl", RESULTS / "lab_local_steps.json"
 RUN = RunConfig(workload="resnet20-digits", nproc=2, batch_size=16, steps=64)
 FITTED_AT, RATES = 50 * 10**6, (20 * 10**6, 100 * 10**6)
-LOCAL_STEPS, SYSTEMS = (0, 4, 16), ("none", "topk")
+LOCAL_STEPS, SYSTEMS = (0, 4, 16), ("none", "dense-bf16", "topk")
 ROUNDS = 3
 """Runs of each kind: the machine is now faster, now slower, and a step without an exchange is timed in each round."""
 
@@ -89,7 +89,7 @@ def measure() -> list[Row]:
     if not NETWORK.exists():
         with shaped_network(RUN.nproc, FITTED_AT) as cluster:
             alone = train_without_exchange(RUN.replace(steps=40), cluster)
-            network = measure_network(cluster, alone.numel, RUN.ratio, ["topk"], "network")
+            network = measure_network(cluster, alone.numel, RUN.ratio, SYSTEMS[1:], "network")
             dataclasses.replace(network, about={**network.about, "numel": alone.numel}).save(
                 NETWORK
             )
@@ -121,7 +121,7 @@ def lab_rows(runs: list[Row]) -> list[Row]:
             network,
             median(r["compute_alone"] for r in here),
             [RUN.nproc],
-            compressors=["topk"],
+            compressors=SYSTEMS[1:],
             rates=[rate],
             local_steps=LOCAL_STEPS,
         )

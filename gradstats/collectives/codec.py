@@ -10,15 +10,10 @@ import torch
 
 from gradstats.collectives.ragged import check_positions, damaged
 from gradstats.errors import InputError
-from gradstats.primitives.codec import (
-    LOCAL,
-    chunk_decode,
-    chunk_encode,
-    chunk_words,
-    rice_decode,
-    rice_encode,
-    rice_words,
-)
+from gradstats.primitives import codec_operators
+from gradstats.primitives.backend import device_code
+from gradstats.primitives.codec import rice_decode, rice_encode, rice_words
+from gradstats.primitives.codec_operators import LOCAL, chunk_decode, chunk_encode, chunk_words
 from gradstats.primitives.ratio import shown
 
 __all__ = [
@@ -157,8 +152,7 @@ class Codec:
         Parameters
         ----------
         indices : int64 tensor, shape (k̂,)
-            Positions below `numel`; ascending, each once, if they are coded. Those of an accelerator are coded on the
-            host.
+            Positions below `numel`; ascending, each once, if they are coded.
         numel : int
             Number of elements of the dense gradient.
 
@@ -173,16 +167,18 @@ class Codec:
             If positions to code are not ascending.
         """
         if self.indices == "rice":
+            if device_code(indices) is not None:
+                return codec_operators.rice_encode(indices)
             words = rice_encode(indices.cpu().contiguous().numpy())
             return torch.from_numpy(words.view(np.int32)).to(indices.device)
         # a copy whose stride is 1, even where there are too few positions for a stride to matter
         like = torch.contiguous_format
         plain = indices.to(index_dtype(numel), copy=True, memory_format=like).view(torch.int32)
         if self.indices == "chunk" and indices.numel():
-            found = chunk_encode(indices.cpu().contiguous().numpy(), 1 + plain.numel())
+            found = chunk_encode(_readable(indices), 1 + plain.numel())
             if found is None:  # a reach of 0 chunks says so
                 return torch.cat([plain.new_zeros(1), plain])
-            return torch.from_numpy(found.view(np.int32)).to(indices.device)
+            return found if found.device == indices.device else found.to(indices.device)
         return plain
 
     def unpack_indices(
@@ -214,11 +210,7 @@ class Codec:
             If no rank can have sent them.
         """
         if self.indices == "rice":
-            try:
-                found, used = rice_decode(words.cpu().numpy().view(np.uint32), count, numel)
-            except ValueError as error:
-                raise damaged(rank, str(error)) from None
-            return torch.from_numpy(found).to(words.device), used
+            return self._unpack_gaps(words, count, numel, rank)
         if self.indices == "chunk" and count:
             return self._unpack_chunks(words, count, numel, rank)
         used = count * index_dtype(numel).itemsize // _WORD
@@ -230,6 +222,19 @@ class Codec:
         return indices, used
 
     @staticmethod
+    def _unpack_gaps(
+        words: torch.Tensor, count: int, numel: int, rank: int
+    ) -> tuple[torch.Tensor, int]:
+        """Return positions that travelled as gaps, and the words they take."""
+        try:
+            if device_code(words) is not None:
+                return codec_operators.rice_decode(words, count, numel)
+            found, used = rice_decode(words.cpu().numpy().view(np.uint32), count, numel)
+        except ValueError as error:
+            raise damaged(rank, str(error)) from None
+        return torch.from_numpy(found).to(words.device), used
+
+    @staticmethod
     def _unpack_chunks(
         words: torch.Tensor, count: int, numel: int, rank: int
     ) -> tuple[torch.Tensor, int]:
@@ -238,10 +243,10 @@ class Codec:
             found, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
             return found, 1 + used
         try:
-            local, used = chunk_decode(words.cpu().numpy().view(np.uint32), count, numel)
+            found, used = chunk_decode(_readable(words), count, numel)
         except ValueError as error:
             raise damaged(rank, str(error)) from None
-        return torch.from_numpy(local).to(words.device), used
+        return found if found.device == words.device else found.to(words.device), used
 
     def pack_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as words.
@@ -315,6 +320,11 @@ class Codec:
         if self.values in _BITS:
             return self.unpack_values(self.pack_values(sent), sent.numel())
         return sent
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor where torch's operators code it: on its device, or on the host if they do not run there."""
+    return x if device_code(x) is not None else x.cpu()
 
 
 def _packed_multiples(values: torch.Tensor, name: str) -> torch.Tensor:

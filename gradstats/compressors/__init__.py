@@ -212,7 +212,7 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     ratio : float
         Kept fraction k/d, in (0, 1].
     **options : Any
-        Options of the estimator.
+        Options of the estimator, or of :class:`TopK`.
 
     Returns
     -------
@@ -224,11 +224,14 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     InputError
         If the name or an option is unknown, or the ratio is outside (0, 1].
     """
-    from gradstats.compressors.selectors import ThresholdSelector
+    from gradstats.compressors.selectors import ThresholdSelector, TopK
 
-    topk = isinstance(name, str) and name == "topk"
-    estimator = make_estimator("exact" if topk else name, **options)
-    return ThresholdSelector(estimator, ratio)
+    if isinstance(name, str) and name == "topk":
+        try:
+            return TopK(ratio, **options)
+        except TypeError as error:
+            raise InputError(f"selector {name!r}: {error}") from None
+    return ThresholdSelector(make_estimator(name, **options), ratio)
 
 
 def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:

@@ -21,6 +21,7 @@ from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Activity, Lane, NamedSlice, Reduced, Selector
 from gradstats.compressors.layerwise import MERGE, Layerwise, sends_dense
 from gradstats.compressors.selectors import ThresholdSelector, TopK
+from gradstats.errors import InputError
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import check_count, check_ratio, target_count
 from gradstats.thresholds import DGC
@@ -478,6 +479,9 @@ class LAGS(Layerwise):
     double_sampling : bool
         Whether thresholds are those of a sample of the layer, refined once (:class:`gradstats.thresholds.DGC`), instead
         of the exact k-th largest magnitude.
+    exactly : bool
+        Whether each layer sends k elements whatever they are, see :class:`TopK`: on a device the host then does not
+        wait for a selection.
     merge : int
         Elements of gradient to gather before a message is sent, see :class:`Layerwise`.
     codec : Codec or torch.dtype
@@ -504,7 +508,8 @@ class LAGS(Layerwise):
     Raises
     ------
     InputError
-        If the ratio is outside (0, 1] or `calibrate` is below 1, or values cannot travel as the type given.
+        If the ratio is outside (0, 1] or `calibrate` is below 1, values cannot travel as the type given, or a sampled
+        threshold is to select exactly k.
 
     Notes
     -----
@@ -527,6 +532,7 @@ class LAGS(Layerwise):
         adaptive: bool = True,
         calibrate: int = 20,
         double_sampling: bool = False,
+        exactly: bool = False,
         merge: int = MERGE,
         codec: Codec | torch.dtype = PLAIN,
         overlap: bool = True,
@@ -537,7 +543,9 @@ class LAGS(Layerwise):
         self.calibrate = check_count(calibrate, "calibrate")
         # one more, as DDP rebuilds its buckets after the first step
         self.settling = 1 + self.calibrate * (1 + _MOST_WAYS) if adaptive else 0
-        self.double_sampling = double_sampling
+        if double_sampling and exactly:
+            raise InputError("a sampled threshold does not select exactly k: leave one of the two out")
+        self.double_sampling, self.exactly = double_sampling, exactly
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -558,7 +566,9 @@ class LAGS(Layerwise):
         ratio = self.ratios.get(name, self._ratio)
         if name not in self.ratios and self.whole:
             ratio = next(iter(self.ratios.values()))
-        return ThresholdSelector(DGC(), ratio) if self.double_sampling else TopK(ratio)
+        if self.double_sampling:
+            return ThresholdSelector(DGC(), ratio)
+        return TopK(ratio, self.exactly)
 
     @property
     def ratio(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradstats.compressors.base import Selector
-from gradstats.primitives import Selection
+from gradstats.primitives import Selection, topk
 from gradstats.primitives.ratio import check_count, check_ratio, target_count
 from gradstats.thresholds import Estimator, Exact
 
@@ -76,6 +76,9 @@ class TopK(ThresholdSelector):
     ----------
     ratio : float
         Kept fraction k/d, in (0, 1].
+    exactly : bool
+        Select k elements whatever they are: the first of those tied, and zeros where there is nothing else. There is no
+        threshold then, and on a device the host does not wait for the selection, whose length it knows.
 
     Raises
     ------
@@ -83,8 +86,15 @@ class TopK(ThresholdSelector):
         If the ratio is outside (0, 1].
     """
 
-    def __init__(self, ratio: float) -> None:
+    def __init__(self, ratio: float, exactly: bool = False) -> None:
         super().__init__(Exact(), ratio)
+        self.exactly = exactly
+
+    def select(self, gradient: torch.Tensor) -> Selection:
+        """Select the largest magnitudes."""
+        if self.exactly and gradient.numel():
+            return topk(gradient, self.target(gradient.numel()))
+        return super().select(gradient)
 
 
 class ChunkTopK(Selector):

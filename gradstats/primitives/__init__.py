@@ -11,7 +11,7 @@ from gradstats.primitives.backend import backend
 from gradstats.primitives.blocks import get_num_threads, set_num_threads
 from gradstats.primitives.histogram import Histogram, histogram
 from gradstats.primitives.moments import Moments, exceedances, moments
-from gradstats.primitives.select import kth_largest, select, top_candidates
+from gradstats.primitives.select import kth_largest, select, top_candidates, topk
 
 __all__ = [
     "Array",
@@ -28,6 +28,7 @@ __all__ = [
     "select",
     "set_num_threads",
     "top_candidates",
+    "topk",
     "warm_up",
 ]
 

@@ -92,6 +92,19 @@ class DeviceCode(Protocol):
             Least magnitude selected, a number of the gradient's precision.
         """
 
+    def topk(self, x: Any, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ascending positions and values of exactly k elements with the largest magnitudes.
+
+        Of those tied with the k-th the first are taken. NaN counts as zero, and all of that is returned as 0.
+
+        Parameters
+        ----------
+        x : tensor
+            Gradient of any shape, of at least k elements.
+        k : int
+            Number of elements, at least 1.
+        """
+
     def pack_bits(self, bits: Any) -> torch.Tensor:
         """Pack bits, eight a byte: element i is bit i mod 8, counted from the lowest, of byte i div 8.
 

@@ -23,7 +23,7 @@ from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_magnitude
 
-__all__ = ["Moments", "exceedances", "moments", "signed_sums"]
+__all__ = ["Moments", "count_above", "exceedances", "moments", "signed_sums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +186,53 @@ def exceedances(x: Array, above: float) -> Moments:
     if wide_dtype(x) != np.float32:
         m = moments(x, above, log=False)
         return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
-    below = np.nextafter(narrowed(above), np.float32(0))
+    low = _least_bits(above)
 
     def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         from gradstats.primitives.kernels import block_tail
 
-        found: tuple[int, float, float] = block_tail(block, below)
+        found: tuple[int, float, float] = block_tail(block, low)
         return found
 
     return _tail(x, above, *_added(map_blocks(tail, x)))
+
+
+def count_above(x: Array, above: float) -> int:
+    """Count the finite non-zero |x| ≥ above: as :func:`exceedances` does, in half the time.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape and device, float16, float32, float64 or (torch) bfloat16.
+    above : float
+        Threshold, in the unit of `x`.
+
+    Returns
+    -------
+    int
+        Their number.
+
+    Raises
+    ------
+    InputError
+        If `x` is not a dense floating-point array, or `above` is negative or NaN.
+    """
+    x, above = check(x), check_magnitude(above, "above")
+    if device_code(x) is not None or wide_dtype(x) != np.float32:
+        return exceedances(x, above).count
+    low = _least_bits(above)
+
+    def count(_: int, block: NDArray[Any]) -> int:
+        from gradstats.primitives.kernels import block_count
+
+        return int(block_count(block, low))
+
+    return sum(map_blocks(count, x))
+
+
+def _least_bits(above: float) -> np.int32:
+    """Return the bits of the least non-zero float32 that reaches a threshold."""
+    return max(narrowed(above).view(np.int32), np.int32(1))
 
 
 def _tail(x: Array, above: float, count: int, total: float, squares: float) -> Moments:

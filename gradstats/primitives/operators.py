@@ -20,6 +20,7 @@ __all__ = [
     "bernoulli",
     "combined",
     "counts",
+    "counts_to_kth",
     "descend",
     "keep",
     "kth_magnitude",
@@ -31,11 +32,14 @@ __all__ = [
     "sums",
     "tail",
     "tail_sums",
+    "topk",
     "unpack_bits",
 ]
 
 _DIGITS = 8
 """Binary digits after which words without undecided bits are left alone."""
+_DIGIT = 16
+"""Bits of magnitudes that a pass counts at a time."""
 CHUNK = 1 << 22
 """Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB (of
 strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
@@ -159,6 +163,80 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
         indices.append(kept + offset)
         values.append(chunk[kept])
     return torch.cat(indices), torch.cat(values)
+
+
+def _magnitude_bits(chunk: torch.Tensor) -> torch.Tensor:
+    """Return the bits of magnitudes as int64, in their order; those of NaN are zero."""
+    magnitude = _widened(chunk).abs().nan_to_num_(0.0, math.inf)
+    return magnitude.view(torch.int64 if chunk.dtype == torch.float64 else torch.int32).long()
+
+
+def counts_to_kth(
+    count: Callable[[torch.Tensor, int, int], torch.Tensor], x: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the bits of the k-th largest magnitude, digit by digit; nothing goes to the host.
+
+    Parameters
+    ----------
+    count : callable
+        Function of the digits found (a number on the device), a shift and a width: counts the next digits, of that
+        width and before as many bits, of magnitudes that begin with those found. It may leave out zeros.
+    x : tensor
+        Gradient of at least k elements.
+    k : int
+        Rank, at least 1.
+
+    Returns
+    -------
+    kth : int64 tensor, shape (1,)
+        The bits.
+    ties : int64 tensor, shape (1,)
+        How many of the magnitudes with these bits are among the k.
+    """
+    left = 63 if x.dtype == torch.float64 else 31
+    kth = torch.zeros(1, dtype=torch.int64, device=x.device)
+    rest, inside = kth + k, kth + x.numel()
+    while left:
+        width = min(_DIGIT, left)
+        left -= width
+        found = count(kth, left, width)
+        found[:1] += inside - found.sum()
+        reached = found.flip(0).cumsum(0)
+        place = torch.searchsorted(reached, rest)
+        digit = found.numel() - 1 - place
+        inside = found[digit]
+        rest = rest - (reached[place] - inside)
+        kth = (kth << width) | digit
+    return kth, rest
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending positions and values of exactly k elements with the largest magnitudes."""
+    narrow = _in_memory_order(x)  # counts do not depend on the order
+
+    def count(kth: torch.Tensor, shift: int, width: int) -> torch.Tensor:
+        found = torch.zeros(1 << width, dtype=torch.int64, device=x.device)
+        for _, chunk in _chunks(narrow):
+            bits = _magnitude_bits(chunk)
+            digits = (bits >> shift) & ((1 << width) - 1)
+            found.scatter_add_(0, digits, (bits >> shift + width == kth).long())
+        return found
+
+    kth, ties = counts_to_kth(count, x, k)
+    # one place more, for what is not among them: where it goes nobody reads
+    indices = torch.zeros(k + 1, dtype=torch.int64, device=x.device)
+    values = torch.zeros(k + 1, dtype=x.dtype, device=x.device)
+    done, tied = torch.zeros_like(kth), torch.zeros_like(kth)
+    for offset, chunk in _chunks(x):
+        bits = _magnitude_bits(chunk)
+        ranks = (bits == kth).cumsum(0) + tied
+        kept = (bits > kth) | ((bits == kth) & (ranks <= ties))
+        place = torch.where(kept, kept.cumsum(0) + done - 1, k)
+        positions = torch.arange(offset, offset + chunk.numel(), device=x.device)
+        indices.scatter_(0, place, positions)
+        values.scatter_(0, place, torch.where(bits > 0, chunk, 0))
+        done, tied = done + kept.sum(), ranks[-1:]
+    return indices[:k], values[:k]
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:

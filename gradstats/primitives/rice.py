@@ -47,37 +47,30 @@ def encode_gaps(indices: NDArray[np.int64], parameter: int, words: NDArray[np.ui
     parameter : int
         Parameter b.
     words : ndarray of uint32
-        Receives the codes, and has exactly the room for them.
+        Zeros; receives the codes, and has exactly the room for them.
     """
     at, filled = 0, 0
     word = np.uint64(0)
+    end = parameter * (indices.size - 1)  # where the high parts begin
     for j in range(1, indices.size):
         gap = indices[j] - indices[j - 1] - 1
-        zeros = gap >> parameter
-        while zeros >= 32 - filled:
-            words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
-            at += 1
-            zeros -= 32 - filled
-            word = np.uint64(0)
-            filled = 0
-        word |= np.uint64(1) << np.uint64(filled + zeros)
-        filled += zeros + 1
+        end += gap >> parameter
+        words[end >> 5] |= np.uint32(1) << np.uint32(end & 31)
+        end += 1
         left = parameter
-        while True:  # the low bits, at most 32 at a time
-            if filled >= 32:
-                words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
-                at += 1
-                word >>= np.uint64(32)
-                filled -= 32
-            if left == 0:
-                break
+        while left > 0:  # the low bits, at most 32 at a time
             n = min(left, 32)
             low = np.uint64(gap >> (parameter - left)) & np.uint64((np.int64(1) << n) - 1)
             word |= low << np.uint64(filled)
             filled += n
             left -= n
-    if filled:
-        words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
+            if filled >= 32:
+                words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
+                at += 1
+                word >>= np.uint64(32)
+                filled -= 32
+    if filled:  # the first high parts are in the same word
+        words[at] |= np.uint32(word & np.uint64(0xFFFFFFFF))
 
 
 @_compiled(nogil=True)
@@ -89,7 +82,7 @@ def decode_gaps(
     Parameters
     ----------
     words : ndarray of uint32
-        The codes, and anything behind them.
+        The codes, and anything behind them; at least the low bits of all gaps.
     parameter : int
         Parameter b.
     numel : int
@@ -97,8 +90,15 @@ def decode_gaps(
     indices : ndarray of int64, shape (n,)
         The first position; receives the others.
     """
-    at, have = 0, 0
-    window = np.uint64(0)  # the next bits, `have` of them
+    start = parameter * (indices.size - 1)
+    at, have = start >> 5, 0
+    window = np.uint64(0)  # the next bits of high parts, `have` of them
+    if at < words.size:
+        window = np.uint64(words[at]) >> np.uint64(start & 31)
+        have = 32 - (start & 31)
+        at += 1
+    low_at, low_have = 0, 0
+    low = np.uint64(0)
     most = numel >> parameter
     position = indices[0]
     for j in range(1, indices.size):
@@ -123,16 +123,14 @@ def decode_gaps(
         gap = zeros << parameter
         got = 0
         while got < parameter:
-            if have < 32 and at < words.size:
-                window |= np.uint64(words[at]) << np.uint64(have)
-                at += 1
-                have += 32
             n = min(parameter - got, 32)
-            if have < n:
-                return -1
-            gap |= np.int64(window & np.uint64((np.int64(1) << n) - 1)) << got
-            window >>= np.uint64(n)
-            have -= n
+            if low_have < n:
+                low |= np.uint64(words[low_at]) << np.uint64(low_have)
+                low_at += 1
+                low_have += 32
+            gap |= np.int64(low & np.uint64((np.int64(1) << n) - 1)) << got
+            low >>= np.uint64(n)
+            low_have -= n
             got += n
         position += gap + 1
         if position >= numel:

@@ -28,7 +28,7 @@ from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_runs
 from gradstats.primitives.ratio import check_count, check_magnitude
 
-__all__ = ["kth_largest", "select", "top_candidates"]
+__all__ = ["kth_largest", "select", "top_candidates", "topk"]
 
 _BLOCK = 1 << 18
 """Elements per block. There must always be room for a whole one, so it decides how much memory is reserved."""
@@ -346,3 +346,60 @@ def kth_largest(x: Array, k: int) -> float:
         If k is no whole number from 1 on, or `x` is not a dense floating-point array.
     """
     return top_candidates(x, k)[0]
+
+
+def topk(x: Array, k: int) -> Selection:
+    """Return exactly k elements, those with the largest magnitudes; on a device the host does not wait for it.
+
+    Of those tied with the k-th the first in index order are taken. Infinite elements are the largest. NaN counts as
+    zero: where fewer than k elements are not, the first of these fill up, with the value 0.
+
+    Parameters
+    ----------
+    x : array_like
+        Gradient of any shape (flattened in C order), floating dtype and device.
+    k : int
+        Number of elements, at least 1; all are returned if there are no more.
+
+    Returns
+    -------
+    Selection
+        Positions and values; NumPy for NumPy, torch on the same device for torch. Its length is known before.
+
+    Raises
+    ------
+    InputError
+        If k is no whole number from 1 on, or `x` is not a dense floating-point array.
+
+    Notes
+    -----
+    On a device the bits of the k-th magnitude are found 16 at a time, by counts of which none goes to the host. On the
+    host what :func:`top_candidates` finds is cut, or filled up.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> topk(np.array([2.0, -3.0, 0.0, 2.0]), 2).indices.tolist()
+    [0, 1]
+    """
+    x, k = check(x), check_count(k, "k")
+    k = min(k, numel_of(x))
+    code = device_code(x)
+    if code is not None and k:
+        return Selection(*code.topk(x, k))
+    found = top_candidates(x, k)[1] if k else select(x, math.inf)
+    if len(found) > k:
+        magnitude = np.abs(as_numpy(found.values))
+        kth = np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
+        over, tied = magnitude > kth, magnitude == kth
+        kept = np.flatnonzero(over | (tied & (tied.cumsum() <= k - np.count_nonzero(over))))
+        index = torch_index(kept, found.indices)
+        return Selection(found.indices[index], found.values[index])
+    if len(found) < k:  # of the first k places at least those missing are free
+        positions, values = as_numpy(found.indices), as_numpy(found.values)
+        free = np.setdiff1d(np.arange(k), positions)[: k - len(found)]
+        positions = np.concatenate([positions, free])
+        order = positions.argsort()
+        values = np.concatenate([values, np.zeros(free.size, values.dtype)])
+        return selection_like(x, positions[order], values[order])
+    return found

@@ -16,9 +16,19 @@ import triton
 import triton.language as tl
 
 from gradstats.primitives.arrays import Sums
-from gradstats.primitives.operators import combined, random_words
+from gradstats.primitives.operators import combined, counts_to_kth, random_words
 
-__all__ = ["bernoulli", "counts", "pack_bits", "select", "signed", "sums", "tail", "unpack_bits"]
+__all__ = [
+    "bernoulli",
+    "counts",
+    "pack_bits",
+    "select",
+    "signed",
+    "sums",
+    "tail",
+    "topk",
+    "unpack_bits",
+]
 
 BLOCK = 1024
 """Elements that a program reads at a time: eight for each thread of four warps."""
@@ -128,6 +138,54 @@ def _select_kernel(x, ends, indices, values, numel, low, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _ordered(x, start, numel, BLOCK: tl.constexpr):
+    """Return positions, which of them exist, values, and the bits of the magnitudes, those of NaN zero."""
+    at, inside, value, bits = _loaded(x, start, numel, BLOCK)
+    return at, inside, value, tl.where(bits > _INFINITY, 0, bits)
+
+
+@triton.jit
+def _digits_kernel(
+    x, found, prefix, numel, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Count the next digits of one block's magnitudes that begin with those found, zeros left out."""
+    program = tl.program_id(0).to(tl.int64)
+    _, _, _, bits = _ordered(x, program * BLOCK, numel, BLOCK)
+    begun = ((bits >> SHIFT) >> WIDTH) == tl.load(prefix).to(tl.int32)
+    digit = (bits >> SHIFT) & ((1 << WIDTH) - 1)
+    tl.atomic_add(found + digit, 1, mask=begun & (bits > 0), sem="relaxed")
+
+
+@triton.jit
+def _ranks_kernel(x, over, tied, kth, numel, BLOCK: tl.constexpr):
+    """Count the magnitudes of one block above the k-th, and those tied with it."""
+    program = tl.program_id(0).to(tl.int64)
+    _, inside, _, bits = _ordered(x, program * BLOCK, numel, BLOCK)
+    least = tl.load(kth).to(tl.int32)
+    tl.store(over + program, tl.sum((bits > least).to(tl.int32)))
+    tl.store(tied + program, tl.sum((inside & (bits == least)).to(tl.int32)))
+
+
+@triton.jit
+def _topk_kernel(
+    x, over_ends, tied_ends, kth, ties, indices, values, numel, BLOCK: tl.constexpr
+):
+    """Write the elements of one block that are among the k, in order, from what was counted up to its end."""
+    program = tl.program_id(0).to(tl.int64)
+    at, inside, value, bits = _ordered(x, program * BLOCK, numel, BLOCK)
+    least, most = tl.load(kth).to(tl.int32), tl.load(ties)
+    over = (bits > least).to(tl.int32)
+    equal = (inside & (bits == least)).to(tl.int32)
+    tied_before = tl.load(tied_ends + program) - tl.sum(equal)
+    kept = (over > 0) | ((equal > 0) & (tied_before + tl.cumsum(equal) <= most))
+    before = tl.load(over_ends + program) - tl.sum(over) + tl.minimum(tied_before, most)
+    place = before + tl.cumsum(kept.to(tl.int32)) - 1
+    tl.store(indices + place, at, mask=kept)
+    sent = tl.where(bits > 0, value, 0.0)
+    tl.store(values + place, sent.to(values.dtype.element_ty), mask=kept)
+
+
+@triton.jit
 def _pack_kernel(bits, packed, numel, BLOCK: tl.constexpr):
     """Pack eight bits into each byte of one block, the first the lowest."""
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -194,6 +252,11 @@ def _bits(magnitude: float) -> int:
     return int(np.float32(magnitude).view(np.int32))
 
 
+def _counter(x: torch.Tensor) -> torch.dtype:
+    """Return the type that counts elements: 32 bits cannot overflow below 2³¹ of them."""
+    return torch.int32 if x.numel() < 2**31 else torch.int64
+
+
 def _summed(x: torch.Tensor, low: int, **constants: bool) -> Sums:
     """Combine the rows of :func:`_sums_kernel`."""
     blocks = triton.cdiv(x.numel(), BLOCK)
@@ -225,9 +288,7 @@ def signed(x: torch.Tensor) -> tuple[int, float, float]:
 def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the elements by their leading bits, NaN too, and leave the counts on the device."""
     programs = triton.cdiv(x.numel(), BLOCK)
-    # counters of 32 bits cannot overflow below 2³¹ elements
-    counter = torch.int32 if x.numel() < 2**31 else torch.int64
-    found = torch.zeros(1 << (8 + bits), dtype=counter, device=x.device)
+    found = torch.zeros(1 << (8 + bits), dtype=_counter(x), device=x.device)
     zeros = torch.zeros(programs, dtype=torch.int32, device=x.device)
     _launch(_counts_kernel, programs, x, found, zeros, x.numel(), SHIFT=23 - bits)
     return found.long(), zeros.sum()
@@ -244,6 +305,26 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(found, dtype=x.dtype, device=x.device)
     if found:
         _launch(_select_kernel, programs, x, ends, indices, values, x.numel(), _bits(low))
+    return indices, values
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending positions and values of exactly k elements: four reads, and no synchronisation."""
+    programs = triton.cdiv(x.numel(), BLOCK)
+    counter = _counter(x)
+
+    def count(kth: torch.Tensor, shift: int, width: int) -> torch.Tensor:
+        found = torch.zeros(1 << width, dtype=counter, device=x.device)
+        _launch(_digits_kernel, programs, x, found, kth, x.numel(), SHIFT=shift, WIDTH=width)
+        return found.long()
+
+    kth, ties = counts_to_kth(count, x, k)
+    hits = torch.zeros((2, programs), dtype=torch.int32, device=x.device)
+    _launch(_ranks_kernel, programs, x, *hits, kth, x.numel())
+    indices = torch.empty(k, dtype=torch.int64, device=x.device)
+    values = torch.empty(k, dtype=x.dtype, device=x.device)
+    ends = hits.cumsum(1)
+    _launch(_topk_kernel, programs, x, *ends, kth, ties, indices, values, x.numel())
     return indices, values
 
 

@@ -10,14 +10,13 @@ import numpy as np
 from gradstats.primitives import (
     Array,
     Selection,
-    exceedances,
     moments,
     numel_of,
     select,
     top_candidates,
 )
 from gradstats.primitives.arrays import is_tensor, strided
-from gradstats.primitives.moments import signed_sums
+from gradstats.primitives.moments import count_above, signed_sums
 from gradstats.primitives.ratio import check_count
 from gradstats.primitives.select import keep
 from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
@@ -84,7 +83,7 @@ class GaussianK(Estimator):
         expected = k * numel_of(some) / numel_of(x)
         if expected < _HITS:
             return None
-        last, counts = self._corrected(threshold, expected, lambda t: exceedances(some, t).count)
+        last, counts = self._corrected(threshold, expected, lambda t: count_above(some, t))
         if not counts or counts[-1] < _HITS / 2:
             return None
         low, reached = min(threshold, last), max(counts)
@@ -122,9 +121,9 @@ class _Tail:
 
     def count(self, threshold: float) -> int:
         """Count the finite elements that reach a threshold."""
-        return exceedances(
+        return count_above(
             self._found.values if threshold >= self._low else self._x, threshold
-        ).count
+        )
 
     def selection(self, threshold: float) -> Selection | None:
         """Return what reaches a threshold, None if that takes a pass."""

@@ -8,7 +8,6 @@ from typing import Any
 from gradstats.primitives import (
     Array,
     Moments,
-    exceedances,
     kth_largest,
     moments,
     numel_of,
@@ -16,6 +15,7 @@ from gradstats.primitives import (
     top_candidates,
 )
 from gradstats.primitives.arrays import wide_dtype
+from gradstats.primitives.moments import count_above
 from gradstats.primitives.ratio import check_count
 from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
 
@@ -43,9 +43,9 @@ class _Counter:
             Magnitude, not below the last bound.
         """
         if self._values is not None:
-            return exceedances(self._values, threshold).count
+            return count_above(self._values, threshold)
         self.passes += 1
-        return exceedances(self._x, threshold).count
+        return count_above(self._x, threshold)
 
     def raise_bound(self, threshold: float, count: int) -> None:
         """Take note that no later threshold is below this one.

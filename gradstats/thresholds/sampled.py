@@ -7,8 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives import Array, exceedances, kth_largest, numel_of, select
+from gradstats.primitives import Array, kth_largest, numel_of, select
 from gradstats.primitives.arrays import torch_index
+from gradstats.primitives.moments import count_above
 from gradstats.primitives.ratio import check_number
 from gradstats.primitives.select import keep
 from gradstats.thresholds.base import Found, RandomEstimator
@@ -68,7 +69,7 @@ class DGC(RandomEstimator):
         reselected = found > self.tolerance * k
         if reselected:
             # infinite elements are always among them, and no threshold leaves them out
-            reselected = exceedances(candidates.values, 0.0).count > self.tolerance * k
+            reselected = count_above(candidates.values, 0.0) > self.tolerance * k
         if reselected:
             threshold = kth_largest(candidates.values, k)
             candidates = keep(candidates, threshold)

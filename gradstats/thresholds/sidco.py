@@ -67,7 +67,7 @@ def _wide(m: Moments, threshold: float) -> bool:
 def _worth_collecting(share: float, passes: int) -> bool:
     """Tell whether collecting a share of the elements costs less than the passes still to come.
 
-    To collect it was measured to cost 0.6 + 8·share passes over the data. It saves the stages' passes to come, and the
+    To collect it was measured to cost 1 + 8·share passes over the data. It saves the stages' passes to come, and the
     last one, which selects. Of more than a tenth, positions and values would take a third of the gradient's memory.
     """
     return share <= 0.1 and 8 * share < passes

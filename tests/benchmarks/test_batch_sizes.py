@@ -28,11 +28,17 @@ def test_what_the_page_says_of_redsync():
         (r["compressor"], r["batch"], r["seed"]): r["accuracy"] for r in stored(batch_sizes.FILE)
     }
 
-    def differs(batch, other):
-        return told_apart([found["redsync", batch, s] - found[other, batch, s] for s in range(3)])
+    def differs(other, system="redsync"):
+        return [
+            told_apart([found[system, batch, s] - found[other, batch, s] for s in range(3)])
+            for batch in batch_sizes.BATCHES
+        ]
 
-    assert [differs(batch, "none") for batch in batch_sizes.BATCHES] == [-1] * 3
-    assert [differs(batch, "redsync-quantised") for batch in batch_sizes.BATCHES] == [0] * 3
+    assert differs("none") == differs("dense-bf16") == [-1] * 3
+    assert differs("redsync-quantised") == [0] * 3
+    assert differs("none", "dense-bf16") == [0, 0, -1]
+    worse = [found["none", 1024, s] - found["dense-bf16", 1024, s] for s in range(3)]
+    assert max(worse) < 0.002
 
 
 def test_errors_are_means_over_seeds_with_intervals():

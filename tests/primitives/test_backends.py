@@ -63,6 +63,7 @@ CHECKED = (
     "select",
     "kth_largest",
     "top_candidates",
+    "topk",
     "sketch",
 )
 

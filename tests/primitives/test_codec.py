@@ -1,15 +1,18 @@
-"""Rice-coded positions: bit-exact round trips, the promised length, and words that nobody wrote."""
+"""Coded positions: bit-exact round trips, the promised length, and words that nobody wrote; on the host and by operators."""
 
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradstats.errors import InputError
+from gradstats.primitives import codec_operators
 from gradstats.primitives.codec import rice_decode, rice_encode, rice_words
 
 LAST = 2**56 - 1
@@ -30,24 +33,50 @@ def read(words, count):
     if not count:
         return []
     head = int(words[0]) | int(words[1]) << 32
-    parameter, found, stream = head >> 56, [head & LAST], iter(bits(words[2:]))
-    for _ in range(count - 1):
-        high = 0
-        while not next(stream):
-            high += 1
-        low = sum(next(stream) << i for i in range(parameter))
+    parameter, found, stream = head >> 56, [head & LAST], bits(words[2:])
+    ends = parameter * (count - 1)
+    for j in range(count - 1):
+        low = sum(stream[parameter * j + i] << i for i in range(parameter))
+        high = stream.index(1, ends) - ends
+        ends += high + 1
         found.append(found[-1] + 1 + (high << parameter) + low)
     return found
+
+
+def encode(positions):
+    """Encode on the host and by operators, which write the same."""
+    chosen = np.array(positions, np.int64)
+    words = rice_encode(chosen)
+    assert torch.equal(codec_operators.rice_encode(tensor(chosen)), tensor(words.view(np.int32)))
+    return words
+
+
+def decode(words, count, numel):
+    """Decode on the host and by operators, which read the same, or refuse the same."""
+    try:
+        found, used = rice_decode(words, count, numel)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            codec_operators.rice_decode(tensor(words.view(np.int32)), count, numel)
+        raise
+    again = codec_operators.rice_decode(tensor(words.view(np.int32)), count, numel)
+    assert torch.equal(again[0], tensor(found))
+    assert again[1] == used
+    return found, used
+
+
+def tensor(array):
+    return torch.from_numpy(np.array(array))
 
 
 @settings(deadline=None)
 @given(positions, st.integers(0, 3))
 def test_positions_come_back_bit_for_bit(chosen, behind):
     numel = chosen[-1] + 1 if chosen else 1
-    words = rice_encode(np.array(chosen, np.int64))
+    words = encode(chosen)
     assert words.size <= rice_words(len(chosen), numel)
     message = np.append(words, np.full(behind, 2**32 - 1, np.uint32))
-    found, used = rice_decode(message, len(chosen), numel)
+    found, used = decode(message, len(chosen), numel)
     assert found.dtype == np.int64
     assert (found.tolist(), used) == (chosen, words.size)
     assert read(words, len(chosen)) == chosen
@@ -67,9 +96,9 @@ def test_positions_come_back_bit_for_bit(chosen, behind):
 )
 def test_hostile_sets_come_back(chosen, numel):
     chosen = np.array(chosen, np.int64)
-    words = rice_encode(chosen)
+    words = encode(chosen)
     assert words.size <= rice_words(chosen.size, numel)
-    found, used = rice_decode(words, chosen.size, numel)
+    found, used = decode(words, chosen.size, numel)
     assert np.array_equal(found, chosen)
     assert used == words.size
 
@@ -81,38 +110,38 @@ def test_no_set_is_longer_than_promised(numel):
         room = rice_words(count, numel)
         run = np.append(np.arange(count - 1), numel - 1) if count else np.arange(0)
         for chosen in (run, np.unique(np.linspace(0, numel - 1, count).astype(np.int64))):
-            assert rice_encode(chosen.astype(np.int64)).size <= room
+            assert encode(chosen).size <= room
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
 def test_random_positions_take_little_more_than_their_entropy(ratio):
     chosen = np.flatnonzero(np.random.default_rng(1).random(2_000_000) < ratio)
     entropy = -(math.log2(ratio) + (1 - ratio) / ratio * math.log2(1 - ratio))
-    assert entropy < 32 * rice_encode(chosen).size / chosen.size < 1.03 * entropy
+    assert entropy < 32 * encode(chosen).size / chosen.size < 1.03 * entropy
     assert 32 * rice_words(chosen.size, 2_000_000) / chosen.size < 1.1 * entropy
 
 
 @pytest.mark.parametrize("chosen", [[1, 1], [2, 1], [-1], [3, 4, 4], [0, 2**56]])
 def test_positions_that_do_not_ascend_are_refused(chosen):
     with pytest.raises(InputError, match="ascending"):
-        rice_encode(np.array(chosen, np.int64))
+        encode(chosen)
 
 
 @pytest.mark.parametrize("chosen", [[7], [0, 7], [5, 6, 7], [0, 2**40, LAST]])
 def test_a_position_behind_the_last_is_refused(chosen):
-    words = rice_encode(np.array(chosen, np.int64))
-    assert rice_decode(words, len(chosen), chosen[-1] + 1)[0].tolist() == chosen
+    words = encode(chosen)
+    assert decode(words, len(chosen), chosen[-1] + 1)[0].tolist() == chosen
     with pytest.raises(ValueError, match=r"elements|positions"):
-        rice_decode(words, len(chosen), chosen[-1])
+        decode(words, len(chosen), chosen[-1])
 
 
 @settings(deadline=None)
 @given(positions.filter(len))
 def test_a_stream_that_is_cut_anywhere_is_refused(chosen):
-    words = rice_encode(np.array(chosen, np.int64))
+    words = encode(chosen)
     for end in range(words.size):
         with pytest.raises(ValueError, match=r"message|positions"):
-            rice_decode(words[:end], len(chosen), LAST + 1)
+            decode(words[:end], len(chosen), LAST + 1)
 
 
 @settings(deadline=None)
@@ -124,7 +153,7 @@ def test_a_stream_that_is_cut_anywhere_is_refused(chosen):
 def test_foreign_words_are_refused_or_positions(raw, count, numel):
     words = np.frombuffer(raw.ljust(-(-len(raw) // 4) * 4, b"\0"), np.uint32)
     try:
-        found, used = rice_decode(words, count, numel)
+        found, used = decode(words, count, numel)
     except ValueError:
         return
     assert used <= words.size
@@ -136,14 +165,14 @@ def test_foreign_words_are_refused_or_positions(raw, count, numel):
 @settings(deadline=None)
 @given(positions.filter(len), st.data())
 def test_a_flipped_bit_or_a_lost_end_is_refused_or_gives_positions(chosen, data):
-    words, numel = rice_encode(np.array(chosen, np.int64)), chosen[-1] + 1
+    words, numel = encode(chosen), chosen[-1] + 1
     kept = words[: data.draw(st.integers(0, words.size))].copy()
     if kept.size:
         kept[data.draw(st.integers(0, kept.size - 1))] ^= np.uint32(
             1 << data.draw(st.integers(0, 31))
         )
     try:
-        found, used = rice_decode(kept, len(chosen), numel)
+        found, used = decode(kept, len(chosen), numel)
     except ValueError:
         return
     assert used <= kept.size

@@ -381,6 +381,16 @@ def _check_selection(odd: Odd, threshold: float, found: Any) -> None:
     _require(np.array_equal(values, odd.elements[positions]), "values")
 
 
+def _check_topk(odd: Odd, k: int, found: Any) -> None:
+    magnitude = np.abs(np.nan_to_num(odd.elements, nan=0.0, posinf=math.inf, neginf=-math.inf))
+    positions = np.sort(np.argsort(-magnitude, kind="stable")[:k])
+    _require(np.array_equal(np.asarray(found.indices), positions), "positions")
+    values = found.values
+    values = values.double().numpy() if torch.is_tensor(values) else values.astype(np.float64)
+    wanted = np.where(magnitude > 0, odd.elements, 0.0)[positions]
+    _require(np.array_equal(values, wanted), "values")
+
+
 def _check_threshold(odd: Odd, ratio: float, name: str, found: float) -> None:
     _require(isinstance(found, float) and 0 <= found < math.inf, f"threshold {found!r}")
     some = _magnitudes(odd)
@@ -559,6 +569,11 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         check=lambda o, f: _check_selection(o, f[0], f[1]),
         among=("k",),
     )
+
+    for k in (3, 600):
+        yield Target(
+            primitives.topk, {"k": k}, check=lambda o, f, k=k: _check_topk(o, k, f), among=("k",)
+        )
 
     yield Target(gradstats.compare, {"a": {"w": x}}, array="b", among=("weights", "tolerance"))
     fitted, sketched = gradstats.fit(x, "laplace"), gradstats.sketch(x)

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradstats import backend
-from gradstats.compressors import make_compressor, make_selector
+from gradstats.compressors import LAGS, make_compressor, make_selector
 from gradstats.primitives import (
     exceedances,
     histogram,
@@ -18,6 +18,7 @@ from gradstats.primitives import (
     operators,
     select,
     top_candidates,
+    topk,
 )
 from gradstats.primitives.histogram import histogram_quantile
 from gradstats.primitives.moments import signed_sums
@@ -146,16 +147,25 @@ def test_how_often_the_host_waits(name, gradient, monkeypatch):
         (lambda: histogram(gradient), 3),
         (lambda: select(gradient, 1e-2), chunks),
         (lambda: top_candidates(gradient, 6000), 3 + chunks),
+        (lambda: topk(gradient, 6000), 0),
     ):
         with backend(name), Moved() as moved:
             run()
         assert moved.calls.total() == waits, moved.calls
 
 
-@pytest.mark.parametrize("name", ["topk", "sidco-e", "redsync", "signsgd", "marsit"])
-def test_exchanges_move_scalars_and_give_the_same_update(name, gradient, one_rank):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("topk", "sidco-e", "redsync", "signsgd", "marsit")),
+        *(("topk", {"indices": codec, "values": "int8"}) for codec in ("rice", "chunk")),
+        ("topk", {"exactly": True}),
+    ],
+    ids=str,
+)
+def test_exchanges_move_scalars_and_give_the_same_update(name, options, gradient, one_rank):
     """Live as on a device, and live on the CPU; what a process group moves by itself is not counted."""
-    live, offline = make_compressor(name, 0.01), make_compressor(name, 0.01)
+    live, offline = (make_compressor(name, 0.01, **options) for _ in range(2))
     for _ in range(2):
         with backend("torch"), Moved() as moved:
             ours = live.reduce(gradient.clone(), None)
@@ -164,6 +174,24 @@ def test_exchanges_move_scalars_and_give_the_same_update(name, gradient, one_ran
         assert torch.equal(ours.residual, theirs.residual)
         assert ours.selected == theirs.selected
         assert moved.bytes <= SCALARS, moved.calls
+
+
+def test_layers_that_send_exactly_k_are_taken_without_a_wait(gradient, one_rank):
+    """The exchange waits, in a thread of its own."""
+    layers = [("a", slice(0, 200_000)), ("b", slice(200_000, gradient.numel()))]
+    live, offline = (LAGS(0.01, adaptive=False, exactly=True) for _ in range(2))
+    ours, theirs = gradient.clone(), gradient.clone()
+    with backend("torch"):
+        with Moved() as moved:
+            live.push(ours, layers, None)
+        mean = live.reduce(ours, None).mean.clone()
+    assert not moved.calls.total(), moved.calls
+    offline.push(theirs, layers, None)
+    assert torch.equal(mean, offline.reduce(theirs, None).mean)
+    assert torch.equal(ours, theirs)
+    for name, part in layers:
+        k = live.selectors[name].target(part.stop - part.start)
+        assert int((mean[part] != 0).sum()) == k
 
 
 @pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])
