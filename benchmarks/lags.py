@@ -300,13 +300,13 @@ def main() -> None:
             for run, row in enumerate(ranks[0]):
                 keep({"what": "choice", "rate": rate, "run": run, **row})
     if "plan" in options.what and not known(what="plan"):
+        names = ["dense-bf16", "topk", "lags"]
         compute = fmean(median(row["seconds"]) for row in rows if row.get("system") == ALONE)
         with shaped_network(CONFIG.nproc, 60 * 10**6) as cluster:
-            network = measure_network(cluster, NUMEL, 0.001, ["topk", "lags"])
+            network = measure_network(cluster, NUMEL, 0.001, names)
         task = importlib.import_module(CONFIG.info.module).make_task(CONFIG, 0)
         source = {n: p.detach().numpy() for n, p in task.model.named_parameters()}
         rates = [rate * 1e6 for rate in options.rates]
-        names = ["dense-bf16", "topk", "lags"]
         for row in plan(source, network, compute, [CONFIG.nproc], [0.001], names, rates=rates):
             fields = ("rate", "compressor", "seconds", "low", "high", "bytes", "selected")
             ratios = sorted(set(row["layers"].values()))

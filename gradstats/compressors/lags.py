@@ -544,7 +544,9 @@ class LAGS(Layerwise):
         # one more, as DDP rebuilds its buckets after the first step
         self.settling = 1 + self.calibrate * (1 + _MOST_WAYS) if adaptive else 0
         if double_sampling and exactly:
-            raise InputError("a sampled threshold does not select exactly k: leave one of the two out")
+            raise InputError(
+                "a sampled threshold does not select exactly k: leave one of the two out"
+            )
         self.double_sampling, self.exactly = double_sampling, exactly
         self._begin_anew()
 

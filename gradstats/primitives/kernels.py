@@ -128,9 +128,7 @@ def _within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any) -> A
 
 
 @_intrinsic
-def _add_within(
-    _: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, lanes: Any
-) -> Any:
+def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, lanes: Any) -> Any:
     """Add the floats that :func:`_within` marks, and their squares, to two rows of lanes; return its word.
 
     Written out, this takes two thirds of what a compiler makes of a loop that counts and sums under a condition.
@@ -155,7 +153,9 @@ def _add_within(
         for j in range(0, _WORD, _LANES):
             lane = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [*range(j, j + _LANES)])
             x = builder.fpext(builder.shuffle_vector(some, nothing, lane), row)
-            turn = j // _LANES % 2  # two sums of each in turn, as an addition waits for the last one
+            turn = (
+                j // _LANES % 2
+            )  # two sums of each in turn, as an addition waits for the last one
             fused = {"flags": ("contract",)}
             found[turn] = builder.fadd(found[turn], x)
             found[2 + turn] = builder.fadd(found[2 + turn], builder.fmul(x, x, **fused), **fused)
@@ -511,15 +511,19 @@ def block_norm(x: NDArray[np.float32], largest: NDArray[np.float32]) -> float:
     """
     squares = 0.0
     for start in range(0, x.size, PART):
-        _fetch_ahead(x, start, PART)
-        part = x[start : start + PART]
-        top, _ = _extremes(part.view(np.int32))
+        top = np.int32(0)
+        stop = min(start + PART, x.size)
+        for begin in range(start, stop, 2 * _PIECE):
+            _fetch_ahead(x, begin, 2 * _PIECE)
+            part = x[begin : min(begin + 2 * _PIECE, stop)]
+            peak, _ = _extremes(part.view(np.int32))
+            top = max(top, peak)
+            q = 0.0
+            for i in range(part.size):
+                a = np.float64(part[i])
+                q += a * a
+            squares += q
         largest[start // PART] = _magnitude(top)
-        q = 0.0
-        for i in range(part.size):
-            a = np.float64(part[i])
-            q += a * a
-        squares += q
     return squares
 
 

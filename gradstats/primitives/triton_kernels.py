@@ -167,9 +167,7 @@ def _ranks_kernel(x, over, tied, kth, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _topk_kernel(
-    x, over_ends, tied_ends, kth, ties, indices, values, numel, BLOCK: tl.constexpr
-):
+def _topk_kernel(x, over_ends, tied_ends, kth, ties, indices, values, numel, BLOCK: tl.constexpr):
     """Write the elements of one block that are among the k, in order, from what was counted up to its end."""
     program = tl.program_id(0).to(tl.int64)
     at, inside, value, bits = _ordered(x, program * BLOCK, numel, BLOCK)

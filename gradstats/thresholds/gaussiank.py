@@ -121,9 +121,7 @@ class _Tail:
 
     def count(self, threshold: float) -> int:
         """Count the finite elements that reach a threshold."""
-        return count_above(
-            self._found.values if threshold >= self._low else self._x, threshold
-        )
+        return count_above(self._found.values if threshold >= self._low else self._x, threshold)
 
     def selection(self, threshold: float) -> Selection | None:
         """Return what reaches a threshold, None if that takes a pass."""

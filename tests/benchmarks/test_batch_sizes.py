@@ -49,4 +49,4 @@ def test_errors_are_means_over_seeds_with_intervals():
     lines = batch_sizes.table(rows).splitlines()
     assert lines[0] == "| test error % | 64 |"
     assert lines[2] == "| `none` | 40.0 ± 24.8 |"  # 4.303 · 10/√3
-    assert lines[3] == "| `redsync` | –, 0 of 1 |"
+    assert lines[4] == "| `redsync` | –, 0 of 1 |"

@@ -1,4 +1,4 @@
-"""Coded positions: bit-exact round trips, the promised length, and words that nobody wrote; on the host and by operators."""
+"""Coded positions, by the host and by operators: bit-exact round trips, the promised length, words that nobody wrote."""
 
 from __future__ import annotations
 
