@@ -1,4 +1,4 @@
-"""Coded positions, by the host and by operators: bit-exact round trips, the promised length, words that nobody wrote."""
+"""Coded positions, by the host and by operators: bit-exact round trips, promised lengths, words that nobody wrote."""
 
 from __future__ import annotations
 
