@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from gradstats.compressors import DenseCompressor, make_compressor
-from gradstats.primitives import backend, histogram, moments, select
+from gradstats.primitives import backend, histogram, moments, select, topk
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.thresholds import ESTIMATORS, make_estimator
 from gradstats.thresholds.bench import REFERENCES, sample_gradient
@@ -81,11 +81,15 @@ def correctness(device: torch.device, numel: int, backends: list[str]) -> int:
 
 def _same_passes(x: torch.Tensor, there: torch.Tensor, name: str) -> None:
     what = f"{name}, {x.dtype}, shape {tuple(x.shape)}"
-    expected = moments(x), histogram(x, 7), select(x, 0.0)
+    few = max(1, x.numel() // 100)
+    expected = moments(x), histogram(x, 7), select(x, 0.0), topk(x, few)
     with backend(name):  # type: ignore[arg-type]
-        found = [(moments(there), histogram(there, 7), select(there, 0.0)) for _ in range(2)]
+        found = [
+            (moments(there), histogram(there, 7), select(there, 0.0), topk(there, few))
+            for _ in range(2)
+        ]
     check(repr(found[0][0]) == repr(found[1][0]), f"moments are not the same twice: {what}")
-    m, h, s = found[0]
+    m, h, *_ = found[0]
     for field in ("count", "zeros", "nonfinite", "max"):
         check(getattr(m, field) == getattr(expected[0], field), f"{field}: {what}")
     sums = [
@@ -93,8 +97,9 @@ def _same_passes(x: torch.Tensor, there: torch.Tensor, name: str) -> None:
     ]
     check(np.allclose(*sums, rtol=1e-11), f"sums: {what}")
     check(np.array_equal(h.counts, expected[1].counts), f"histogram: {what}")
-    check(torch.equal(s.indices.cpu(), expected[2].indices), f"positions: {what}")
-    check(torch.equal(s.values.cpu(), expected[2].values), f"values: {what}")
+    for s, kept in zip(found[0][2:], expected[2:], strict=True):
+        check(torch.equal(s.indices.cpu(), kept.indices), f"positions: {what}")
+        check(torch.equal(s.values.cpu(), kept.values), f"values: {what}")
 
 
 def _same_selection(x: torch.Tensor, there: torch.Tensor, name: str, estimator: str) -> None:
@@ -148,15 +153,16 @@ def latency(
                 for estimator in ESTIMATORS:
                     rule = make_estimator(estimator)
                     runs[estimator, name] = lambda r=rule, n=name: _selected(r, x, ratio, n)  # type: ignore[misc]  # noqa: B023
-            topk = math.nan
+                runs["exactly k", name] = lambda n=name: _exactly(x, k, n)  # type: ignore[misc]  # noqa: B023
+            reference = math.nan
             for (what, by), run in runs.items():
                 kept = run()
                 seconds = timed(run, device)
-                topk = seconds if what == "torch.topk" else topk
+                reference = seconds if what == "torch.topk" else reference
                 records.append(
                     {"part": "latency", "what": what, "backend": by, "numel": numel}
                     | {"ratio": ratio, "seconds": seconds, "reads": seconds / read}
-                    | {"speedup": topk / seconds, "quality": kept / k, "bandwidth": bandwidth}
+                    | {"speedup": reference / seconds, "quality": kept / k, "bandwidth": bandwidth}
                 )
     return records
 
@@ -164,6 +170,11 @@ def latency(
 def _selected(rule: Any, x: torch.Tensor, ratio: float, name: Any) -> int:
     with backend(name):
         return len(rule.select(x, ratio)[1])
+
+
+def _exactly(x: torch.Tensor, k: int, name: Any) -> int:
+    with backend(name):
+        return len(topk(x, k))
 
 
 def capture_cost(device: torch.device, tiny: bool) -> list[Record]:
