@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gradstats.console import followed
 from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
-from gradstats.primitives.arrays import as_numpy
+from gradstats.primitives.arrays import as_numpy, as_positions
 from gradstats.primitives.sketch import BITS, Sketch, merge, sketch
 from gradstats.statistics.compressibility import in_order
 from gradstats.tables import Records
@@ -246,7 +246,7 @@ def _beginning(sketches: dict[str, Sketch], count: int) -> float:
 def _collect(source: Source, key: Key, start: int, stop: int, low: float) -> Located:
     kept = select(source.elements(*key, start, stop), low)
     magnitude: NDArray[np.float64] = np.abs(as_numpy(kept.values)).astype(np.float64)
-    return magnitude, as_numpy(kept.indices) + start
+    return magnitude, as_positions(kept.indices) + start
 
 
 def _largest(parts: list[tuple[NDArray[np.float64], NDArray[np.int64]]], count: int) -> Located:

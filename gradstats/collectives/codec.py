@@ -167,7 +167,7 @@ class Codec:
             If positions to code are not ascending.
         """
         if self.indices == "rice":
-            if device_code(indices) is not None:
+            if _by_operators(indices):
                 return codec_operators.rice_encode(indices)
             words = rice_encode(indices.cpu().contiguous().numpy())
             return torch.from_numpy(words.view(np.int32)).to(indices.device)
@@ -175,7 +175,8 @@ class Codec:
         like = torch.contiguous_format
         plain = indices.to(index_dtype(numel), copy=True, memory_format=like).view(torch.int32)
         if self.indices == "chunk" and indices.numel():
-            found = chunk_encode(_readable(indices), 1 + plain.numel())
+            readable = indices if _by_operators(indices) else indices.cpu()
+            found = chunk_encode(readable, 1 + plain.numel())
             if found is None:  # a reach of 0 chunks says so
                 return torch.cat([plain.new_zeros(1), plain])
             return found if found.device == indices.device else found.to(indices.device)
@@ -226,8 +227,9 @@ class Codec:
         words: torch.Tensor, count: int, numel: int, rank: int
     ) -> tuple[torch.Tensor, int]:
         """Return positions that travelled as gaps, and the words they take."""
+        there = _by_operators(words)
         try:
-            if device_code(words) is not None:
+            if there:
                 return codec_operators.rice_decode(words, count, numel)
             found, used = rice_decode(words.cpu().numpy().view(np.uint32), count, numel)
         except ValueError as error:
@@ -242,8 +244,9 @@ class Codec:
         if words.numel() and not words[0]:
             found, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
             return found, 1 + used
+        readable = words if _by_operators(words) else words.cpu()
         try:
-            found, used = chunk_decode(_readable(words), count, numel)
+            found, used = chunk_decode(readable, count, numel)
         except ValueError as error:
             raise damaged(rank, str(error)) from None
         return found if found.device == words.device else found.to(words.device), used
@@ -322,9 +325,12 @@ class Codec:
         return sent
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor where torch's operators code it: on its device, or on the host if they do not run there."""
-    return x if device_code(x) is not None else x.cpu()
+def _by_operators(x: torch.Tensor) -> bool:
+    """Tell whether torch's operators code a tensor where it is, and not the host."""
+    try:
+        return device_code(x) is not None
+    except InputError:  # what was chosen to read gradients does not run there
+        return False
 
 
 def _packed_multiples(values: torch.Tensor, name: str) -> torch.Tensor:

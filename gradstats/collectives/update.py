@@ -51,7 +51,7 @@ class SparseUpdate:
             self.vector.zero_()
         else:
             for positions in self.written:
-                self.vector[positions] = 0
+                self.vector.index_fill_(0, positions, 0)
         self.written = []
 
     def add(self, selections: Sequence[Selection]) -> None:

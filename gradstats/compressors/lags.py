@@ -481,7 +481,7 @@ class LAGS(Layerwise):
         of the exact k-th largest magnitude.
     exactly : bool
         Whether each layer sends k elements whatever they are, see :class:`TopK`: on a device the host then does not
-        wait for a selection.
+        wait for a selection. With `adaptive` it is refused: what is not waited for cannot be timed.
     merge : int
         Elements of gradient to gather before a message is sent, see :class:`Layerwise`.
     codec : Codec or torch.dtype
@@ -508,8 +508,8 @@ class LAGS(Layerwise):
     Raises
     ------
     InputError
-        If the ratio is outside (0, 1] or `calibrate` is below 1, values cannot travel as the type given, or a sampled
-        threshold is to select exactly k.
+        If the ratio is outside (0, 1] or `calibrate` is below 1, values cannot travel as the type given, or `exactly`
+        comes with a sampled threshold or with `adaptive`.
 
     Notes
     -----
@@ -543,10 +543,12 @@ class LAGS(Layerwise):
         self.calibrate = check_count(calibrate, "calibrate")
         # one more, as DDP rebuilds its buckets after the first step
         self.settling = 1 + self.calibrate * (1 + _MOST_WAYS) if adaptive else 0
-        if double_sampling and exactly:
+        if exactly and double_sampling:
             raise InputError(
                 "a sampled threshold does not select exactly k: leave one of the two out"
             )
+        if exactly and adaptive:
+            raise InputError("exactly needs adaptive=False: what is not waited for cannot be timed")
         self.double_sampling, self.exactly = double_sampling, exactly
         self._begin_anew()
 

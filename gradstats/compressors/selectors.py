@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from gradstats.compressors.base import Selector
+from gradstats.errors import InputError
 from gradstats.primitives import Selection, topk
-from gradstats.primitives.ratio import check_count, check_ratio, target_count
+from gradstats.primitives.ratio import check_count, check_ratio, shown, target_count
 from gradstats.thresholds import Estimator, Exact
 
 __all__ = ["ChunkTopK", "Everything", "ThresholdSelector", "TopK"]
@@ -70,7 +71,7 @@ class ThresholdSelector(Selector):
 
 
 class TopK(ThresholdSelector):
-    """Exact top-k: selection of the k largest magnitudes, and of those tied with the k-th.
+    """Exact top-k: selection of the k largest magnitudes, and, unless `exactly`, of those tied with the k-th.
 
     Parameters
     ----------
@@ -83,11 +84,13 @@ class TopK(ThresholdSelector):
     Raises
     ------
     InputError
-        If the ratio is outside (0, 1].
+        If the ratio is outside (0, 1], or `exactly` is not true or false.
     """
 
     def __init__(self, ratio: float, exactly: bool = False) -> None:
         super().__init__(Exact(), ratio)
+        if not isinstance(exactly, bool):
+            raise InputError(f"exactly must be true or false, not {shown(exactly)}")
         self.exactly = exactly
 
     def select(self, gradient: torch.Tensor) -> Selection:

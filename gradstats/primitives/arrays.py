@@ -172,6 +172,17 @@ def as_numpy(x: Array) -> NDArray[Any]:
     return np.asarray(x, wide_dtype(x))
 
 
+def as_positions(indices: Array) -> NDArray[np.int64]:
+    """Bring positions to NumPy, as they are.
+
+    Parameters
+    ----------
+    indices : int64 array
+        Positions, NumPy or torch on any device.
+    """
+    return indices.cpu().numpy() if is_tensor(indices) else np.asarray(indices, np.int64)
+
+
 def strided(x: Array, stride: int) -> Array:
     """Return every `stride`-th element of the flattened array, without flattening a strided one.
 

@@ -95,7 +95,7 @@ class DeviceCode(Protocol):
     def topk(self, x: Any, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending positions and values of exactly k elements with the largest magnitudes.
 
-        Of those tied with the k-th the first are taken. NaN counts as zero, and all of that is returned as 0.
+        Of those tied with the k-th the first are taken. NaN counts as zero, and comes back as 0.
 
         Parameters
         ----------

@@ -32,6 +32,8 @@ _LOCAL_BITS = 12
 LOCAL = 1 << _LOCAL_BITS
 """Elements of a chunk, within which a position takes 12 bits."""
 _LOW = 2**WORD - 1
+_PIECE = 1 << 20
+"""Words of high parts looked at together: a quarter of a gigabyte of temporaries."""
 _PART = 31
 """Low bits written or read together: moved by up to 31 bits, they stay within 62."""
 
@@ -72,7 +74,7 @@ def rice_encode(indices: torch.Tensor) -> torch.Tensor:
     if not indices.numel():
         return indices.new_empty(0, dtype=torch.int32)
     steps, gaps = indices.numel() - 1, indices.diff() - 1
-    # the least gap, too: of one position it is the position, which says no less
+    # with the first position among the gaps there is a least one of a single position, too
     first, last, least_gap = torch.stack(
         [indices[0], indices[-1], torch.cat([indices[:1], gaps]).min()]
     ).tolist()
@@ -127,13 +129,25 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
     head = (low & _LOW) | (high & _LOW) << WORD
     parameter, first = read_head(head, words.numel(), count, numel)
     steps = count - 1
+    if not steps:
+        return torch.tensor([first], device=words.device), HEAD
     at, skip = divmod(steps * parameter, WORD)
     most = numel >> parameter  # zeros that all high parts together can have
     end = -(-(steps * (parameter + 1) + most) // WORD)
-    octets = words[HEAD + at : HEAD + end].clone().view(torch.uint8)
     lanes = torch.arange(8, dtype=torch.uint8, device=words.device)
-    ends = ((octets[:, None] >> lanes) & 1).view(-1)[skip:].nonzero().view(-1)[:steps]
-    if ends.numel() < steps:
+    parts, missing = [], steps
+    for begin in range(at, end, _PIECE):  # not all at once, as bits take 72 times their memory
+        octets = words[HEAD + begin : HEAD + min(begin + _PIECE, end)].clone().view(torch.uint8)
+        bits = ((octets[:, None] >> lanes) & 1).view(-1)
+        if begin == at:
+            bits[:skip] = 0
+        part = bits.nonzero().view(-1)[:missing]
+        parts.append(part + (WORD * (begin - at) - skip))
+        missing -= part.numel()
+        if not missing:
+            break
+    ends = torch.cat(parts)
+    if missing:
         raise ValueError(f"its gaps leave the message, or the {numel} elements")
     codes = words[HEAD : HEAD + at + 1].long() & _LOW
     codes = torch.cat([codes, codes.new_zeros(1)])
@@ -143,10 +157,8 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
         some = (codes[word] | codes[word + 1] << WORD) >> place
         gaps |= (some & ((1 << min(parameter - got, _PART)) - 1)) << got
     indices = torch.cat([gaps.new_tensor([first]), gaps + 1]).cumsum(0)
-    last, least, largest = torch.stack(
-        [ends[-1] if steps else indices[0] * 0 - 1, indices.min(), indices.max()]
-    ).tolist()
-    # no gap is longer than 2⁵⁷, so that what overflows is beyond the places before
+    # nothing overflows: all high parts together have no more than `most` zeros and those of a word
+    last, least, largest = torch.stack([ends[-1], indices.min(), indices.max()]).tolist()
     if least < first or largest >= numel:
         raise ValueError(f"its gaps leave the message, or the {numel} elements")
     return indices, HEAD + -(-(steps * parameter + last + 1) // WORD)

@@ -308,8 +308,9 @@ def block_tail(x: NDArray[np.float32], low: np.int32) -> tuple[int, float, float
                 lanes[0, 0] += a
                 lanes[1, 0] += a * a
                 count += 1
-        total += lanes[0].sum()
-        squares += lanes[1].sum()
+        for i in range(2 * _LANES):
+            total += lanes[0, i]
+            squares += lanes[1, i]
     return count, total, squares
 
 

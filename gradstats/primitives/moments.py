@@ -198,7 +198,7 @@ def exceedances(x: Array, above: float) -> Moments:
 
 
 def count_above(x: Array, above: float) -> int:
-    """Count the finite non-zero |x| ≥ above: as :func:`exceedances` does, in half the time.
+    """Count the finite non-zero |x| ≥ above, as :func:`exceedances` does, without the sums.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ _DIGITS = 8
 _DIGIT = 16
 """Bits of magnitudes that a pass counts at a time."""
 CHUNK = 1 << 22
-"""Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 MB (of
+"""Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 to 200 MB (of
 strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
 
 

@@ -15,6 +15,7 @@ from gradstats.primitives.arrays import (
     Selection,
     as_compared,
     as_numpy,
+    as_positions,
     check,
     flat_blocks,
     is_tensor,
@@ -351,8 +352,8 @@ def kth_largest(x: Array, k: int) -> float:
 def topk(x: Array, k: int) -> Selection:
     """Return exactly k elements, those with the largest magnitudes; on a device the host does not wait for it.
 
-    Of those tied with the k-th the first in index order are taken. Infinite elements are the largest. NaN counts as
-    zero: where fewer than k elements are not, the first of these fill up, with the value 0.
+    Of those tied with the k-th the first in index order are taken. Infinite elements are the largest. If fewer than k
+    elements are non-zero, the first zeros are added, with the value 0, among which NaN counts.
 
     Parameters
     ----------
@@ -396,8 +397,10 @@ def topk(x: Array, k: int) -> Selection:
         index = torch_index(kept, found.indices)
         return Selection(found.indices[index], found.values[index])
     if len(found) < k:  # of the first k places at least those missing are free
-        positions, values = as_numpy(found.indices), as_numpy(found.values)
-        free = np.setdiff1d(np.arange(k), positions)[: k - len(found)]
+        positions, values = as_positions(found.indices), as_numpy(found.values)
+        open_ = np.ones(k, bool)
+        open_[positions[positions < k]] = False
+        free = np.flatnonzero(open_)[: k - len(found)]
         positions = np.concatenate([positions, free])
         order = positions.argsort()
         values = np.concatenate([values, np.zeros(free.size, values.dtype)])

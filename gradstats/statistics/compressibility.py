@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array, kth_largest, numel_of, select
-from gradstats.primitives.arrays import as_numpy, check
+from gradstats.primitives.arrays import as_numpy, as_positions, check
 from gradstats.primitives.ratio import check_count, check_ratios, check_several, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.dependence import NO_POSITIONS, exponent_of, over_blocks, runs_of
@@ -315,7 +315,7 @@ def _largest(x: Array, count: int) -> tuple[NDArray[np.float64], NDArray[np.int6
         return np.empty(0), np.empty(0, np.int64)
     found = select(x, kth_largest(x, min(count, numel_of(x))))
     magnitudes = np.abs(as_numpy(found.values)).astype(np.float64)
-    return in_order(magnitudes, as_numpy(found.indices), count)
+    return in_order(magnitudes, as_positions(found.indices), count)
 
 
 def in_order(

@@ -88,8 +88,8 @@ BITS = 7
 """Mantissa bits of the histograms stored: bins 0.4 to 0.8 % wide."""
 BINS = 255 << BITS
 BIN_CHUNK = 32 << BITS
-"""Bins per chunk: 32 octaves, with borders at 2^-63, 2^-31, 2 and 2^33. Empty chunks are never written, gradients lie in
-one chunk or two, and no bin is cut off. With all 32,640 bins in one chunk most of the time would be spent on zeros;
+"""Bins per chunk: 32 octaves, with borders at 2^-63, 2^-31, 2 and 2^33. Empty chunks are never written, gradients lie
+in one chunk or two, and no bin is cut off. With all 32,640 bins in one chunk most of the time would be spent on zeros;
 narrower chunks save hardly more and make more files."""
 _FAST, _SMALL = ("lz4", 5), ("zstd", 9)
 """Codecs of sketches, of which many are written in little time, and of gradients that are to be small."""

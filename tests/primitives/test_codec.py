@@ -162,6 +162,14 @@ def test_foreign_words_are_refused_or_positions(raw, count, numel):
     assert not count or 0 <= found[0] <= found[-1] < numel
 
 
+def test_streams_longer_than_a_piece_come_back(monkeypatch):
+    monkeypatch.setattr(codec_operators, "_PIECE", 3)
+    chosen = np.flatnonzero(np.random.default_rng(2).random(20_000) < 0.05)
+    found, used = decode(encode(chosen), chosen.size, 20_000)
+    assert np.array_equal(found, chosen)
+    assert used == encode(chosen).size
+
+
 @settings(deadline=None)
 @given(positions.filter(len), st.data())
 def test_a_flipped_bit_or_a_lost_end_is_refused_or_gives_positions(chosen, data):

@@ -384,7 +384,8 @@ def _check_selection(odd: Odd, threshold: float, found: Any) -> None:
 def _check_topk(odd: Odd, k: int, found: Any) -> None:
     magnitude = np.abs(np.nan_to_num(odd.elements, nan=0.0, posinf=math.inf, neginf=-math.inf))
     positions = np.sort(np.argsort(-magnitude, kind="stable")[:k])
-    _require(np.array_equal(np.asarray(found.indices), positions), "positions")
+    indices = np.asarray(found.indices)
+    _require(indices.dtype == np.int64 and np.array_equal(indices, positions), "positions")
     values = found.values
     values = values.double().numpy() if torch.is_tensor(values) else values.astype(np.float64)
     wanted = np.where(magnitude > 0, odd.elements, 0.0)[positions]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradstats import backend
+from gradstats import InputError, backend
+from gradstats.collectives import Codec
 from gradstats.compressors import LAGS, make_compressor, make_selector
 from gradstats.primitives import (
     exceedances,
@@ -192,6 +193,44 @@ def test_layers_that_send_exactly_k_are_taken_without_a_wait(gradient, one_rank)
     for name, part in layers:
         k = live.selectors[name].target(part.stop - part.start)
         assert int((mean[part] != 0).sum()) == k
+
+
+@pytest.mark.parametrize("code", ["compiled", "torch"])
+@pytest.mark.parametrize("codec", ["plain", "rice", "chunk"])
+def test_exactly_k_of_layers_with_hardly_anything_in_them(code, codec, one_rank):
+    """Frozen layers: zeros fill up, and what arrives is what was sent."""
+    x = torch.zeros(3000)
+    x[1700], x[2999] = 1.0, -2.0
+    for system in (
+        make_compressor("topk", 0.01, exactly=True, indices=codec),
+        LAGS(0.01, adaptive=False, exactly=True, codec=Codec(codec)),
+    ):
+        with backend(code):
+            found = system.reduce(x.clone(), None)
+        assert found.sent.dtype == torch.int64
+        assert found.sent.tolist() == [*range(28), 1700, 2999]
+        assert torch.equal(found.mean, x)
+        assert not found.residual.any()
+
+
+def test_exactly_is_refused_where_it_cannot_be():
+    with pytest.raises(InputError, match="adaptive=False"):
+        LAGS(0.01, exactly=True)
+    with pytest.raises(InputError, match="sampled"):
+        LAGS(0.01, adaptive=False, exactly=True, double_sampling=True)
+    with pytest.raises(InputError, match="true or false"):
+        make_selector("topk", 0.1, exactly="no")
+
+
+def test_codes_go_on_where_the_chosen_code_does_not_run(monkeypatch):
+    """Triton without its interpreter reads no CPU tensor; positions are then coded as without it."""
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason="needs Triton")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    indices = torch.tensor([3, 70, 71])
+    with backend("triton"):
+        for name in ("rice", "chunk"):
+            words = Codec(name).pack_indices(indices, 100)
+            assert torch.equal(Codec(name).unpack_indices(words, 3, 100)[0], indices)
 
 
 @pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])
