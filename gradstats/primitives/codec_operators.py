@@ -133,7 +133,7 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
         return torch.tensor([first], device=words.device), HEAD
     at, skip = divmod(steps * parameter, WORD)
     most = numel >> parameter  # zeros that all high parts together can have
-    end = -(-(steps * (parameter + 1) + most) // WORD)
+    end = min(-(-(steps * (parameter + 1) + most) // WORD), words.numel() - HEAD)
     lanes = torch.arange(8, dtype=torch.uint8, device=words.device)
     parts, missing = [], steps
     for begin in range(at, end, _PIECE):  # not all at once, as bits take 72 times their memory
@@ -146,9 +146,9 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
         missing -= part.numel()
         if not missing:
             break
-    ends = torch.cat(parts)
     if missing:
         raise ValueError(f"its gaps leave the message, or the {numel} elements")
+    ends = torch.cat(parts)
     codes = words[HEAD : HEAD + at + 1].long() & _LOW
     codes = torch.cat([codes, codes.new_zeros(1)])
     gaps = (ends.diff(prepend=ends.new_tensor([-1])) - 1) << parameter
