@@ -166,21 +166,21 @@ class Codec:
         InputError
             If positions to code are not ascending.
         """
-        if self.indices == "rice":
-            if _by_operators(indices):
-                return codec_operators.rice_encode(indices)
-            words = rice_encode(indices.cpu().contiguous().numpy())
-            return torch.from_numpy(words.view(np.int32)).to(indices.device)
-        # a copy whose stride is 1, even where there are too few positions for a stride to matter
-        like = torch.contiguous_format
-        plain = indices.to(index_dtype(numel), copy=True, memory_format=like).view(torch.int32)
-        if self.indices == "chunk" and indices.numel():
-            readable = indices if _by_operators(indices) else indices.cpu()
-            found = chunk_encode(readable, 1 + plain.numel())
+        if self.indices == "plain" or not indices.numel():
+            return _plain(indices, numel)
+        there = _by_operators(indices)
+        own = indices if there else indices.cpu()
+        found: torch.Tensor | None
+        if self.indices == "chunk":
+            found = chunk_encode(own, 1 + PLAIN.index_words(indices.numel(), numel))
             if found is None:  # a reach of 0 chunks says so
+                plain = _plain(indices, numel)
                 return torch.cat([plain.new_zeros(1), plain])
-            return found if found.device == indices.device else found.to(indices.device)
-        return plain
+        elif there:
+            found = codec_operators.rice_encode(own)
+        else:
+            found = torch.from_numpy(rice_encode(own.contiguous().numpy()).view(np.int32))
+        return found if there else found.to(indices.device)
 
     def unpack_indices(
         self, words: torch.Tensor, count: int, numel: int, rank: int = 0
@@ -210,10 +210,8 @@ class Codec:
         ExchangeError
             If no rank can have sent them.
         """
-        if self.indices == "rice":
-            return self._unpack_gaps(words, count, numel, rank)
-        if self.indices == "chunk" and count:
-            return self._unpack_chunks(words, count, numel, rank)
+        if self.indices != "plain" and count:
+            return self._unpack_coded(words, count, numel, rank)
         used = count * index_dtype(numel).itemsize // _WORD
         if not 0 <= used <= words.numel():
             raise damaged(rank, f"it claims {count} positions in {_WORD * words.numel()} bytes")
@@ -222,34 +220,26 @@ class Codec:
         check_positions(indices, numel, rank)
         return indices, used
 
-    @staticmethod
-    def _unpack_gaps(
-        words: torch.Tensor, count: int, numel: int, rank: int
+    def _unpack_coded(
+        self, words: torch.Tensor, count: int, numel: int, rank: int
     ) -> tuple[torch.Tensor, int]:
-        """Return positions that travelled as gaps, and the words they take."""
-        there = _by_operators(words)
-        try:
-            if there:
-                return codec_operators.rice_decode(words, count, numel)
-            found, used = rice_decode(words.cpu().numpy().view(np.uint32), count, numel)
-        except ValueError as error:
-            raise damaged(rank, str(error)) from None
-        return torch.from_numpy(found).to(words.device), used
-
-    @staticmethod
-    def _unpack_chunks(
-        words: torch.Tensor, count: int, numel: int, rank: int
-    ) -> tuple[torch.Tensor, int]:
-        """Return positions that travelled within chunks, or as they are, and the words they take."""
-        if words.numel() and not words[0]:
+        """Return positions that travelled as gaps, or within chunks if not as they are, and the words they take."""
+        if self.indices == "chunk" and words.numel() and not words[0]:
             found, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
             return found, 1 + used
-        readable = words if _by_operators(words) else words.cpu()
+        there = _by_operators(words)
+        own = words if there else words.cpu()
         try:
-            found, used = chunk_decode(readable, count, numel)
+            if self.indices == "chunk":
+                found, used = chunk_decode(own, count, numel)
+            elif there:
+                found, used = codec_operators.rice_decode(own, count, numel)
+            else:
+                gaps, used = rice_decode(own.numpy().view(np.uint32), count, numel)
+                found = torch.from_numpy(gaps)
         except ValueError as error:
             raise damaged(rank, str(error)) from None
-        return found if found.device == words.device else found.to(words.device), used
+        return found if there else found.to(words.device), used
 
     def pack_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as words.
@@ -323,6 +313,13 @@ class Codec:
         if self.values in _BITS:
             return self.unpack_values(self.pack_values(sent), sent.numel())
         return sent
+
+
+def _plain(indices: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return positions as they are, as words."""
+    # a copy whose stride is 1, even where there are too few positions for a stride to matter
+    like = torch.contiguous_format
+    return indices.to(index_dtype(numel), copy=True, memory_format=like).view(torch.int32)
 
 
 def _by_operators(x: torch.Tensor) -> bool:

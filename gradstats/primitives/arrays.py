@@ -69,7 +69,7 @@ def is_tensor(x: object) -> TypeIs[torch.Tensor]:
     x : object
         Object to look at.
     """
-    if type(x) is np.ndarray:  # most often, and in a third of the time
+    if type(x) is np.ndarray:  # most often, and without asking torch
         return False
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)

@@ -131,7 +131,7 @@ def _within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any) -> A
 def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, lanes: Any) -> Any:
     """Add the floats that :func:`_within` marks, and their squares, to two rows of lanes; return its word.
 
-    Written out, this takes two thirds of what a compiler makes of a loop that counts and sums under a condition.
+    Written out, because what a compiler makes of a loop that counts and sums under a condition is slower.
     """
     if bits.layout != "C" or lanes.layout != "C":
         raise TypeError("only neighbouring elements can be added together")

@@ -38,7 +38,7 @@ __all__ = [
 
 _DIGITS = 8
 """Binary digits after which words without undecided bits are left alone."""
-_DIGIT = 16
+_WIDTH = 16
 """Bits of magnitudes that a pass counts at a time."""
 CHUNK = 1 << 22
 """Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 to 200 MB (of
@@ -197,7 +197,7 @@ def counts_to_kth(
     kth = torch.zeros(1, dtype=torch.int64, device=x.device)
     rest, inside = kth + k, kth + x.numel()
     while left:
-        width = min(_DIGIT, left)
+        width = min(_WIDTH, left)
         left -= width
         found = count(kth, left, width)
         found[:1] += inside - found.sum()

@@ -114,6 +114,10 @@ def mixture() -> str:
     return "\n".join(lines)
 
 
+IN_SHORT = (
+    "warm-exact", "exact", "histogram", "sidco-e", "torch.topk", "torch.kthvalue", "dgc", "gaussiank",
+)  # fmt: skip
+"""Rows of the short table of thresholds."""
 BENCH = (
     *("compressor", "ratio", "seconds", "streams", "streams_low", "streams_high", "streams_mean"),
     *("quality", "memory", "speedup"),
@@ -409,8 +413,17 @@ def sentences() -> list[tuple[str, str]]:
     ones = {r["pass"]: r["one"] for r in stored("primitives.json")}
     passes = {name: f"{one / ones['torch.sum, one stream']:.1f}" for name, one in ones.items()}
     sketched = stored("trace_sizes.json")[0]["bytes"]
+    streams = [
+        (
+            "concepts/thresholds",
+            f"`{r['compressor']}` | {r['streams']:#.3g} | {r['quality']:#.3g} |",
+        )
+        for r in stored("bench.json")
+        if r["ratio"] == 0.001 and r["compressor"] in IN_SHORT
+    ]
     selected = " / ".join(passes[f"select {ratio}"] for ratio in (0.001, 0.01, 0.1))
     return [
+        *streams,
         (
             "measurements",
             f"`moments` ≤ 4 ({passes['moments, no logarithms']}), `histogram` ≤ 5.5 ({passes['histogram, 7 bits']} "
