@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _load_plugins()
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
         if code > 128 and arguments is None:
-            _ignore_ctrl_c()
+            _ignore_signals()
     except GradstatsError as error:
         _fail(f"gradstats: {error}")
         code = 2
@@ -129,19 +129,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
         if arguments is None:
-            _ignore_ctrl_c()
+            _ignore_signals()
     if code > 128:
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)
 
 
-def _ignore_ctrl_c() -> None:
-    """Let another Ctrl-C spoil neither the line nor the code with which this process ends."""
-    # one that comes just before SIG_IGN would be reported with a traceback, and Python takes other handlers back
+def _ignore_signals() -> None:
+    """Let a second signal spoil neither the line nor the code with which this process ends."""
+    # one that comes just before the handler is replaced would be reported with a traceback
     with suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python takes its handlers back before it has ended, and a signal would then kill it
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _fail(message: str) -> None:

@@ -484,6 +484,33 @@ def test_an_interrupt_is_one_line(monkeypatch, tmp_path):
     assert (done.returncode, done.stderr) == (130, "gradstats: interrupted\n")
 
 
+LATE = """
+import os, signal, sys, typer
+from gradstats import cli, report
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.{late}):
+        kill(pid, number)
+
+def stopped(*_, **__):
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    raise {ends}
+
+sys.late, report.write_report = Late(), stopped  # what sys holds goes when Python has taken its handlers back
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("late", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("ends", ["KeyboardInterrupt", "typer.Exit(143)"])
+def test_a_signal_while_python_ends_changes_nothing(tmp_path, ends, late):
+    script = LATE.format(ends=ends, late=late)
+    command = [sys.executable, "-c", script, "report", EF, "-o", tmp_path / "r.html"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    code, said = (143, "terminated") if "143" in ends else (130, "interrupted")
+    assert (done.returncode, done.stderr) == (code, f"gradstats: {said}\n")
+
+
 @pytest.mark.distributed
 def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
     out = tmp_path / "x.zarr"
