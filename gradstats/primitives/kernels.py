@@ -36,6 +36,7 @@ __all__ = [
     "block_stochastic_signs",
     "block_tail",
     "block_under",
+    "histograms_of_parts",
     "keep_at_least",
     "tail_sums",
     "warm_up",
@@ -53,6 +54,8 @@ _PAIRS = _LINE // 2
 """Pairs of elements of a cache line."""
 _PIECE = 256
 """Elements that a loop reads between asking for memory, where the compiler must not be disturbed inside it."""
+_MANY = 1 << 16
+"""Elements that are read twice while the second-level cache has them."""
 _LANES = 8
 """Numbers of float64 that are added together."""
 _LN2 = 0.6931471805599453
@@ -735,6 +738,58 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
 
 
 @_compiled(nogil=True)
+def histograms_of_parts(
+    bits: NDArray[np.uint32],
+    parts: NDArray[np.int64],
+    shift: int,
+    bins: int,
+    counts: NDArray[np.uint32],
+    used: NDArray[np.bool_],
+) -> None:
+    """Count the elements of several parts by their leading magnitude bits, each part by itself.
+
+    Parameters
+    ----------
+    bits : ndarray of uint32, shape (n,)
+        Elements, as bits.
+    parts : ndarray of int64, shape (parts, 2)
+        Where each part begins and ends.
+    shift : int
+        Trailing bits that do not tell bins apart.
+    bins : int
+        Number of bins, from the lowest on, that are wanted.
+    counts : ndarray of uint32, shape (chunks, parts, size)
+        Written: the bins of every part, `size` of them in a chunk, without zeros. A chunk that is not `used` is left
+        as it was.
+    used : ndarray of bool, shape (chunks,)
+        Written: which chunks have a count of any part.
+    """
+    chunks, _, size = counts.shape
+    row = np.zeros(chunks * size, np.uint32)
+    used[:] = False
+    for i in range(len(parts)):
+        top = np.int32(0)
+        for start in range(parts[i, 0], parts[i, 1], _MANY):
+            part = bits[start : min(start + _MANY, parts[i, 1])]
+            largest, zeros = _extremes(part.view(np.int32))
+            top = max(top, largest)
+            block_histogram(part, shift, row)
+            row[0] -= np.uint32(zeros)
+        row[bins:] = 0
+        for chunk in range((top >> shift) // size + 1):
+            here = row[chunk * size : (chunk + 1) * size]
+            some = np.uint32(0)
+            for j in range(size):
+                some |= here[j]
+            if some > 0:
+                if not used[chunk]:
+                    counts[chunk] = 0
+                    used[chunk] = True
+                counts[chunk, i] = here
+                here[:] = 0
+
+
+@_compiled(nogil=True)
 def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
     """Go down from the last bin until more than k elements are reached; return the bin and that number.
 
@@ -799,6 +854,8 @@ def warm_up() -> None:
         block_stochastic_signs(x, 2.0, values[:1], np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
+        parts, found = np.zeros((1, 2), np.int64), np.zeros((8, 1, 1 << 12), np.uint32)
+        histograms_of_parts(x.view(np.uint32), parts, 16, 1 << 15, found, np.zeros(8, np.bool_))
         block_peaks(x, np.empty(x.size, np.int32))
     keep_at_least(indices, values, np.float32(1))
     block_under(values, _INFINITY, np.empty(values.size, np.int32))

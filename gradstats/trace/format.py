@@ -91,7 +91,7 @@ BIN_CHUNK = 32 << BITS
 """Bins per chunk: 32 octaves, with borders at 2^-63, 2^-31, 2 and 2^33. Empty chunks are never written, gradients lie
 in one chunk or two, and no bin is cut off. With all 32,640 bins in one chunk most of the time would be spent on zeros;
 narrower chunks save hardly more and make more files."""
-_FAST, _SMALL = ("lz4", 5), ("zstd", 9)
+_FAST, _SMALL = ("lz4", 5, 1 << 16), ("zstd", 9, 0)  # 64 kB stay in the second-level cache
 """Codecs of sketches, of which many are written in little time, and of gradients that are to be small."""
 STATISTICS = ("count", "zeros", "nonfinite", "sum_abs", "sum_squares", "sum_log", "max")
 
@@ -240,8 +240,9 @@ class ArraySpec:
         Type of its elements.
     fill : float
         Value of elements that are not stored.
-    codec : (str, int), optional
-        Blosc's codec behind a bit shuffle, and its level; None for elements as they are.
+    codec : (str, int, int), optional
+        Blosc's codec behind a bit shuffle, its level, and the bytes that it takes at once (0: its choice); None for
+        elements as they are.
     attributes : dict
         Attributes of the array.
     """
@@ -253,7 +254,7 @@ class ArraySpec:
     chunk: tuple[int, ...]
     dtype: str
     fill: float
-    codec: tuple[str, int] | None = None
+    codec: tuple[str, int, int] | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -277,13 +278,13 @@ class ArraySpec:
         itemsize = np.dtype(self.dtype).itemsize
         codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if self.codec is not None:
-            name, level = self.codec
+            name, level, block = self.codec
             blosc = {
                 "typesize": itemsize,
                 "cname": name,
                 "clevel": level,
                 "shuffle": "bitshuffle",
-                "blocksize": 0,
+                "blocksize": block,
             }
             codecs.append({"name": "blosc", "configuration": blosc})
         return {

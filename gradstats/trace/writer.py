@@ -160,6 +160,9 @@ class TraceWriter:
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
+        if store == "sketches":  # kinds of the same layers share one
+            own: dict[int, _Tally] = {}
+            self._tallies = {k: own.setdefault(id(p), _Tally(p)) for k, p in self._places.items()}
 
     def size(self, kind: Kind) -> int:
         """Return the number of elements that :meth:`append` takes of a kind.
@@ -254,30 +257,20 @@ class TraceWriter:
         """Write a gradient; return its zeros and its non-finite elements."""
         spec = self._specs[kind]
         stored = to_bfloat16(values) if self._bfloat16 else values
-        folder, (size,) = self._group / kind / "c" / str(row), spec.chunk
+        folder, (size,) = f"{self._group}/{kind}/c/{row}", spec.chunk
         for i, start in enumerate(range(0, values.size, size)):
-            _write_chunk(folder / str(i), _padded(stored[start : start + size], spec), spec)
+            _write_chunk(f"{folder}/{i}", _padded(stored[start : start + size], spec), spec)
         return values.size - int(np.count_nonzero(values)), count_nonfinite(values)
 
     def _put_sketch(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""
-        layers = len(self._layers)
-        moments = np.empty((layers, len(STATISTICS)))
-        # those alone that hold a count of any layer
-        chunks: dict[int, NDArray[np.uint32]] = {}
-        for i, place in enumerate(self._places[kind]):
-            counts, moments[i] = _tally(values[place])
-            parts = counts.reshape(-1, BIN_CHUNK)
-            for chunk in np.flatnonzero(parts.max(axis=1)).tolist():
-                if chunk not in chunks:
-                    chunks[chunk] = np.zeros((layers, BIN_CHUNK), np.uint32)
-                chunks[chunk][i] = parts[chunk]
-        folder = self._group / f"{kind}_counts" / "c" / str(row) / "0"
+        chunks, moments = self._tallies[kind](values)
+        name = f"{kind}_counts"
         for chunk, block in chunks.items():
-            _write_chunk(folder / str(chunk), block, self._specs[f"{kind}_counts"])
-        if layers:
-            folder = self._group / f"{kind}_moments" / "c" / str(row) / "0"
-            _write_chunk(folder / "0", moments, self._specs[f"{kind}_moments"])
+            _write_chunk(f"{self._group}/{name}/c/{row}/0/{chunk}", block, self._specs[name])
+        if len(moments):
+            name = f"{kind}_moments"
+            _write_chunk(f"{self._group}/{name}/c/{row}/0/0", moments, self._specs[name])
         return int(moments[:, 1].sum()), int(moments[:, 2].sum())
 
     def _put(self, name: str, row: int, value: Any) -> None:
@@ -324,7 +317,8 @@ class _Column:
     """An array with many rows in a chunk. The chunk being filled is kept in memory, and nothing is read back."""
 
     def __init__(self, folder: Path, spec: ArraySpec) -> None:
-        self._folder, self._spec = folder / "c", spec
+        self._folder, self._spec = f"{folder}/c", spec
+        self._within = "/0" * len(spec.chunk)
         self._values = np.empty((spec.rows, *spec.chunk), spec.dtype)
         self._chunk = -1
 
@@ -353,8 +347,7 @@ class _Column:
 
     def _write(self, chunk: int) -> None:
         if all(self._spec.shape):
-            file = self._folder.joinpath(str(chunk), *["0"] * len(self._spec.chunk))
-            _write_chunk(file, self._values, self._spec)
+            _write_chunk(f"{self._folder}/{chunk}{self._within}", self._values, self._spec)
 
 
 def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
@@ -367,7 +360,7 @@ def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
     return whole
 
 
-def _write_chunk(file: Path, values: NDArray[Any], spec: ArraySpec) -> None:
+def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
     """Write one chunk with its checksum: all of it or nothing."""
     from google_crc32c import value as crc32c
 
@@ -377,7 +370,8 @@ def _write_chunk(file: Path, values: NDArray[Any], spec: ArraySpec) -> None:
     else:
         from numcodecs import Blosc  # type: ignore[import-untyped]
 
-        codec = Blosc(*spec.codec, Blosc.BITSHUFFLE)
+        name, level, block = spec.codec
+        codec = Blosc(name, level, Blosc.BITSHUFFLE, block)
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
     try:
@@ -385,12 +379,12 @@ def _write_chunk(file: Path, values: NDArray[Any], spec: ArraySpec) -> None:
     except FileNotFoundError:
         # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
-        for folder in reversed(file.parents[: len(spec.dimensions)]):
+        for folder in reversed(Path(file).parents[: len(spec.dimensions)]):
             folder.mkdir(exist_ok=True)
         _write_file(file, *parts)
 
 
-def _write_file(file: Path, *parts: bytes | memoryview) -> None:
+def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
     """Write a file beside its place and rename it there."""
     partial = f"{file}.partial"
     try:
@@ -486,28 +480,58 @@ def _link(target: str, place: Path) -> None:
         raise
 
 
-def _tally(values: Array) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
-    """Return the histogram, uint32 (256 << BITS,), and the statistics of one layer, the same as ``sketch(values, 7)``.
+class _Tally:
+    """Histograms and statistics of a gradient's layers, those of ``sketch(layer, 7)``.
 
-    On this thread alone: the primitives' pool is the training's. A device adds up its own.
+    On the calling thread alone, for the primitives' pool is the training's, and in compiled loops, for Python's lock is
+    the training's too. A device counts and adds up its own.
     """
-    code = device_code(values)
-    if code is not None:
-        counted = histogram(values, BITS)
-        whole = np.zeros(256 << BITS, np.uint32)
-        whole[:BINS] = counted.counts
-        return whole, np.array(code.sums(values, 0.0, True), float)
-    values = as_numpy(values)
-    from gradstats.primitives.kernels import block_histogram, block_moments
 
-    counts = np.zeros(256 << BITS, np.uint32)
-    total = np.zeros(len(STATISTICS))
-    for start in range(0, values.size, BLOCK):
-        block = values[start : start + BLOCK]
-        block_histogram(block.view(np.uint32), 23 - BITS, counts)
-        *sums, largest = block_moments(block, np.float32(0), True)
-        total[:-1] += sums
-        total[-1] = max(total[-1], largest)
-    counts[0] -= np.uint32(total[1])  # the zeros share it with the smallest denormals
-    counts[BINS:] = 0  # what is not finite
-    return counts, total
+    def __init__(self, places: Sequence[slice]) -> None:
+        self._places = places
+        self._parts = np.array([(p.start, p.stop) for p in places], np.int64).reshape(-1, 2)
+        self._counts = np.zeros(((256 << BITS) // BIN_CHUNK, len(places), BIN_CHUNK), np.uint32)
+        self._used = np.zeros(len(self._counts), np.bool_)
+
+    def __call__(self, values: Array) -> tuple[dict[int, NDArray[np.uint32]], NDArray[np.float64]]:
+        """Return the chunks of bins that have a count of any layer, until the next call, and the statistics."""
+        code = device_code(values)
+        if code is not None:
+            sums = [code.sums(values[place], 0.0, True) for place in self._places]
+            self._count_on_device(values)
+        else:
+            values = as_numpy(values)
+            sums = [_sums(values[place]) for place in self._places]
+            self._count(values)
+        moments = np.array(sums, float).reshape(-1, len(STATISTICS))
+        used = np.flatnonzero(self._used).tolist()
+        return {chunk: self._counts[chunk] for chunk in used}, moments
+
+    def _count(self, values: NDArray[np.float32]) -> None:
+        from gradstats.primitives.kernels import histograms_of_parts
+
+        bits = values.view(np.uint32)
+        histograms_of_parts(bits, self._parts, 23 - BITS, BINS, self._counts, self._used)
+
+    def _count_on_device(self, values: Array) -> None:
+        self._used[:] = False
+        whole = np.zeros(256 << BITS, np.uint32)
+        for i, place in enumerate(self._places):
+            whole[:BINS] = histogram(values[place], BITS).counts
+            rows = whole.reshape(-1, BIN_CHUNK)
+            for chunk in np.flatnonzero(rows.any(axis=1)).tolist():
+                if not self._used[chunk]:
+                    self._counts[chunk], self._used[chunk] = 0, True
+                self._counts[chunk, i] = rows[chunk]
+
+
+def _sums(values: NDArray[np.float32]) -> tuple[float, ...]:
+    """Return the statistics of one layer."""
+    from gradstats.primitives.kernels import block_moments
+
+    total: tuple[float, ...] = block_moments(values[:BLOCK], np.float32(0), True)
+    for start in range(BLOCK, values.size, BLOCK):
+        more = block_moments(values[start : start + BLOCK], np.float32(0), True)
+        *added, largest = zip(total, more, strict=True)
+        total = (*map(sum, added), max(largest))
+    return total

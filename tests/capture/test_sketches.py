@@ -276,13 +276,13 @@ def test_sketching_is_not_the_training_threads_work(tmp_path, monkeypatch):
 
     from gradstats.trace import writer as trace_writer
 
-    threads, original = set(), trace_writer._tally
+    threads, original = set(), trace_writer._sums
 
     def spy(values):
         threads.add(threading.current_thread().name)
         return original(values)
 
-    monkeypatch.setattr(trace_writer, "_tally", spy)
+    monkeypatch.setattr(trace_writer, "_sums", spy)
     model = cases.model()
     with Capture(tmp_path / "a.zarr", model, store="sketches") as capture:
         train(capture, model, 3)

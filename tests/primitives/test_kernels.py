@@ -215,3 +215,27 @@ def test_peaks_are_the_largest_of_their_groups(size):
     kernels.block_peaks(x, peaks)
     whole = np.abs(x[: size - size % 5]).reshape(-1, 5)
     assert peaks.view(np.float32).tolist() == whole.max(axis=0).tolist()
+
+
+def test_histograms_of_parts_are_those_of_the_parts():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=200_003) * np.exp(rng.normal(size=200_003, scale=20))).astype(np.float32)
+    x[rng.choice(x.size, 5000)] = 0
+    x[-1000:] = np.float32(1e-42)
+    counts, used = np.full((8, 6, 4096), 7, np.uint32), np.ones(8, bool)
+    odd = x.copy()
+    odd[500:510], odd[510:520] = np.nan, -np.inf
+    odd[:64] = 0
+    for values, ends in (
+        (odd, [(0, 64), (64, 150_001), (150_001, 150_001), (150_001, 150_002), (3, 9), (3, 600)]),
+        (x, [(0, 0), (199_003, 200_003), (199_003, 199_004), (0, 0), (0, 0), (0, 0)]),
+    ):
+        parts = np.array(ends, np.int64)
+        kernels.histograms_of_parts(values.view(np.uint32), parts, 16, 255 << 7, counts, used)
+        whole = np.where(used[:, None, None], counts, 0).transpose(1, 0, 2).reshape(6, -1)
+        for (start, stop), found in zip(ends, whole, strict=True):
+            assert (found[: 255 << 7] == histogram(values[start:stop]).counts).all()
+            assert not found[255 << 7 :].any()
+        assert used.tolist() == [
+            bool(chunk.any()) for chunk in whole.reshape(6, 8, -1).swapaxes(0, 1)
+        ]
