@@ -495,7 +495,7 @@ class _Tally:
 
     def __call__(self, values: Array) -> tuple[dict[int, NDArray[np.uint32]], NDArray[np.float64]]:
         """Return the chunks of bins that have a count of any layer, until the next call, and the statistics."""
-        code = device_code(values)
+        code, sums = device_code(values), list[Sequence[float]]()
         if code is not None:
             sums = [code.sums(values[place], 0.0, True) for place in self._places]
             self._count_on_device(values)
