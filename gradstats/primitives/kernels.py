@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "PART",
+    "block_bfloat16",
     "block_count",
     "block_histogram",
     "block_moments",
@@ -738,6 +739,28 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
 
 
 @_compiled(nogil=True)
+def block_bfloat16(bits: NDArray[np.uint32], rounded: NDArray[np.uint16]) -> None:
+    """Round to bfloat16, nearest even; NaN stays NaN, and what is finite stays finite.
+
+    Parameters
+    ----------
+    bits : ndarray of uint32, shape (n,)
+        Block, as bits.
+    rounded : ndarray of uint16, shape (n,)
+        Written: the bits of the rounded elements.
+    """
+    infinity = np.uint32(_INFINITY)
+    for i in range(bits.size):
+        b = bits[i]
+        magnitude = b & np.uint32(_MASK)
+        up = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
+        # above 3.39e38 nearest is infinity, which would say of a finite gradient that it is not
+        reached = magnitude < infinity and (up & np.uint32(0x7F800000)) == infinity
+        up = np.uint32(up - (np.uint32(reached) << np.uint32(16)))
+        rounded[i] = np.uint16(0x7FC0) if magnitude > infinity else np.uint16(up >> np.uint32(16))
+
+
+@_compiled(nogil=True)
 def histograms_of_parts(
     bits: NDArray[np.uint32],
     parts: NDArray[np.int64],
@@ -854,6 +877,7 @@ def warm_up() -> None:
         block_stochastic_signs(x, 2.0, values[:1], np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
+        block_bfloat16(x.view(np.uint32), np.empty(x.size, np.uint16))
         parts, found = np.zeros((1, 2), np.int64), np.zeros((8, 1, 1 << 12), np.uint32)
         histograms_of_parts(x.view(np.uint32), parts, 16, 1 << 15, found, np.zeros(8, np.bool_))
         block_peaks(x, np.empty(x.size, np.int32))

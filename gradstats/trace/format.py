@@ -794,12 +794,11 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     ndarray of uint16
         Bits of the rounded elements.
     """
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # above 3.39e38 nearest is infinity, which would say of a finite gradient that it is not
-    overflowed = np.isfinite(values) & ((rounded & 0x7FFF) == 0x7F80)
-    rounded = np.where(overflowed, rounded - 1, rounded)
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    from gradstats.primitives.kernels import block_bfloat16
+
+    rounded = np.empty(values.shape, np.uint16)
+    block_bfloat16(np.ascontiguousarray(values).view(np.uint32), rounded)
+    return rounded
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

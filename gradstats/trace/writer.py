@@ -160,6 +160,9 @@ class TraceWriter:
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
+        if store == "sketches" or self._bfloat16:
+            # here rather than in the thread that appends, where the first step would wait a second for it
+            import gradstats.primitives.kernels  # noqa: F401
         if store == "sketches":  # kinds of the same layers share one
             own: dict[int, _Tally] = {}
             self._tallies = {k: own.setdefault(id(p), _Tally(p)) for k, p in self._places.items()}
@@ -260,7 +263,8 @@ class TraceWriter:
         folder, (size,) = f"{self._group}/{kind}/c/{row}", spec.chunk
         for i, start in enumerate(range(0, values.size, size)):
             _write_chunk(f"{folder}/{i}", _padded(stored[start : start + size], spec), spec)
-        return values.size - int(np.count_nonzero(values)), count_nonfinite(values)
+        # by NumPy: gradients alone need no compiled code, which takes a second to import
+        return int(np.count_nonzero(values == 0)), count_nonfinite(values)
 
     def _put_sketch(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""

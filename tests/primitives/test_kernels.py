@@ -239,3 +239,18 @@ def test_histograms_of_parts_are_those_of_the_parts():
         assert used.tolist() == [
             bool(chunk.any()) for chunk in whole.reshape(6, 8, -1).swapaxes(0, 1)
         ]
+
+
+def test_bfloat16_rounds_as_torch_and_keeps_what_is_finite():
+    high = np.arange(1 << 16, dtype=np.uint32) << 16
+    bits = np.concatenate([high | np.uint32(low) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    rounded, x = np.empty(bits.size, np.uint16), bits.view(np.float32)
+    kernels.block_bfloat16(bits, rounded)
+    found = torch.from_numpy(rounded.view(np.int16)).view(torch.bfloat16).float().numpy()
+    expected = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+    largest = np.finfo(np.float32).max * (1 - 2.0**-8)  # of those that bfloat16 has, about
+    over = np.isfinite(x) & np.isinf(expected)
+    assert over.any()
+    assert (np.abs(found[over]) > largest).all()
+    assert np.isfinite(found[over]).all()
+    np.testing.assert_array_equal(found[~over], expected[~over])
