@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "NonFiniteGradientError",
     "TraceError",
     "first_line",
+    "options_of",
     "unknown",
 ]
 
@@ -60,6 +62,28 @@ def first_line(error: BaseException) -> str:
     first = text.splitlines() or [type(error).__name__]
     # zipfile repeats what a damaged archive has in the place of a name
     return first[0] if len(first[0]) <= _LONGEST else f"{first[0][:_LONGEST]}…"
+
+
+@contextmanager
+def options_of(what: str, name: str) -> Iterator[None]:
+    """Say of what is built inside that it does not take an option.
+
+    Parameters
+    ----------
+    what : str
+        What has such names, in the singular.
+    name : str
+        The one that is built.
+
+    Raises
+    ------
+    InputError
+        For a TypeError, as Python reports an unknown argument.
+    """
+    try:
+        yield
+    except TypeError as error:
+        raise InputError(f"{what} {name!r}: {error}") from None
 
 
 def unknown(what: str, given: object, names: Iterable[str]) -> InputError:

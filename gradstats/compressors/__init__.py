@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gradstats.errors import InputError, unknown
+from gradstats.errors import options_of, unknown
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 if TYPE_CHECKING:
@@ -227,10 +227,8 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     from gradstats.compressors.selectors import ThresholdSelector, TopK
 
     if isinstance(name, str) and name == "topk":
-        try:
+        with options_of("selector", name):
             return TopK(ratio, **options)
-        except TypeError as error:
-            raise InputError(f"selector {name!r}: {error}") from None
     return ThresholdSelector(make_estimator(name, **options), ratio)
 
 
@@ -276,8 +274,6 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
 
         given = {"codec": options.pop("codec")} if "codec" in options else {}
         return as_compressor(make_selector(name.removeprefix(RULE), ratio, **options), **given)
-    try:
-        build: Any = cls
+    build: Any = cls
+    with options_of("compressor", name):
         return build(ratio, **options) if cls.has_ratio else build(**options)  # type: ignore[no-any-return]
-    except TypeError as error:
-        raise InputError(f"compressor {name!r}: {error}") from None

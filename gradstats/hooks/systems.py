@@ -25,7 +25,7 @@ from gradstats.compressors.layerwise import MERGE
 from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE, redsync_selector
 from gradstats.compressors.selectors import Everything
 from gradstats.compressors.sparse import Average
-from gradstats.errors import InputError
+from gradstats.errors import InputError, options_of
 from gradstats.hooks import CompressionState, LocalSteps, Nesterov, dgc_warm_up
 from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import ErrorFeedback, MomentumCorrection
@@ -409,15 +409,11 @@ def make_state(
     InputError
         If the name or an option is unknown or out of range, or the name is ``none``, which has no state.
     """
-    given = (
-        with_codec(name, compressor_options or {}) if name in SYSTEMS else compressor_options or {}
-    )
+    given = compressor_options or {}
     if name in SYSTEMS:
         given = with_codec(name, given)
-        try:
+        with options_of("system", name):
             return SYSTEMS[name](named_parameters, ratio, **given, **options)
-        except TypeError as error:
-            raise InputError(f"system {name!r}: {error}") from None
     compressor = make_compressor(name, ratio, **given)
     if compressor is None:
         raise InputError("none is PyTorch's own averaging: register its allreduce_hook")

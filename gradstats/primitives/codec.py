@@ -17,6 +17,8 @@ __all__ = [
     "CANDIDATES",
     "FIRST_BITS",
     "HEAD",
+    "NOT_ASCENDING",
+    "OUTSIDE",
     "WORD",
     "read_head",
     "rice_decode",
@@ -33,6 +35,9 @@ CANDIDATES = 3
 """Parameters worth trying."""
 WORD = 32
 """Bits of a word."""
+NOT_ASCENDING = f"positions to encode must be ascending, each once, from 0 to 2**{FIRST_BITS} - 1"
+OUTSIDE = "its gaps leave the message, or the {} elements"
+"""What both coders, this and that of a device, say of bad positions and of a bad stream."""
 
 
 def smallest_parameter(steps: int, total: int) -> int:
@@ -131,7 +136,7 @@ def rice_encode(indices: NDArray[np.int64]) -> NDArray[np.uint32]:
     least = smallest_parameter(indices.size - 1, max(last - first - indices.size + 1, 0))
     sums = np.zeros(CANDIDATES, np.int64)
     if first < 0 or last >> FIRST_BITS or not gap_sums(indices, least, sums):
-        raise InputError("positions to encode must be ascending, each once, from 0 to 2**56 - 1")
+        raise InputError(NOT_ASCENDING)
     bits = [(indices.size - 1) * (least + i + 1) + int(s) for i, s in enumerate(sums)]
     parameter = least + bits.index(min(bits))
     words = np.zeros(HEAD + -(-min(bits) // WORD), np.uint32)
@@ -174,7 +179,7 @@ def rice_decode(words: NDArray[np.uint32], count: int, numel: int) -> tuple[NDAr
     indices[0] = first
     used = decode_gaps(words[HEAD:], parameter, numel, indices)
     if used < 0:
-        raise ValueError(f"its gaps leave the message, or the {numel} elements")
+        raise ValueError(OUTSIDE.format(numel))
     return indices, HEAD + used
 
 

@@ -14,6 +14,8 @@ from gradstats.primitives.codec import (
     CANDIDATES,
     FIRST_BITS,
     HEAD,
+    NOT_ASCENDING,
+    OUTSIDE,
     WORD,
     read_head,
     smallest_parameter,
@@ -79,7 +81,7 @@ def rice_encode(indices: torch.Tensor) -> torch.Tensor:
         [indices[0], indices[-1], torch.cat([indices[:1], gaps]).min()]
     ).tolist()
     if first < 0 or last >> FIRST_BITS or least_gap < 0:
-        raise InputError("positions to encode must be ascending, each once, from 0 to 2**56 - 1")
+        raise InputError(NOT_ASCENDING)
     least = smallest_parameter(steps, max(last - first - steps, 0))
     tried = range(least, least + CANDIDATES)
     sums = torch.stack([(gaps >> b).sum() for b in tried]).tolist()
@@ -147,7 +149,7 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
         if not missing:
             break
     if missing:
-        raise ValueError(f"its gaps leave the message, or the {numel} elements")
+        raise ValueError(OUTSIDE.format(numel))
     ends = torch.cat(parts)
     codes = words[HEAD : HEAD + at + 1].long() & _LOW
     codes = torch.cat([codes, codes.new_zeros(1)])
@@ -160,7 +162,7 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
     # nothing overflows: all high parts together have no more than `most` zeros and those of a word
     last, least, largest = torch.stack([ends[-1], indices.min(), indices.max()]).tolist()
     if least < first or largest >= numel:
-        raise ValueError(f"its gaps leave the message, or the {numel} elements")
+        raise ValueError(OUTSIDE.format(numel))
     return indices, HEAD + -(-(steps * parameter + last + 1) // WORD)
 
 

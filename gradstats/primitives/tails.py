@@ -120,13 +120,15 @@ def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np
     return np.where(left == right, left, left / 2 + right / 2)
 
 
-def tails(x: Array) -> Tails:
+def tails(x: Array, least: float = 0.0) -> Tails:
     """Add up the magnitudes of a gradient from above, in one pass.
 
     Parameters
     ----------
     x : array_like
         Checked array of any shape and device, of any floating dtype; float64 is rounded to float32.
+    least : float
+        Least threshold that will be looked up: cells below its own are left out.
 
     Returns
     -------
@@ -138,16 +140,17 @@ def tails(x: Array) -> Tails:
     known = x.dtype.itemsize == 2  # the cells have as many bits as the numbers
     bits = 7 if "bfloat16" in str(x.dtype) else 10
     edges = bin_edges(bits)
+    lowest = max(int(edges.searchsorted(least, side="right")) - 1, 0)
     code = device_code(x)
     if code is not None:
         from gradstats.primitives import operators
 
-        left = edges[:-1]
-        right = left if known else edges[1:]
-        weight = code.counts(x, bits)[0][: left.size]
+        left = edges[lowest:-1]
+        right = left if known else edges[lowest + 1 :]
+        weight = code.counts(x, bits)[0][lowest : lowest + left.size]
         return Tails(left, right, operators.tail_sums(weight, middles(left, right)))
     counts = histogram(x, bits).counts
-    bins = np.flatnonzero(counts != 0)
+    bins = lowest + np.flatnonzero(counts[lowest:] != 0)
     left = edges[bins]
     right = left if known else edges[bins + 1]
     return Tails.of_cells(left, right, counts[bins].astype(np.float64))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradstats.errors import InputError, unknown
+from gradstats.errors import InputError, options_of, unknown
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import target_count
 from gradstats.thresholds.base import Estimate, Estimator
@@ -85,10 +85,8 @@ def make_estimator(name: str, **options: Any) -> Estimator:
     factory = ESTIMATORS.get(name) if isinstance(name, str) else None
     if factory is None:
         raise unknown("estimator", name, ESTIMATORS)
-    try:
+    with options_of("estimator", name):
         return factory(**options)
-    except TypeError as error:
-        raise InputError(f"estimator {name!r}: {error}") from None
 
 
 def threshold(

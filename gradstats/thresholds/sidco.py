@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -159,15 +159,14 @@ class SIDCo(Estimator):
         adapts = self.adaptation == "corrected" and self._step % self.interval == 0
         self._step += 1
         once = tails(x) if numel >= _MANY and not wide else None
-        if adapts:
-            few = numel <= _FEW and not wide
-            self.stages = self._best_stages(once or (_sorted(x) if few else tails(x)), k)
         if once is not None and not _wide(whole := once.whole(log=self._needs_log), 0.0):
             once = None
         if once is None:
             whole = self._whole(x)
         if k >= whole.count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
+        if adapts:
+            self.stages = self._best_stages(x, once, whole, k)
         ratios = stage_ratios(k / whole.count, self.stages, self.first_ratio)
         seen: list[dict[str, Any]] = []
         survivors: Selection | None = None
@@ -195,16 +194,18 @@ class SIDCo(Estimator):
     def _whole(self, x: Array) -> Moments:
         return moments(x) if self._needs_log else exceedances(x, 0.0)
 
-    def _best_stages(self, cells: Tails, k: int) -> int:
+    def _best_stages(self, x: Array, cells: Tails | None, whole: Moments, k: int) -> int:
         """Return the number of stages whose threshold keeps the nearest to k."""
+        split = partial(stage_ratios, k / whole.count, first=self.first_ratio)
+        if cells is None and numel_of(x) <= _FEW and wide_dtype(x) != np.float64:
+            cells = _sorted(x)
+        if cells is None:  # no threshold is below those of the first of one stage, and of several
+            ends = (next(run_stages(self._models(), split(m), whole, moments)) for m in (1, 2))
+            cells = tails(x, min(end["threshold"] for end in ends))
         above = cache(cells.above)  # the first of several stages is always the same
-        whole = cells.whole(log=self._needs_log)
-        if k >= whole.count:
-            return 1
         best, least = 1, math.inf
         for stages in range(1, most_stages(k / whole.count) + 1):
-            ratios = stage_ratios(k / whole.count, stages, self.first_ratio)
-            *_, last = run_stages(self._models(), ratios, whole, above)
+            *_, last = run_stages(self._models(), split(stages), whole, above)
             kept = above(last["threshold"]).count
             error = abs(math.log(max(kept, 0.5) / k))
             if error < least:

@@ -70,6 +70,21 @@ def test_zeros_and_what_is_not_finite_are_left_out():
         assert tails(nothing).above(0.0).count == 0
 
 
+@pytest.mark.parametrize("code", ["compiled", "torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cells_below_the_least_threshold_are_left_out(code, dtype, family):
+    x = torch.from_numpy(family[:20_000]).to(dtype)
+    ordered = x.double().abs().sort().values
+    for least in (0.0, float(ordered[15_000]), float(ordered[-1]), 2 * float(ordered[-1]), 1e39):
+        with backend(code):
+            cells, all_cells = tails(x, least), tails(x)
+        assert cells.left.size <= all_cells.left.size
+        for threshold in (least, 1.01 * least):
+            found, expected = cells.above(threshold), all_cells.above(threshold)
+            assert found.count == expected.count
+            assert found.sum_abs == pytest.approx(expected.sum_abs, rel=1e-12)
+
+
 @pytest.mark.parametrize("code", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_device_has_the_same_sums(code, dtype, family):
