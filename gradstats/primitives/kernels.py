@@ -55,8 +55,6 @@ _PAIRS = _LINE // 2
 """Pairs of elements of a cache line."""
 _PIECE = 256
 """Elements that a loop reads between asking for memory, where the compiler must not be disturbed inside it."""
-_MANY = 1 << 16
-"""Elements that are read twice while the second-level cache has them."""
 _LANES = 8
 """Numbers of float64 that are added together."""
 _LN2 = 0.6931471805599453
@@ -764,6 +762,8 @@ def block_bfloat16(bits: NDArray[np.uint32], rounded: NDArray[np.uint16]) -> Non
 def histograms_of_parts(
     bits: NDArray[np.uint32],
     parts: NDArray[np.int64],
+    zeros: NDArray[np.int64],
+    first: int,
     shift: int,
     bins: int,
     counts: NDArray[np.uint32],
@@ -775,31 +775,28 @@ def histograms_of_parts(
     ----------
     bits : ndarray of uint32, shape (n,)
         Elements, as bits.
-    parts : ndarray of int64, shape (parts, 2)
+    parts : ndarray of int64, shape (some, 2)
         Where each part begins and ends.
+    zeros : ndarray of int64, shape (some,)
+        Zeros in each of them, which are not counted.
+    first : int
+        Number of the first of them.
     shift : int
         Trailing bits that do not tell bins apart.
     bins : int
         Number of bins, from the lowest on, that are wanted.
     counts : ndarray of uint32, shape (chunks, parts, size)
-        Written: the bins of every part, `size` of them in a chunk, without zeros. A chunk that is not `used` is left
-        as it was.
+        Written: the bins of every part, `size` of them in a chunk. A chunk that is not `used` is left as it was.
     used : ndarray of bool, shape (chunks,)
-        Written: which chunks have a count of any part.
+        Written: which chunks have a count of any part, now or before.
     """
     chunks, _, size = counts.shape
     row = np.zeros(chunks * size, np.uint32)
-    used[:] = False
     for i in range(len(parts)):
-        top = np.int32(0)
-        for start in range(parts[i, 0], parts[i, 1], _MANY):
-            part = bits[start : min(start + _MANY, parts[i, 1])]
-            largest, zeros = _extremes(part.view(np.int32))
-            top = max(top, largest)
-            block_histogram(part, shift, row)
-            row[0] -= np.uint32(zeros)
+        block_histogram(bits[parts[i, 0] : parts[i, 1]], shift, row)
+        row[0] -= np.uint32(zeros[i])  # they share it with the smallest denormals
         row[bins:] = 0
-        for chunk in range((top >> shift) // size + 1):
+        for chunk in range(chunks):
             here = row[chunk * size : (chunk + 1) * size]
             some = np.uint32(0)
             for j in range(size):
@@ -808,7 +805,7 @@ def histograms_of_parts(
                 if not used[chunk]:
                     counts[chunk] = 0
                     used[chunk] = True
-                counts[chunk, i] = here
+                counts[chunk, first + i] = here
                 here[:] = 0
 
 
@@ -878,8 +875,9 @@ def warm_up() -> None:
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
         block_bfloat16(x.view(np.uint32), np.empty(x.size, np.uint16))
-        parts, found = np.zeros((1, 2), np.int64), np.zeros((8, 1, 1 << 12), np.uint32)
-        histograms_of_parts(x.view(np.uint32), parts, 16, 1 << 15, found, np.zeros(8, np.bool_))
+        parts, used = np.zeros((1, 2), np.int64), np.zeros(8, np.bool_)
+        found = np.zeros((8, 1, 1 << 12), np.uint32)
+        histograms_of_parts(x.view(np.uint32), parts, parts[0], 0, 16, 1 << 15, found, used)
         block_peaks(x, np.empty(x.size, np.int32))
     keep_at_least(indices, values, np.float32(1))
     block_under(values, _INFINITY, np.empty(values.size, np.int32))

@@ -200,7 +200,8 @@ class SIDCo(Estimator):
         if cells is None and numel_of(x) <= _FEW and wide_dtype(x) != np.float64:
             cells = _sorted(x)
         if cells is None:  # no threshold is below those of the first of one stage, and of several
-            ends = (next(run_stages(self._models(), split(m), whole, moments)) for m in (1, 2))
+            sums = partial(exceedances, x)
+            ends = (next(run_stages(self._models(), split(m), whole, sums)) for m in (1, 2))
             cells = tails(x, min(end["threshold"] for end in ends))
         above = cache(cells.above)  # the first of several stages is always the same
         best, least = 1, math.inf

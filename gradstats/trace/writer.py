@@ -494,31 +494,44 @@ class _Tally:
     def __init__(self, places: Sequence[slice]) -> None:
         self._places = places
         self._parts = np.array([(p.start, p.stop) for p in places], np.int64).reshape(-1, 2)
+        sizes = self._parts[:, 1] - self._parts[:, 0]
+        # layers that the cache still holds when they are read again
+        turns = np.flatnonzero(np.diff((np.cumsum(sizes) - 1) // BLOCK)) + 1
+        self._groups = [slice(a, b) for a, b in pairwise([0, *turns.tolist(), len(places)])]
         self._counts = np.zeros(((256 << BITS) // BIN_CHUNK, len(places), BIN_CHUNK), np.uint32)
         self._used = np.zeros(len(self._counts), np.bool_)
 
     def __call__(self, values: Array) -> tuple[dict[int, NDArray[np.uint32]], NDArray[np.float64]]:
         """Return the chunks of bins that have a count of any layer, until the next call, and the statistics."""
-        code, sums = device_code(values), list[Sequence[float]]()
-        if code is not None:
-            sums = [code.sums(values[place], 0.0, True) for place in self._places]
-            self._count_on_device(values)
-        else:
-            values = as_numpy(values)
-            sums = [_sums(values[place]) for place in self._places]
-            self._count(values)
-        moments = np.array(sums, float).reshape(-1, len(STATISTICS))
+        self._used[:] = False
+        count = self._count if device_code(values) is None else self._count_on_device
+        moments = np.array(count(values), float).reshape(-1, len(STATISTICS))
         used = np.flatnonzero(self._used).tolist()
         return {chunk: self._counts[chunk] for chunk in used}, moments
 
-    def _count(self, values: NDArray[np.float32]) -> None:
+    def _count(self, given: Array) -> list[Sequence[float]]:
         from gradstats.primitives.kernels import histograms_of_parts
 
+        values, sums = as_numpy(given), list[Sequence[float]]()
         bits = values.view(np.uint32)
-        histograms_of_parts(bits, self._parts, 23 - BITS, BINS, self._counts, self._used)
+        for group in self._groups:
+            sums += [_sums(values[place]) for place in self._places[group]]
+            zeros = np.array([int(each[1]) for each in sums[group]], np.int64)
+            histograms_of_parts(
+                bits,
+                self._parts[group],
+                zeros,
+                group.start,
+                23 - BITS,
+                BINS,
+                self._counts,
+                self._used,
+            )
+        return sums
 
-    def _count_on_device(self, values: Array) -> None:
-        self._used[:] = False
+    def _count_on_device(self, values: Array) -> list[Sequence[float]]:
+        code = device_code(values)
+        assert code is not None
         whole = np.zeros(256 << BITS, np.uint32)
         for i, place in enumerate(self._places):
             whole[:BINS] = histogram(values[place], BITS).counts
@@ -527,6 +540,7 @@ class _Tally:
                 if not self._used[chunk]:
                     self._counts[chunk], self._used[chunk] = 0, True
                 self._counts[chunk, i] = rows[chunk]
+        return [code.sums(values[place], 0.0, True) for place in self._places]
 
 
 def _sums(values: NDArray[np.float32]) -> tuple[float, ...]:
