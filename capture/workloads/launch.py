@@ -119,7 +119,12 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
                 results: dict[int, T] = launcher(os.getpid() if forked else None, function, args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise RunFailedError(f"rank {rank} failed: {_last_line(failure.message)}") from error
+            why = _last_line(failure.message)
+            if (
+                failure.exitcode == 1 and failure.error_file == "<N/A>"
+            ):  # it did not come to the function
+                why = 'it ended before it began; call this in a file, below if __name__ == "__main__":'
+            raise RunFailedError(f"rank {rank} failed: {why}") from error
     return [results[rank] for rank in range(nproc)]
 
 

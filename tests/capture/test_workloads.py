@@ -265,6 +265,23 @@ def test_a_failing_rank_is_one_line():
         run(RunConfig(workload="lstm-pydoc", batch_size=20_000, steps=1, nproc=1))
 
 
+UNGUARDED = """
+from capture.workloads import RunConfig, run
+run(RunConfig(workload="resnet20-digits", nproc=1, steps=1))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stdin", [True, False])
+def test_a_script_that_its_processes_cannot_import_is_told_so(tmp_path, stdin):
+    file = tmp_path / "script.py"
+    file.write_text(UNGUARDED)
+    given = {"input": UNGUARDED} if stdin else {}
+    command = [sys.executable, *([] if stdin else [str(file)])]
+    done = subprocess.run(command, capture_output=True, text=True, **given)
+    assert 'below if __name__ == "__main__":' in done.stderr
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_same_seed_same_gradients_and_capture_changes_no_loss(tmp_path):
