@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 # mypy does not see `dist.GradBucket`; this private path is the same class.
@@ -19,9 +20,9 @@ __all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view"
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient in DDP's bucket."""
 
-_FEW = 128
-"""An update is written position by position where fewer than this share of all are not zero, …"""
-_LARGE = 1 << 20
+_FEW = 50
+"""An update is written position by position where fewer than one in this many are not zero, …"""
+_LARGE = 1 << 16
 """… in parameters of this many elements; copying smaller ones takes no longer."""
 
 
@@ -242,21 +243,20 @@ class FlatGradient:
             The loss scale that the gradients are to carry.
         """
         slots = self._layout.slots
-        few = touched is not None and _FEW * sum(p.numel() for p in touched) < mean.numel()
+        positions = None
+        if touched and _FEW * sum(map(len, touched)) < mean.numel() and _plain(mean):
+            from gradstats.primitives.kernels import put_at
+
+            positions, ends = torch.cat(touched).numpy(), np.cumsum([len(p) for p in touched])
         whole: list[Pair] = []
         for parameter, gradient in pairs:
             target = real_view(logical(parameter, gradient))
             slot = slots.get(id(parameter))
             if slot is None:
                 part = self.dense[self._layout.dense_slots[id(parameter)]]
-            elif few and target.is_contiguous() and target.numel() >= _LARGE:
-                assert touched is not None
-                flat = target.view(-1).zero_()  # half the memory traffic of a copy
-                ends = torch.tensor([slot.start, slot.stop], device=flat.device)
-                for positions in touched:
-                    first, last = torch.searchsorted(positions, ends).tolist()
-                    here = positions[first:last]
-                    flat[here - slot.start] = (mean[here] * scale).to(flat.dtype)
+            elif positions is not None and target.numel() >= _LARGE and _plain(target):
+                flat = target.view(-1).numpy()
+                put_at(flat, mean.numpy(), slot.start, positions, ends, np.float32(scale))
                 continue
             else:
                 part = mean[slot]
@@ -275,3 +275,7 @@ class FlatGradient:
                 return f" (here first in parameter {name})"
         dense = torch.isfinite(self.dense).all()
         return "" if dense else " (here in a densely averaged parameter)"
+
+
+def _plain(x: torch.Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32 and x.is_contiguous()

@@ -39,6 +39,7 @@ __all__ = [
     "block_under",
     "histograms_of_parts",
     "keep_at_least",
+    "put_at",
     "tail_sums",
     "warm_up",
 ]
@@ -49,6 +50,10 @@ PART = 2048
 """Elements per part of a block: 8 kB, which stay in the first-level cache between the loops over it."""
 _WORD = 64
 """Elements tested together, with a bit each of a 64-bit word."""
+_PUT = 4096
+"""Elements that are written together: 16 kB, which stay in the first-level cache between zeros and values."""
+_SOON = 8
+"""How many positions ahead the value at one is asked for."""
 _LINE, _AHEAD = 16, 2048
 """Elements of a cache line, and how far ahead of a loop memory is asked for."""
 _PAIRS = _LINE // 2
@@ -856,6 +861,49 @@ def tail_sums(
         sums[i, 3] = w
 
 
+@_compiled(nogil=True)
+def put_at(
+    target: NDArray[np.float32],
+    x: NDArray[np.float32],
+    start: int,
+    positions: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    factor: np.float32,
+) -> None:
+    """Write one part of a vector that is zero but at some positions, in half the memory traffic of a copy.
+
+    Parameters
+    ----------
+    target : ndarray of float32, shape (n,)
+        Written: elements ``start`` to ``start + n`` of the vector.
+    x : ndarray of float32, shape (d,)
+        The vector, of which only the elements at the positions are read.
+    start : int
+        Where the part begins.
+    positions : ndarray of int64, shape (m,)
+        Lists of positions, one after another; each ascends.
+    ends : ndarray of int64, shape (lists,)
+        Where each list ends.
+    factor : float32
+        What the elements are multiplied by.
+    """
+    next_of = np.empty(ends.size, np.int64)
+    for i in range(ends.size):
+        low = ends[i - 1] if i > 0 else 0
+        next_of[i] = low + np.searchsorted(positions[low : ends[i]], start)
+    for first in range(0, target.size, _PUT):
+        last = min(first + _PUT, target.size)
+        target[first:last] = 0
+        for i in range(ends.size):
+            at, end = next_of[i], ends[i]
+            while at < end and positions[at] < start + last:
+                if at + _SOON < end:
+                    _fetch(x, positions[at + _SOON])
+                target[positions[at] - start] = x[positions[at]] * factor
+                at += 1
+            next_of[i] = at
+
+
 def warm_up() -> None:
     """Compile every kernel, or load it from the cache: for arrays that may be written, and for those that may not."""
     writable = np.ones(2 * _WORD + 1, np.float32)
@@ -884,3 +932,4 @@ def warm_up() -> None:
     descend(counts, 0.5)
     descend(counts.astype(np.int64), 0.5)
     tail_sums(np.ones(1), np.ones(1), np.zeros((2, 4)))
+    put_at(values, writable, 0, np.zeros(1, np.int64), np.ones(1, np.int64), np.float32(1))
