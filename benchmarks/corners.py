@@ -3,16 +3,21 @@
     .venv/bin/python benchmarks/corners.py [--write]
 
 Small gradients, thresholds at 26 million elements on light and heavy tails, signs, and the update of many
-layers: one thread, everything interleaved with what it is compared with. Rows are stored in docs/results/corners.json;
-``--write`` also puts the table into docs/measurements.md. It takes some minutes, and wants a quiet machine. What
-Marsit's exchange and a captured step cost, benchmarks/marsit.py and benchmarks/capture_cost.py measure.
+layers: one thread, everything interleaved with what it is compared with. Rows are stored in docs/results/corners.json,
+beside those of other processors; ``--write`` also puts the table into docs/measurements.md. It takes some minutes, and
+wants a quiet machine. What Marsit's exchange and a captured step cost, benchmarks/marsit.py and
+benchmarks/capture_cost.py measure.
 """
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -144,7 +149,7 @@ def signs() -> list[Row]:
 
 
 def update() -> list[Row]:
-    """Time the writing of 16 ranks' update into the gradients of 161 layers, beside a copy of it."""
+    """Time the writing of several ranks' update into the gradients of 161 layers, beside a copy of it."""
     torch.manual_seed(0)
     sizes = np.random.default_rng(0).lognormal(11, 1.5, 161).astype(int) + 100
     parameters = {f"{i}": torch.zeros(int(n)) for i, n in enumerate(sizes)}
@@ -152,46 +157,67 @@ def update() -> list[Row]:
     layout.add(parameters.items())
     flat = FlatGradient(layout, NoMemory())
     flat.allocate(torch.device("cpu"))
-    numel = layout.numel
-    mean = torch.zeros(numel)
-    touched = [torch.randint(numel, (numel // 1000,)).unique() for _ in range(16)]
-    for each in touched:
-        mean[each] = 1.0
+    numel, rows = layout.numel, []
     pairs = [(p, torch.zeros_like(p)) for p in parameters.values()]
     plain = [torch.zeros_like(p) for p in parameters.values()]
-    parts = mean.split([p.numel() for p in parameters.values()])
-
-    def copy() -> None:
-        for target, part in zip(plain, parts, strict=True):
-            target.copy_(part)
-
-    took = interleaved({"write": lambda: flat.write(pairs, mean, touched, 1.0), "copy": copy})
-    ratios = [a / b for a, b in zip(took["write"], took["copy"], strict=True)]
-    return [row("update", f"161 layers, {numel:,} elements, 16 ranks", ratios, "×", 1, "a copy")]
+    for ranks in (2, 16):
+        mean = torch.zeros(numel)
+        touched = [torch.randint(numel, (numel // 1000,)).unique() for _ in range(ranks)]
+        for each in touched:
+            mean[each] = 1.0
+        parts = mean.split([p.numel() for p in parameters.values()])
+        calls = {
+            "write": lambda m=mean, t=touched: flat.write(pairs, m, t, 1.0),  # type: ignore[misc]
+            "copy": lambda parts=parts: [t.copy_(p) for t, p in zip(plain, parts, strict=True)],  # type: ignore[misc]
+        }
+        took = interleaved(calls)
+        ratios = [a / b for a, b in zip(took["write"], took["copy"], strict=True)]
+        case = f"161 layers, {numel:,} elements, {ranks} ranks"
+        rows.append(row("update", case, ratios, "×", 1, "a copy"))
+    return rows
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as Markdown."""
+    """Return the rows as Markdown, with a column for each processor."""
+    processors = sorted({r["processor"] for r in rows})
     lines = [
-        "| corner | case | aim | here | quartiles | |",
-        "|---|---|---:|---:|---|---|",
+        f"| corner | case | aim | {' | '.join(processors)} |",
+        f"|---|---|---:|{'---:|' * len(processors)}",
     ]
+    found: dict[tuple[str, str], dict[str, Row]] = {}
     for r in rows:
+        found.setdefault((r["corner"], r["case"]), {})[r["processor"]] = r
+    for (corner, case), on in found.items():
+        r = next(iter(on.values()))
         unit = " µs" if r["unit"] == "µs" else f" × {r['over']}"
         aim = f"≤ {r['aim']:g}{unit}" if r["aim"] is not None else unit[1:]
-        state = "missed" if r["aim"] is not None and r["median"] > r["aim"] else ""
-        middle, low, high = (f"{r[n]:.3g}" for n in ("median", "low", "high"))
-        lines.append(
-            f"| `{r['corner']}` | {r['case']} | {aim} | {middle} | {low} … {high} | {state} |"
-        )
+        cells = " | ".join(_cell(on[p]) if p in on else "–" for p in processors)
+        lines.append(f"| `{corner}` | {case} | {aim} | {cells} |")
     return "\n".join(lines)
 
 
+def _cell(r: Row) -> str:
+    middle, low, high = (f"{r[n]:.3g}" for n in ("median", "low", "high"))
+    missed = " missed" if r["aim"] is not None and r["median"] > r["aim"] else ""
+    return f"{middle} ({low} … {high}){missed}"
+
+
+def processor() -> str:
+    """Return the maker and the line of this machine's processor, as in AMD EPYC or Intel Xeon."""
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    words = re.sub(r"\([^)]*\)", "", named[1] if named else platform.machine()).split()
+    return " ".join(words[:2])
+
+
 def everything() -> list[Row]:
-    """Return all rows, of one thread."""
+    """Return all rows, of one thread, and those that other processors have stored."""
     torch.set_num_threads(1)
     warm_up()
-    return [r for part in (small, middle, signs, update, large) for r in part()]
+    here = processor()
+    rows = [{**r, "processor": here} for p in (small, middle, signs, update, large) for r in p()]
+    others = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
+    return rows + [r for r in others if r["processor"] != here]
 
 
 if __name__ == "__main__":

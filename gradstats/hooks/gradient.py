@@ -20,7 +20,7 @@ __all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view"
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient in DDP's bucket."""
 
-_FEW = 50
+_FEW = 128
 """An update is written position by position where fewer than one in this many are not zero, …"""
 _LARGE = 1 << 16
 """… in parameters of this many elements; copying smaller ones takes no longer."""

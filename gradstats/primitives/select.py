@@ -38,6 +38,10 @@ _FEW = 1 << 16
 """Elements up to which sorting them is faster than a sample."""
 _GROUPS, _ROWS = 1 << 10, 8
 """Least number of groups, and of elements in each, from which their largest are worth looking at first."""
+_COUNTED, _SHIFT = 1 << 11, 20
+"""Elements from which counting them in bins of 1/8 octave costs less than sorting, and bits inside a bin."""
+_MANY, _FINE = 1 << 16, 16
+"""The same for bins of 1/128 octave, among numbers that are near each other."""
 
 _INFINITY, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -208,7 +212,8 @@ def top_candidates(
 def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     """Return the k-th largest magnitude and what reaches it, by sorting; None where it takes more than that.
 
-    The k-th largest of the largest in some groups bounds the answer from below, so that little more than k is sorted.
+    Little is sorted where a bound is cheap: the k-th largest of the largest in some groups, or the end of the bin of a
+    histogram. How fast all are sorted depends on the processor.
     """
     view = flat_blocks(x, 1)
     if view is None or view[0].dtype.type is not np.float32:
@@ -218,27 +223,44 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     flat, _ = view
     size = flat.size
     groups = max(4 * k, _GROUPS)
-    grouped = _ROWS * groups <= size
-    if grouped:
+    bounded, high = True, math.inf
+    if _ROWS * groups <= size:
         bits = np.empty(groups, np.int32)
         kernels.block_peaks(flat, bits)
+        least = _kth_of(bits, k)
+    elif size >= _COUNTED:
+        least, beyond, _ = _bin_of(flat, k, _SHIFT)
+        high = float(np.int32(beyond).view(np.float32))
     else:
-        bits = flat.view(np.int32) & _MAGNITUDE
-    least = _kth_of(bits, k)
+        bounded = False
+        least = _kth_of(flat.view(np.int32) & _MAGNITUDE, k)
     if least < 0:
         return None
     indices, values = np.empty(size, np.int64), np.empty(size, np.float32)
     n = kernels.block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
     indices, values = indices[:n], values[:n]
     threshold = float(np.int32(least).view(np.float32))
-    if grouped:
-        kth = _kth_magnitude(values, k, math.inf)
+    if bounded:
+        kth = _kth_magnitude(values, k, high)
         if kth is None:
             return None
         threshold = kth
         n = kernels.keep_at_least(indices, values, np.float32(kth))
     # copies, because the room is as large as the gradient
     return threshold, selection_like(x, indices[:n].copy(), values[:n].copy())
+
+
+def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:
+    """Return the first bits of the bin of the k-th largest finite magnitude, those after it, and its rank in the bin.
+
+    The first are negative if fewer are finite.
+    """
+    from gradstats.primitives.kernels import block_histogram, descend
+
+    counts = np.zeros(1 << 31 - shift, np.uint32)
+    block_histogram(x.view(np.uint32), shift, counts)
+    i, reached = descend(counts[: _INFINITY >> shift], float(k - 1))
+    return i << shift, i + 1 << shift, k - (reached - int(counts[i]))
 
 
 def _kth_of(bits: NDArray[np.int32], k: int) -> int:
@@ -270,9 +292,12 @@ def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
         return None
     if above >= k:  # the bracket missed
         above, n = block_under(values, _INFINITY, bits)
-    found = bits[:n]
-    found.partition(n - (k - above))
-    return float(found[n - (k - above)].view(np.float32))
+    found, rank = bits[:n], k - above
+    if n >= _MANY:
+        first, beyond, rank = _bin_of(found, rank, _FINE)
+        found = found[(found >= first) & (found < beyond)]
+    found.partition(found.size - rank)
+    return float(found[found.size - rank].view(np.float32))
 
 
 def keep(selection: Selection, threshold: float) -> Selection:

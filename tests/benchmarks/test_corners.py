@@ -13,6 +13,7 @@ def test_the_page_shows_what_was_stored():
     page = (DOCS / "measurements.md").read_text(encoding="utf-8")
     assert f"<!-- corners -->\n{corners.table(rows)}\n<!-- /corners -->" in page
     assert {r["corner"] for r in rows} == {*corners.RULES, "signsgd, ef-signsgd", "ssdm", "update"}
+    assert {"AMD EPYC", "Intel Xeon"} <= {r["processor"] for r in rows}
 
 
 def test_every_part_runs(monkeypatch):
@@ -27,5 +28,11 @@ def test_every_part_runs(monkeypatch):
         for r in getattr(corners, part)()
     ]
     assert all(0 < r["low"] <= r["median"] <= r["high"] for r in rows)
-    for line in corners.table(rows).splitlines()[2:]:
-        assert line.count("|") == 7
+    here = [{**r, "processor": corners.processor()} for r in rows]
+    there = [{**r, "processor": "another"} for r in rows[1:]]
+    first, *others = corners.table(here + there).splitlines()[2:]
+    assert first.endswith("| – |") != first.endswith(") |")
+    assert len(others) == len(there)
+    for line in others:
+        assert line.count("|") == 6
+        assert line.count(" … ") == 2

@@ -155,6 +155,9 @@ def test_a_guess_from_above_decides_about_time_alone(high):
     expected = float(np.sort(np.abs(np.delete(x, 3)))[-500])
     assert top_candidates(x, 500, 1.0, high)[0] == expected
     assert top_candidates(x, 500, 3.5, high)[0] == expected  # and one from below that is too high
+    for k in (1, 70_000, 99_999):  # of as many in the bracket most are counted
+        expected = float(np.sort(np.abs(np.delete(x, 3)))[-k])
+        assert top_candidates(x, k, 1e-9, high)[0] == expected
 
 
 @pytest.mark.parametrize("size", [*range(66), 127, 128, 129, 2047, 2048, 2049, 5000])
