@@ -149,7 +149,7 @@ def signs() -> list[Row]:
 
 
 def update() -> list[Row]:
-    """Time the writing of several ranks' update into the gradients of 161 layers, beside a copy of it."""
+    """Time the writing of an update into the gradients of 161 layers, beside a copy of it."""
     torch.manual_seed(0)
     sizes = np.random.default_rng(0).lognormal(11, 1.5, 161).astype(int) + 100
     parameters = {f"{i}": torch.zeros(int(n)) for i, n in enumerate(sizes)}
@@ -157,24 +157,18 @@ def update() -> list[Row]:
     layout.add(parameters.items())
     flat = FlatGradient(layout, NoMemory())
     flat.allocate(torch.device("cpu"))
-    numel, rows = layout.numel, []
+    mean = torch.randn(layout.numel)
     pairs = [(p, torch.zeros_like(p)) for p in parameters.values()]
     plain = [torch.zeros_like(p) for p in parameters.values()]
-    for ranks in (2, 16):
-        mean = torch.zeros(numel)
-        touched = [torch.randint(numel, (numel // 1000,)).unique() for _ in range(ranks)]
-        for each in touched:
-            mean[each] = 1.0
-        parts = mean.split([p.numel() for p in parameters.values()])
-        calls = {
-            "write": lambda m=mean, t=touched: flat.write(pairs, m, t, 1.0),  # type: ignore[misc]
-            "copy": lambda parts=parts: [t.copy_(p) for t, p in zip(plain, parts, strict=True)],  # type: ignore[misc]
-        }
-        took = interleaved(calls)
-        ratios = [a / b for a, b in zip(took["write"], took["copy"], strict=True)]
-        case = f"161 layers, {numel:,} elements, {ranks} ranks"
-        rows.append(row("update", case, ratios, "×", 1, "a copy"))
-    return rows
+    parts = mean.split([p.numel() for p in parameters.values()])
+    calls = {
+        "write": lambda: flat.write(pairs, mean, 1.0),
+        "copy": lambda: [t.copy_(p) for t, p in zip(plain, parts, strict=True)],
+    }
+    took = interleaved(calls)
+    ratios = [a / b for a, b in zip(took["write"], took["copy"], strict=True)]
+    case = f"161 layers, {layout.numel:,} elements"
+    return [row("update", case, ratios, "×", 1, "a copy")]
 
 
 def table(rows: list[Row]) -> str:

@@ -137,8 +137,6 @@ class Reduced:
         What this rank has not sent. It may be the corrected gradient itself, overwritten.
     sent : int64 tensor, shape (k̂,), or None
         Positions that this rank sent; None if it sent something at every position.
-    touched : list of int64 tensors, or None
-        Ascending positions; the mean is zero everywhere else. None if the mean is dense.
     threshold : float
         Threshold η on this rank; NaN without one.
     selected : int
@@ -159,7 +157,6 @@ class Reduced:
     mean: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     sent: torch.Tensor | None = None
-    touched: list[torch.Tensor] | None = None
     threshold: float = float("nan")
     selected: int = 0
     union: int = 0

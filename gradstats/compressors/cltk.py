@@ -106,7 +106,6 @@ class CLTk(Compressor):
             mean=mean,
             residual=corrected,
             sent=indices,
-            touched=[indices],
             threshold=threshold,
             selected=count,
             union=count,

@@ -236,7 +236,6 @@ class Layerwise(Compressor):
             return Reduced(
                 flags=flags,
                 mean=self._update.vector,
-                touched=self._update.written,
                 residual=corrected,
                 sent=sent,
                 threshold=self._thresholds[0] if len(self._thresholds) == 1 else float("nan"),

@@ -149,7 +149,6 @@ class MiCRO(Compressor):
             mean=mean,
             residual=corrected,
             sent=union,
-            touched=gathered.indices,
             threshold=float("nan") if threshold is None else threshold,
             selected=indices.numel(),
             union=count,

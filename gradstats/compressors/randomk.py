@@ -82,7 +82,6 @@ class RandomK(Compressor):
             mean=mean,
             residual=corrected,
             sent=indices,
-            touched=[indices],
             selected=k,
             union=k,
             bytes_sent=k * corrected.element_size() + _FLAG_BYTES,

@@ -148,7 +148,6 @@ class SparseCompressor(WithSelector, Compressor):
         return Reduced(
             gathered.flags,
             self._update.vector,
-            touched=self._update.written,
             union=union,
             bytes_sent=gathered.bytes_sent,
         )

@@ -20,10 +20,10 @@ __all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view"
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient in DDP's bucket."""
 
-_FEW = 128
-"""An update is written position by position where fewer than one in this many are not zero, …"""
+_BEYOND_CACHES = 1 << 22
+"""Elements of an update that no cache keeps until the optimizer reads them, so that it is written past the caches, …"""
 _LARGE = 1 << 16
-"""… in parameters of this many elements; copying smaller ones takes no longer."""
+"""… in parameters of this many elements; of smaller ones the call takes longer than the memory."""
 
 
 def pairs_of(bucket: GradBucket) -> list[Pair]:
@@ -226,7 +226,6 @@ class FlatGradient:
         self,
         pairs: Sequence[Pair],
         mean: torch.Tensor,
-        touched: list[torch.Tensor] | None,
         scale: float,
     ) -> None:
         """Put the average into the gradients.
@@ -237,26 +236,21 @@ class FlatGradient:
             All gradients of the step.
         mean : tensor, shape (d,)
             The update of the compressed part.
-        touched : list of int64 tensors, or None
-            Ascending positions outside of which the mean is zero; None if it is dense.
         scale : float
             The loss scale that the gradients are to carry.
         """
         slots = self._layout.slots
-        positions = None
-        if touched and _FEW * sum(map(len, touched)) < mean.numel() and _plain(mean):
-            from gradstats.primitives.kernels import put_at
-
-            positions, ends = torch.cat(touched).numpy(), np.cumsum([len(p) for p in touched])
+        past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
         whole: list[Pair] = []
         for parameter, gradient in pairs:
             target = real_view(logical(parameter, gradient))
             slot = slots.get(id(parameter))
             if slot is None:
                 part = self.dense[self._layout.dense_slots[id(parameter)]]
-            elif positions is not None and target.numel() >= _LARGE and _plain(target):
-                flat = target.view(-1).numpy()
-                put_at(flat, mean.numpy(), slot.start, positions, ends, np.float32(scale))
+            elif past and target.numel() >= _LARGE and _plain(target):
+                from gradstats.primitives.kernels import copy_past_caches
+
+                copy_past_caches(target.view(-1).numpy(), mean[slot].numpy(), np.float32(scale))
                 continue
             else:
                 part = mean[slot]

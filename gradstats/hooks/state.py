@@ -503,7 +503,7 @@ class CompressionState:
             all_reduce_mean(self._gradient.dense, self.process_group)
             self.memory.update_dense(self._gradient.dense)
         assert self._scale is not None
-        self._gradient.write(pairs, reduced.mean, reduced.touched, self._scale)
+        self._gradient.write(pairs, reduced.mean, self._scale)
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
         over = count_bad([g for _, g in pairs if g.dtype == torch.float16])
         if over:

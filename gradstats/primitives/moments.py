@@ -23,7 +23,10 @@ from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_magnitude
 
-__all__ = ["Moments", "count_above", "exceedances", "moments", "signed_sums"]
+__all__ = ["Moments", "count_above", "exceedances", "moments", "rounded_sums", "signed_sums"]
+
+_SHORT = 1 << 14
+"""Elements below which sums are taken in float64: of fewer, rounding leaves more, and they cost little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,56 @@ def exceedances(x: Array, above: float) -> Moments:
         return found
 
     return _tail(x, above, *_added(map_blocks(tail, x)))
+
+
+def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
+    """Count the non-zero |x| ≥ above and sum them, in the least time: what an exponential or a gamma model needs.
+
+    Of 16,384 float32 elements and more, up to 1,024 at a time are added up in float32. A sum is within 2·10⁻⁶ of that
+    of :func:`moments`, a mean logarithm within 10⁻⁷; as errors have either sign, both are most often within 10⁻⁸.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape and device, float16, float32, float64 or (torch) bfloat16.
+    above : float
+        Threshold, in the unit of `x`; 0 with `log`.
+    log : bool
+        Sum ln|x| too.
+
+    Returns
+    -------
+    Moments
+        With unknown fields: zeros and nonfinite are −1, max and the sum of squares NaN, and so is sum_log without
+        `log`.
+
+    Raises
+    ------
+    InputError
+        If `x` is not a dense floating-point array, or `above` is negative or NaN.
+    """
+    x, above = check(x), check_magnitude(above, "above")
+    if device_code(x) is not None or wide_dtype(x) != np.float32 or numel_of(x) < _SHORT:
+        m = moments(x, above) if log else exceedances(x, above)
+        return replace(m, zeros=-1, nonfinite=-1, sum_squares=math.nan, max=math.nan)
+    low = _least_bits(above)
+
+    def sums(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
+        from gradstats.primitives.kernels import block_moments, block_sum, block_sum_log, block_tail
+
+        if log:
+            count, total, logs = block_sum_log(block)
+            if math.isfinite(total + logs):
+                return count, total, logs
+            count, _, _, total, _, logs, _ = block_moments(block, np.float32(0), True)
+            return count, total, logs
+        count, total = block_sum(block, low)
+        if not math.isfinite(total):
+            count, total, _ = block_tail(block, low)
+        return count, total, math.nan
+
+    count, total, logs = _added(map_blocks(sums, x))
+    return Moments(numel_of(x), count, -1, -1, total, math.nan, logs, math.nan, above)
 
 
 def count_above(x: Array, above: float) -> int:

@@ -19,6 +19,9 @@ from gradstats.primitives.ratio import check_magnitude
 
 __all__ = ["Tails", "middles", "tails"]
 
+_BITS = 9
+"""Bits that tell cells apart. With ten, those of a gradient are more than a first-level cache holds."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tails:
@@ -83,10 +86,11 @@ class Tails:
             count -= under
             total -= under * middle
             squares -= under * middle**2
-        unknown = math.nan
-        return Moments(
-            self.count, round(count), -1, -1, total, squares, unknown, unknown, threshold
-        )
+        # a part of an element is none; mean and variance stay as they are, or a threshold's last bits would count
+        whole = round(count)
+        share = whole / count if count > 0 else 0.0
+        total, squares, unknown = share * total, share * squares, math.nan
+        return Moments(self.count, whole, -1, -1, total, squares, unknown, unknown, threshold)
 
     def whole(self, *, log: bool) -> Moments:
         """Return the moments of all magnitudes.
@@ -133,12 +137,12 @@ def tails(x: Array, least: float = 0.0) -> Tails:
     Returns
     -------
     Tails
-        Of float16 and bfloat16 the cells are the numbers there are, and the sums exact. Those of float32 have 10 bits:
-        a magnitude is at most 0.05 % from the middle of its cell, a sum of many some 10⁻⁶ from theirs. They are the
+        Of float16 and bfloat16 the cells are the numbers there are, and the sums exact. Those of float32 have 9 bits:
+        a magnitude is at most 0.1 % from the middle of its cell, a sum of many some 10⁻⁶ from theirs. They are the
         same on every device, but for the order in which cells are added up.
     """
     known = x.dtype.itemsize == 2  # the cells have as many bits as the numbers
-    bits = 7 if "bfloat16" in str(x.dtype) else 10
+    bits = _BITS if not known else 7 if "bfloat16" in str(x.dtype) else 10
     edges = bin_edges(bits)
     lowest = max(int(edges.searchsorted(least, side="right")) - 1, 0)
     code = device_code(x)

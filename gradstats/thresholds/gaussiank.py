@@ -125,4 +125,6 @@ class _Tail:
 
     def selection(self, threshold: float) -> Selection | None:
         """Return what reaches a threshold, None if that takes a pass."""
-        return keep(self._found, threshold) if threshold >= self._low else None
+        if threshold <= self._low:
+            return self._found if threshold == self._low else None
+        return keep(self._found, threshold)

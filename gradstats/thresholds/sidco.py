@@ -19,11 +19,11 @@ from gradstats.primitives import (
     Moments,
     Selection,
     exceedances,
-    moments,
     numel_of,
     select,
 )
 from gradstats.primitives.arrays import as_numpy, wide_dtype
+from gradstats.primitives.moments import rounded_sums
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.primitives.select import keep
 from gradstats.primitives.tails import Tails, tails
@@ -48,8 +48,8 @@ _FEW = 1 << 12
 """Elements up to which sorting them costs less than bins to count them in."""
 _MANY = 1 << 21
 """Elements from which one histogram costs less than the passes of the stages."""
-_ROUGH = 0.01
-"""Share of the elements below which they are summed themselves: of so few the sums of a histogram are too rough."""
+_ROUGH = 1 << 12
+"""Elements below which they are summed themselves: of so few the sums of a histogram are too rough."""
 _CELLS = 2.0**-7
 """Width of some eight cells of a histogram, as a share of the magnitudes in them."""
 _FROM_COUNTS = ("paper", "program", "program-3")
@@ -109,9 +109,10 @@ class SIDCo(Estimator):
     for δ/(1−π₀); thresholds and excesses are of |g|, where the text subtracts from the signed vector; mean k̂ is over
     the Q values added. `docs/concepts/errata.md` has the list.
 
-    Of 2²¹ elements and more, those stages that a hundredth of them or more reach are taken from one histogram:
-    thresholds of continuous gradients are within 0.05 % of those of direct sums, those of half precision the same.
-    Where float32 holds few different numbers, as those of bfloat16, a stage that ends near one may take it or leave it.
+    Of 2²¹ elements and more, those stages that 4,096 of them or more reach are taken from one histogram: thresholds of
+    continuous gradients are within 0.05 % of those of direct sums at ratios from 0.001 on, those of half precision the
+    same. Where float32 holds few different numbers, as those of bfloat16, a stage that ends near one may take it or
+    leave it.
     """
 
     def __init__(
@@ -177,13 +178,13 @@ class SIDCo(Estimator):
                 share = seen[-1]["count"] * seen[-1]["ratio"] / numel
                 if (
                     once is not None
-                    and share >= _ROUGH
+                    and share * numel >= _ROUGH
                     and _wide(m := once.above(threshold), threshold)
                 ):
                     return m
                 if once is not None or _worth_collecting(share, len(ratios) - len(seen)):
                     survivors = select(x, threshold)
-            return exceedances(x if survivors is None else survivors.values, threshold)
+            return self._above(x if survivors is None else survivors.values, threshold)
 
         for stage in run_stages(self._models(), ratios, whole, above):
             seen.append(stage)  # `above` reads what has been seen so far
@@ -192,7 +193,11 @@ class SIDCo(Estimator):
         return Found(threshold, {"stages": seen}, chosen)
 
     def _whole(self, x: Array) -> Moments:
-        return moments(x) if self._needs_log else exceedances(x, 0.0)
+        return rounded_sums(x, log=True) if self._needs_log else self._above(x, 0.0)
+
+    def _above(self, x: Array, threshold: float) -> Moments:
+        """Return what the model of a later stage needs of the magnitudes that reach a threshold."""
+        return exceedances(x, threshold)
 
     def _best_stages(self, x: Array, cells: Tails | None, whole: Moments, k: int) -> int:
         """Return the number of stages whose threshold keeps the nearest to k."""
@@ -200,7 +205,7 @@ class SIDCo(Estimator):
         if cells is None and numel_of(x) <= _FEW and wide_dtype(x) != np.float64:
             cells = _sorted(x)
         if cells is None:  # no threshold is below those of the first of one stage, and of several
-            sums = partial(exceedances, x)
+            sums = partial(self._above, x)
             ends = (next(run_stages(self._models(), split(m), whole, sums)) for m in (1, 2))
             cells = tails(x, min(end["threshold"] for end in ends))
         above = cache(cells.above)  # the first of several stages is always the same
@@ -263,6 +268,9 @@ class SIDCoE(SIDCo):
 
     def _models(self) -> tuple[Quantile, Quantile]:
         return exponential, exponential
+
+    def _above(self, x: Array, threshold: float) -> Moments:
+        return rounded_sums(x, threshold)
 
 
 class SIDCoGP(SIDCo):

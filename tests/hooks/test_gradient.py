@@ -1,8 +1,6 @@
-"""The way of an update into the gradients: by positions, and as a whole."""
+"""The way of an update into the gradients: through the caches, and past them."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -33,8 +31,7 @@ def parameters(widest):
 
 @pytest.mark.parametrize("widest", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-@pytest.mark.parametrize("share", [0, 1e-5, 0.004, 0.1])
-def test_positions_write_what_a_copy_writes(monkeypatch, widest, scale, share):
+def test_past_the_caches_goes_what_a_copy_writes(monkeypatch, widest, scale):
     torch.manual_seed(0)
     named = parameters(widest)
     layout = ParameterLayout(exclude=["averaged densely"])
@@ -42,33 +39,22 @@ def test_positions_write_what_a_copy_writes(monkeypatch, widest, scale, share):
     flat = FlatGradient(layout, NoMemory())
     flat.allocate(torch.device("cpu"))
     flat.dense.normal_()
-    mean, of_each = torch.zeros(layout.numel, dtype=layout.dtype), round(layout.numel * share)
-    ends = torch.tensor(
-        list(
-            itertools.chain(
-                *((s.start, s.stop - 1) for s in layout.slots.values() if s.stop > s.start)
-            )
-        )
-    )
-    touched = [
-        torch.cat([torch.randint(layout.numel, (of_each,)), ends]).unique(),
-        torch.zeros(0, dtype=torch.int64),
-        torch.randint(layout.numel, (of_each,)).unique(),
-    ]
-    for positions in touched:
-        mean[positions] = torch.randn(len(positions), dtype=mean.dtype)
+    mean = torch.randn(layout.numel, dtype=layout.dtype)
     calls = []
-    put_at = kernels.put_at
-    monkeypatch.setattr(kernels, "put_at", lambda *a: (calls.append(a[2]), put_at(*a)))
+    copy = kernels.copy_past_caches
+    monkeypatch.setattr(kernels, "copy_past_caches", lambda *a: (calls.append(a[0].size), copy(*a)))
     written = []
-    for positions in (touched, None):
+    for beyond in (layout.numel, layout.numel + 1):
+        monkeypatch.setattr(gradient, "_BEYOND_CACHES", beyond)
         pairs = [
             (p, torch.full_like(p, 9, memory_format=torch.contiguous_format))
             for p in named.values()
         ]
-        flat.write(pairs, mean, positions, scale)
+        flat.write(pairs, mean, scale)
         written.append([g for _, g in pairs])
     for name, (a, b) in zip(named, zip(*written, strict=True), strict=True):
         assert torch.equal(a, b), name
-    few = 2 * share < 1 / gradient._FEW and widest == torch.float32
-    assert len(calls) == (3 if few else 0)  # large, complex and widest
+    single = (
+        widest == torch.float32
+    )  # the large one, the real view of the complex one, and the widest
+    assert calls == ([LARGE + 3, 2 * LARGE, LARGE] if single else [])

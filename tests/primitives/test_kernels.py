@@ -264,18 +264,13 @@ def test_bfloat16_rounds_as_torch_and_keeps_what_is_finite():
     np.testing.assert_array_equal(found[~over], expected[~over])
 
 
-@pytest.mark.parametrize("lists", [1, 3])
 @pytest.mark.parametrize("factor", [1.0, 1024.0])
-def test_put_at_writes_what_a_slice_has(lists, factor):
-    rng = np.random.default_rng(lists)
-    numel = 3 * kernels._PUT + 17
-    positions = [np.unique(rng.integers(0, numel, 50 * i)) for i in range(lists)]  # one is empty
-    positions[-1] = np.union1d(positions[-1], [0, kernels._PUT - 1, kernels._PUT, numel - 1])
-    x = np.zeros(numel, np.float32)
-    x[np.concatenate(positions)] = rng.standard_normal(sum(map(len, positions)))
-    ends = np.cumsum([len(p) for p in positions])
-    for start, stop in ((0, numel), (5, 6), (kernels._PUT, numel - 1), (numel - 1, numel), (7, 7)):
-        target = np.full(stop - start + 2, 9, np.float32)  # with a place on either side
-        kernels.put_at(target[1:-1], x, start, np.concatenate(positions), ends, np.float32(factor))
-        assert (target[1:-1] == x[start:stop] * np.float32(factor)).all()
-        assert target[0] == target[-1] == 9
+def test_past_the_caches_every_place_is_written_and_none_beside(factor):
+    x = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    for start in range(17):  # wherever a cache line begins
+        for size in (0, 1, 15, 16, 17, 32, 70):
+            target = np.full(size + 40, 9, np.float32)
+            kernels.copy_past_caches(target[start : start + size], x[:size], np.float32(factor))
+            assert (target[start : start + size] == x[:size] * np.float32(factor)).all()
+            assert (target[:start] == 9).all()
+            assert (target[start + size :] == 9).all()

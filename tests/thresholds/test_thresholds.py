@@ -622,7 +622,9 @@ class TestAdaptiveStages:
         _, ours = self.run(x, "corrected", steps=1)
         assert abs(ours[0] - 1) == pytest.approx(min(fixed), abs=0.05)
 
-    @pytest.mark.parametrize("law", [stats.laplace, stats.t(3), stats.dgamma(0.5), stats.norm])
+    @pytest.mark.parametrize(
+        "law", [stats.laplace, stats.t(3), stats.dgamma(0.5), stats.norm, stats.lognorm(2)]
+    )
     @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
     def test_stages_from_one_histogram_are_those_of_the_passes(self, name, law, monkeypatch):
         """Within 0.05 %, and where cells are the numbers there are, the same."""
