@@ -84,14 +84,16 @@ class Copies:
         values = gradient.detach()
         if values.layout != torch.strided:
             values = values.to_dense()
-        values = real_view(values.resolve_conj()).reshape(-1)
+        if values.is_complex():
+            values = real_view(values.resolve_conj())
+        values = values.reshape(-1)
         if scale != 1:
             values = values.to(torch.promote_types(values.dtype, torch.float32)) * (1 / scale)
         if isinstance(place, torch.Tensor):  # on the device, in the order of the training
             place.copy_(values)
             return
         target = torch.from_numpy(place)
-        stream = None if wait else self._streams.get(values.device)
+        stream = self._streams.get(values.device) if self._streams and not wait else None
         if stream is None:
             target.copy_(values)
             return

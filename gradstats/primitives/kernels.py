@@ -42,6 +42,7 @@ __all__ = [
     "copy_past_caches",
     "histograms_of_parts",
     "keep_at_least",
+    "moments_of_parts",
     "tail_sums",
     "warm_up",
 ]
@@ -922,6 +923,28 @@ def block_bfloat16(bits: NDArray[np.uint32], rounded: NDArray[np.uint16]) -> Non
 
 
 @_compiled(nogil=True)
+def moments_of_parts(
+    x: NDArray[np.float32], parts: NDArray[np.int64], sums: NDArray[np.float64]
+) -> None:
+    """Reduce several parts by :func:`block_moments`, each by itself.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Elements.
+    parts : ndarray of int64, shape (some, 2)
+        Where each part begins and ends.
+    sums : ndarray of float64, shape (some, 7)
+        Written: count, zeros, nonfinite, Σ|x|, Σx², Σln|x| and max of each.
+    """
+    for i in range(len(parts)):
+        part, row = x[parts[i, 0] : parts[i, 1]], sums[i]
+        row[0], row[1], row[2], row[3], row[4], row[5], row[6] = block_moments(
+            part, np.float32(0), True
+        )
+
+
+@_compiled(nogil=True)
 def histograms_of_parts(
     bits: NDArray[np.uint32],
     parts: NDArray[np.int64],
@@ -1109,6 +1132,7 @@ def warm_up() -> None:
         block_bfloat16(x.view(np.uint32), np.empty(x.size, np.uint16))
         parts, used = np.zeros((1, 2), np.int64), np.zeros(8, np.bool_)
         found = np.zeros((8, 1, 1 << 12), np.uint32)
+        moments_of_parts(x, parts, np.empty((1, 7)))
         histograms_of_parts(x.view(np.uint32), parts, parts[0], 0, 16, 1 << 15, found, used)
         block_peaks(x, np.empty(x.size, np.int32))
     keep_at_least(indices, values, np.float32(1))

@@ -45,6 +45,7 @@ __all__ = [
     "from_bfloat16",
     "group_metadata",
     "is_trace",
+    "key_encoding",
     "layout",
     "read_metadata",
     "replace_file",
@@ -53,7 +54,7 @@ __all__ = [
     "to_bfloat16",
 ]
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
 
 Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient"]
@@ -245,6 +246,9 @@ class ArraySpec:
         elements as they are.
     attributes : dict
         Attributes of the array.
+    separator : {"/", "."}
+        What stands between the indices of a chunk in its place: with a dot no step makes folders of its own, which
+        takes longer than its files. Such chunks cannot be listed, only asked for.
     """
 
     name: str
@@ -256,6 +260,7 @@ class ArraySpec:
     fill: float
     codec: tuple[str, int, int] | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
+    separator: str = "/"
 
     @property
     def column(self) -> bool:
@@ -296,7 +301,7 @@ class ArraySpec:
                 "name": "regular",
                 "configuration": {"chunk_shape": [self.rows, *self.chunk]},
             },
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "chunk_key_encoding": key_encoding(self.separator),
             "fill_value": "NaN" if self.fill != self.fill else int(self.fill),
             "codecs": [*codecs, {"name": "crc32c"}],
             "dimension_names": list(self.dimensions),
@@ -368,6 +373,7 @@ def array_specs(
                     0,
                     _FAST,
                     {"bits": BITS},
+                    ".",
                 )
             )
             found.append(
@@ -375,11 +381,11 @@ def array_specs(
                     f"{kind}_moments",
                     ("step", "layer", "moment"),
                     (layers, len(STATISTICS)),
-                    1,
+                    _table_rows(wide * len(STATISTICS), rows),
                     (wide, len(STATISTICS)),
                     "float64",
                     nan,
-                    _FAST,
+                    None,
                     {"names": list(STATISTICS)},
                 )
             )
@@ -415,7 +421,7 @@ def array_specs(
                     name,
                     dimensions,
                     (*shape, len(names)),
-                    min(max(_TABLE // (8 * wide * len(names)), 2), rows),
+                    _table_rows(wide * len(names), rows),
                     (*([wide] if shape else []), len(names)),
                     "float64",
                     nan,
@@ -428,6 +434,22 @@ def array_specs(
         spec.name: replace(spec, attributes={**spec.attributes, **_labels(spec.name)})
         for spec in found
     }
+
+
+def key_encoding(separator: str) -> dict[str, Any]:
+    """Return how an array's metadata says what is between the indices of a chunk.
+
+    Parameters
+    ----------
+    separator : {"/", "."}
+        What is.
+    """
+    return {"name": "default", "configuration": {"separator": separator}}
+
+
+def _table_rows(numbers: int, rows: int) -> int:
+    """Return how many rows of a table, of so many numbers each, are in a chunk: it is written anew with each."""
+    return min(max(_TABLE // (8 * numbers), 2), rows)
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:

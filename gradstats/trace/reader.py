@@ -541,7 +541,7 @@ class Trace(Shown):
         try:
             if stored.shape[1] != shape[0] or summed.shape[1:] != shape:
                 raise self._damaged(what, step, rank, "it does not fit the parameter layout")
-            if self.layers and not summed.holds(row, 0, 0):
+            if self.layers and not summed.holds(row // summed.chunk[0], 0, 0):
                 raise self._damaged(what, step, rank, "chunks are missing")
             moments = np.asarray(summed.zarr[row])
             for i in range(-(-stored.shape[2] // stored.chunk[2])):

@@ -23,6 +23,7 @@ from gradstats.trace.format import (
     Layer,
     Shard,
     array_specs,
+    key_encoding,
     read_metadata,
 )
 
@@ -72,14 +73,14 @@ class StoredArray:
         about = read_metadata(folder / "zarr.json", root)
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
-        key = {"name": "default", "configuration": {"separator": "/"}}
+        separators = {s: key_encoding(s) for s in ("/", spec.separator)}
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
             or not len(shape) == len(grid) == 1 + len(spec.shape)
             or not all(grid)
             or codecs not in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
-            or about["chunk_key_encoding"] != key
+            or about["chunk_key_encoding"] not in separators.values()
         ):
             raise ValueError("its metadata is not that of a trace")
         types = [spec.dtype, *(["uint16"] if spec.name in KINDS else [])]
@@ -93,6 +94,9 @@ class StoredArray:
         self.chunk: tuple[int, ...] = tuple(grid)
         self.dtype: str = about["data_type"]
         self._packed = "blosc" in codecs
+        self._separator = next(
+            s for s, said in separators.items() if about["chunk_key_encoding"] == said
+        )
         attributes = about.get("attributes", {})
         self.names = [str(n) for n in attributes.get("names", attributes.get("statistics", ()))]
 
@@ -121,7 +125,7 @@ class StoredArray:
         ValueError
             If it is no file, or its size is not that of a chunk of this array: decoding it could take any memory.
         """
-        file = self._folder.joinpath("c", *map(str, key))
+        file = self._folder / self._separator.join(("c", *map(str, key)))
         try:
             status = file.stat()
         except FileNotFoundError:

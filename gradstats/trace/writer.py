@@ -271,10 +271,8 @@ class TraceWriter:
         chunks, moments = self._tallies[kind](values)
         name = f"{kind}_counts"
         for chunk, block in chunks.items():
-            _write_chunk(f"{self._group}/{name}/c/{row}/0/{chunk}", block, self._specs[name])
-        if len(moments):
-            name = f"{kind}_moments"
-            _write_chunk(f"{self._group}/{name}/c/{row}/0/0", moments, self._specs[name])
+            _write_chunk(f"{self._group}/{name}/c.{row}.0.{chunk}", block, self._specs[name])
+        self._put(f"{kind}_moments", row, moments)
         return int(moments[:, 1].sum()), int(moments[:, 2].sum())
 
     def _put(self, name: str, row: int, value: Any) -> None:
@@ -383,16 +381,26 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
     except FileNotFoundError:
         # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
-        for folder in reversed(Path(file).parents[: len(spec.dimensions)]):
-            folder.mkdir(exist_ok=True)
+        _make_folder(os.path.dirname(file), len(spec.dimensions))
         _write_file(file, *parts)
+
+
+def _make_folder(folder: str, levels: int) -> None:
+    """Make a folder, and those that it lies in, up to a number of levels."""
+    try:
+        os.mkdir(folder)
+    except FileNotFoundError:
+        if levels == 1:
+            raise
+        _make_folder(os.path.dirname(folder), levels - 1)
+        os.mkdir(folder)
 
 
 def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
     """Write a file beside its place and rename it there."""
     partial = f"{file}.partial"
     try:
-        with open(partial, "wb") as stream:
+        with open(partial, "wb", 0) as stream:  # a buffer would be one more copy
             for part in parts:
                 stream.write(part)
         os.replace(partial, file)
@@ -505,22 +513,21 @@ class _Tally:
         """Return the chunks of bins that have a count of any layer, until the next call, and the statistics."""
         self._used[:] = False
         count = self._count if device_code(values) is None else self._count_on_device
-        moments = np.array(count(values), float).reshape(-1, len(STATISTICS))
+        moments = np.asarray(count(values), float).reshape(-1, len(STATISTICS))
         used = np.flatnonzero(self._used).tolist()
         return {chunk: self._counts[chunk] for chunk in used}, moments
 
-    def _count(self, given: Array) -> list[Sequence[float]]:
-        from gradstats.primitives.kernels import histograms_of_parts
+    def _count(self, given: Array) -> NDArray[np.float64]:
+        from gradstats.primitives.kernels import histograms_of_parts, moments_of_parts
 
-        values, sums = as_numpy(given), list[Sequence[float]]()
+        values, sums = as_numpy(given), np.empty((len(self._parts), len(STATISTICS)))
         bits = values.view(np.uint32)
         for group in self._groups:
-            sums += [_sums(values[place]) for place in self._places[group]]
-            zeros = np.array([int(each[1]) for each in sums[group]], np.int64)
+            moments_of_parts(values, self._parts[group], sums[group])
             histograms_of_parts(
                 bits,
                 self._parts[group],
-                zeros,
+                sums[group, 1].astype(np.int64),
                 group.start,
                 23 - BITS,
                 BINS,
@@ -541,15 +548,3 @@ class _Tally:
                     self._counts[chunk], self._used[chunk] = 0, True
                 self._counts[chunk, i] = rows[chunk]
         return [code.sums(values[place], 0.0, True) for place in self._places]
-
-
-def _sums(values: NDArray[np.float32]) -> tuple[float, ...]:
-    """Return the statistics of one layer."""
-    from gradstats.primitives.kernels import block_moments
-
-    total: tuple[float, ...] = block_moments(values[:BLOCK], np.float32(0), True)
-    for start in range(BLOCK, values.size, BLOCK):
-        more = block_moments(values[start : start + BLOCK], np.float32(0), True)
-        *added, largest = zip(total, more, strict=True)
-        total = (*map(sum, added), max(largest))
-    return total

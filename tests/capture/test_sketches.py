@@ -147,8 +147,10 @@ def test_opens_in_xarray_as_documented(sketched):
 @pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
 @pytest.mark.parametrize("array", ["counts", "moments"])
 def test_damaged_chunks_are_errors_not_numbers(sketched, array, damage):
-    folder = sketched / "rank00000" / f"gradient_{array}" / "c" / "1" / "0"
-    chunks = sorted(f for f in folder.iterdir())
+    folder = sketched / "rank00000" / f"gradient_{array}"
+    pattern = "c.1.0.*" if array == "counts" else "c/0/0/0"
+    chunks = sorted(folder.glob(pattern))
+    assert chunks
     for chunk in chunks:
         raw = bytearray(chunk.read_bytes())
         if damage == "truncate":
@@ -165,7 +167,8 @@ def test_damaged_chunks_are_errors_not_numbers(sketched, array, damage):
         ) as e:
             trace.sketches(1)
         assert "\n" not in str(e.value)
-        assert trace.sketches(0)
+        if array == "counts":  # moments of many steps are in one chunk
+            assert trace.sketches(0)
         assert trace.sketches(1, kind="corrected")
         chunk.write_bytes(raw)
     assert open_trace(sketched).sketches(1)
@@ -276,13 +279,13 @@ def test_sketching_is_not_the_training_threads_work(tmp_path, monkeypatch):
 
     from gradstats.trace import writer as trace_writer
 
-    threads, original = set(), trace_writer._sums
+    threads, original = set(), trace_writer._Tally.__call__
 
-    def spy(values):
+    def spy(tally, values):
         threads.add(threading.current_thread().name)
-        return original(values)
+        return original(tally, values)
 
-    monkeypatch.setattr(trace_writer, "_sums", spy)
+    monkeypatch.setattr(trace_writer._Tally, "__call__", spy)
     model = cases.model()
     with Capture(tmp_path / "a.zarr", model, store="sketches") as capture:
         train(capture, model, 3)
