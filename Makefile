@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean coverage demo docs docs-serve figures lab lint notebooks tables test tutorial types
+.PHONY: .venv clean corners coverage demo docs docs-serve figures lab lint notebooks tables test tutorial types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
@@ -49,6 +49,12 @@ notebooks tutorial: export OMP_NUM_THREADS := 1
 notebooks tutorial: export ATEN_CPU_CAPABILITY := avx2
 notebooks tutorial: export MKL_CBWR := AVX2
 notebooks tutorial: export ONEDNN_MAX_CPU_ISA := AVX2
+
+# Everything that is held against an aim, into docs/measurements.md: half an hour on a quiet machine. CIFAR is the folder of CIFAR-10.
+corners: .venv
+	$(BIN)/python benchmarks/hook_overhead.py --rounds 6 --steps 6 --write
+	$(BIN)/python benchmarks/capture_cost.py --workload resnet20-cifar10 --data-dir $(CIFAR) --write
+	$(BIN)/python benchmarks/corners.py --write
 
 # Execute the notebooks in place, so that the outputs committed are current; nothing volatile is kept.
 notebooks: .venv

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-from records import DOCS, RESULTS, Row, keep, put, stored
+from records import DOCS, RESULTS, Row, keep, processor, put, stored
 from scipy import stats
 
 from capture.workloads import RunConfig, run
@@ -89,6 +89,7 @@ def main() -> None:
             "workload": options.workload,
             "nproc": nproc,
             "cores": os.cpu_count(),
+            "processor": processor(),
             "stored": name,
             "excess": values,
         }

@@ -2,27 +2,25 @@
 
     .venv/bin/python benchmarks/corners.py [--write]
 
-Small gradients, thresholds at 26 million elements on light and heavy tails, signs, and the update of many
-layers: one thread, everything interleaved with what it is compared with. Rows are stored in docs/results/corners.json,
-beside those of other processors; ``--write`` also puts the table into docs/measurements.md. It takes some minutes, and
-wants a quiet machine. What Marsit's exchange and a captured step cost, benchmarks/marsit.py and
-benchmarks/capture_cost.py measure.
+Small gradients, thresholds at 26 million elements on light and heavy tails and on captured gradients, signs, and the
+update of many layers: one thread, everything interleaved with what it is compared with. What Marsit's exchange and a
+captured step cost is taken from what benchmarks/hook_overhead.py and benchmarks/capture_cost.py have stored; ``make
+corners`` runs all three. Rows are stored in docs/results/corners.json, beside those of other processors; ``--write``
+also puts the table into docs/measurements.md. It takes some minutes, and wants a quiet machine.
 """
 
 from __future__ import annotations
 
 import json
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
-from records import RESULTS, Row, measure_into
+from records import RESULTS, ROOT, Row, measure_into, processor, stored
 
+from gradstats import open_trace
 from gradstats.compressors.signs import packed_signs, packed_stochastic_signs
 from gradstats.hooks.gradient import FlatGradient
 from gradstats.hooks.layout import ParameterLayout
@@ -86,6 +84,13 @@ def small() -> list[Row]:
     # five steps, of which one adapts the stages
     took = interleaved({"e": lambda: [rule.select(x, 0.1) for _ in range(5)]})
     rows.append(row("sidco-e", "64, mean of five steps", [2e5 * s for s in took["e"]], "µs", 60))
+    x, rule = torch.from_numpy(TAILS["layered"](1000)), make_estimator("histogram")
+    took = interleaved({"histogram": lambda: rule.select(x, 0.01)}, runs=RUNS)
+    rows.append(row("histogram", "1,000", [1e6 * s for s in took["histogram"]], "µs", None))
+    (r,) = bench([1000], [0.01], estimators=["histogram"], references=False, repeats=3)
+    memory = dict.fromkeys(("low", "median", "high"), r["memory"])
+    about = {"corner": "histogram", "case": "1,000, its memory", "unit": "×", "over": "the data's"}
+    rows.append({**about, **memory, "aim": None})
     return rows
 
 
@@ -117,8 +122,21 @@ def middle() -> list[Row]:
 
 
 def large() -> list[Row]:
-    """Time every rule with a target on 26 million elements of a light and a heavy tail, in reads of the data."""
-    found = bench([LARGE], estimators=RULES, tails=BOTH, references=False, repeats=11)
+    """Time every rule with a target on 26 million elements, in reads of the data.
+
+    Of a light and a heavy tail, and of captured gradients, which are repeated until they are as many.
+    """
+    trace = open_trace(ROOT / "data" / "resnet20-ef.zarr")
+    captured = {
+        "captured": [
+            [np.resize(trace.read(step, kind="corrected"), LARGE)] for step in trace.steps()[-3:]
+        ]
+    }
+    every = {"estimators": RULES, "references": False, "repeats": 11}
+    found = [
+        *bench([LARGE], tails=BOTH, **every),  # type: ignore[arg-type]
+        *bench([], gradients=captured, **every),  # type: ignore[arg-type]
+    ]
     rows = []
     for r in found:
         aim = 6 if r["compressor"] in ("exact", "warm-exact", "redsync-trimmed") else 5
@@ -171,6 +189,23 @@ def update() -> list[Row]:
     return [row("update", case, ratios, "×", 1, "a copy")]
 
 
+def elsewhere() -> list[Row]:
+    """Return what two other programs have stored, of whatever processor they ran on."""
+    rows = []
+    for r in json.loads((RESULTS / "hook_overhead.json").read_text(encoding="utf-8")):
+        if r["hook"] == "marsit":
+            numbers = {"low": r["low"], "median": r["ratio"], "high": r["high"], "aim": 1.2}
+            case = f"hook, {r['numel']:,} over loopback"
+            about = {"corner": "marsit", "case": case, "unit": "×", "over": "a dense all-reduce"}
+            rows.append({**about, **numbers, "processor": r["processor"]})
+    for r in stored(RESULTS / "capture_cost.jsonl"):
+        case = f"{r['stored']}, {r['nproc']} process{'es' * (r['nproc'] > 1)} on {r['cores']} cores"
+        percent = [100 * each for each in r["excess"]]
+        found = row("captured step", case, percent, "%", 3 if r["stored"] == "sketches" else 5)
+        rows.append({**found, "processor": r["processor"]})
+    return rows
+
+
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown, with a column for each processor."""
     processors = sorted({r["processor"] for r in rows})
@@ -183,7 +218,7 @@ def table(rows: list[Row]) -> str:
         found.setdefault((r["corner"], r["case"]), {})[r["processor"]] = r
     for (corner, case), on in found.items():
         r = next(iter(on.values()))
-        unit = " µs" if r["unit"] == "µs" else f" × {r['over']}"
+        unit = f" × {r['over']}" if r["unit"] == "×" else f" {r['unit']}"
         aim = f"≤ {r['aim']:g}{unit}" if r["aim"] is not None else unit[1:]
         cells = " | ".join(_cell(on[p]) if p in on else "–" for p in processors)
         lines.append(f"| `{corner}` | {case} | {aim} | {cells} |")
@@ -196,22 +231,20 @@ def _cell(r: Row) -> str:
     return f"{middle} ({low} … {high}){missed}"
 
 
-def processor() -> str:
-    """Return the maker and the line of this machine's processor, as in AMD EPYC or Intel Xeon."""
-    file = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
-    words = re.sub(r"\([^)]*\)", "", named[1] if named else platform.machine()).split()
-    return " ".join(words[:2])
-
-
 def everything() -> list[Row]:
     """Return all rows, of one thread, and those that other processors have stored."""
     torch.set_num_threads(1)
     warm_up()
     here = processor()
     rows = [{**r, "processor": here} for p in (small, middle, signs, update, large) for r in p()]
+    rows += elsewhere()
     others = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
-    return rows + [r for r in others if r["processor"] != here]
+    known = {(r["corner"], r["case"], r["processor"]) for r in rows}
+    return rows + [
+        r
+        for r in others
+        if r["processor"] != here and (r["corner"], r["case"], r["processor"]) not in known
+    ]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from records import DOCS, RESULTS, Row, dump, put
+from records import DOCS, RESULTS, Row, dump, processor, put
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -97,7 +97,7 @@ def main():
             {
                 "hook": name, "numel": 2 * o.width * (o.width + 1), "seconds": statistics.median(values),
                 "low": low, "ratio": middle, "high": high,
-                "select": select, "communicate": communicate, "bytes": bytes_sent,
+                "select": select, "communicate": communicate, "bytes": bytes_sent, "processor": processor(),
             }
         )  # fmt: skip
     dump(FILE, rows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +23,7 @@ __all__ = [
     "dump",
     "keep",
     "measure_into",
+    "processor",
     "put",
     "store",
     "stored",
@@ -51,6 +54,14 @@ def dump(path: Path, rows: list[Row]) -> None:
     path.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n")
+
+
+def processor() -> str:
+    """Return the maker and the line of this machine's processor, as in AMD EPYC or Intel Xeon."""
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    words = re.sub(r"\([^)]*\)", "", named[1] if named else platform.machine()).split()
+    return " ".join(words[:2])
 
 
 def measure_into(

@@ -20,10 +20,12 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 __all__ = [
+    "COMPRESSES",
     "PART",
     "block_bfloat16",
     "block_count",
@@ -38,6 +40,7 @@ __all__ = [
     "block_sum",
     "block_sum_log",
     "block_tail",
+    "block_tail_histogram",
     "block_under",
     "copy_past_caches",
     "histograms_of_parts",
@@ -47,6 +50,8 @@ __all__ = [
     "warm_up",
 ]
 
+COMPRESSES: bool = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]
+"""Whether the processor moves the elements that a mask marks together: what :func:`block_tail_histogram` needs."""
 _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _NORMAL, _MANTISSA, _ONE = np.int32(0x00800000), 23, np.int32(127)
@@ -181,6 +186,45 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
 
     arguments = bits, types.intp, types.uint32, types.uint32, types.uint32, lanes
     return types.uint64(*arguments), build
+
+
+@_intrinsic
+def _compress(_: Any, bits: Any, start: Any, word: Any, target: Any, at: Any) -> Any:
+    """Move the elements of bits[start:] that a word marks to target[at:], and some others after them.
+
+    Returns the place after the last marked one. The instruction is AVX-512's, with a register as its target: one that
+    writes to memory itself takes many times as long on AMD's processors.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits, start, word, target, at = arguments
+        row, flags, long = (
+            ir.VectorType(ir.IntType(32), _LINE),
+            ir.VectorType(ir.IntType(1), _LINE),
+            ir.IntType(64),
+        )
+        compress = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(row, [row, row, flags]),
+            "llvm.x86.avx512.mask.compress.v16i32",
+        )
+        source, goal = (
+            cgutils.create_struct_proxy(kind)(context, builder, array).data
+            for kind, array in ((signature.args[0], bits), (signature.args[3], target))
+        )
+        for j in range(0, _WORD, _LINE):
+            place = builder.gep(source, [builder.add(start, ir.Constant(long, j))])
+            values = builder.load(builder.bitcast(place, row.as_pointer()), align=4)
+            marked = builder.trunc(builder.lshr(word, ir.Constant(long, j)), ir.IntType(_LINE))
+            mask = builder.bitcast(marked, flags)
+            moved = builder.call(compress, [values, ir.Constant(row, ir.Undefined), mask])
+            goes = builder.bitcast(builder.gep(goal, [at]), row.as_pointer())
+            builder.store(moved, goes, align=4)
+            at = builder.add(at, builder.zext(builder.ctpop(marked), long))
+        return at
+
+    arguments = bits, types.intp, types.uint64, target, types.intp
+    return types.intp(*arguments), build
 
 
 @_intrinsic
@@ -901,6 +945,56 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
 
 
 @_compiled(nogil=True)
+def block_tail_histogram(
+    bits: NDArray[np.uint32], low: int, shift: int, counts: NDArray[np.uint32]
+) -> int:
+    """Count a block's finite magnitudes from a bin on by their leading bits, where the processor :data:`COMPRESSES`.
+
+    Of a gradient most are below; they are left out 64 at a time, for counting takes longer than comparing.
+
+    Parameters
+    ----------
+    bits : ndarray of uint32, shape (n,)
+        Block, as bits.
+    low : int
+        Least bits of the first bin, from 1 on; a multiple of 2^shift but for the lowest bin.
+    shift : int
+        Trailing bits that do not tell bins apart.
+    counts : ndarray of uint32 or uint64
+        Added to: one counter per bin, from that of `low` on.
+
+    Returns
+    -------
+    int
+        Number of bins up to the last that has a count of this block.
+    """
+    if low >= _INFINITY:
+        return 0
+    mask, least, width = np.uint32(_MASK), np.uint32(low), np.uint32(_INFINITY - 1 - low)
+    first = np.uint32(low) >> np.uint32(shift)
+    kept = np.empty(_SUMMED + _WORD, np.uint32)
+    n = 0
+    top = np.uint32(0)
+    whole = bits.size - bits.size % _WORD
+    for start in range(0, whole, _WORD):
+        _fetch_ahead(bits, start, _WORD)
+        n = _compress(bits, start, _within(bits, start, mask, least, width), kept, n)
+        if n > _SUMMED - _WORD or start + _WORD == whole:
+            for i in range(n):
+                here = ((kept[i] & mask) >> np.uint32(shift)) - first
+                top = max(top, here + np.uint32(1))
+                counts[here] += np.uint32(1)
+            n = 0
+    for i in range(whole, bits.size):
+        magnitude = bits[i] & mask
+        if magnitude - least <= width:
+            here = (magnitude >> np.uint32(shift)) - first
+            top = max(top, here + np.uint32(1))
+            counts[here] += np.uint32(1)
+    return np.int64(top)
+
+
+@_compiled(nogil=True)
 def block_bfloat16(bits: NDArray[np.uint32], rounded: NDArray[np.uint16]) -> None:
     """Round to bfloat16, nearest even; NaN stays NaN, and what is finite stays finite.
 
@@ -1129,6 +1223,8 @@ def warm_up() -> None:
         block_stochastic_signs(x, 2.0, values[:1], np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
+        if COMPRESSES:
+            block_tail_histogram(x.view(np.uint32), 1, 16, counts)
         block_bfloat16(x.view(np.uint32), np.empty(x.size, np.uint16))
         parts, used = np.zeros((1, 2), np.int64), np.zeros(8, np.bool_)
         found = np.zeros((8, 1, 1 << 12), np.uint32)

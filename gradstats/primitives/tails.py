@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.arrays import Array, is_tensor
+from gradstats.primitives.arrays import Array, flat_blocks, is_tensor
 from gradstats.primitives.backend import device_code
+from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.histogram import bin_edges, histogram
 from gradstats.primitives.moments import Moments
 from gradstats.primitives.ratio import check_magnitude
@@ -79,10 +80,9 @@ class Tails:
         threshold = check_magnitude(threshold)
         i = int(self.right.searchsorted(threshold))
         count, total, squares, inside = self.sums[i].tolist()
-        if i < self.right.size and self.left[i] < threshold:
-            left, right = self.left[i], self.right[i]
-            under = inside * float((threshold - left) / (right - left))
-            middle = float(left + threshold) / 2
+        if inside and (left := self.left.item(i)) < threshold:
+            under = inside * (threshold - left) / (self.right.item(i) - left)
+            middle = (left + threshold) / 2
             count -= under
             total -= under * middle
             squares -= under * middle**2
@@ -153,8 +153,29 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         right = left if known else edges[lowest + 1 :]
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
         return Tails(left, right, operators.tail_sums(weight, middles(left, right)))
-    counts = histogram(x, bits).counts
-    bins = lowest + np.flatnonzero(counts[lowest:] != 0)
+    counts = _counts_from(x, bits, lowest)
+    bins = lowest + np.flatnonzero(counts != 0)
     left = edges[bins]
     right = left if known else edges[bins + 1]
-    return Tails.of_cells(left, right, counts[bins].astype(np.float64))
+    return Tails.of_cells(left, right, counts[bins - lowest].astype(np.float64))
+
+
+def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
+    """Return the counts of a histogram's bins from one on, without the empty ones at the end where that is quicker."""
+    from gradstats.primitives import kernels
+
+    view = flat_blocks(x, 1)
+    if not (lowest and kernels.COMPRESSES and view and view[0].dtype.type is np.float32):
+        return histogram(x, bits).counts[lowest:]
+    shift = 23 - bits
+
+    def count(_: int, block: NDArray[Any]) -> NDArray[Any]:
+        counts = np.zeros((0x7F800000 >> shift) - lowest, np.uint32)
+        some = kernels.block_tail_histogram(block.view(np.uint32), lowest << shift, shift, counts)
+        return counts[:some]
+
+    found = map_blocks(count, x)
+    total = np.zeros(max(map(len, found)), np.int64)
+    for each in found:
+        total[: each.size] += each
+    return total

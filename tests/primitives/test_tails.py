@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradstats.primitives import backend, moments
+from gradstats.primitives import backend, kernels, moments
 from gradstats.primitives.tails import _BITS, Tails, tails
 
 
@@ -103,3 +103,24 @@ def test_a_device_has_the_same_sums(code, dtype, family):
             assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-12, abs=1e-12)
     logs = [each.whole(log=True).sum_log for each in (host, there)]
     assert logs[1] == pytest.approx(logs[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1023, 1024, 20_000])
+def test_counts_from_a_bin_on_are_those_of_the_histogram(size, family, monkeypatch):
+    x = family[:size].copy()
+    x[:: max(size // 7, 1)] = np.resize(
+        [np.nan, np.inf, -np.inf, 0.0, 1e-45], x[:: max(size // 7, 1)].size
+    )
+    magnitudes = np.sort(np.abs(x[np.isfinite(x)]).astype(np.float64))
+    for least in (0.0, 1e-45, *magnitudes[:: max(magnitudes.size // 4, 1)].tolist(), 3e38):
+        found = []
+        for compresses in {False, kernels.COMPRESSES}:
+            monkeypatch.setattr(kernels, "COMPRESSES", compresses)
+            found.append(tails(x, least))
+            monkeypatch.undo()
+        for each in found[1:]:
+            assert np.array_equal(each.left, found[0].left)
+            assert np.array_equal(each.right, found[0].right)
+            assert np.array_equal(each.sums, found[0].sums)
+        reach = magnitudes[(magnitudes >= found[0].left.min(initial=math.inf)) & (magnitudes > 0)]
+        assert found[0].count == reach.size
