@@ -129,6 +129,7 @@ class Marsit(Compressor):
         self.shape = shape
         self._own = RandomStream(seed, 0)
         self._step = 0
+        self._room = torch.empty(0)
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
@@ -173,7 +174,14 @@ class Marsit(Compressor):
         else:
             packed, sent = one_bit_ring(packed, merge, group)
         communicated = time.perf_counter()
-        mean = signed(packed, numel, float(scale), corrected.dtype)
+        room = self._room
+        if (room.numel(), room.dtype, room.device) != (
+            8 * packed.numel(),
+            corrected.dtype,
+            corrected.device,
+        ):
+            self._room = corrected.new_empty(8 * packed.numel())
+        mean = signed(packed, numel, float(scale), corrected.dtype, self._room)
         return Reduced(
             flags=flags,
             mean=mean,

@@ -291,7 +291,13 @@ def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
 
 
-def signed(packed: torch.Tensor, numel: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def signed(
+    packed: torch.Tensor,
+    numel: int,
+    scale: float,
+    dtype: torch.dtype,
+    room: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return scale·(2·bit − 1) for every bit.
 
     Parameters
@@ -304,6 +310,8 @@ def signed(packed: torch.Tensor, numel: int, scale: float, dtype: torch.dtype) -
         Size of every element.
     dtype : torch.dtype
         Floating dtype of the result.
+    room : tensor, shape (8·⌈d/8⌉,), optional
+        Memory for the result, such as that of the last step: new memory takes longer than what is written to it.
 
     Returns
     -------
@@ -313,7 +321,8 @@ def signed(packed: torch.Tensor, numel: int, scale: float, dtype: torch.dtype) -
     # the signs of each byte, made where they are used: nothing is copied to the device
     byte, place = (torch.arange(n, device=packed.device) for n in (256, 8))
     table = ((byte[:, None] >> place & 1) * 2 - 1).to(dtype).mul_(scale)
-    return table.index_select(0, packed.int()).view(-1)[:numel]
+    out = None if room is None else room.view(-1, 8)
+    return torch.index_select(table, 0, packed.int(), out=out).view(-1)[:numel]
 
 
 def check_scale(scale: float | str) -> float | Literal["mean"]:

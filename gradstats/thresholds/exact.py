@@ -17,6 +17,8 @@ __all__ = ["Exact", "WarmExact"]
 
 _SORTED = 1 << 12
 """Elements up to which a bracket saves no time."""
+_DENSE = 32
+"""One wanted element in so many from which on the last threshold is of no use."""
 _SAMPLE = 1 << 14
 """Candidates looked at for the next margin, which decides about time alone."""
 
@@ -44,7 +46,8 @@ class WarmExact(Estimator):
 
     The pass collects what reaches η_{t−1} e^(−m). The margin m follows the drift of the threshold (1.5 times the
     largest recent step of ln η) but ends where the last step had 2k elements, because with error feedback the
-    magnitudes pile up just under the threshold. Too narrow a margin costs one more pass, never a wrong k.
+    magnitudes pile up just under the threshold. Too narrow a margin costs one more pass, never a wrong k. Where more
+    than one element in 32 is wanted, a sample decides anew: it costs little beside them, and a margin more.
 
     Notes
     -----
@@ -68,7 +71,7 @@ class WarmExact(Estimator):
             details = {"candidates": len(selection), "warm": False, "missed": False}
             return Found(threshold, details, selection)
         last = self._threshold
-        warm = last > 0 and self._k == k
+        warm = last > 0 and self._k == k and k * _DENSE <= numel_of(x)
         part = math.exp(-self._margin)
         guess = last * part if warm else None
         high = last / part if warm and part > 0 else math.inf

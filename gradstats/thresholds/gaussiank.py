@@ -86,7 +86,7 @@ class GaussianK(Estimator):
         last, counts = self._corrected(threshold, expected, lambda t: count_above(some, t))
         if not counts or counts[-1] < _HITS / 2:
             return None
-        low, reached = min(threshold, last), max(counts)
+        low, reached = min(threshold, last), max(counts[0], counts[-1])
         if reached - counts[-1] > _COUNTED * (len(counts) - 1) * numel_of(some):
             low, reached = last, counts[-1]
         return low if reached <= max(3 * expected, _MOST * numel_of(some)) else None

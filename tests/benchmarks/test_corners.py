@@ -12,7 +12,8 @@ def test_the_page_shows_what_was_stored():
     rows = json.loads(corners.FILE.read_text(encoding="utf-8"))
     page = (DOCS / "measurements.md").read_text(encoding="utf-8")
     assert f"<!-- corners -->\n{corners.table(rows)}\n<!-- /corners -->" in page
-    assert {r["corner"] for r in rows} == {*corners.RULES, "signsgd, ef-signsgd", "ssdm", "update"}
+    others = {"histogram", "signsgd, ef-signsgd", "ssdm", "update", "marsit", "captured step"}
+    assert {r["corner"] for r in rows} == {*corners.RULES, *others}
     assert {"AMD EPYC", "Intel Xeon"} <= {r["processor"] for r in rows}
 
 

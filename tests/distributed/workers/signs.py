@@ -97,7 +97,7 @@ def systems(rank, world):
                 assert got.mean.shape == got.residual.shape == (numel,)
                 assert (got.flags, got.sent) == ([0] * world, None)
                 assert (got.selected, got.union) == (numel, numel)
-                rounds.append((before, got.mean.numpy(), got.residual.numpy().copy()))
+                rounds.append((before, got.mean.numpy().copy(), got.residual.numpy().copy()))
             report[name, numel] = rounds
     return report
 
