@@ -211,7 +211,7 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
     x : array_like
         Array of any shape and device, float16, float32, float64 or (torch) bfloat16.
     above : float
-        Threshold, in the unit of `x`; 0 with `log`.
+        Threshold, in the unit of `x`; with `log` only 0 takes the least time.
     log : bool
         Sum ln|x| too.
 
@@ -227,7 +227,8 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
         If `x` is not a dense floating-point array, or `above` is negative or NaN.
     """
     x, above = check(x), check_magnitude(above, "above")
-    if device_code(x) is not None or wide_dtype(x) != np.float32 or numel_of(x) < _SHORT:
+    compiled = device_code(x) is None and wide_dtype(x) == np.float32 and not (log and above)
+    if not compiled or numel_of(x) < _SHORT:
         m = moments(x, above) if log else exceedances(x, above)
         return replace(m, zeros=-1, nonfinite=-1, sum_squares=math.nan, max=math.nan)
     low = _least_bits(above)

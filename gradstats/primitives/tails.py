@@ -175,7 +175,7 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
         return counts[:some]
 
     found = map_blocks(count, x)
-    total = np.zeros(max(map(len, found)), np.int64)
+    total = np.zeros(max(map(len, found), default=0), np.int64)
     for each in found:
         total[: each.size] += each
     return total

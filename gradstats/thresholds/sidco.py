@@ -51,7 +51,7 @@ _MANY = 1 << 21
 _ROUGH = 1 << 12
 """Elements below which they are summed themselves: of so few the sums of a histogram are too rough."""
 _CELLS = 2.0**-7
-"""Width of some eight cells of a histogram, as a share of the magnitudes in them."""
+"""Width of some four cells of a histogram, as a share of the magnitudes in them."""
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 

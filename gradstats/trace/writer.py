@@ -49,7 +49,9 @@ from gradstats.trace.format import (
 
 __all__ = ["TraceWriter"]
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+_NEW = (
+    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+)
 
 
 class TraceWriter:
@@ -409,7 +411,7 @@ def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
         try:
             left = [memoryview(part) for part in parts]
             while left:  # at most two gigabytes at a time, and what the disk has room for
-                written = os.writev(place, left)
+                written = _write_some(place, left)
                 while left and written >= len(left[0]):
                     written -= len(left.pop(0))
                 if left:
@@ -420,6 +422,11 @@ def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
     except OSError:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def _write_some(place: int, parts: Sequence[memoryview]) -> int:
+    """Write as much of some parts as goes in one call; return how many bytes. Windows takes one part at a time."""
+    return os.writev(place, parts) if hasattr(os, "writev") else os.write(place, parts[0])
 
 
 def _lay_out(

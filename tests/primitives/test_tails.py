@@ -67,7 +67,8 @@ def test_zeros_and_what_is_not_finite_are_left_out():
     assert (found.numel, found.count) == (3, 2)
     assert found.sum_abs == pytest.approx(4.0, rel=2.0 ** -(_BITS + 1))  # half a cell
     for nothing in (np.zeros(3, np.float32), np.empty(0, np.float32)):
-        assert tails(nothing).above(0.0).count == 0
+        for least in (0.0, 1.0):
+            assert tails(nothing, least).above(least).count == 0
 
 
 @pytest.mark.parametrize("code", ["compiled", "torch", "triton"])

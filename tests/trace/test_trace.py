@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -384,3 +385,17 @@ def test_what_is_no_path_is_said_in_one_short_line(path):
 def test_what_is_no_list_selects_nothing(field, value):
     with pytest.raises(InputError, match=f"{field} must be a list or a tuple, not "):
         Subset(**{field: value})
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+@pytest.mark.parametrize("vectors", [True, False])
+def test_files_are_whole_however_little_goes_in_one_call(tmp_path, monkeypatch, most, vectors):
+    write_some = os.write
+    if vectors:
+        monkeypatch.setattr(os, "writev", lambda at, parts: write_some(at, b"".join(parts)[:most]))
+    else:
+        monkeypatch.delattr(os, "writev")
+        monkeypatch.setattr(os, "write", lambda at, data: write_some(at, data[:most]))
+    trace_writer._write_file(tmp_path / "file", b"first ", b"", memoryview(b"second"))
+    assert (tmp_path / "file").read_bytes() == b"first second"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
