@@ -385,7 +385,7 @@ def array_specs(
                     (wide, len(STATISTICS)),
                     "float64",
                     nan,
-                    None,
+                    _FAST,
                     {"names": list(STATISTICS)},
                 )
             )
