@@ -403,7 +403,7 @@ def _make_folder(folder: str, levels: int) -> None:
 def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
     """Write a file beside its place and rename it there.
 
-    By as few calls as there can be: each lets go of Python's lock, and the training waits whenever it is taken again.
+    By few calls: each lets go of Python's lock, for which the training has to wait while it is taken again.
     """
     partial = f"{file}.partial"
     try:
