@@ -93,7 +93,7 @@ class Copies:
             place.copy_(values)
             return
         target = torch.from_numpy(place)
-        stream = self._streams.get(values.device) if self._streams and not wait else None
+        stream = None if wait else self._streams.get(values.device)
         if stream is None:
             target.copy_(values)
             return

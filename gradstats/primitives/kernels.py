@@ -71,7 +71,7 @@ _PAIRS = _LINE // 2
 _PIECE = 256
 """Elements that a loop reads between asking for memory, where the compiler must not be disturbed inside it."""
 _SUMMED = 1024
-"""Elements that are added up in float32, in 64 sums: of each sixteen."""
+"""Elements that are added up in float32, in as many sums as the processor's vectors have places for."""
 _FACTORS = 16
 """Mantissas that are multiplied in float32: their product is below 2¹⁶."""
 _LANES = 8
@@ -192,8 +192,8 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
 def _compress(_: Any, bits: Any, start: Any, word: Any, target: Any, at: Any) -> Any:
     """Move the elements of bits[start:] that a word marks to target[at:], and some others after them.
 
-    Returns the place after the last marked one. The instruction is AVX-512's, with a register as its target: one that
-    writes to memory itself takes many times as long on AMD's processors.
+    Returns the place after the last marked one. The instruction is AVX-512's, with a register as its target: the form
+    that writes to memory itself is slow on some processors.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -271,7 +271,7 @@ def _fetch_ahead(x: NDArray[Any], start: int, size: int) -> None:
     """Ask for as many elements, of 4 bytes, as a loop is about to read, a little further on.
 
     A processor foresees reads up to the next page; loops that do much with an element then wait at each. Those that
-    only add or compare are no slower without, and on some processors a fifth faster.
+    only add or compare are no slower without, and on some processors faster.
     """
     for i in range(start + _AHEAD, start + _AHEAD + size, _LINE):
         _fetch(x, i)
@@ -1176,7 +1176,9 @@ def _fence(_: Any) -> Any:
 def copy_past_caches(
     target: NDArray[np.float32], x: NDArray[np.float32], factor: np.float32
 ) -> None:
-    """Copy a vector without reading what it overwrites: two thirds of a copy's time, where no cache could keep it.
+    """Copy a vector without reading what it overwrites: less time than a copy takes, where no cache could keep it.
+
+    Where it is multiplied, it is written as any other vector.
 
     Parameters
     ----------
@@ -1188,16 +1190,12 @@ def copy_past_caches(
         What the elements are multiplied by.
     """
     n = target.size
-    first = min(n, -(target.ctypes.data // target.itemsize) % _LINE)
+    first = min(n, -(target.ctypes.data // target.itemsize) % _LINE) if factor == 1 else n
     last = n - (n - first) % _LINE
     for i in range(first):
         target[i] = x[i] * factor
     for start in range(first, last, _LINE):
-        if factor == 1:
-            _store_past_caches(target, start, x)
-        else:
-            for i in range(_LINE):
-                target[start + i] = x[start + i] * factor
+        _store_past_caches(target, start, x)
     for i in range(last, n):
         target[i] = x[i] * factor
     _fence()

@@ -203,8 +203,9 @@ def exceedances(x: Array, above: float) -> Moments:
 def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
     """Count the non-zero |x| ≥ above and sum them, in the least time: what an exponential or a gamma model needs.
 
-    Of 16,384 float32 elements and more, up to 1,024 at a time are added up in float32. A sum is within 2·10⁻⁶ of that
-    of :func:`moments`, a mean logarithm within 10⁻⁷; as errors have either sign, both are most often within 10⁻⁸.
+    Of 16,384 float32 elements and more, up to 1,024 at a time are added up in float32. A sum is within 6·10⁻⁵ of that
+    of :func:`moments` in whatever order, a mean logarithm within 10⁻⁷; as errors have either sign, they are far smaller
+    in practice, and tested to 10⁻⁷ and 10⁻⁸.
 
     Parameters
     ----------

@@ -87,9 +87,6 @@ def select(x: Array, threshold: float) -> Selection:
         return Selection(*code.select(x, max(as_compared(x, threshold), least)))
     # only infinity reaches a threshold beyond float32's range
     low = max(int(narrowed(threshold).view(np.int32)), 1)
-    view = flat_blocks(x, _BLOCK)
-    if view is not None and len(view[1]) == 1:
-        return selection_like(x, *_select_run([(0, view[0])], view[0].size, threshold, low))
     parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
     dtype = wide_dtype(x)
     indices = _concatenate([i for i, _ in parts], np.int64)
@@ -154,8 +151,7 @@ def _select_run(
 
 def _grown(array: NDArray[Any], used: int, size: int) -> NDArray[Any]:
     larger = np.empty(size, array.dtype)
-    if used:
-        larger[:used] = array[:used]
+    larger[:used] = array[:used]
     return larger
 
 

@@ -247,8 +247,8 @@ class ArraySpec:
     attributes : dict
         Attributes of the array.
     separator : {"/", "."}
-        What stands between the indices of a chunk in its place: with a dot no step makes folders of its own, which
-        takes longer than its files. Such chunks cannot be listed, only asked for.
+        Character between the indices in a chunk's name. With a dot chunks lie in the array's own folder, and no step
+        has to make folders; such chunks can be asked for one by one, but not listed.
     """
 
     name: str
@@ -437,12 +437,12 @@ def array_specs(
 
 
 def key_encoding(separator: str) -> dict[str, Any]:
-    """Return how an array's metadata says what is between the indices of a chunk.
+    """Return the entry of an array's metadata that says how its chunks are named.
 
     Parameters
     ----------
     separator : {"/", "."}
-        What is.
+        Character between the indices in a chunk's name.
     """
     return {"name": "default", "configuration": {"separator": separator}}
 

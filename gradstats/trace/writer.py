@@ -385,6 +385,8 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
     except FileNotFoundError:
         # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
+        if spec.separator != "/":
+            raise
         _make_folder(os.path.dirname(file), len(spec.dimensions))
         _write_file(file, *parts)
 

@@ -14,6 +14,8 @@ def test_the_page_shows_what_was_stored():
     assert f"<!-- corners -->\n{corners.table(rows)}\n<!-- /corners -->" in page
     others = {"histogram", "signsgd, ef-signsgd", "ssdm", "update", "marsit", "captured step"}
     assert {r["corner"] for r in rows} == {*corners.RULES, *others}
+    for each in corners.elsewhere():  # what other programs have stored since is in the table, too
+        assert each in rows
     assert {"AMD EPYC", "Intel Xeon"} <= {r["processor"] for r in rows}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -327,3 +328,15 @@ def test_ddp_is_sketched_before_and_after_error_feedback(tmp_path):
             assert_same_sketch(one, sketch(values[layer.slice], 7))
         compared += 1
     assert compared == 2 * 2 * 8
+
+
+@pytest.mark.parametrize("name", ["gradient_counts", "gradient_moments"])
+def test_an_array_that_has_vanished_is_not_made_anew(tmp_path, name):
+    """It would lack its metadata, and no reader would find what is in it."""
+    path, layers = tmp_path / "a.zarr", [Layer("w", 0, (50,))]
+    create_trace(path, layers)
+    writer = TraceWriter(path, 0, store="sketches")
+    shutil.rmtree(path / "rank00000" / name)
+    with pytest.raises(TraceError, match="cannot write step 0"):
+        writer.append(0, {"gradient": np.ones(50, np.float32)})
+    assert not (path / "rank00000" / name).exists()

@@ -397,7 +397,7 @@ def test_moments_are_of_all_magnitudes_if_no_threshold_is_named():
 
 @pytest.mark.parametrize("log", [False, True])
 def test_rounded_sums_are_those_of_moments(family, xp, log):
-    """Within what rounding in float32 leaves: of one sum at most 16 · 2⁻²⁴, at random far less."""
+    """Within what rounding in float32 leaves at random, far below what it could."""
     x = xp(family)
     found, expected = rounded_sums(x, log=log), moments(x)
     assert (found.numel, found.count) == (expected.numel, expected.count)
