@@ -25,9 +25,9 @@ from gradstats.compressors.signs import packed_signs, packed_stochastic_signs
 from gradstats.hooks.gradient import FlatGradient
 from gradstats.hooks.layout import ParameterLayout
 from gradstats.hooks.memory import NoMemory
-from gradstats.primitives import exceedances, histogram, select, warm_up
+from gradstats.primitives import exceedances, histogram, select
 from gradstats.primitives.ratio import RATIOS
-from gradstats.thresholds import make_estimator, threshold
+from gradstats.thresholds import make_estimator, threshold, warm_up
 from gradstats.thresholds.bench import TAILS, bench
 
 FILE = RESULTS / "corners.json"

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     )
     from gradstats.hooks.monitor import Monitor
     from gradstats.network.plan import plan
-    from gradstats.primitives import warm_up
     from gradstats.primitives.backend import backend
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from gradstats.statistics.fitting import Fit, fit
     from gradstats.statistics.several import fit_all
     from gradstats.statistics.solution import FitError
-    from gradstats.thresholds import threshold
+    from gradstats.thresholds import threshold, warm_up
     from gradstats.trace import Trace, open_trace
     from gradstats.trace.export import save_safetensors
 
@@ -66,14 +65,14 @@ _HOME = {
     ),
     "gradstats.hooks.monitor": ("Monitor",),
     "gradstats.network.plan": ("plan",),
-    "gradstats.primitives": ("backend", "histogram", "moments", "select", "warm_up"),
+    "gradstats.primitives": ("backend", "histogram", "moments", "select"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "pot"),
     "gradstats.statistics.compressibility": ("compressibility",),
     "gradstats.statistics.fitting": ("Fit", "fit"),
     "gradstats.statistics.several": ("fit_all",),
     "gradstats.statistics.solution": ("FitError",),
-    "gradstats.thresholds": ("threshold",),
+    "gradstats.thresholds": ("threshold", "warm_up"),
     "gradstats.trace": ("Trace", "open_trace"),
     "gradstats.trace.export": ("save_safetensors",),
 }

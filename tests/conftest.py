@@ -19,6 +19,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Numba compiles a loop anew when its own file has changed, but not when a file has that it calls into.
+_COMPILED = [*(ROOT / "gradstats" / "primitives").glob("*.py")]
+_COMPILED += [ROOT / "gradstats" / "statistics" / "stages.py"]
+
+
+def pytest_configure(config):
+    """Delete compiled loops that are older than what they may be compiled from."""
+    if hasattr(config, "workerinput"):
+        return
+    newest = max(path.stat().st_mtime for path in _COMPILED)
+    for index in (ROOT / "gradstats" / "thresholds").rglob("*.nbi"):
+        if index.stat().st_mtime < newest:
+            index.unlink()
+
+
 @pytest.fixture(params=["numpy", "torch"])
 def xp(request):
     """Turn a float32 NumPy array into the array type under test."""

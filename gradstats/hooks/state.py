@@ -23,8 +23,8 @@ from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view, zer
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.ratio import RatioSchedule
-from gradstats.primitives import warm_up
 from gradstats.primitives.ratio import check_count, check_number, shown
+from gradstats.thresholds import warm_up
 from gradstats.trace.record import StepRecord
 
 __all__ = [

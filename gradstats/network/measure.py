@@ -30,8 +30,8 @@ from gradstats.network.operations import (
     local_work,
     random_gradient,
 )
-from gradstats.primitives import warm_up
 from gradstats.primitives.ratio import check_ratio
+from gradstats.thresholds import warm_up
 
 __all__ = ["compare", "measure"]
 

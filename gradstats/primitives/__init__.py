@@ -36,9 +36,7 @@ __all__ = [
 def warm_up() -> None:
     """Compile the primitives (seconds, once per installation) or load them from the cache.
 
-    Without this call the first use of a primitive waits for it. Building the state of a live compressor calls it, so
-    that no hook has to wait. It is of the compiled loops alone: Triton compiles a kernel when it is first launched
-    (see :func:`backend`).
+    Part of :func:`gradstats.warm_up`.
     """
     from gradstats.primitives import codec, kernels
 

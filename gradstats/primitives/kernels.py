@@ -63,7 +63,7 @@ _WORD = 64
 _DRAWN = 512
 """Elements that are drawn before any is looked at, so that one does not wait for the memory of another."""
 _SOME = 4
-"""Elements of a word that are selected without asking whether there are so many, or twice as many."""
+"""Elements of a word that are selected without asking whether there are so many."""
 _LINE, _AHEAD = 16, 2048
 """Elements of a cache line, and how far ahead of a loop memory is asked for."""
 _PAIRS = _LINE // 2
@@ -115,19 +115,33 @@ def _say_once() -> None:
 _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 
 
+def _row(context: Any, builder: Any, kind: Any, bits: Any, start: Any, mask: Any) -> Any:
+    """Return bits[start:] & mask, as the vector of a word."""
+    vector = ir.VectorType(ir.IntType(32), _WORD)
+    array = cgutils.create_struct_proxy(kind)(context, builder, bits)
+    place = _place(builder, array.data, start, vector)
+    return builder.and_(builder.load(place, align=4), _everywhere(builder, mask))
+
+
+def _place(builder: Any, data: Any, at: Any, row: Any) -> Any:
+    """Return the address of a row of elements from `at` on."""
+    return builder.bitcast(builder.gep(data, [at]), row.as_pointer())
+
+
+def _everywhere(builder: Any, scalar: Any, size: int = _WORD) -> Any:
+    """Return a vector of equal elements."""
+    nothing = ir.Constant(ir.VectorType(scalar.type, size), ir.Undefined)
+    first = builder.insert_element(nothing, scalar, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(
+        first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), size), [0] * size)
+    )
+
+
 def _compared(context: Any, builder: Any, signature: Any, arguments: Any) -> tuple[Any, Any]:
     """Return bits[start + j] & mask, and whether it is from `low` to `low + width`, unsigned, as vectors."""
-    bits, start, *scalars = arguments[:5]
-    vector = ir.VectorType(ir.IntType(32), _WORD)
-    nothing, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-    everywhere = ir.Constant(vector, [0] * _WORD)
-    mask, low, width = (
-        builder.shuffle_vector(builder.insert_element(nothing, each, first), nothing, everywhere)
-        for each in scalars
-    )
-    array = cgutils.create_struct_proxy(signature.args[0])(context, builder, bits)
-    place = builder.bitcast(builder.gep(array.data, [start]), vector.as_pointer())
-    masked = builder.and_(builder.load(place, align=4), mask)
+    bits, start, mask, low, width = arguments[:5]
+    masked = _row(context, builder, signature.args[0], bits, start, mask)
+    low, width = _everywhere(builder, low), _everywhere(builder, width)
     return masked, builder.icmp_unsigned("<=", builder.sub(masked, low), width)
 
 
@@ -148,6 +162,53 @@ def _within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any) -> A
     return types.uint64(bits, types.intp, types.uint32, types.uint32, types.uint32), build
 
 
+def _part(builder: Any, vector: Any, start: int, size: int) -> Any:
+    """Return some elements of a vector."""
+    places = ir.Constant(ir.VectorType(ir.IntType(32), size), [*range(start, start + size)])
+    return builder.shuffle_vector(vector, vector, places)
+
+
+@_intrinsic
+def _sum_from(_: Any, bits: Any, start: Any, stop: Any, mask: Any, low: Any) -> Any:
+    """Return how many of bits[start:stop] & mask, of whole words, are from `low` on, signed, and their sum as floats.
+
+    Places of a word have sums of their own, which are halved in the end: the order is part of the code, whatever the
+    compiler does around it. A loop's own would depend on its caller.
+    """
+    if bits.layout != "C":
+        raise TypeError("only neighbouring elements can be added together")
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits, start, stop, mask, low = arguments
+        many = ir.VectorType(ir.IntType(32), _WORD)
+        row = ir.VectorType(ir.FloatType(), _WORD)
+        number = cgutils.alloca_once_value(builder, ir.Constant(many, [0] * _WORD))
+        total = cgutils.alloca_once_value(builder, ir.Constant(row, [0.0] * _WORD))
+        builder.store(ir.Constant(many, [0] * _WORD), number)  # where it is allocated runs once
+        builder.store(ir.Constant(row, [0.0] * _WORD), total)
+        step = ir.Constant(start.type, _WORD)
+        with cgutils.for_range_slice(builder, start, stop, step, start.type) as (at, _):
+            masked = _row(context, builder, signature.args[0], bits, at, mask)
+            kept = builder.icmp_signed(">=", masked, _everywhere(builder, low))
+            sums = builder.load(total)
+            added = builder.fadd(sums, builder.bitcast(masked, row))
+            builder.store(builder.select(kept, added, sums), total)
+            builder.store(builder.add(builder.load(number), builder.zext(kept, many)), number)
+        n, s = builder.load(number), builder.load(total)
+        half = _WORD // 2
+        while half:
+            n = builder.add(_part(builder, n, 0, half), _part(builder, n, half, half))
+            s = builder.fadd(_part(builder, s, 0, half), _part(builder, s, half, half))
+            half //= 2
+        first = ir.Constant(ir.IntType(32), 0)
+        n = builder.zext(builder.extract_element(n, first), start.type)
+        s = builder.fpext(builder.extract_element(s, first), ir.DoubleType())
+        return context.make_tuple(builder, signature.return_type, [n, s])
+
+    found = types.Tuple((types.intp, types.float64))
+    return found(bits, types.intp, types.intp, types.uint32, types.int32), build
+
+
 @_intrinsic
 def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, lanes: Any) -> Any:
     """Add the floats that :func:`_within` marks, and their squares, to two rows of lanes; return its word.
@@ -159,9 +220,9 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         masked, kept = _compared(context, builder, signature, arguments)
-        nothing = ir.Constant(ir.VectorType(ir.FloatType(), _WORD), ir.Undefined)
         zeros = ir.Constant(masked.type, [0] * _WORD)
-        some = builder.bitcast(builder.select(kept, masked, zeros), nothing.type)
+        some = builder.select(kept, masked, zeros)
+        some = builder.bitcast(some, ir.VectorType(ir.FloatType(), _WORD))
         row = ir.VectorType(ir.DoubleType(), _LANES)
         array = cgutils.create_struct_proxy(signature.args[5])(context, builder, arguments[5])
         places = [
@@ -172,8 +233,7 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
         ]
         found = [builder.load(place, align=8) for place in places]
         for j in range(0, _WORD, _LANES):
-            lane = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [*range(j, j + _LANES)])
-            x = builder.fpext(builder.shuffle_vector(some, nothing, lane), row)
+            x = builder.fpext(_part(builder, some, j, _LANES), row)
             turn = (
                 j // _LANES % 2
             )  # two sums of each in turn, as an addition waits for the last one
@@ -188,43 +248,83 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
     return types.uint64(*arguments), build
 
 
+def _compressed(builder: Any, values: Any, word: Any, start: int) -> tuple[Any, Any]:
+    """Return a row's elements that bits of a word from `start` on mark, moved together, and how many they are.
+
+    The instruction is AVX-512's, with a register as its target: the form that writes to memory itself is slow on some
+    processors.
+    """
+    row, flags, long = values.type, ir.VectorType(ir.IntType(1), _LINE), ir.IntType(64)
+    compress = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(row, [row, row, flags]),
+        "llvm.x86.avx512.mask.compress.v16i32",
+    )
+    marked = builder.trunc(builder.lshr(word, ir.Constant(long, start)), ir.IntType(_LINE))
+    unset = ir.Constant(row, ir.Undefined)
+    moved = builder.call(compress, [values, unset, builder.bitcast(marked, flags)])
+    return moved, builder.zext(builder.ctpop(marked), long)
+
+
 @_intrinsic
 def _compress(_: Any, bits: Any, start: Any, word: Any, target: Any, at: Any) -> Any:
     """Move the elements of bits[start:] that a word marks to target[at:], and some others after them.
 
-    Returns the place after the last marked one. The instruction is AVX-512's, with a register as its target: the form
-    that writes to memory itself is slow on some processors.
+    Returns the place after the last marked one.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits, start, word, target, at = arguments
-        row, flags, long = (
-            ir.VectorType(ir.IntType(32), _LINE),
-            ir.VectorType(ir.IntType(1), _LINE),
-            ir.IntType(64),
-        )
-        compress = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(row, [row, row, flags]),
-            "llvm.x86.avx512.mask.compress.v16i32",
-        )
+        row, long = ir.VectorType(ir.IntType(32), _LINE), ir.IntType(64)
         source, goal = (
             cgutils.create_struct_proxy(kind)(context, builder, array).data
             for kind, array in ((signature.args[0], bits), (signature.args[3], target))
         )
         for j in range(0, _WORD, _LINE):
-            place = builder.gep(source, [builder.add(start, ir.Constant(long, j))])
-            values = builder.load(builder.bitcast(place, row.as_pointer()), align=4)
-            marked = builder.trunc(builder.lshr(word, ir.Constant(long, j)), ir.IntType(_LINE))
-            mask = builder.bitcast(marked, flags)
-            moved = builder.call(compress, [values, ir.Constant(row, ir.Undefined), mask])
-            goes = builder.bitcast(builder.gep(goal, [at]), row.as_pointer())
-            builder.store(moved, goes, align=4)
-            at = builder.add(at, builder.zext(builder.ctpop(marked), long))
+            here = builder.add(start, ir.Constant(long, j))
+            values = builder.load(_place(builder, source, here, row), align=4)
+            moved, some = _compressed(builder, values, word, j)
+            builder.store(moved, _place(builder, goal, at, row), align=4)
+            at = builder.add(at, some)
         return at
 
     arguments = bits, types.intp, types.uint64, target, types.intp
     return types.intp(*arguments), build
+
+
+@_intrinsic
+def _compress_places(
+    _: Any, bits: Any, start: Any, word: Any, offset: Any, indices: Any, values: Any, at: Any
+) -> Any:
+    """Move the elements of bits[start:] that a word marks to values[at:], and offset + their places to indices[at:].
+
+    Some others follow them, but none beyond the room of a whole word.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits, start, word, offset, indices, values, at = arguments
+        row, long = ir.VectorType(ir.IntType(32), _LINE), ir.IntType(64)
+        half = ir.VectorType(long, _LINE // 2)
+        source, places, goal = (
+            cgutils.create_struct_proxy(signature.args[i])(context, builder, array).data
+            for i, array in ((0, bits), (4, indices), (5, values))
+        )
+        first = _everywhere(builder, builder.add(offset, start), _LINE // 2)
+        for j in range(0, _WORD, _LINE):
+            here = builder.add(start, ir.Constant(long, j))
+            elements = builder.load(_place(builder, source, here, row), align=4)
+            moved, some = _compressed(builder, elements, word, j)
+            builder.store(moved, _place(builder, goal, at, row), align=4)
+            moved, _ = _compressed(builder, ir.Constant(row, [*range(j, j + _LINE)]), word, j)
+            for i in range(0, _LINE, _LINE // 2):
+                wide = builder.add(builder.zext(_part(builder, moved, i, _LINE // 2), half), first)
+                goes = _place(builder, places, builder.add(at, ir.Constant(long, i)), half)
+                builder.store(wide, goes, align=8)
+            at = builder.add(at, some)
+        return context.get_dummy_value()
+
+    arguments = bits, types.intp, types.uint64, types.intp, indices, values, types.intp
+    return types.none(*arguments), build
 
 
 @_intrinsic
@@ -343,7 +443,7 @@ def _mantissa(bits: np.int32) -> np.float32:
     return np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F800000)).view(np.float32)
 
 
-@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+@_compiled(nogil=True)
 def block_sum(x: NDArray[np.float32], low: np.int32) -> tuple[int, float]:
     """Return (count, Σ|x|) over magnitudes whose bits are from `low` on, added up in float32, and at last in float64.
 
@@ -362,17 +462,16 @@ def block_sum(x: NDArray[np.float32], low: np.int32) -> tuple[int, float]:
     bits = x.view(np.int32)
     count = 0
     total = 0.0
-    for start in range(0, x.size, _SUMMED):
-        part = bits[start : start + _SUMMED]
-        s = np.float32(0)
-        n = np.int32(0)
-        for i in range(part.size):
-            b = np.int32(part[i] & _MASK)
-            kept = np.int32(b >= low)
-            s = np.float32(s + np.int32(b & -kept).view(np.float32))
-            n = np.int32(n + kept)
-        total += np.float64(s)
+    whole = bits.size - bits.size % _WORD
+    for start in range(0, whole, _SUMMED):
+        n, s = _sum_from(bits, start, min(start + _SUMMED, whole), np.uint32(_MASK), low)
         count += n
+        total += s
+    for i in range(whole, bits.size):
+        b = np.int32(bits[i] & _MASK)
+        if b >= low:
+            count += 1
+            total += np.float64(b.view(np.float32))
     return count, total
 
 
@@ -433,7 +532,7 @@ def block_sum_log(x: NDArray[np.float32]) -> tuple[int, float, float]:
     return count, total, logs
 
 
-@_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
+@_compiled(nogil=True)
 def block_tail(x: NDArray[np.float32], low: np.int32) -> tuple[int, float, float]:
     """Return (count, Σ|x|, Σx²) over magnitudes whose bits are from `low` to below those of infinity.
 
@@ -790,6 +889,28 @@ def _put(
     return word
 
 
+@_compiled(inline="always")
+def _put_all(
+    bits: NDArray[np.int32],
+    start: int,
+    word: np.uint64,
+    offset: int,
+    indices: NDArray[np.int64],
+    values: NDArray[np.float32],
+    n: int,
+) -> None:
+    """Write out all elements that a word marks, as :func:`_compress_places` does."""
+    into = values.view(np.int32)
+    at = np.uint64(n)
+    end = at + _ones(word)
+    while at < end:
+        word = _put(bits, start, word, 2 * _SOME, offset, indices, into, at)
+        at += np.uint64(2 * _SOME)
+
+
+_put_many = _compress_places if COMPRESSES else _put_all
+
+
 @_compiled(nogil=True)
 def block_select(
     x: NDArray[np.float32],
@@ -825,14 +946,11 @@ def block_select(
         _fetch_ahead(bits, start, _WORD)
         word = _within(bits, start, mask, least, width)
         left = _ones(word)
-        end = n + left
         if left > np.uint64(_SOME):
-            while n < end:
-                word = _put(x, start, word, 2 * _SOME, offset, indices, values, n)
-                n += np.uint64(2 * _SOME)
+            _put_many(bits, start, word, offset, indices, values, np.int64(n))
         elif left > np.uint64(0):
             _put(x, start, word, _SOME, offset, indices, values, n)
-        n = end
+        n += left
     for j in range(whole, bits.size):
         if np.uint32((bits[j] & _MASK) - low) <= width:
             indices[n] = offset + j
@@ -945,6 +1063,32 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: NDArray[np.uin
 
 
 @_compiled(nogil=True)
+def _count_into(
+    bits: NDArray[np.uint32],
+    mask: np.uint32,
+    shift: int,
+    first: np.uint32,
+    counts: NDArray[np.uint32],
+    top: np.uint32,
+) -> np.uint32:
+    """Count magnitudes by their leading bits, from the bin `first` on, and overwrite them by their bins.
+
+    Counters from `top` on are set to 0 when needed; returns where those begin that were not.
+    """
+    most = np.uint32(0)
+    for i in range(bits.size):
+        here = ((bits[i] & mask) >> np.uint32(shift)) - first
+        most = here if here > most else most
+        bits[i] = here
+    while bits.size and top <= most:
+        counts[top] = 0
+        top += np.uint32(1)
+    for i in range(bits.size):
+        counts[bits[i]] += np.uint32(1)
+    return top
+
+
+@_compiled(nogil=True)
 def block_tail_histogram(
     bits: NDArray[np.uint32], low: int, shift: int, counts: NDArray[np.uint32]
 ) -> int:
@@ -960,13 +1104,13 @@ def block_tail_histogram(
         Least bits of the first bin, from 1 on; a multiple of 2^shift but for the lowest bin.
     shift : int
         Trailing bits that do not tell bins apart.
-    counts : ndarray of uint32 or uint64
-        Added to: one counter per bin, from that of `low` on.
+    counts : ndarray of uint32
+        Written: one counter per bin, from that of `low` on. Those after the last that is not 0 are left as they are.
 
     Returns
     -------
     int
-        Number of bins up to the last that has a count of this block.
+        Number of bins up to that one.
     """
     if low >= _INFINITY:
         return 0
@@ -979,19 +1123,13 @@ def block_tail_histogram(
     for start in range(0, whole, _WORD):
         _fetch_ahead(bits, start, _WORD)
         n = _compress(bits, start, _within(bits, start, mask, least, width), kept, n)
-        if n > _SUMMED - _WORD or start + _WORD == whole:
-            for i in range(n):
-                here = ((kept[i] & mask) >> np.uint32(shift)) - first
-                top = max(top, here + np.uint32(1))
-                counts[here] += np.uint32(1)
+        if n > _SUMMED - _WORD:
+            top = _count_into(kept[:n], mask, shift, first, counts, top)
             n = 0
     for i in range(whole, bits.size):
-        magnitude = bits[i] & mask
-        if magnitude - least <= width:
-            here = (magnitude >> np.uint32(shift)) - first
-            top = max(top, here + np.uint32(1))
-            counts[here] += np.uint32(1)
-    return np.int64(top)
+        kept[n] = bits[i]
+        n += np.int64((bits[i] & mask) - least <= width)
+    return np.int64(_count_into(kept[:n], mask, shift, first, counts, top))
 
 
 @_compiled(nogil=True)
@@ -1128,12 +1266,13 @@ def tail_sums(
     sums : ndarray of float64, shape (cells + 1, 4)
         Written, but for the last row: number, sum and sum of squares from each cell on, and the number in it.
     """
+    count, total, squares = 0.0, 0.0, 0.0
     for i in range(weight.size - 1, -1, -1):
         w, x = weight[i], middle[i]
-        sums[i, 0] = sums[i + 1, 0] + w
-        sums[i, 1] = sums[i + 1, 1] + w * x
-        sums[i, 2] = sums[i + 1, 2] + w * (x * x)
-        sums[i, 3] = w
+        count += w
+        total += w * x
+        squares += w * (x * x)
+        sums[i, 0], sums[i, 1], sums[i, 2], sums[i, 3] = count, total, squares, w
 
 
 @_intrinsic

@@ -23,9 +23,17 @@ from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.ratio import check_magnitude
 
-__all__ = ["Moments", "count_above", "exceedances", "moments", "rounded_sums", "signed_sums"]
+__all__ = [
+    "SHORT",
+    "Moments",
+    "count_above",
+    "exceedances",
+    "moments",
+    "rounded_sums",
+    "signed_sums",
+]
 
-_SHORT = 1 << 14
+SHORT = 1 << 14
 """Elements below which sums are taken in float64: of fewer, rounding leaves more, and they cost little."""
 
 
@@ -229,7 +237,7 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
     """
     x, above = check(x), check_magnitude(above, "above")
     compiled = device_code(x) is None and wide_dtype(x) == np.float32 and not (log and above)
-    if not compiled or numel_of(x) < _SHORT:
+    if not compiled or numel_of(x) < SHORT:
         m = moments(x, above) if log else exceedances(x, above)
         return replace(m, zeros=-1, nonfinite=-1, sum_squares=math.nan, max=math.nan)
     low = _least_bits(above)

@@ -18,9 +18,9 @@ from gradstats.primitives.histogram import bin_edges, histogram
 from gradstats.primitives.moments import Moments
 from gradstats.primitives.ratio import check_magnitude
 
-__all__ = ["Tails", "middles", "tails"]
+__all__ = ["BITS", "Tails", "middles", "part_above", "tails"]
 
-_BITS = 9
+BITS = 9
 """Bits that tell cells apart. With ten, those of a gradient are more than a first-level cache holds."""
 
 
@@ -80,17 +80,9 @@ class Tails:
         threshold = check_magnitude(threshold)
         i = int(self.right.searchsorted(threshold))
         count, total, squares, inside = self.sums[i].tolist()
-        if inside and (left := self.left.item(i)) < threshold:
-            under = inside * (threshold - left) / (self.right.item(i) - left)
-            middle = (left + threshold) / 2
-            count -= under
-            total -= under * middle
-            squares -= under * middle**2
-        # a part of an element is none; mean and variance stay as they are, or a threshold's last bits would count
-        whole = round(count)
-        share = whole / count if count > 0 else 0.0
-        total, squares, unknown = share * total, share * squares, math.nan
-        return Moments(self.count, whole, -1, -1, total, squares, unknown, unknown, threshold)
+        left, right = (self.left.item(i), self.right.item(i)) if inside else (threshold, threshold)
+        count, total, squares = part_above(count, total, squares, inside, left, right, threshold)
+        return Moments(self.count, count, -1, -1, total, squares, math.nan, math.nan, threshold)
 
     def whole(self, *, log: bool) -> Moments:
         """Return the moments of all magnitudes.
@@ -113,6 +105,40 @@ class Tails:
         return replace(found, sum_log=float(logs))
 
 
+def part_above(
+    count: float,
+    total: float,
+    squares: float,
+    inside: float,
+    left: float,
+    right: float,
+    threshold: float,
+) -> tuple[int, float, float]:
+    """Return number, sum and sum of squares from a threshold on, of those from the left end of its cell on.
+
+    Parameters
+    ----------
+    count, total, squares : float
+        Number, sum and sum of squares of what reaches the left end.
+    inside : float
+        Number in the cell, which is taken as evenly filled.
+    left, right : float
+        Its ends.
+    threshold : float
+        Threshold, at most the right end.
+    """
+    if inside > 0 and left < threshold:
+        under = inside * (threshold - left) / (right - left)
+        middle = (left + threshold) / 2
+        count -= under
+        total -= under * middle
+        squares -= under * middle**2
+    # a part of an element is none; mean and variance stay as they are, or a threshold's last bits would count
+    whole = round(count)
+    share = whole / count if count > 0 else 0.0
+    return whole, share * total, share * squares
+
+
 def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the middles of cells; that of one without width is its value, also where twice that is no number.
 
@@ -121,7 +147,7 @@ def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np
     left, right : ndarray of float64, shape (cells,)
         Ends of each cell.
     """
-    return np.where(left == right, left, left / 2 + right / 2)
+    return left + (right - left) / 2
 
 
 def tails(x: Array, least: float = 0.0) -> Tails:
@@ -142,7 +168,7 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         same on every device, but for the order in which cells are added up.
     """
     known = x.dtype.itemsize == 2  # the cells have as many bits as the numbers
-    bits = _BITS if not known else 7 if "bfloat16" in str(x.dtype) else 10
+    bits = BITS if not known else 7 if "bfloat16" in str(x.dtype) else 10
     edges = bin_edges(bits)
     lowest = max(int(edges.searchsorted(least, side="right")) - 1, 0)
     code = device_code(x)
@@ -154,23 +180,27 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
         return Tails(left, right, operators.tail_sums(weight, middles(left, right)))
     counts = _counts_from(x, bits, lowest)
-    bins = lowest + np.flatnonzero(counts != 0)
-    left = edges[bins]
-    right = left if known else edges[bins + 1]
-    return Tails.of_cells(left, right, counts[bins - lowest].astype(np.float64))
+    if lowest:  # from a threshold on most cells have a count; from zero on few
+        left, right = (edges[lowest + i : lowest + i + counts.size] for i in (0, 1))
+    else:
+        bins = np.flatnonzero(counts != 0)
+        left, right, counts = edges[bins], edges[bins + 1], counts[bins]
+    return Tails.of_cells(left, left if known else right, counts.astype(np.float64))
 
 
 def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
-    """Return the counts of a histogram's bins from one on, without the empty ones at the end where that is quicker."""
+    """Return the counts of a histogram's bins, from one on to the last that has any."""
     from gradstats.primitives import kernels
 
     view = flat_blocks(x, 1)
     if not (lowest and kernels.COMPRESSES and view and view[0].dtype.type is np.float32):
-        return histogram(x, bits).counts[lowest:]
+        counts = histogram(x, bits).counts[lowest:]
+        some = np.flatnonzero(counts != 0)
+        return counts[: some[-1] + 1 if some.size else 0]
     shift = 23 - bits
 
     def count(_: int, block: NDArray[Any]) -> NDArray[Any]:
-        counts = np.zeros((0x7F800000 >> shift) - lowest, np.uint32)
+        counts = np.empty((0x7F800000 >> shift) - lowest, np.uint32)
         some = kernels.block_tail_histogram(block.view(np.uint32), lowest << shift, shift, counts)
         return counts[:some]
 

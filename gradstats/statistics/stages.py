@@ -1,5 +1,7 @@
 """The pieces of SIDCo's multi-stage threshold: ratios of the stages, quantile of one stage, loop over the stages.
 
+Functions of numbers alone are compiled, from this source, into the loops of :mod:`gradstats.thresholds.sidco_loops`.
+
 Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems",
 MLSys 2021. The solvers behind :func:`gradstats.fit` use the same closed forms of the shapes.
 """
@@ -18,14 +20,19 @@ __all__ = [
     "MOST_STAGES",
     "Quantile",
     "exponential",
+    "exponential_excess",
     "gamma_closed",
     "gamma_exact",
     "gamma_shape",
     "genpareto",
     "genpareto_by_moments",
+    "genpareto_excess",
+    "genpareto_parameters",
     "most_stages",
     "run_stages",
+    "split_ratio",
     "stage_ratios",
+    "worth_collecting",
 ]
 
 MOST_STAGES = 64
@@ -63,9 +70,25 @@ def stage_ratios(ratio: float, stages: int, first: float = 0.25) -> list[float]:
     [0.25, 0.0632, 0.0632]
     """
     stages = check_count(stages, "stages", 1, MOST_STAGES)
+    stages, own, later = split_ratio(ratio, stages, first)
+    return [own] + [later] * (stages - 1)
+
+
+def split_ratio(ratio: float, stages: int, first: float) -> tuple[int, float, float]:
+    """Return how many stages there are, the share of the first, and that of every later one: see :func:`stage_ratios`.
+
+    Parameters
+    ----------
+    ratio : float
+        Share of the elements to keep in the end.
+    stages : int
+        Number of stages M ≥ 1.
+    first : float
+        Share δ₁ that the first of several stages keeps.
+    """
     if stages == 1 or ratio >= first:
-        return [ratio]
-    return [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)
+        return 1, ratio, 1.0
+    return stages, first, (ratio / first) ** (1 / (stages - 1))
 
 
 def most_stages(ratio: float) -> int:
@@ -77,6 +100,22 @@ def most_stages(ratio: float) -> int:
         Share δ of the elements to keep.
     """
     return max(1, math.ceil(math.log(ratio) / math.log(0.5))) if 0 < ratio < 1 else 1
+
+
+def worth_collecting(share: float, passes: int) -> bool:
+    """Tell whether collecting a share of the elements costs less than the passes still to come.
+
+    To collect it was measured to cost 1 + 8·share passes over the data. It saves the stages' passes to come, and the
+    last one, which selects. Of more than a tenth, positions and values would take a third of the gradient's memory.
+
+    Parameters
+    ----------
+    share : float
+        Share of the gradient's elements.
+    passes : int
+        Passes still to come.
+    """
+    return share <= 0.1 and 8 * share < passes
 
 
 def run_stages(
@@ -132,8 +171,24 @@ def exponential(m: Moments, threshold: float, ratio: float) -> tuple[float, dict
     ratio : float
         Share δ of them to keep.
     """
-    scale = max(m.mean - threshold, 0.0)
-    return scale * math.log(1 / ratio), {"scale": scale}
+    excess, scale = exponential_excess(m.mean, threshold, ratio)
+    return excess, {"scale": scale}
+
+
+def exponential_excess(mean: float, threshold: float, ratio: float) -> tuple[float, float]:
+    """Return the excess and the scale of :func:`exponential`, from the mean magnitude.
+
+    Parameters
+    ----------
+    mean : float
+        Mean of the magnitudes that reach the threshold.
+    threshold : float
+        Threshold η of the stage before.
+    ratio : float
+        Share δ of them to keep.
+    """
+    scale = max(mean - threshold, 0.0)
+    return scale * math.log(1 / ratio), scale
 
 
 def gamma_shape(mean: float, mean_log: float) -> float:
@@ -232,12 +287,43 @@ def genpareto(m: Moments, threshold: float, ratio: float) -> tuple[float, dict[s
     """
     if not LEAST_SQUARES < m.sum_squares < math.inf:
         raise FitError(Reason.RANGE)
-    mean = max(m.mean - threshold, 0.0)
-    if m.variance <= 1e-12 * mean**2 or mean == 0:
-        return mean, {"c": -math.inf, "scale": 0.0, "unreliable": True}
-    shape, scale = genpareto_by_moments(mean, m.variance)
+    excess, shape, scale = genpareto_excess(m.mean, m.variance, threshold, ratio)
+    return excess, genpareto_parameters(shape, scale)
+
+
+def genpareto_excess(
+    mean: float, variance: float, threshold: float, ratio: float
+) -> tuple[float, float, float]:
+    """Return the excess, the shape and the scale of :func:`genpareto`, from mean and variance of the magnitudes.
+
+    Parameters
+    ----------
+    mean : float
+        Mean of the magnitudes that reach the threshold.
+    variance : float
+        Their variance.
+    threshold : float
+        Threshold η of the stage before.
+    ratio : float
+        Share δ of them to keep.
+    """
+    mean = max(mean - threshold, 0.0)
+    if variance <= 1e-12 * mean**2 or mean == 0:
+        return mean, -math.inf, 0.0
+    shape, scale = genpareto_by_moments(mean, variance)
     logarithm = math.log(1 / ratio)
     excess = scale * logarithm
     if abs(shape * logarithm) > 1e-12:
         excess = scale * math.expm1(shape * logarithm) / shape
-    return excess, {"c": shape, "scale": scale, "unreliable": not -0.5 < shape <= 0.25}
+    return excess, shape, scale
+
+
+def genpareto_parameters(shape: float, scale: float) -> dict[str, Any]:
+    """Return the parameters that :func:`genpareto` names, and its flag.
+
+    Parameters
+    ----------
+    shape, scale : float
+        Shape ξ and scale.
+    """
+    return {"c": shape, "scale": scale, "unreliable": not -0.5 < shape <= 0.25}

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradstats.errors import InputError, options_of, unknown
 from gradstats.primitives import Array
+from gradstats.primitives import warm_up as warm_up_primitives
 from gradstats.primitives.ratio import target_count
 from gradstats.thresholds.base import Estimate, Estimator
 from gradstats.thresholds.exact import Exact, WarmExact
@@ -40,6 +41,7 @@ __all__ = [
     "make_estimator",
     "target_count",
     "threshold",
+    "warm_up",
 ]
 
 ESTIMATORS: dict[str, Callable[..., Estimator]] = {
@@ -128,3 +130,16 @@ def threshold(
             )
         return estimator.estimate(x, ratio).threshold
     return make_estimator(estimator, **options).estimate(x, ratio).threshold
+
+
+def warm_up() -> None:
+    """Compile the loops of primitives and thresholds (seconds, once per installation) or load them from the cache.
+
+    Without this call the first use of a loop waits for it. Building the state of a live compressor calls it, so that no
+    hook has to wait. It is of the compiled loops alone: Triton compiles a kernel when it is first launched
+    (see :func:`gradstats.backend`).
+    """
+    from gradstats.thresholds import sidco_loops
+
+    warm_up_primitives()
+    sidco_loops.warm_up()

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
-from gradstats.primitives import set_num_threads, warm_up
+from gradstats.primitives import set_num_threads
 from gradstats.primitives.arrays import as_numpy, is_tensor
 from gradstats.primitives.ratio import RATIOS, check_count, target_count
 from gradstats.tables import Records
-from gradstats.thresholds import ESTIMATORS, make_estimator
+from gradstats.thresholds import ESTIMATORS, make_estimator, warm_up
 
 __all__ = ["KEY", "PUBLISHED", "REFERENCES", "TAILS", "bench", "compared", "sample_gradient"]
 

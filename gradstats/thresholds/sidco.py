@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import (
@@ -22,11 +23,13 @@ from gradstats.primitives import (
     numel_of,
     select,
 )
-from gradstats.primitives.arrays import as_numpy, wide_dtype
+from gradstats.primitives.arrays import as_numpy, flat_blocks, is_tensor, wide_dtype
+from gradstats.primitives.blocks import BLOCK
+from gradstats.primitives.histogram import bin_edges
 from gradstats.primitives.moments import rounded_sums
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.primitives.select import keep
-from gradstats.primitives.tails import Tails, tails
+from gradstats.primitives.tails import BITS, Tails, tails
 from gradstats.statistics.stages import (
     MOST_STAGES,
     Quantile,
@@ -34,9 +37,11 @@ from gradstats.statistics.stages import (
     gamma_closed,
     gamma_exact,
     genpareto,
+    genpareto_parameters,
     most_stages,
     run_stages,
     stage_ratios,
+    worth_collecting,
 )
 from gradstats.thresholds.base import Estimator, Found
 
@@ -62,15 +67,6 @@ def _wide(m: Moments, threshold: float) -> bool:
     Of magnitudes that are all but equal, a model's threshold is among them; that of the middles may lie above them all.
     """
     return min(math.sqrt(m.variance), m.mean - threshold) > _CELLS * m.mean
-
-
-def _worth_collecting(share: float, passes: int) -> bool:
-    """Tell whether collecting a share of the elements costs less than the passes still to come.
-
-    To collect it was measured to cost 1 + 8·share passes over the data. It saves the stages' passes to come, and the
-    last one, which selects. Of more than a tenth, positions and values would take a third of the gradient's memory.
-    """
-    return share <= 0.1 and 8 * share < passes
 
 
 def _sorted(x: Array) -> Tails:
@@ -154,13 +150,63 @@ class SIDCo(Estimator):
         raise NotImplementedError
 
     _needs_log: ClassVar[bool] = False
+    _pareto: ClassVar[bool] = True
+    """Whether the later stages are a generalized Pareto; otherwise they are exponential."""
     _passes: ClassVar[int] = 2
     """Stages up to which a pass for each costs less than one histogram of a large gradient."""
 
     def _find(self, x: Array, k: int) -> Found:
-        numel, wide = numel_of(x), wide_dtype(x) == np.float64
         adapts = self.adaptation == "corrected" and self._step % self.interval == 0
         self._step += 1
+        few = not is_tensor(x) and numel_of(x) <= min(BLOCK, _MANY - 1)
+        view = flat_blocks(x, BLOCK) if few else None
+        if view is not None and view[0].dtype.type is np.float32:
+            return self._find_in_block(view[0], k, adapts)
+        return self._find_in_passes(x, k, adapts)
+
+    def _find_in_block(self, x: NDArray[np.float32], k: int, adapts: bool) -> Found:
+        """Run the stages in one compiled loop: of so few elements calls cost as much as passes."""
+        from gradstats.thresholds.sidco_loops import block_stages
+
+        whole = self._whole(x) if self._needs_log or (adapts and x.size <= _FEW) else None
+        count, one, several = -1, 0.0, 0.0
+        if whole is not None:
+            if k >= whole.count:
+                return Found(0.0, {"stages": []})
+            if adapts and x.size <= _FEW:
+                self.stages, adapts = self._best_stages(x, None, whole, k), False
+            count, (one, several) = whole.count, self._ends(whole, k)
+        fits = np.empty((MOST_STAGES, 5))
+        indices, values = np.empty(x.size, np.int64), np.empty(x.size, np.float32)
+        self.stages, run, found = block_stages(
+            x,
+            k,
+            self.stages,
+            adapts,
+            self.first_ratio,
+            self._pareto,
+            count,
+            one,
+            several,
+            bin_edges(BITS),
+            fits,
+            indices,
+            values,
+        )
+        if not run:
+            return Found(0.0, {"stages": []})
+        seen: list[dict[str, Any]] = []
+        for count, ratio, threshold, one, two in fits[:run].tolist():
+            parameters = genpareto_parameters(one, two) if self._pareto else {"scale": one}
+            seen.append({"count": int(count), "ratio": ratio, "threshold": threshold, **parameters})
+        if whole is not None:
+            seen[0] = self._first(whole, k, self.stages)
+        chosen = Selection(indices[:found], values[:found])
+        return Found(seen[-1]["threshold"], {"stages": seen}, chosen)
+
+    def _find_in_passes(self, x: Array, k: int, adapts: bool) -> Found:
+        """Run the stages pass by pass, or with one histogram."""
+        numel, wide = numel_of(x), wide_dtype(x) == np.float64
         looks_up = numel >= _MANY and not wide and self.stages > self._passes
         once = tails(x) if looks_up else None
         if once is not None and not _wide(whole := once.whole(log=self._needs_log), 0.0):
@@ -185,7 +231,7 @@ class SIDCo(Estimator):
                     and _wide(m := once.above(threshold), threshold)
                 ):
                     return m
-                if once is not None or _worth_collecting(share, len(ratios) - len(seen)):
+                if once is not None or worth_collecting(share, len(ratios) - len(seen)):
                     survivors = select(x, threshold)
             return self._above(x if survivors is None else survivors.values, threshold)
 
@@ -194,6 +240,16 @@ class SIDCo(Estimator):
         threshold = seen[-1]["threshold"]
         chosen = None if survivors is None else keep(survivors, threshold)
         return Found(threshold, {"stages": seen}, chosen)
+
+    def _first(self, whole: Moments, k: int, stages: int) -> dict[str, Any]:
+        """Return the first of some stages."""
+        ratios = stage_ratios(k / whole.count, stages, self.first_ratio)
+        return next(run_stages(self._models(), ratios, whole, lambda _: whole))
+
+    def _ends(self, whole: Moments, k: int) -> tuple[float, float]:
+        """Return the threshold of a first stage that is the only one, and of the first of several."""
+        one, several = (self._first(whole, k, stages)["threshold"] for stages in (1, 2))
+        return one, several
 
     def _whole(self, x: Array) -> Moments:
         return rounded_sums(x, log=True) if self._needs_log else self._above(x, 0.0)
@@ -204,13 +260,25 @@ class SIDCo(Estimator):
 
     def _best_stages(self, x: Array, cells: Tails | None, whole: Moments, k: int) -> int:
         """Return the number of stages whose threshold keeps the nearest to k."""
-        split = partial(stage_ratios, k / whole.count, first=self.first_ratio)
+        one, several = self._ends(whole, k)
+        direct = cells is None
         if cells is None and numel_of(x) <= _FEW and wide_dtype(x) != np.float64:
             cells = _sorted(x)
-        if cells is None:  # no threshold is below those of the first of one stage, and of several
-            sums = partial(self._above, x)
-            ends = (next(run_stages(self._models(), split(m), whole, sums)) for m in (1, 2))
-            cells = tails(x, min(end["threshold"] for end in ends))
+        if cells is None:
+            cells = tails(x, min(one, several))  # no later threshold is below
+        if is_tensor(cells.sums):
+            return self._best_by_rows(cells, whole, k)
+        from gradstats.thresholds.sidco_loops import best_stages
+
+        m = self._above(x, several) if direct else cells.above(several)
+        first = self.first_ratio
+        second = m.count, m.sum_abs, m.sum_squares
+        arrays = cells.left, cells.right, cells.sums
+        return int(best_stages(*arrays, whole.count, k, first, one, several, second, self._pareto))
+
+    def _best_by_rows(self, cells: Tails, whole: Moments, k: int) -> int:
+        """Return the same, of cells on a device, of which a look-up moves a row."""
+        split = partial(stage_ratios, k / whole.count, first=self.first_ratio)
         above = cache(cells.above)  # the first of several stages is always the same
         best, least = 1, math.inf
         for stages in range(1, most_stages(k / whole.count) + 1):
@@ -268,6 +336,7 @@ class SIDCoE(SIDCo):
     """
 
     name = "sidco-e"
+    _pareto = False
     _passes = 3  # a mean alone is summed in the time of reading
 
     def _models(self) -> tuple[Quantile, Quantile]:

@@ -19,11 +19,16 @@ from gradstats.primitives import (
     moments,
     select,
     top_candidates,
-    warm_up,
 )
 from gradstats.primitives.select import _FEW, _GROUPS, _ROWS
+from gradstats.thresholds import make_estimator, sidco_loops, warm_up
 
-COMPILED = [getattr(kernels, n) for n in dir(kernels) if hasattr(getattr(kernels, n), "signatures")]
+COMPILED = [
+    loop
+    for module in (kernels, sidco_loops)
+    for loop in vars(module).values()
+    if hasattr(loop, "signatures")
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -38,8 +43,9 @@ def test_nothing_is_compiled_after_warming_up(dtype):
     exceedances(x, 0.1)
     moments(x)
     select(x, 2.0)
+    make_estimator("sidco-gp").select(x[:100_000], 0.01)
     # loops that others call are inlined into them, and have signatures of their own once compiled
-    called = ("block_", "keep_", "descend")
+    called = ("block_", "keep_", "descend", "best_")
     assert [
         after
         for k, b in zip(COMPILED, before, strict=True)
@@ -274,3 +280,35 @@ def test_past_the_caches_every_place_is_written_and_none_beside(factor):
             assert (target[start : start + size] == x[:size] * np.float32(factor)).all()
             assert (target[:start] == 9).all()
             assert (target[start + size :] == 9).all()
+
+
+OTHER_PROCESSOR = """
+import numpy as np
+from gradstats.primitives import kernels, select
+from gradstats.thresholds import make_estimator
+for size in (63, 5_000, 100_000):
+    x = np.random.default_rng(size).standard_t(3, size).astype(np.float32)
+    for share in (1, 0.5, 0.1, 0.001):
+        least = np.quantile(np.abs(x), 1 - share)
+        found, kept = select(x, least), np.flatnonzero(np.abs(x) >= np.float32(least))
+        assert (found.indices == kept).all() and (found.values == x[kept]).all()
+    for name in ("sidco-e", "sidco-gp", "sidco-p"):
+        estimate, found = make_estimator(name).select(x, 0.01)
+        print(len(estimate.details["stages"]), estimate.threshold.hex(), found.indices.sum())
+print(kernels.COMPRESSES)
+"""
+
+
+def test_processors_and_processes_find_the_same(tmp_path):
+    """A loop that was compiled by this process, one from the cache, and one without what x86 processors have."""
+    printed = []
+    for name in (None, None, "generic"):
+        environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        if name:
+            environ |= {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
+        run = [sys.executable, "-c", OTHER_PROCESSOR]
+        done = subprocess.run(run, env=environ, capture_output=True, text=True, check=True)
+        *lines, compresses = done.stdout.splitlines()
+        assert compresses == str(kernels.COMPRESSES and name is None)
+        printed.append(lines)
+    assert printed[0] == printed[1] == printed[2]

@@ -22,6 +22,11 @@ from gradstats.statistics.stages import gamma_closed, gamma_exact, genpareto
 from gradstats.thresholds import DGC, ESTIMATORS, Estimator, Exact, SIDCoE, make_estimator
 
 
+def assert_same(found, expected):
+    assert np.array_equal(found.indices, expected.indices)
+    assert np.array_equal(found.values, expected.values)
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_exact_keeps_k(family, xp, ratio):
     eta = threshold(xp(family), ratio, "exact")
@@ -641,6 +646,27 @@ class TestAdaptiveStages:
             )
             assert len(chosen) == pytest.approx(len(expected), rel=5e-3 if x is wide else 1e-9)
             assert (chosen.indices == select(x, once.threshold).indices).all()
+
+    @pytest.mark.parametrize("stages", [1, 2, 3, 5, "corrected"])
+    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    def test_one_compiled_loop_does_what_the_passes_do(self, name, stages, family):
+        """The same loops and models, so but for the last bits of an exponential function the same numbers."""
+        x = family.copy()
+        x[::1000], x[1::1000], x[2::1000] = np.nan, np.inf, 0.0
+        for cut, ratio in itertools.product((x, x[:5000], x[:50]), (1.0, 0.6, 0.3, *RATIOS)):
+            k = target_count(ratio, cut.size)
+            block, passes = (make_estimator(name, stages=stages) for _ in range(2))
+            found = block._find(cut, k)
+            expected = passes._find_in_passes(cut, k, stages == "corrected")
+            assert block.stages == passes.stages
+            assert found.threshold == pytest.approx(expected.threshold, rel=1e-14)
+            for ours, theirs in zip(
+                found.details["stages"], expected.details["stages"], strict=True
+            ):
+                assert ours == pytest.approx(theirs, rel=1e-13)
+                assert [type(v) for v in ours.values()] == [type(v) for v in theirs.values()]
+            if found.selection is not None:
+                assert_same(found.selection, select(cut, found.threshold))
 
     @pytest.mark.parametrize("level", [0.5, 0.1, 3e-20])
     @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
