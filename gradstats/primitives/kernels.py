@@ -304,22 +304,30 @@ def _compress_places(
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits, start, word, offset, indices, values, at = arguments
         row, long = ir.VectorType(ir.IntType(32), _LINE), ir.IntType(64)
-        half = ir.VectorType(long, _LINE // 2)
+        width = signature.args[4].dtype.bitwidth
+        size = _LINE * 32 // width
+        half = ir.VectorType(ir.IntType(width), size)
         source, places, goal = (
             cgutils.create_struct_proxy(signature.args[i])(context, builder, array).data
             for i, array in ((0, bits), (4, indices), (5, values))
         )
-        first = _everywhere(builder, builder.add(offset, start), _LINE // 2)
+        begin = builder.add(offset, start)
+        if width < 64:
+            begin = builder.trunc(begin, half.element)
+        first = _everywhere(builder, begin, size)
         for j in range(0, _WORD, _LINE):
             here = builder.add(start, ir.Constant(long, j))
             elements = builder.load(_place(builder, source, here, row), align=4)
             moved, some = _compressed(builder, elements, word, j)
             builder.store(moved, _place(builder, goal, at, row), align=4)
             moved, _ = _compressed(builder, ir.Constant(row, [*range(j, j + _LINE)]), word, j)
-            for i in range(0, _LINE, _LINE // 2):
-                wide = builder.add(builder.zext(_part(builder, moved, i, _LINE // 2), half), first)
+            for i in range(0, _LINE, size):
+                wide = _part(builder, moved, i, size)
+                if width > 32:
+                    wide = builder.zext(wide, half)
+                wide = builder.add(wide, first)
                 goes = _place(builder, places, builder.add(at, ir.Constant(long, i)), half)
-                builder.store(wide, goes, align=8)
+                builder.store(wide, goes, align=width // 8)
             at = builder.add(at, some)
         return context.get_dummy_value()
 

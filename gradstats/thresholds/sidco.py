@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache, partial
+from threading import local
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -57,6 +58,7 @@ _ROUGH = 1 << 12
 """Elements below which they are summed themselves: of so few the sums of a histogram are too rough."""
 _CELLS = 2.0**-7
 """Width of some four cells of a histogram, as a share of the magnitudes in them."""
+_ROOM = local()
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 
@@ -74,6 +76,14 @@ def _sorted(x: Array) -> Tails:
     values = np.abs(as_numpy(x).reshape(-1).astype(np.float64))
     values = np.sort(values[np.isfinite(values) & (values > 0)])
     return Tails.of_cells(values, values, np.ones_like(values))
+
+
+def _room(size: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return this thread's memory for positions and values: new memory costs more than to copy from it."""
+    room: tuple[NDArray[np.int32], NDArray[np.float32]] | None = getattr(_ROOM, "arrays", None)
+    if room is None or room[0].size < size:
+        room = _ROOM.arrays = np.empty(size, np.int32), np.empty(size, np.float32)
+    return room
 
 
 class SIDCo(Estimator):
@@ -177,7 +187,7 @@ class SIDCo(Estimator):
                 self.stages, adapts = self._best_stages(x, None, whole, k), False
             count, (one, several) = whole.count, self._ends(whole, k)
         fits = np.empty((MOST_STAGES, 5))
-        indices, values = np.empty(x.size, np.int64), np.empty(x.size, np.float32)
+        indices, values = _room(x.size)
         self.stages, run, found = block_stages(
             x,
             k,
@@ -201,7 +211,7 @@ class SIDCo(Estimator):
             seen.append({"count": int(count), "ratio": ratio, "threshold": threshold, **parameters})
         if whole is not None:
             seen[0] = self._first(whole, k, self.stages)
-        chosen = Selection(indices[:found], values[:found])
+        chosen = Selection(indices[:found].astype(np.int64), values[:found].copy())
         return Found(seen[-1]["threshold"], {"stages": seen}, chosen)
 
     def _find_in_passes(self, x: Array, k: int, adapts: bool) -> Found:

@@ -193,7 +193,7 @@ def block_stages(
     several: float,
     edges: NDArray[np.float64],
     fits: NDArray[np.float64],
-    indices: NDArray[np.int64],
+    indices: NDArray[np.int32],
     values: NDArray[np.float32],
 ) -> tuple[int, int, int]:
     """Run the stages of a threshold over one block, and select what reaches the last one.
@@ -221,7 +221,7 @@ def block_stages(
     fits : ndarray of float64, shape (MOST_STAGES, 5)
         Written: magnitudes modelled, share of them wanted, threshold and the model's one or two parameters of each
         stage; of a first stage with another model no parameters.
-    indices : ndarray of int64, shape (n,)
+    indices : ndarray of int32, shape (n,)
         Written: positions selected.
     values : ndarray of float32, shape (n,)
         Written: values selected.
@@ -293,5 +293,5 @@ def warm_up() -> None:
     cell, sums, fits = np.ones(1), np.zeros((2, 4)), np.empty((MOST_STAGES, 5))
     best_stages(cell, cell, sums, 1, 1, 0.25, 1.0, 1.0, (1, 1.0, 1.0), False)
     for each in (x, read_only):
-        found = np.empty(x.size, np.int64), np.empty_like(x)
+        found = np.empty(x.size, np.int32), np.empty_like(x)
         block_stages(each, 1, 1, False, 0.25, False, -1, 0.0, 0.0, bin_edges(BITS), fits, *found)
