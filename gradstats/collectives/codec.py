@@ -257,8 +257,8 @@ class Codec:
         if self.values in _BITS:
             return _packed_multiples(values, self.values)
         values = values.to(_FLOATS[self.values])
-        if values.itemsize < _WORD and values.numel() % 2:
-            values = torch.cat([values, values.new_zeros(1)])
+        if values.itemsize < _WORD:  # none, made by NumPy, have a stride of 0 and no view
+            values = torch.cat([values, values.new_zeros(values.numel() % 2)])
         return values.contiguous().view(torch.int32)
 
     def unpack_values(self, words: torch.Tensor, count: int) -> torch.Tensor:

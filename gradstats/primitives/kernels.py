@@ -60,7 +60,7 @@ PART = 2048
 """Elements per part of a block: 8 kB, which stay in the first-level cache between the loops over it."""
 _WORD = 64
 """Elements tested together, with a bit each of a 64-bit word."""
-_DRAWN = 512
+_DRAWN = 128
 """Elements that are drawn before any is looked at, so that one does not wait for the memory of another."""
 _SOME = 4
 """Elements of a word that are selected without asking whether there are so many."""
@@ -74,6 +74,8 @@ _SUMMED = 1024
 """Elements that are added up in float32, in as many sums as the processor's vectors have places for."""
 _FACTORS = 16
 """Mantissas that are multiplied in float32: their product is below 2¹⁶."""
+_SQUARED = 2.0**-50
+"""Magnitude from which on, and up to its inverse, squares are added up in float32."""
 _LANES = 8
 """Numbers of float64 that are added together."""
 _LN2 = 0.6931471805599453
@@ -772,7 +774,7 @@ def _uniform(state: np.uint64) -> float:
 
 @_compiled(nogil=True, fastmath=_FAST, error_model="numpy")
 def block_norm(x: NDArray[np.float32], largest: NDArray[np.float32]) -> float:
-    """Return Σx², and find the largest magnitude in each part of a block.
+    """Return Σx², added up in float32 in each part of a block, and find the largest magnitude of it.
 
     Parameters
     ----------
@@ -786,14 +788,20 @@ def block_norm(x: NDArray[np.float32], largest: NDArray[np.float32]) -> float:
     for start in range(0, x.size, PART):
         part = bits[start : start + PART]
         top = np.int32(0)
-        q = 0.0
+        s = np.float32(0)
         for i in range(part.size):
             b = np.int32(part[i] & _MASK)
             top = b if b > top else top
-            a = np.float64(b.view(np.float32))
-            q += a * a
-        squares += q
-        largest[start // PART] = np.int32(top).view(np.float32)
+            a = b.view(np.float32)
+            s = np.float32(s + a * a)
+        most = np.int32(top).view(np.float32)
+        largest[start // PART] = most
+        if _SQUARED < most < 1 / _SQUARED:
+            squares += np.float64(s)
+        else:
+            for i in range(part.size):
+                a = np.float64(np.int32(part[i] & _MASK).view(np.float32))
+                squares += a * a
     return squares
 
 
@@ -848,6 +856,7 @@ def block_stochastic_signs(
                 break
             state += _GOLDEN
             places[n] = np.int64(at)
+            _fetch(x, places[n])
             bars[n] = _uniform(state) * top
             n += 1
             if n == _DRAWN:
