@@ -14,15 +14,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from capture.copies import Copies, Values
+from capture.copies import Copies, Run, Values
 from capture.schedule import Schedule, as_schedule
 from capture.sharded import Sharding
-from capture.states import Said, name_parameters, observe, records_steps, step_columns, unnamed
+from capture.states import (
+    ObservedState,
+    Said,
+    name_parameters,
+    observe,
+    records_steps,
+    step_columns,
+    unnamed,
+)
 from capture.watch import BackwardWatch
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
@@ -182,6 +191,7 @@ class Capture:
         self._next = start_step
         self._current: Snapshot | None = None
         self._copies = Copies()
+        self._runs: dict[int, Run] = {}
         self._background: BackgroundWriter | None = None
         self._state: Any = None
         self._hook: Hook | None = None
@@ -434,6 +444,8 @@ class Capture:
             return
         arrays = self._current.arrays
         observed = observe(self._state, bucket)
+        if self._copy_run(bucket, observed, arrays):
+            return
         # a state that knows the scaler has taken the scale out of what it corrects
         unscaled = getattr(self._state, "scaler", None) is not None
         for parameter, gradient in _gradients(bucket):
@@ -448,6 +460,31 @@ class Capture:
                 self._copies.copy(
                     corrected, arrays["corrected"][slot], 1.0 if unscaled else self._scale
                 )
+
+    def _copy_run(
+        self, bucket: GradBucket, observed: ObservedState, arrays: Mapping[Kind, Values]
+    ) -> bool:
+        """Snapshot a bucket in one go, if it can be done; tell whether it was.
+
+        Of a network with many small parameters the calls for each take longer than the memory.
+        """
+        gradient, corrected = arrays.get("gradient"), arrays.get("corrected")
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        if not isinstance(gradient, np.ndarray) or self._scale != 1 or buffer.is_sparse:
+            return False
+        run = self._runs.get(bucket.index())
+        if run is None or not run.fits(buffer, parameters):
+            run = self._runs[bucket.index()] = Run(buffer, list(_gradients(bucket)), self._slots)
+        if run.place is None:
+            return False
+        copied = run.copy(gradient)
+        if corrected is None:
+            return True
+        together = getattr(observed, "corrected_run", None)
+        found = None if together is None else together(run.parameters, copied)
+        if found is not None:
+            torch.from_numpy(corrected)[run.place].copy_(found)
+        return found is not None
 
     def _begin(self) -> None:
         if self._in_step:  # step() was not called for the last one, or it failed

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
@@ -285,6 +286,34 @@ class CompressionState:
         if not self._gradient.allocated or slot is None:
             return flat
         return self.memory.preview(flat, slot)
+
+    def corrected_run(
+        self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return what :meth:`corrected` does of several parameters in one go.
+
+        Parameters
+        ----------
+        parameters : sequence of torch.Tensor
+            Contiguous parameters of the model.
+        gradient : tensor, shape (n,)
+            Their gradients, one after the other.
+
+        Returns
+        -------
+        tensor, shape (n,) or None
+            None where they are no neighbours in this state's memory, or there is a loss scale.
+        """
+        slots = [s for p in parameters if (s := self._layout.slots.get(id(p))) is not None]
+        if self._scale is None:
+            self._scale = self._loss_scale()
+        if len(slots) < len(parameters) or self._scale != 1:
+            return None
+        if not self._gradient.allocated:
+            return gradient
+        if any(a.stop != b.start for a, b in pairwise(slots)):
+            return None
+        return self.memory.preview(gradient, slice(slots[0].start, slots[-1].stop))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, of this rank alone: every rank saves its own.

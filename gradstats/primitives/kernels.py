@@ -1197,7 +1197,7 @@ def moments_of_parts(
 def histograms_of_parts(
     bits: NDArray[np.uint32],
     parts: NDArray[np.int64],
-    zeros: NDArray[np.int64],
+    sums: NDArray[np.float64],
     first: int,
     shift: int,
     bins: int,
@@ -1212,8 +1212,9 @@ def histograms_of_parts(
         Elements, as bits.
     parts : ndarray of int64, shape (some, 2)
         Where each part begins and ends.
-    zeros : ndarray of int64, shape (some,)
-        Zeros in each of them, which are not counted.
+    sums : ndarray of float64, shape (some, 7)
+        What :func:`moments_of_parts` found: zeros are not counted, and bins are looked at from that of the largest
+        down to that of the last element.
     first : int
         Number of the first of them.
     shift : int
@@ -1229,19 +1230,23 @@ def histograms_of_parts(
     row = np.zeros(chunks * size, np.uint32)
     for i in range(len(parts)):
         block_histogram(bits[parts[i, 0] : parts[i, 1]], shift, row)
-        row[0] -= np.uint32(zeros[i])  # they share it with the smallest denormals
+        row[0] -= np.uint32(sums[i, 1])  # they share it with the smallest denormals
         row[bins:] = 0
-        for chunk in range(chunks):
+        left = np.int64(sums[i, 0])
+        chunk = (np.int64(np.float32(sums[i, 6]).view(np.int32)) >> shift) // size
+        while left > 0 and chunk >= 0:
             here = row[chunk * size : (chunk + 1) * size]
             some = np.uint32(0)
             for j in range(size):
-                some |= here[j]
+                some += here[j]
             if some > 0:
                 if not used[chunk]:
                     counts[chunk] = 0
                     used[chunk] = True
                 counts[chunk, first + i] = here
                 here[:] = 0
+            left -= np.int64(some)
+            chunk -= 1
 
 
 @_compiled(nogil=True)
@@ -1382,8 +1387,9 @@ def warm_up() -> None:
         block_bfloat16(x.view(np.uint32), np.empty(x.size, np.uint16))
         parts, used = np.zeros((1, 2), np.int64), np.zeros(8, np.bool_)
         found = np.zeros((8, 1, 1 << 12), np.uint32)
-        moments_of_parts(x, parts, np.empty((1, 7)))
-        histograms_of_parts(x.view(np.uint32), parts, parts[0], 0, 16, 1 << 15, found, used)
+        sums = np.empty((1, 7))
+        moments_of_parts(x, parts, sums)
+        histograms_of_parts(x.view(np.uint32), parts, sums, 0, 16, 1 << 15, found, used)
         block_peaks(x, np.empty(x.size, np.int32))
     keep_at_least(indices, values, np.float32(1))
     block_under(values, _INFINITY, np.empty(values.size, np.int32))

@@ -92,8 +92,9 @@ BIN_CHUNK = 32 << BITS
 """Bins per chunk: 32 octaves, with borders at 2^-63, 2^-31, 2 and 2^33. Empty chunks are never written, gradients lie
 in one chunk or two, and no bin is cut off. With all 32,640 bins in one chunk most of the time would be spent on zeros;
 narrower chunks save hardly more and make more files."""
-_FAST, _SMALL = ("lz4", 5, 1 << 16), ("zstd", 9, 0)  # 64 kB stay in the second-level cache
-"""Codecs of sketches, of which many are written in little time, and of gradients that are to be small."""
+_FAST, _SMALL = ("lz4", 5, "shuffle", 1 << 16), ("zstd", 9, "bitshuffle", 0)
+"""Codecs of counts, of which many are written in little time, and of gradients that are to be small. 64 kB stay in the
+second-level cache."""
 STATISTICS = ("count", "zeros", "nonfinite", "sum_abs", "sum_squares", "sum_log", "max")
 
 _ROWS = 1024  # rows per chunk of a scalar: a write is one file of 8 kB
@@ -241,8 +242,8 @@ class ArraySpec:
         Type of its elements.
     fill : float
         Value of elements that are not stored.
-    codec : (str, int, int), optional
-        Blosc's codec behind a bit shuffle, its level, and the bytes that it takes at once (0: its choice); None for
+    codec : (str, int, str, int), optional
+        Blosc's codec, its level, the shuffle before it, and the bytes that it takes at once (0: its choice); None for
         elements as they are.
     attributes : dict
         Attributes of the array.
@@ -258,7 +259,7 @@ class ArraySpec:
     chunk: tuple[int, ...]
     dtype: str
     fill: float
-    codec: tuple[str, int, int] | None = None
+    codec: tuple[str, int, str, int] | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
     separator: str = "/"
 
@@ -283,12 +284,12 @@ class ArraySpec:
         itemsize = np.dtype(self.dtype).itemsize
         codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if self.codec is not None:
-            name, level, block = self.codec
+            name, level, shuffle, block = self.codec
             blosc = {
                 "typesize": itemsize,
                 "cname": name,
                 "clevel": level,
-                "shuffle": "bitshuffle",
+                "shuffle": shuffle,
                 "blocksize": block,
             }
             codecs.append({"name": "blosc", "configuration": blosc})
@@ -385,7 +386,7 @@ def array_specs(
                     (wide, len(STATISTICS)),
                     "float64",
                     nan,
-                    _FAST,
+                    None,
                     {"names": list(STATISTICS)},
                 )
             )
@@ -621,15 +622,16 @@ def _place(path: Path, root: bytes) -> None:
         if old.exists() and not path.exists():
             old.rename(path)
         raise
-    _clear(path, old)
+    _clear(path)
 
 
-def _clear(path: Path, old: Path | None = None) -> None:
+def _clear(path: Path) -> None:
     """Remove a trace that was replaced, and what is left of others whose removal was interrupted."""
-    if old is not None:
-        (old / "zarr.json").unlink(missing_ok=True)  # half of it must not open
+    replaced = (path / "zarr.json").exists()
     pattern = f".{glob.escape(path.name[:200])}.????????.replaced"
     for left in path.parent.glob(pattern):
+        if replaced:
+            (left / "zarr.json").unlink(missing_ok=True)  # half of it must not open
         if not (left / "zarr.json").exists():
             _remove(left)
 

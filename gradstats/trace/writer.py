@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,8 @@ from gradstats.trace.format import (
 
 __all__ = ["TraceWriter"]
 
+_HERE, _RENAME_EXCHANGE = -100, 2
+"""AT_FDCWD and the flag of Linux's renameat2."""
 _NEW = (
     os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 )
@@ -298,11 +301,13 @@ class TraceWriter:
         TraceError
             If the disk refuses.
         """
-        if self._rows < self._capacity:
-            try:
+        try:
+            for column in self._columns.values():
+                column.finish()
+            if self._rows < self._capacity:
                 self._resize(self._rows)
-            except OSError as error:
-                raise TraceError(f"cannot finish {self.path}: {error}") from error
+        except OSError as error:
+            raise TraceError(f"cannot finish {self.path}: {error}") from error
 
 
 def _check_shards(
@@ -332,10 +337,15 @@ class _Column:
         """Begin the chunk that a row lies in, if it is another than the last."""
         chunk = row // self._spec.rows
         if chunk != self._chunk:
-            self._chunk = -1
+            self.finish()
             self._values[...] = self._spec.fill
             self._write(chunk)
             self._chunk = chunk
+
+    def finish(self) -> None:
+        """Remove what :func:`_write_file` keeps beside the chunk being filled."""
+        Path(f"{self._folder}/{self._chunk}{self._within}.partial").unlink(missing_ok=True)
+        self._chunk = -1
 
     def put(self, row: int, value: Any) -> None:
         """Write a row. One that equals the fill value is there already."""
@@ -353,7 +363,10 @@ class _Column:
 
     def _write(self, chunk: int) -> None:
         if all(self._spec.shape):
-            _write_chunk(f"{self._folder}/{chunk}{self._within}", self._values, self._spec)
+            again = chunk == self._chunk and self._spec.codec is None
+            _write_chunk(
+                f"{self._folder}/{chunk}{self._within}", self._values, self._spec, again=again
+            )
 
 
 def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
@@ -366,7 +379,7 @@ def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
     return whole
 
 
-def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
+def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec, *, again: bool = False) -> None:
     """Write one chunk with its checksum: all of it or nothing."""
     from google_crc32c import value as crc32c
 
@@ -376,12 +389,12 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
     else:
         from numcodecs import Blosc  # type: ignore[import-untyped]
 
-        name, level, block = spec.codec
-        codec = Blosc(name, level, Blosc.BITSHUFFLE, block)
+        name, level, shuffle, block = spec.codec
+        codec = Blosc(name, level, getattr(Blosc, shuffle.upper()), block)
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
     try:
-        _write_file(file, *parts)
+        _write_file(file, *parts, again=again)
     except FileNotFoundError:
         # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
@@ -402,14 +415,16 @@ def _make_folder(folder: str, levels: int) -> None:
         os.mkdir(folder)
 
 
-def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
+def _write_file(file: str | Path, *parts: bytes | memoryview, again: bool = False) -> None:
     """Write a file beside its place and rename it there.
 
-    By few calls: each lets go of Python's lock, for which the training has to wait while it is taken again.
+    By few calls: each lets go of Python's lock, for which the training has to wait while it is taken again. One that is
+    written `again` and again, and always as long, changes places with its last version, which the next one overwrites:
+    to replace a file makes ext4 find place for it on the disk at once, which takes longer than all the rest.
     """
     partial = f"{file}.partial"
     try:
-        place = os.open(partial, _NEW, 0o666)
+        place = os.open(partial, _NEW & ~os.O_TRUNC if again else _NEW, 0o666)
         try:
             left = [memoryview(part) for part in parts]
             while left:  # at most two gigabytes at a time, and what the disk has room for
@@ -420,7 +435,8 @@ def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
                     left[0] = left[0][written:]
         finally:
             os.close(place)
-        os.replace(partial, file)
+        if not (again and _exchanged(partial, file)):
+            os.replace(partial, file)
     except OSError:
         Path(partial).unlink(missing_ok=True)
         raise
@@ -429,6 +445,26 @@ def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
 def _write_some(place: int, parts: Sequence[memoryview]) -> int:
     """Write as much of some parts as goes in one call; return how many bytes. Windows takes one part at a time."""
     return os.writev(place, parts) if hasattr(os, "writev") else os.write(place, parts[0])
+
+
+def _exchanged(one: str | Path, other: str | Path) -> bool:
+    """Let two files change places, at once for everyone; tell whether that was done: not all systems can."""
+    rename = _renameat2()
+    if rename is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0)
+
+
+@cache
+def _renameat2() -> Callable[..., int] | None:
+    """Return the C library's function, where there is one: Python has none for it."""
+    import ctypes
+
+    try:
+        return ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def _lay_out(
@@ -549,7 +585,7 @@ class _Tally:
             histograms_of_parts(
                 bits,
                 self._parts[group],
-                sums[group, 1].astype(np.int64),
+                sums[group],
                 group.start,
                 23 - BITS,
                 BINS,

@@ -308,3 +308,66 @@ def test_every_estimator_gives_offline_the_thresholds_it_gave_live(tmp_path):
                 estimate, selection = rule.select(trace.read(step, rank, "corrected"), 0.01)
                 assert estimate.threshold == live["threshold"][step], (name, step)
                 assert len(selection) == live["selected"][step]
+
+
+def _conv_net(memory_format):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 9, 3, bias=False)),
+        *(nn.Flatten(), nn.Linear(9 * 16, 5)),
+    )
+    return net.to(memory_format=memory_format)
+
+
+def _captured_conv(path, net, copied, **options):
+    """Train a few steps with top-k and error feedback; count the buckets that were copied in one go."""
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.005)
+    with Capture(path, ddp, **options) as capture:
+        whole = capture._copy_run
+        capture._copy_run = lambda *a: copied.append(whole(*a)) or copied[-1]
+        state = CompressionState(TopK(0.05))
+        ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+        for step in range(4):
+            ddp.zero_grad()
+            x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+            ddp(x).square().mean().backward()
+            capture.step()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+    return open_trace(path)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_bucket_is_copied_in_one_go_where_that_is_the_same(
+    tmp_path, one_rank, memory_format, monkeypatch
+):
+    copied, apart = [], []
+    together = _captured_conv(tmp_path / "a.zarr", _conv_net(memory_format), copied)
+    assert all(copied)
+    assert len(copied) > 4  # more than one bucket
+    monkeypatch.setattr(Capture, "_copy_run", lambda *_: False)
+    expected = _captured_conv(tmp_path / "b.zarr", _conv_net(memory_format), apart)
+    assert not any(apart)
+    for step in expected.steps():
+        for kind in ("gradient", "corrected"):
+            assert np.array_equal(together.read(step, 0, kind), expected.read(step, 0, kind))
+    assert not np.array_equal(expected.read(3), expected.read(3, 0, "corrected"))
+
+
+def test_a_bucket_with_holes_in_the_trace_is_copied_parameter_by_parameter(tmp_path, one_rank):
+    copied = []
+    net = _conv_net(torch.channels_last)
+    trace = _captured_conv(tmp_path / "a.zarr", net, copied, parameters=["*.weight"])
+    assert not all(copied)
+    assert [layer.name for layer in trace.layers] == [
+        "0.weight",
+        "1.weight",
+        "3.weight",
+        "5.weight",
+    ]
+    whole = _captured_conv(tmp_path / "b.zarr", _conv_net(torch.channels_last), [])
+    places = {layer.name: layer.slice for layer in whole.layers}
+    for step, kind in ((0, "gradient"), (3, "corrected")):
+        expected = [whole.read(step, 0, kind)[places[layer.name]] for layer in trace.layers]
+        assert np.array_equal(trace.read(step, 0, kind), np.concatenate(expected))

@@ -65,7 +65,8 @@ def test_every_kind_opens_everywhere(tmp_path, case):
     for steps, options in CASES[case]:
         assert_as_written(trace, steps=steps, **{"rank": 0, **options})
     left = {p.name for p in tmp_path.rglob("*") if "layout" in p.name or "partial" in p.name}
-    assert not left
+    closed = all(options.get("close", True) for _, options in CASES[case])
+    assert not left or (left == {"0.partial"} and not closed)  # a column's last version but one
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
     assert not any(p.is_symlink() for p in tmp_path.rglob("*"))
 
@@ -257,10 +258,10 @@ def test_a_disk_that_fills_in_mid_growth_loses_nothing(tmp_path, monkeypatch):
         left = itertools.count(allowed, -1)
 
         def full(operation, left=left):
-            def once(*arguments):
+            def once(*arguments, **options):
                 if next(left) <= 0:
                     raise OSError(28, "No space left on device")
-                operation(*arguments)
+                operation(*arguments, **options)
 
             return once
 

@@ -399,3 +399,21 @@ def test_files_are_whole_however_little_goes_in_one_call(tmp_path, monkeypatch, 
     trace_writer._write_file(tmp_path / "file", b"first ", b"", memoryview(b"second"))
     assert (tmp_path / "file").read_bytes() == b"first second"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_that_is_written_again_is_its_last_version(tmp_path, monkeypatch, exchanges):
+    """Its last version but one is beside it, and is overwritten, where the system exchanges files."""
+    if not exchanges:
+        monkeypatch.setattr(trace_writer, "_renameat2", lambda: None)
+    elif not trace_writer._renameat2():
+        pytest.skip("the C library has no renameat2")
+    file, partial, homes = tmp_path / "file", tmp_path / "file.partial", set()
+    for i in range(5):
+        trace_writer._write_file(file, b"%d" % i, b" whole", again=i > 0)
+        assert file.read_bytes() == b"%d whole" % i
+        homes.add(file.stat().st_ino)
+        assert partial.exists() == (exchanges and i > 0)
+        if partial.exists():
+            assert partial.read_bytes() == b"%d whole" % (i - 1)
+    assert not exchanges or len(homes) == 2
