@@ -20,7 +20,7 @@ from gradstats.compressors.signs import (
     check_scale,
     mean_over_ranks,
     packed_signs,
-    signed,
+    take_off,
 )
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_count, shown
@@ -181,11 +181,11 @@ class Marsit(Compressor):
             corrected.device,
         ):
             self._room = corrected.new_empty(8 * packed.numel())
-        mean = signed(packed, numel, float(scale), corrected.dtype, self._room)
+        mean = take_off(packed, float(scale), corrected, self._room)
         return Reduced(
             flags=flags,
             mean=mean,
-            residual=corrected.sub_(mean),
+            residual=corrected,
             selected=numel,
             union=numel,
             bytes_sent=sent + (8 if self.scale == "mean" and len(flags) > 1 else 0),

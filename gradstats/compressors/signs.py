@@ -45,6 +45,7 @@ __all__ = [
     "sign_message",
     "signed",
     "stochastic_sign_bits",
+    "take_off",
 ]
 
 SCALE_BYTES = 4
@@ -323,6 +324,39 @@ def signed(
     table = ((byte[:, None] >> place & 1) * 2 - 1).to(dtype).mul_(scale)
     out = None if room is None else room.view(-1, 8)
     return torch.index_select(table, 0, packed.int(), out=out).view(-1)[:numel]
+
+
+def take_off(
+    packed: torch.Tensor, scale: float, values: torch.Tensor, room: torch.Tensor
+) -> torch.Tensor:
+    """Return what :func:`signed` does, and subtract it from the values, in one pass where compiled loops read them.
+
+    Parameters
+    ----------
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        Bits, eight a byte, the first lowest: 1 for +, 0 for −.
+    scale : float
+        Size of every element.
+    values : tensor, shape (d,)
+        Overwritten.
+    room : tensor, shape (8·⌈d/8⌉,)
+        Memory for the result, of the values' dtype.
+
+    Returns
+    -------
+    tensor, shape (d,)
+        Elements of either sign and one size.
+    """
+    flat = _compiled_view(values)
+    if flat is None:
+        taken = signed(packed, values.numel(), scale, values.dtype, room)
+        values.sub_(taken)
+        return taken
+    from gradstats.primitives.kernels import block_spread_signs
+
+    taken = room[: values.numel()]
+    block_spread_signs(packed.numpy(), np.float32(scale), flat, taken.numpy())
+    return taken
 
 
 def check_scale(scale: float | str) -> float | Literal["mean"]:

@@ -36,6 +36,7 @@ __all__ = [
     "block_select",
     "block_signed",
     "block_signs",
+    "block_spread_signs",
     "block_stochastic_signs",
     "block_sum",
     "block_sum_log",
@@ -754,6 +755,44 @@ def block_signs(
 
 
 @_compiled(nogil=True)
+def block_spread_signs(
+    packed: NDArray[np.uint8],
+    scale: np.float32,
+    x: NDArray[np.float32],
+    spread: NDArray[np.float32],
+) -> None:
+    """Make every bit a number of one size, and take it off from an element, in one pass.
+
+    Parameters
+    ----------
+    packed : ndarray of uint8, shape (⌈n/8⌉,)
+        Bits, eight a byte, the first lowest: 1 for +, 0 for −.
+    scale : float32
+        Size of the numbers.
+    x : ndarray of float32, shape (n,)
+        Overwritten: what is left.
+    spread : ndarray of float32, shape (n,)
+        Written: the numbers.
+    """
+    size = np.int32(np.float32(scale).view(np.int32))
+    for start in range(0, x.size, PART):
+        part = spread[start : start + PART]
+        bits, given = part.view(np.int32), packed[start // 8 :]
+        for i in range(part.size // 8):
+            minus = ~np.uint32(given[i])
+            for j in range(8):
+                sign = np.int32(((minus >> np.uint32(j)) & np.uint32(1)) << np.uint32(31))
+                bits[8 * i + j] = size ^ sign
+        for i in range(part.size - part.size % 8, part.size):
+            minus = ~np.uint32(given[i // 8])
+            sign = np.int32(((minus >> np.uint32(i % 8)) & np.uint32(1)) << np.uint32(31))
+            bits[i] = size ^ sign
+        left = x[start : start + PART]
+        for i in range(part.size):
+            left[i] -= part[i]
+
+
+@_compiled(nogil=True)
 def _magnitude(bits: np.int32) -> np.float32:
     return np.int32(bits).view(np.float32)
 
@@ -1391,6 +1430,7 @@ def warm_up() -> None:
         moments_of_parts(x, parts, sums)
         histograms_of_parts(x.view(np.uint32), parts, sums, 0, 16, 1 << 15, found, used)
         block_peaks(x, np.empty(x.size, np.int32))
+    block_spread_signs(np.zeros(values.size, np.uint8), np.float32(1), writable, values)
     keep_at_least(indices, values, np.float32(1))
     block_under(values, _INFINITY, np.empty(values.size, np.int32))
     descend(counts, 0.5)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradstats.compressors.signs import signed, take_off
 from gradstats.primitives import (
     exceedances,
     histogram,
@@ -316,3 +317,20 @@ def test_processors_and_processes_find_the_same(tmp_path):
         assert compresses == str(kernels.COMPRESSES and name is None)
         printed.append(lines)
     assert printed[0] == printed[1] == printed[2]
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 2047, 2049, 5000])
+def test_signs_are_spread_and_taken_off_in_one_pass(size):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, generator=generator)
+    packed = torch.randint(0, 256, (-(-size // 8),), generator=generator, dtype=torch.uint8)
+    expected = signed(packed, size, 0.3, torch.float32)
+    left, room = x.clone(), torch.full((8 * packed.numel(),), 7.0)
+    taken = take_off(packed, 0.3, left, room)
+    assert torch.equal(taken, expected)
+    assert torch.equal(left, x - expected)
+    assert taken.data_ptr() == room.data_ptr()
+    assert (room[size:] == 7).all()
+    strided = torch.stack([x, x], 1)[:, 0]
+    assert torch.equal(take_off(packed, 0.3, strided, room), expected)
+    assert torch.equal(strided, left)
