@@ -474,6 +474,8 @@ class Capture:
             return False
         run = self._runs.get(bucket.index())
         if run is None or not run.fits(buffer, parameters):
+            if bucket.index() == 0:  # DDP has made new buckets, perhaps fewer
+                self._runs.clear()
             run = self._runs[bucket.index()] = Run(buffer, list(_gradients(bucket)), self._slots)
         if run.place is None:
             return False

@@ -347,7 +347,7 @@ def take_off(
     tensor, shape (d,)
         Elements of either sign and one size.
     """
-    flat = _compiled_view(values)
+    flat = None if values.is_neg() else _compiled_view(values)
     if flat is None:
         taken = signed(packed, values.numel(), scale, values.dtype, room)
         values.sub_(taken)
