@@ -195,7 +195,7 @@ class Run:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         slots: Mapping[int, slice],
     ) -> None:
-        # held, so that what has their address is they
+        # kept, so that nothing else can come to have their addresses
         self._buffer, self._known = buffer, [p for p, _ in pairs]
         self._targets: dict[int, tuple[NDArray[np.float32], list[torch.Tensor]]] = {}
         self.place: slice | None = None

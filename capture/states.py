@@ -36,8 +36,8 @@ class ObservedState(Protocol):
     memory and its records are captured too; the state need not inherit from this class. Where it has only some of
     them, or only a method ``residual(parameter)``, see :func:`observe`. A state with an attribute ``scaler`` that is
     not None returns from ``corrected`` a gradient without the loss scale. A method ``corrected_run(parameters,
-    gradient)`` is optional, and takes less time of small parameters: it returns the same of several at once, whose
-    gradients follow one another in one float32 vector, or None where it cannot.
+    gradient)`` is optional, and saves time where parameters are small: it returns what ``corrected`` does of several,
+    whose gradients follow one another in one float32 vector, or None where it cannot.
 
     Examples
     --------

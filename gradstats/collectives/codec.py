@@ -257,7 +257,8 @@ class Codec:
         if self.values in _BITS:
             return _packed_multiples(values, self.values)
         values = values.to(_FLOATS[self.values])
-        if values.itemsize < _WORD:  # none, made by NumPy, have a stride of 0 and no view
+        # also where there are none: an empty array of NumPy's has a stride of 0, and no view of another type
+        if values.itemsize < _WORD:
             values = torch.cat([values, values.new_zeros(values.numel() % 2)])
         return values.contiguous().view(torch.int32)
 

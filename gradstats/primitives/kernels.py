@@ -29,6 +29,7 @@ __all__ = [
     "PART",
     "block_bfloat16",
     "block_count",
+    "block_counts",
     "block_histogram",
     "block_moments",
     "block_norm",
@@ -1189,6 +1190,29 @@ def block_tail_histogram(
 
 
 @_compiled(nogil=True)
+def _counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[np.uint32]:
+    """Return the counts of a block's bins from one on, to the last that is not empty."""
+    counts = np.zeros(1 << (31 - shift), np.uint32)
+    block_histogram(bits, shift, counts)
+    for i in range(bits.size if first == 0 else 0):
+        counts[0] -= np.uint32(bits[i] & np.uint32(_MASK) == 0)  # zeros are no magnitudes
+    last = np.int64(_INFINITY) >> shift
+    while last > first and counts[last - 1] == 0:
+        last -= 1
+    return counts[first:last]
+
+
+@_compiled(nogil=True)
+def _counts_of_tail(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[np.uint32]:
+    """Return the same, where the processor :data:`COMPRESSES`."""
+    counts = np.empty((np.int64(_INFINITY) >> shift) - first, np.uint32)
+    return counts[: block_tail_histogram(bits, max(first << shift, 1), shift, counts)]
+
+
+block_counts = _counts_of_tail if COMPRESSES else _counts_of_all
+
+
+@_compiled(nogil=True)
 def block_bfloat16(bits: NDArray[np.uint32], rounded: NDArray[np.uint16]) -> None:
     """Round to bfloat16, nearest even; NaN stays NaN, and what is finite stays finite.
 
@@ -1421,8 +1445,7 @@ def warm_up() -> None:
         block_stochastic_signs(x, 2.0, values[:1], np.uint64(1), words)
         block_select(x, np.int32(1), 0, indices, values, 0)
         block_histogram(x.view(np.uint32), 16, counts)
-        if COMPRESSES:
-            block_tail_histogram(x.view(np.uint32), 1, 16, counts)
+        block_counts(x.view(np.uint32), 1, 16)
         block_bfloat16(x.view(np.uint32), np.empty(x.size, np.uint16))
         parts, used = np.zeros((1, 2), np.int64), np.zeros(8, np.bool_)
         found = np.zeros((8, 1, 1 << 12), np.uint32)

@@ -193,16 +193,14 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
     from gradstats.primitives import kernels
 
     view = flat_blocks(x, 1)
-    if not (lowest and kernels.COMPRESSES and view and view[0].dtype.type is np.float32):
+    if not (lowest and view and view[0].dtype.type is np.float32):
         counts = histogram(x, bits).counts[lowest:]
         some = np.flatnonzero(counts != 0)
         return counts[: some[-1] + 1 if some.size else 0]
-    shift = 23 - bits
 
     def count(_: int, block: NDArray[Any]) -> NDArray[Any]:
-        counts = np.empty((0x7F800000 >> shift) - lowest, np.uint32)
-        some = kernels.block_tail_histogram(block.view(np.uint32), lowest << shift, shift, counts)
-        return counts[:some]
+        counts: NDArray[np.uint32] = kernels.block_counts(block.view(np.uint32), lowest, 23 - bits)
+        return counts
 
     found = map_blocks(count, x)
     total = np.zeros(max(map(len, found), default=0), np.int64)

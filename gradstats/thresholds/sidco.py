@@ -180,12 +180,14 @@ class SIDCo(Estimator):
 
         whole = self._whole(x) if self._needs_log or (adapts and x.size <= _FEW) else None
         count, one, several = -1, 0.0, 0.0
+        ends: list[dict[str, Any]] = []
         if whole is not None:
             if k >= whole.count:
                 return Found(0.0, {"stages": []})
             if adapts and x.size <= _FEW:
                 self.stages, adapts = self._best_stages(x, None, whole, k), False
-            count, (one, several) = whole.count, self._ends(whole, k)
+            ends = self._ends(whole, k)
+            count, (one, several) = whole.count, (end["threshold"] for end in ends)
         fits = np.empty((MOST_STAGES, 5))
         indices, values = _room(x.size)
         self.stages, run, found = block_stages(
@@ -209,8 +211,8 @@ class SIDCo(Estimator):
         for count, ratio, threshold, one, two in fits[:run].tolist():
             parameters = genpareto_parameters(one, two) if self._pareto else {"scale": one}
             seen.append({"count": int(count), "ratio": ratio, "threshold": threshold, **parameters})
-        if whole is not None:
-            seen[0] = self._first(whole, k, self.stages)
+        if ends:
+            seen[0] = ends[self.stages > 1]
         chosen = Selection(indices[:found].astype(np.int64), values[:found].copy())
         return Found(seen[-1]["threshold"], {"stages": seen}, chosen)
 
@@ -251,15 +253,10 @@ class SIDCo(Estimator):
         chosen = None if survivors is None else keep(survivors, threshold)
         return Found(threshold, {"stages": seen}, chosen)
 
-    def _first(self, whole: Moments, k: int, stages: int) -> dict[str, Any]:
-        """Return the first of some stages."""
-        ratios = stage_ratios(k / whole.count, stages, self.first_ratio)
-        return next(run_stages(self._models(), ratios, whole, lambda _: whole))
-
-    def _ends(self, whole: Moments, k: int) -> tuple[float, float]:
-        """Return the threshold of a first stage that is the only one, and of the first of several."""
-        one, several = (self._first(whole, k, stages)["threshold"] for stages in (1, 2))
-        return one, several
+    def _ends(self, whole: Moments, k: int) -> list[dict[str, Any]]:
+        """Return a first stage that is the only one, and the first of several."""
+        split = (stage_ratios(k / whole.count, stages, self.first_ratio) for stages in (1, 2))
+        return [next(run_stages(self._models(), s, whole, lambda _: whole)) for s in split]
 
     def _whole(self, x: Array) -> Moments:
         return rounded_sums(x, log=True) if self._needs_log else self._above(x, 0.0)
@@ -270,7 +267,7 @@ class SIDCo(Estimator):
 
     def _best_stages(self, x: Array, cells: Tails | None, whole: Moments, k: int) -> int:
         """Return the number of stages whose threshold keeps the nearest to k."""
-        one, several = self._ends(whole, k)
+        one, several = (end["threshold"] for end in self._ends(whole, k))
         direct = cells is None
         if cells is None and numel_of(x) <= _FEW and wide_dtype(x) != np.float64:
             cells = _sorted(x)

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 
 from gradstats.primitives.histogram import bin_edges
 from gradstats.primitives.kernels import (
-    COMPRESSES,
     _compiled,
-    block_histogram,
+    block_counts,
     block_select,
     block_sum,
     block_tail,
-    block_tail_histogram,
     keep_at_least,
     tail_sums,
 )
@@ -38,9 +36,6 @@ from gradstats.statistics.stages import (
 
 __all__ = ["best_stages", "block_stages", "warm_up"]
 
-
-_BINS, _MANTISSA = 0x7F800000, 23
-"""Bits of infinity, beyond all bins, and bits of a mantissa."""
 
 for _each in (
     exponential_excess,
@@ -142,38 +137,13 @@ def best_stages(
 
 
 @_compiled(nogil=True)
-def _counts_above(x: NDArray[np.float32], first: int, shift: int) -> NDArray[np.uint32]:
-    """Return the counts of a histogram's bins from one on, to the last that is not empty."""
-    bits = x.view(np.uint32)
-    counts = np.zeros(1 << (31 - shift), np.uint32)
-    block_histogram(bits, shift, counts)
-    for i in range(bits.size if first == 0 else 0):
-        counts[0] -= np.uint32(bits[i] & np.uint32(0x7FFFFFFF) == 0)  # zeros are no magnitudes
-    last = _BINS >> shift
-    while last > first and counts[last - 1] == 0:
-        last -= 1
-    return counts[first:last]
-
-
-@_compiled(nogil=True)
-def _tail_counts(x: NDArray[np.float32], first: int, shift: int) -> NDArray[np.uint32]:
-    """Return the same counts, where the processor :data:`COMPRESSES`."""
-    counts = np.empty((_BINS >> shift) - first, np.uint32)
-    low = max(first << shift, 1)
-    return counts[: block_tail_histogram(x.view(np.uint32), low, shift, counts)]
-
-
-_counts = _tail_counts if COMPRESSES else _counts_above
-
-
-@_compiled(nogil=True)
 def _cells(
     x: NDArray[np.float32], least: float, edges: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Add up the magnitudes from above, as :func:`gradstats.primitives.tails.tails` does."""
-    shift = _MANTISSA - BITS
+    shift = 23 - BITS
     first = np.int64(np.float32(least).view(np.int32)) >> shift
-    counts = _counts(x, first, shift)
+    counts = block_counts(x.view(np.uint32), first, shift)
     left, right = edges[first : first + counts.size], edges[first + 1 : first + counts.size + 1]
     sums = np.zeros((counts.size + 1, 4))
     tail_sums(counts.astype(np.float64), left + (right - left) / 2, sums)

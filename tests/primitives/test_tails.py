@@ -115,8 +115,8 @@ def test_counts_from_a_bin_on_are_those_of_the_histogram(size, family, monkeypat
     magnitudes = np.sort(np.abs(x[np.isfinite(x)]).astype(np.float64))
     for least in (0.0, 1e-45, *magnitudes[:: max(magnitudes.size // 4, 1)].tolist(), 3e38):
         found = []
-        for compresses in {False, kernels.COMPRESSES}:
-            monkeypatch.setattr(kernels, "COMPRESSES", compresses)
+        for counts in (kernels._counts_of_all, kernels.block_counts):
+            monkeypatch.setattr(kernels, "block_counts", counts)
             found.append(tails(x, least))
             monkeypatch.undo()
         for each in found[1:]:
