@@ -195,8 +195,7 @@ class Run:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         slots: Mapping[int, slice],
     ) -> None:
-        # kept, so that nothing else can come to have their addresses
-        self._buffer, self._known = buffer, [p for p, _ in pairs]
+        self._buffer = buffer  # kept, so that no other bucket's can come to have its address
         self._targets: dict[int, tuple[NDArray[np.float32], list[torch.Tensor]]] = {}
         self.place: slice | None = None
         if buffer.dtype != torch.float32 or not buffer.is_cpu:
@@ -211,18 +210,15 @@ class Run:
         if place.stop - place.start == buffer.numel():
             self.place = place
 
-    def fits(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+    def fits(self, buffer: torch.Tensor) -> bool:
         """Tell whether a bucket is still the one that this was made for: DDP makes new ones once.
 
         Parameters
         ----------
         buffer : torch.Tensor
             Its buffer.
-        parameters : sequence of torch.Tensor
-            Its parameters.
         """
-        same = buffer.data_ptr() == self._buffer.data_ptr() and buffer.shape == self._buffer.shape
-        return same and list(map(id, parameters)) == list(map(id, self._known))
+        return buffer.data_ptr() == self._buffer.data_ptr() and buffer.shape == self._buffer.shape
 
     def copy(self, array: NDArray[np.float32]) -> torch.Tensor:
         """Copy the gradients to their place.

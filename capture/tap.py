@@ -469,11 +469,11 @@ class Capture:
         Of a network with many small parameters the calls for each take longer than the memory.
         """
         gradient, corrected = arrays.get("gradient"), arrays.get("corrected")
-        buffer, parameters = bucket.buffer(), bucket.parameters()
+        buffer = bucket.buffer()
         if not isinstance(gradient, np.ndarray) or self._scale != 1 or buffer.is_sparse:
             return False
         run = self._runs.get(bucket.index())
-        if run is None or not run.fits(buffer, parameters):
+        if run is None or not run.fits(buffer):
             if bucket.index() == 0:  # DDP has made new buckets, perhaps fewer
                 self._runs.clear()
             run = self._runs[bucket.index()] = Run(buffer, list(_gradients(bucket)), self._slots)
@@ -483,10 +483,9 @@ class Capture:
         if corrected is None:
             return True
         together = getattr(observed, "corrected_run", None)
-        found = None if together is None else together(run.parameters, copied)
-        if found is not None:
-            torch.from_numpy(corrected)[run.place].copy_(found)
-        return found is not None
+        return together is not None and together(
+            run.parameters, copied, torch.from_numpy(corrected)[run.place]
+        )
 
     def _begin(self) -> None:
         if self._in_step:  # step() was not called for the last one, or it failed

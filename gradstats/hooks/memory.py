@@ -125,8 +125,10 @@ class Memory(_Optional, ABC):
         """
 
     @abstractmethod
-    def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
-        """Return the same bits that :meth:`add` will write, and change nothing.
+    def preview(
+        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the same bits that :meth:`add` will write, and change nothing else.
 
         Parameters
         ----------
@@ -134,6 +136,8 @@ class Memory(_Optional, ABC):
             The gradient of one parameter, flat.
         slot : slice
             The parameter's place in the flat gradient, n elements long.
+        out : tensor, shape (n,), optional
+            Where to write them, of the memory's dtype.
 
         Returns
         -------
@@ -184,9 +188,11 @@ class NoMemory(Memory):
         """Copy the gradient into :attr:`corrected`."""
         self.corrected[slot].copy_(gradient)
 
-    def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
+    def preview(
+        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the gradient itself."""
-        return gradient
+        return gradient if out is None else out.copy_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Forget what was not sent."""
@@ -224,16 +230,15 @@ class ErrorFeedback(Memory):
 
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
         """Write gradient + decay · residual into :attr:`corrected`."""
-        if self.decay == 1:
-            torch.add(gradient, self._residual[slot], out=self.corrected[slot])
-        else:
-            torch.mul(self._residual[slot], self.decay, out=self.corrected[slot]).add_(gradient)
+        self.preview(gradient, slot, self.corrected[slot])
 
-    def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
+    def preview(
+        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return gradient + decay · residual."""
         if self.decay == 1:
-            return gradient + self._residual[slot]
-        return (self._residual[slot] * self.decay).add_(gradient)
+            return torch.add(gradient, self._residual[slot], out=out)
+        return torch.mul(self._residual[slot], self.decay, out=out).add_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the corrected gradient as the residual."""
@@ -361,9 +366,11 @@ class _Accumulating(Memory):
         """Write what has accumulated, and this step, into :attr:`corrected`."""
         self._added(self._rule.terms(gradient, slot), slot, self.corrected[slot])
 
-    def preview(self, gradient: torch.Tensor, slot: slice) -> torch.Tensor:
+    def preview(
+        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return what will have accumulated."""
-        return self._added(self._rule.preview(gradient, slot), slot)
+        return self._added(self._rule.preview(gradient, slot), slot, out)
 
     def _added(
         self, terms: Sequence[torch.Tensor], slot: slice, out: torch.Tensor | None = None

@@ -288,9 +288,9 @@ class CompressionState:
         return self.memory.preview(flat, slot)
 
     def corrected_run(
-        self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return what :meth:`corrected` does of several parameters in one go.
+        self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor, out: torch.Tensor
+    ) -> bool:
+        """Write what :meth:`corrected` returns of several parameters in one go, if that can be done.
 
         Parameters
         ----------
@@ -298,22 +298,27 @@ class CompressionState:
             Contiguous parameters of the model.
         gradient : tensor, shape (n,)
             Their gradients, one after the other.
+        out : tensor, shape (n,)
+            Written, of the gradient's dtype.
 
         Returns
         -------
-        tensor, shape (n,) or None
-            None where they are no neighbours in this state's memory, or there is a loss scale.
+        bool
+            False where they are no neighbours in this state's memory, that is of another dtype, or there is a loss
+            scale.
         """
         slots = [s for p in parameters if (s := self._layout.slots.get(id(p))) is not None]
         if self._scale is None:
             self._scale = self._loss_scale()
         if len(slots) < len(parameters) or self._scale != 1:
-            return None
+            return False
         if not self._gradient.allocated:
-            return gradient
-        if any(a.stop != b.start for a, b in pairwise(slots)):
-            return None
-        return self.memory.preview(gradient, slice(slots[0].start, slots[-1].stop))
+            out.copy_(gradient)
+            return True
+        if self._layout.dtype != out.dtype or any(a.stop != b.start for a, b in pairwise(slots)):
+            return False
+        self.memory.preview(gradient, slice(slots[0].start, slots[-1].stop), out)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, of this rank alone: every rank saves its own.

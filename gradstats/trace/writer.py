@@ -261,6 +261,8 @@ class TraceWriter:
                 self._put("layer_compression", row, np.stack(columns, axis=1))
             self._put("step", row, step)
         except OSError as error:
+            for column in self._columns.values():  # whoever stops here may want to unmount the disk
+                column.let_go()
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
         self._last = step
 
@@ -328,9 +330,9 @@ def _check_shards(
 class _Column:
     """An array with many rows in a chunk. The chunk being filled is kept in memory, and nothing is read back.
 
-    Its file is written with every row. There are two of it, which change places: the one beside gets the new row, and
-    is in place at once. To replace a file instead makes ext4 find place for it on the disk at once, and to open it takes
-    another lock of Python's, for which the training has to wait while it is taken again.
+    Its file is written with every row. There are two of it, which change places: the one beside gets the new row and
+    then is in place at once. To replace a file makes ext4 find place for it on the disk, which is slow. Both stay open,
+    because each call lets go of Python's lock, for which the training has to wait while it is taken again.
     """
 
     def __init__(self, folder: Path, spec: ArraySpec) -> None:
@@ -356,7 +358,7 @@ class _Column:
 
     def finish(self) -> None:
         """Remove the file beside that of the chunk being filled."""
-        self._close()
+        self.let_go()
         Path(f"{self._file}.partial").unlink(missing_ok=True)
         self._chunk = -1
 
@@ -390,10 +392,12 @@ class _Column:
                 self._exchanges = _exchanged(partial, self._file)
             self._open.reverse()
         except BaseException:  # which of the two is in place is no longer known
-            self._close()
+            self.let_go()
             raise
-        if not self._exchanges:  # a system that has no such thing, or someone removes what he does not know
-            self._close()
+        if (
+            not self._exchanges
+        ):  # a system that has no such thing, or someone removes what he does not know
+            self.let_go()
         return self._exchanges
 
     def _opened(self, partial: str) -> bool:
@@ -405,12 +409,13 @@ class _Column:
             self._exchanges = False
         return self._exchanges
 
-    def _close(self) -> None:
+    def let_go(self) -> None:
+        """Close the files; the next row opens them again."""
         while self._open:
             os.close(self._open.pop())
 
     def __del__(self) -> None:
-        self._close()
+        self.let_go()
 
 
 def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
@@ -426,7 +431,7 @@ def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
 def _checksum(data: NDArray[np.uint8]) -> bytes:
     from google_crc32c import value as crc32c
 
-    return crc32c(data).to_bytes(CHECKSUM, "little")
+    return int(crc32c(data)).to_bytes(CHECKSUM, "little")
 
 
 def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:

@@ -28,10 +28,14 @@ def remembered(name, *, copied):
         gradient = torch.randn(6, generator=generator)
         before = [t.clone() for t in memory.tensors().values()]
         previews = [memory.preview(gradient[slot], slot).clone() for slot in slots]
+        written = torch.empty(6)
+        for slot in slots:
+            memory.preview(gradient[slot], slot, written[slot])
         assert all(map(torch.equal, before, memory.tensors().values()))
         for slot in slots:
             memory.add(gradient[slot], slot)
         assert torch.equal(torch.cat(previews), memory.corrected)
+        assert torch.equal(written, memory.corrected)
         residual = memory.corrected.clone() if copied else memory.corrected
         places = torch.arange(6) if sent is None else torch.tensor(sent)
         residual[places] = 0

@@ -444,9 +444,10 @@ def test_a_column_that_is_interrupted_loses_no_other_row(path, monkeypatch, mome
             exchanged(*arguments)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(trace_writer, "_exchanged" if moment == "after" else moment, interrupted)
-        writer.append(3, {"gradient": gradient(3)}, loss=7.0)
+        with pytest.raises(KeyboardInterrupt):
+            writer.append(3, {"gradient": gradient(3)}, loss=7.0)
     assert losses(path) == [0, 0.5, 1]
     for step in (4, 5):
         writer.append(step, {"gradient": gradient(step)}, loss=step / 2)
