@@ -6,6 +6,9 @@ Each training captures every step of every second block of steps. A captured blo
 which are not captured, so that a slow moment of the machine hits both alike; the first steps of a block, in which the
 writer is still busy with the last one's, are left out. The table has the median over the blocks of all trainings, with
 its interval. Exact top-k at 0.001 with error feedback: both kinds are captured.
+
+No trace is removed before the end, since ext4 is slow to make files for a minute after it has removed many: what one
+training leaves would be paid for by the next. With ResNet-20 they take 8 GB.
 Results are stored in docs/results/capture_cost.jsonl; ``--write`` puts the table into docs/measurements.md.
 """
 
@@ -34,13 +37,11 @@ STORES = {
 }
 
 
-def measure(config: RunConfig, blocks: int) -> list[float]:
+def measure(config: RunConfig, blocks: int, out: Path) -> list[float]:
     """Return how much longer than the steps around them captured ones took, block by block."""
     steps = BLOCK * (2 * blocks + 1)
     at = tuple(step for step in range(steps) if (step // BLOCK) % 2)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "run.zarr")
-        result = run(config.replace(steps=steps, out=out, at=at, evaluate=False))
+    result = run(config.replace(steps=steps, out=out, at=at, evaluate=False))
     seconds = np.reshape(result.seconds, (-1, BLOCK))[:, SETTLING:].mean(axis=1)
     return [
         float(seconds[i] / fmean(seconds[[i - 1, i + 1]]) - 1) for i in range(1, len(seconds), 2)
@@ -75,15 +76,17 @@ def main() -> None:
     parser.add_argument("--workload", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--blocks", type=int, default=12, help="captured blocks of each training")
-    parser.add_argument("--rounds", type=int, default=3, help="trainings of each kind")
+    parser.add_argument("--rounds", type=int, default=5, help="trainings of each kind")
     parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     excess: dict[tuple[int, str], list[float]] = {}
-    for _, nproc, name in product(range(options.rounds), (1, 2), STORES):
-        config = RunConfig(
-            workload=options.workload, data_dir=options.data_dir, nproc=nproc, **STORES[name]
-        )
-        excess.setdefault((nproc, name), []).extend(measure(config, options.blocks))
+    with tempfile.TemporaryDirectory() as folder:
+        for i, nproc, name in product(range(options.rounds), (1, 2), STORES):
+            config = RunConfig(
+                workload=options.workload, data_dir=options.data_dir, nproc=nproc, **STORES[name]
+            )
+            out = Path(folder, f"{i} {nproc} {name}.zarr")
+            excess.setdefault((nproc, name), []).extend(measure(config, options.blocks, out))
     found = [
         {
             "workload": options.workload,
