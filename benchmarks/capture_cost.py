@@ -3,12 +3,14 @@
     python benchmarks/capture_cost.py [--workload resnet20-cifar10 --data-dir DIR] [--write]
 
 Each training captures every step of every second block of steps. A captured block is compared with the two beside it,
-which are not captured, so that a slow moment of the machine hits both alike; the first steps of a block, in which the
-writer is still busy with the last one's, are left out. The table has the median over the blocks of all trainings, with
-its interval. Exact top-k at 0.001 with error feedback: both kinds are captured.
+which are not captured, so that a slow moment of the machine hits both alike; the first step of a block, in which the
+writer is still busy with the last one's, is left out. Blocks are short, for the machine's speed changes within seconds:
+with twelve steps in each, trainings of the same length leave twice the error. The table has the median over the blocks
+of all trainings, with its interval. Exact top-k at 0.001 with error feedback: both kinds are captured.
 
 No trace is removed before the end, since ext4 is slow to make files for a minute after it has removed many: what one
-training leaves would be paid for by the next. With ResNet-20 they take 8 GB.
+training leaves would be paid for by the next. For the same reason the disk has all of them before the next begins. With
+ResNet-20 they take 5 GB.
 Results are stored in docs/results/capture_cost.jsonl; ``--write`` puts the table into docs/measurements.md.
 """
 
@@ -28,7 +30,7 @@ from scipy import stats
 from capture.workloads import RunConfig, run
 
 FILE = RESULTS / "capture_cost.jsonl"
-BLOCK, SETTLING = 12, 4
+BLOCK, SETTLING = 4, 1
 """Steps in a block, and how many of them are left out."""
 STORES = {
     "gradients": {},
@@ -41,6 +43,8 @@ def measure(config: RunConfig, blocks: int, out: Path) -> list[float]:
     """Return how much longer than the steps around them captured ones took, block by block."""
     steps = BLOCK * (2 * blocks + 1)
     at = tuple(step for step in range(steps) if (step // BLOCK) % 2)
+    if hasattr(os, "sync"):
+        os.sync()
     result = run(config.replace(steps=steps, out=out, at=at, evaluate=False))
     seconds = np.reshape(result.seconds, (-1, BLOCK))[:, SETTLING:].mean(axis=1)
     return [
@@ -75,8 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workload", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--blocks", type=int, default=12, help="captured blocks of each training")
-    parser.add_argument("--rounds", type=int, default=5, help="trainings of each kind")
+    parser.add_argument("--blocks", type=int, default=36, help="captured blocks of each training")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings of each kind")
     parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     excess: dict[tuple[int, str], list[float]] = {}
