@@ -359,7 +359,8 @@ class _Column:
     def finish(self) -> None:
         """Remove the file beside that of the chunk being filled."""
         self.let_go()
-        Path(f"{self._file}.partial").unlink(missing_ok=True)
+        if self._file:
+            Path(f"{self._file}.partial").unlink(missing_ok=True)
         self._chunk = -1
 
     def put(self, row: int, value: Any) -> None:
@@ -394,9 +395,7 @@ class _Column:
         except BaseException:  # which of the two is in place is no longer known
             self.let_go()
             raise
-        if (
-            not self._exchanges
-        ):  # a system that has no such thing, or someone removes what he does not know
+        if not self._exchanges:  # not all systems can, and someone may have removed one
             self.let_go()
         return self._exchanges
 

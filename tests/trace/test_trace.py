@@ -430,6 +430,14 @@ def test_a_column_is_whole_after_every_step(path, monkeypatch, hindrance):
     assert not list(path.rglob("*.partial"))
 
 
+def test_no_file_of_others_is_removed(path, monkeypatch):
+    """A column without a file yet has none beside it, of any name."""
+    monkeypatch.chdir(path.parent)
+    (path.parent / ".partial").write_text("mine")
+    write(path, range(2))
+    assert (path.parent / ".partial").read_text() == "mine"
+
+
 @pytest.mark.parametrize("moment", ["_write_at_start", "_exchanged", "after"])
 def test_a_column_that_is_interrupted_loses_no_other_row(path, monkeypatch, moment):
     if not trace_writer._renameat2():
