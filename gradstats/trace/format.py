@@ -24,7 +24,6 @@ __all__ = [
     "BINS",
     "BIN_CHUNK",
     "BITS",
-    "CHECKSUM",
     "CHUNK",
     "COMPRESSION",
     "FORMAT",
@@ -84,7 +83,6 @@ LAYER_COMPRESSION = ("selected", "target", "delta")
 FORMAT = "gradstats-trace"
 RESERVED = ("format", "schema", "world_size", "numel", "layout")
 CHUNK = 1 << 22
-CHECKSUM = 4  # bytes at the end of a chunk
 GROW = 64
 
 BITS = 7

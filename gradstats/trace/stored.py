@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from gradstats.errors import TraceError, first_line
 from gradstats.trace.format import (
-    CHECKSUM,
     CHUNK,
     KINDS,
     WHOLE,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["RankGroup", "StoredArray"]
 
 _COMPLETE = 3  # from this schema on, all chunks of a committed row exist, but for counts of zero
+_CHECKSUM = 4  # bytes
 
 _OF_COMPRESSORS = ("threshold", "selected", "compression", "layer_compression")
 _ADDED = ("target", "numel", "bytes_sent", "union", "selected")
@@ -137,7 +137,7 @@ class StoredArray:
             with file.open("rb") as stream:
                 claimed = int.from_bytes(stream.read(8)[4:], "little")  # Blosc's header
         else:
-            claimed = status.st_size - CHECKSUM
+            claimed = status.st_size - _CHECKSUM
         if claimed != size:
             raise ValueError(f"a chunk holds {claimed} bytes, not {size}")
         return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import uuid
@@ -30,7 +29,6 @@ from gradstats.trace.format import (
     BIN_CHUNK,
     BINS,
     BITS,
-    CHECKSUM,
     CHUNK,
     COMPRESSION,
     GROW,
@@ -54,8 +52,9 @@ __all__ = ["TraceWriter"]
 
 _HERE, _RENAME_EXCHANGE = -100, 2
 """AT_FDCWD and the flag of Linux's renameat2."""
-_OLD = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_NEW = _OLD | os.O_CREAT | os.O_TRUNC
+_NEW = (
+    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+)
 
 
 class TraceWriter:
@@ -261,8 +260,6 @@ class TraceWriter:
                 self._put("layer_compression", row, np.stack(columns, axis=1))
             self._put("step", row, step)
         except OSError as error:
-            for column in self._columns.values():  # whoever stops here may want to unmount the disk
-                column.let_go()
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
         self._last = step
 
@@ -328,23 +325,13 @@ def _check_shards(
 
 
 class _Column:
-    """An array with many rows in a chunk. The chunk being filled is kept in memory, and nothing is read back.
-
-    Its file is written with every row. There are two of it, which change places: the one beside gets the new row and
-    then is in place at once. To replace a file makes ext4 find place for it on the disk, which is slow. Both stay open,
-    because each call lets go of Python's lock, for which the training has to wait while it is taken again.
-    """
+    """An array with many rows in a chunk. The chunk being filled is kept in memory, and nothing is read back."""
 
     def __init__(self, folder: Path, spec: ArraySpec) -> None:
-        self._open: list[int] = []
         self._folder, self._spec = f"{folder}/c", spec
         self._within = "/0" * len(spec.chunk)
-        dtype, shape = np.dtype(spec.dtype).newbyteorder("<"), (spec.rows, *spec.chunk)
-        self._content = np.empty(math.prod(shape) * dtype.itemsize + CHECKSUM, np.uint8)
-        self._values = self._content[:-CHECKSUM].view(dtype).reshape(shape)
+        self._values = np.empty((spec.rows, *spec.chunk), spec.dtype)
         self._chunk = -1
-        self._file = ""
-        self._exchanges = _renameat2() is not None
 
     def turn_to(self, row: int) -> None:
         """Begin the chunk that a row lies in, if it is another than the last."""
@@ -352,15 +339,12 @@ class _Column:
         if chunk != self._chunk:
             self.finish()
             self._values[...] = self._spec.fill
-            self._file = f"{self._folder}/{chunk}{self._within}"
-            self._write(new=True)
+            self._write(chunk)
             self._chunk = chunk
 
     def finish(self) -> None:
-        """Remove the file beside that of the chunk being filled."""
-        self.let_go()
-        if self._file:
-            Path(f"{self._file}.partial").unlink(missing_ok=True)
+        """Remove what :func:`_write_file` keeps beside the chunk being filled."""
+        Path(f"{self._folder}/{self._chunk}{self._within}.partial").unlink(missing_ok=True)
         self._chunk = -1
 
     def put(self, row: int, value: Any) -> None:
@@ -372,49 +356,17 @@ class _Column:
         if (np.isnan(given) if fill != fill else given == fill).all():
             return
         try:
-            self._write()
+            self._write(self._chunk)
         except BaseException:
             self._values[place] = fill  # a later row's write must not bring it in
             raise
 
-    def _write(self, *, new: bool = False) -> None:
-        if all(self._spec.shape) and (new or not self._rewritten()):
-            _write_chunk(self._file, self._values, self._spec)
-
-    def _rewritten(self) -> bool:
-        """Write the file beside and let the two change places; tell whether that was done."""
-        if not self._exchanges:
-            return False
-        partial, data = f"{self._file}.partial", self._content[:-CHECKSUM]
-        self._content[-CHECKSUM:] = np.frombuffer(_checksum(data), np.uint8)
-        try:
-            if self._opened(partial):
-                _write_at_start(self._open[0], self._content.data)
-                self._exchanges = _exchanged(partial, self._file)
-            self._open.reverse()
-        except BaseException:  # which of the two is in place is no longer known
-            self.let_go()
-            raise
-        if not self._exchanges:  # not all systems can, and someone may have removed one
-            self.let_go()
-        return self._exchanges
-
-    def _opened(self, partial: str) -> bool:
-        """Open the file beside, and the one in place; tell whether they are open."""
-        try:
-            for name, flags in ((partial, _NEW), (self._file, _OLD))[len(self._open) :]:
-                self._open.append(os.open(name, flags, 0o666))
-        except OSError:  # no more open files are allowed, or the folder is gone
-            self._exchanges = False
-        return self._exchanges
-
-    def let_go(self) -> None:
-        """Close the files; the next row opens them again."""
-        while self._open:
-            os.close(self._open.pop())
-
-    def __del__(self) -> None:
-        self.let_go()
+    def _write(self, chunk: int) -> None:
+        if all(self._spec.shape):
+            again = chunk == self._chunk and self._spec.codec is None
+            _write_chunk(
+                f"{self._folder}/{chunk}{self._within}", self._values, self._spec, again=again
+            )
 
 
 def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
@@ -427,14 +379,10 @@ def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
     return whole
 
 
-def _checksum(data: NDArray[np.uint8]) -> bytes:
+def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec, *, again: bool = False) -> None:
+    """Write one chunk with its checksum: all of it or nothing."""
     from google_crc32c import value as crc32c
 
-    return int(crc32c(data)).to_bytes(CHECKSUM, "little")
-
-
-def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
-    """Write one chunk with its checksum: all of it or nothing."""
     little = np.ascontiguousarray(values, np.dtype(spec.dtype).newbyteorder("<"))
     if spec.codec is None:
         data = little.reshape(-1).view(np.uint8)
@@ -444,9 +392,9 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
         name, level, shuffle, block = spec.codec
         codec = Blosc(name, level, getattr(Blosc, shuffle.upper()), block)
         data = np.frombuffer(codec.encode(little), np.uint8)
-    parts = (data.data, _checksum(data))
+    parts = (data.data, crc32c(data).to_bytes(4, "little"))
     try:
-        _write_file(file, *parts)
+        _write_file(file, *parts, again=again)
     except FileNotFoundError:
         # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
@@ -467,14 +415,16 @@ def _make_folder(folder: str, levels: int) -> None:
         os.mkdir(folder)
 
 
-def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
+def _write_file(file: str | Path, *parts: bytes | memoryview, again: bool = False) -> None:
     """Write a file beside its place and rename it there.
 
-    By few calls: each lets go of Python's lock, for which the training has to wait while it is taken again.
+    By few calls: each lets go of Python's lock, for which the training has to wait while it is taken again. One that is
+    written `again` and again, and always as long, changes places with its last version, which the next one overwrites:
+    to replace a file makes ext4 find place for it on the disk at once, which takes longer than all the rest.
     """
     partial = f"{file}.partial"
     try:
-        place = os.open(partial, _NEW, 0o666)
+        place = os.open(partial, _NEW & ~os.O_TRUNC if again else _NEW, 0o666)
         try:
             left = [memoryview(part) for part in parts]
             while left:  # at most two gigabytes at a time, and what the disk has room for
@@ -485,7 +435,8 @@ def _write_file(file: str | Path, *parts: bytes | memoryview) -> None:
                     left[0] = left[0][written:]
         finally:
             os.close(place)
-        os.replace(partial, file)
+        if not (again and _exchanged(partial, file)):
+            os.replace(partial, file)
     except OSError:
         Path(partial).unlink(missing_ok=True)
         raise
@@ -496,14 +447,7 @@ def _write_some(place: int, parts: Sequence[memoryview]) -> int:
     return os.writev(place, parts) if hasattr(os, "writev") else os.write(place, parts[0])
 
 
-def _write_at_start(place: int, data: memoryview) -> None:
-    """Overwrite a file that is as long. Windows cannot, and does not come here."""
-    written = 0
-    while written < len(data):
-        written += os.pwrite(place, data[written:], written)
-
-
-def _exchanged(one: str, other: str) -> bool:
+def _exchanged(one: str | Path, other: str | Path) -> bool:
     """Let two files change places, at once for everyone; tell whether that was done: not all systems can."""
     rename = _renameat2()
     if rename is None:

@@ -401,77 +401,19 @@ def test_files_are_whole_however_little_goes_in_one_call(tmp_path, monkeypatch, 
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def losses(path):
-    return open_trace(path).scalars(0)["loss"].tolist()
-
-
-@pytest.mark.parametrize("hindrance", ["", "no renameat2", "removed", "no more files"])
-def test_a_column_is_whole_after_every_step(path, monkeypatch, hindrance):
-    """Two files change places, where the system can do that and nobody removes the one beside."""
-    if hindrance == "no renameat2":
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_that_is_written_again_is_its_last_version(tmp_path, monkeypatch, exchanges):
+    """Its last version but one is beside it, and is overwritten, where the system exchanges files."""
+    if not exchanges:
         monkeypatch.setattr(trace_writer, "_renameat2", lambda: None)
     elif not trace_writer._renameat2():
         pytest.skip("the C library has no renameat2")
-    if hindrance == "no more files":
-        monkeypatch.setattr(trace_writer, "_OLD", os.O_DIRECTORY)
-    file = path / "rank00000" / "loss" / "c" / "0"
-    beside, homes = file.with_name("0.partial"), set()
-    writer = TraceWriter(path, 0, expected_steps=9)
-    for step in range(9):
-        writer.append(step, {"gradient": gradient(step)}, loss=step / 2)
-        assert losses(path) == [i / 2 for i in range(step + 1)]
+    file, partial, homes = tmp_path / "file", tmp_path / "file.partial", set()
+    for i in range(5):
+        trace_writer._write_file(file, b"%d" % i, b" whole", again=i > 0)
+        assert file.read_bytes() == b"%d whole" % i
         homes.add(file.stat().st_ino)
-        if hindrance == "removed" and step == 4:
-            assert beside.exists()
-            beside.unlink()
-    assert beside.exists() == (not hindrance)
-    assert hindrance or len(homes) == 2
-    writer.close()
-    assert not list(path.rglob("*.partial"))
-
-
-def test_no_file_of_others_is_removed(path, monkeypatch):
-    """A column without a file yet has none beside it, of any name."""
-    monkeypatch.chdir(path.parent)
-    (path.parent / ".partial").write_text("mine")
-    write(path, range(2))
-    assert (path.parent / ".partial").read_text() == "mine"
-
-
-@pytest.mark.parametrize("moment", ["_write_at_start", "_exchanged", "after"])
-def test_a_column_that_is_interrupted_loses_no_other_row(path, monkeypatch, moment):
-    if not trace_writer._renameat2():
-        pytest.skip("the C library has no renameat2")
-    writer = TraceWriter(path, 0, expected_steps=9)
-    for step in range(3):
-        writer.append(step, {"gradient": gradient(step)}, loss=step / 2)
-    exchanged = trace_writer._exchanged
-
-    def interrupted(*arguments):
-        if moment == "after":
-            exchanged(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trace_writer, "_exchanged" if moment == "after" else moment, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            writer.append(3, {"gradient": gradient(3)}, loss=7.0)
-    assert losses(path) == [0, 0.5, 1]
-    for step in (4, 5):
-        writer.append(step, {"gradient": gradient(step)}, loss=step / 2)
-        assert losses(path)[:4] == [0, 0.5, 1, 2]
-    assert losses(path) == [0, 0.5, 1, 2, 2.5]
-
-
-def test_a_writer_that_is_left_closes_its_files(path):
-    fds = "/proc/self/fd"
-    if not os.path.isdir(fds):
-        pytest.skip("no /proc")
-    before = len(os.listdir(fds))
-    writer = TraceWriter(path, 0, expected_steps=9)
-    for step in range(3):
-        writer.append(step, {"gradient": gradient(step)}, loss=1.0)
-    if trace_writer._renameat2():
-        assert len(os.listdir(fds)) > before
-    del writer
-    assert len(os.listdir(fds)) == before
+        assert partial.exists() == (exchanges and i > 0)
+        if partial.exists():
+            assert partial.read_bytes() == b"%d whole" % (i - 1)
+    assert not exchanges or len(homes) == 2
