@@ -112,7 +112,6 @@ class Memory(_Optional, ABC):
             Floating dtype of the memory.
         """
 
-    @abstractmethod
     def add(self, gradient: torch.Tensor, slot: slice) -> None:
         """Put gradient plus memory into a part of :attr:`corrected`.
 
@@ -123,6 +122,7 @@ class Memory(_Optional, ABC):
         slot : slice
             The parameter's place in the flat gradient, n elements long.
         """
+        self.preview(gradient, slot, self.corrected[slot])
 
     @abstractmethod
     def preview(
@@ -184,14 +184,10 @@ class NoMemory(Memory):
         """Make room for a copy of the gradient."""
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
-    def add(self, gradient: torch.Tensor, slot: slice) -> None:
-        """Copy the gradient into :attr:`corrected`."""
-        self.corrected[slot].copy_(gradient)
-
     def preview(
         self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the gradient itself."""
+        """Return the gradient itself, or a copy where one is asked for."""
         return gradient if out is None else out.copy_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
@@ -227,10 +223,6 @@ class ErrorFeedback(Memory):
         """Start from a residual of zero."""
         self._residual = torch.zeros(numel, dtype=dtype, device=device)
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
-
-    def add(self, gradient: torch.Tensor, slot: slice) -> None:
-        """Write gradient + decay · residual into :attr:`corrected`."""
-        self.preview(gradient, slot, self.corrected[slot])
 
     def preview(
         self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
