@@ -4,13 +4,13 @@
 
 Each training captures every step of every second block of steps. A captured block is compared with the two beside it,
 which are not captured, so that a slow moment of the machine hits both alike; the first step of a block, in which the
-writer is still busy with the last one's, is left out. Blocks are short, for the machine's speed changes within seconds:
-with twelve steps in each, trainings of the same length leave twice the error. The table has the median over the blocks
-of all trainings, with its interval. Exact top-k at 0.001 with error feedback: both kinds are captured.
+writer is still busy with the last one's, is left out. Blocks are short, because the machine's speed changes
+within seconds. The table has the median over the blocks of all trainings, with its interval. Exact top-k at 0.001 with
+error feedback: both kinds are captured.
 
-No trace is removed before the end, since ext4 is slow to make files for a minute after it has removed many: what one
-training leaves would be paid for by the next. For the same reason the disk has all of them before the next begins. With
-ResNet-20 they take 5 GB.
+One training does not pay for what another left. Traces are removed at the end alone, because ext4 is slow to make files
+for some time after it has removed many; and each is written out to the disk before the next training begins. They take
+some gigabytes.
 Results are stored in docs/results/capture_cost.jsonl; ``--write`` puts the table into docs/measurements.md.
 """
 
@@ -39,13 +39,11 @@ STORES = {
 }
 
 
-def measure(config: RunConfig, blocks: int, out: Path) -> list[float]:
+def measure(config: RunConfig, blocks: int) -> list[float]:
     """Return how much longer than the steps around them captured ones took, block by block."""
     steps = BLOCK * (2 * blocks + 1)
     at = tuple(step for step in range(steps) if (step // BLOCK) % 2)
-    if hasattr(os, "sync"):
-        os.sync()
-    result = run(config.replace(steps=steps, out=out, at=at, evaluate=False))
+    result = run(config.replace(steps=steps, at=at, evaluate=False))
     seconds = np.reshape(result.seconds, (-1, BLOCK))[:, SETTLING:].mean(axis=1)
     return [
         float(seconds[i] / fmean(seconds[[i - 1, i + 1]]) - 1) for i in range(1, len(seconds), 2)
@@ -87,10 +85,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for i, nproc, name in product(range(options.rounds), (1, 2), STORES):
             config = RunConfig(
-                workload=options.workload, data_dir=options.data_dir, nproc=nproc, **STORES[name]
+                workload=options.workload,
+                data_dir=options.data_dir,
+                nproc=nproc,
+                out=Path(folder, f"{i} {nproc} {name}.zarr"),
+                **STORES[name],
             )
-            out = Path(folder, f"{i} {nproc} {name}.zarr")
-            excess.setdefault((nproc, name), []).extend(measure(config, options.blocks, out))
+            if hasattr(os, "sync"):
+                os.sync()  # the last training's trace
+            excess.setdefault((nproc, name), []).extend(measure(config, options.blocks))
     found = [
         {
             "workload": options.workload,

@@ -155,7 +155,7 @@ def observe(state: object, bucket: GradBucket | None = None) -> ObservedState:
     ObservedState
         View of the state, to be asked for anew with every bucket.
     """
-    # not isinstance(), which takes twenty times as long of a protocol, some times a step
+    # not isinstance(): with a protocol it is slow, and every step comes here several times
     if callable(getattr(state, "corrected", None)) and all(hasattr(state, n) for n in _MEMBERS):
         return cast("ObservedState", state)
     if isinstance(state, PowerSGDState):

@@ -304,8 +304,8 @@ class CompressionState:
         Returns
         -------
         bool
-            False where they are no neighbours in this state's memory, that is of another dtype, or there is a loss
-            scale.
+            False, and nothing is written, where they are no neighbours in this state's memory, where that has another
+            dtype, or where there is a loss scale.
         """
         slots = [s for p in parameters if (s := self._layout.slots.get(id(p))) is not None]
         if self._scale is None:
