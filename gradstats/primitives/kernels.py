@@ -52,8 +52,11 @@ __all__ = [
     "warm_up",
 ]
 
-COMPRESSES: bool = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]
+_FEATURES: str = cpu_target.target_context.codegen().magic_tuple()[2]
+COMPRESSES = "+avx512f" in _FEATURES
 """Whether the processor moves the elements that a mask marks together: what :func:`block_tail_histogram` needs."""
+_COMPRESSES_BYTES = "+avx512vbmi2" in _FEATURES
+"""Whether it does so with the bytes of a vector, one for each place of a word."""
 _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _NORMAL, _MANTISSA, _ONE = np.int32(0x00800000), 23, np.int32(127)
@@ -66,6 +69,8 @@ _DRAWN = 128
 """Elements that are drawn before any is looked at, so that one does not wait for the memory of another."""
 _SOME = 4
 """Elements of a word that are selected without asking whether there are so many."""
+_MORE = 16
+"""The same where most words have more than :data:`_SOME`."""
 _LINE, _AHEAD = 16, 2048
 """Elements of a cache line, and how far ahead of a loop memory is asked for."""
 _PAIRS = _LINE // 2
@@ -252,22 +257,41 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
     return types.uint64(*arguments), build
 
 
-def _compressed(builder: Any, values: Any, word: Any, start: int) -> tuple[Any, Any]:
+def _compressed(builder: Any, values: Any, word: Any, start: int = 0) -> tuple[Any, Any]:
     """Return a row's elements that bits of a word from `start` on mark, moved together, and how many they are.
 
     The instruction is AVX-512's, with a register as its target: the form that writes to memory itself is slow on some
     processors.
     """
-    row, flags, long = values.type, ir.VectorType(ir.IntType(1), _LINE), ir.IntType(64)
+    row, long, size = values.type, ir.IntType(64), values.type.count
+    flags = ir.VectorType(ir.IntType(1), size)
     compress = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(row, [row, row, flags]),
-        "llvm.x86.avx512.mask.compress.v16i32",
+        f"llvm.x86.avx512.mask.compress.v{size}i{row.element.width}",
     )
-    marked = builder.trunc(builder.lshr(word, ir.Constant(long, start)), ir.IntType(_LINE))
+    marked, some = word, builder.ctpop(word)
+    if size < _WORD:
+        marked = builder.trunc(builder.lshr(word, ir.Constant(long, start)), ir.IntType(size))
+        some = builder.zext(builder.ctpop(marked), long)
     unset = ir.Constant(row, ir.Undefined)
-    moved = builder.call(compress, [values, unset, builder.bitcast(marked, flags)])
-    return moved, builder.zext(builder.ctpop(marked), long)
+    return builder.call(compress, [values, unset, builder.bitcast(marked, flags)]), some
+
+
+def _move(builder: Any, source: Any, start: Any, word: Any, target: Any, at: Any) -> list[Any]:
+    """Move the elements of source[start:] that a word marks to target[at:], and some others after them.
+
+    Returns where those of each row went, and the place after the last marked one.
+    """
+    row, long = ir.VectorType(ir.IntType(32), _LINE), ir.IntType(64)
+    places = [at]
+    for j in range(0, _WORD, _LINE):
+        here = builder.add(start, ir.Constant(long, j))
+        values = builder.load(_place(builder, source, here, row), align=4)
+        moved, some = _compressed(builder, values, word, j)
+        builder.store(moved, _place(builder, target, places[-1], row), align=4)
+        places.append(builder.add(places[-1], some))
+    return places
 
 
 @_intrinsic
@@ -279,64 +303,57 @@ def _compress(_: Any, bits: Any, start: Any, word: Any, target: Any, at: Any) ->
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits, start, word, target, at = arguments
-        row, long = ir.VectorType(ir.IntType(32), _LINE), ir.IntType(64)
         source, goal = (
             cgutils.create_struct_proxy(kind)(context, builder, array).data
             for kind, array in ((signature.args[0], bits), (signature.args[3], target))
         )
-        for j in range(0, _WORD, _LINE):
-            here = builder.add(start, ir.Constant(long, j))
-            values = builder.load(_place(builder, source, here, row), align=4)
-            moved, some = _compressed(builder, values, word, j)
-            builder.store(moved, _place(builder, goal, at, row), align=4)
-            at = builder.add(at, some)
-        return at
+        return _move(builder, source, start, word, goal, at)[-1]
 
     arguments = bits, types.intp, types.uint64, target, types.intp
     return types.intp(*arguments), build
 
 
-@_intrinsic
-def _compress_places(
-    _: Any, bits: Any, start: Any, word: Any, offset: Any, indices: Any, values: Any, at: Any
-) -> Any:
-    """Move the elements of bits[start:] that a word marks to values[at:], and offset + their places to indices[at:].
+def _compress_places(most: int) -> Callable[..., None]:
+    """Return what moves the elements of bits[start:] that a word marks, at most as many, to values[at:].
 
-    Some others follow them, but none beyond the room of a whole word.
+    Of each, offset + its place goes to indices[at:]. Some others follow, but none beyond the room of a whole word.
     """
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        bits, start, word, offset, indices, values, at = arguments
-        row, long = ir.VectorType(ir.IntType(32), _LINE), ir.IntType(64)
-        width = signature.args[4].dtype.bitwidth
-        size = _LINE * 32 // width
-        half = ir.VectorType(ir.IntType(width), size)
-        source, places, goal = (
-            cgutils.create_struct_proxy(signature.args[i])(context, builder, array).data
-            for i, array in ((0, bits), (4, indices), (5, values))
-        )
-        begin = builder.add(offset, start)
-        if width < 64:
-            begin = builder.trunc(begin, half.element)
-        first = _everywhere(builder, begin, size)
-        for j in range(0, _WORD, _LINE):
-            here = builder.add(start, ir.Constant(long, j))
-            elements = builder.load(_place(builder, source, here, row), align=4)
-            moved, some = _compressed(builder, elements, word, j)
-            builder.store(moved, _place(builder, goal, at, row), align=4)
-            moved, _ = _compressed(builder, ir.Constant(row, [*range(j, j + _LINE)]), word, j)
-            for i in range(0, _LINE, size):
-                wide = _part(builder, moved, i, size)
-                if width > 32:
-                    wide = builder.zext(wide, half)
-                wide = builder.add(wide, first)
-                goes = _place(builder, places, builder.add(at, ir.Constant(long, i)), half)
-                builder.store(wide, goes, align=width // 8)
-            at = builder.add(at, some)
-        return context.get_dummy_value()
+    def places(
+        _: Any, bits: Any, start: Any, word: Any, offset: Any, indices: Any, values: Any, at: Any
+    ) -> Any:
+        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            bits, start, word, offset, indices, values, at = arguments
+            long, width = ir.IntType(64), signature.args[4].dtype.bitwidth
+            size = _LINE * 32 // width
+            row = ir.VectorType(ir.IntType(width), size)
+            source, goal, target = (
+                cgutils.create_struct_proxy(signature.args[i])(context, builder, array).data
+                for i, array in ((0, bits), (4, indices), (5, values))
+            )
+            begin = builder.add(offset, start)
+            if width < 64:
+                begin = builder.trunc(begin, row.element)
+            first = _everywhere(builder, begin, size)
+            # of bytes one instruction moves the places of all, and those of few take few stores
+            each, stored = (_WORD, most) if _COMPRESSES_BYTES else (_LINE, _LINE)
+            kind = ir.VectorType(ir.IntType(8 * _WORD // each), each)
+            goes_to = _move(builder, source, start, word, target, at)
+            for j in range(0, _WORD, each):
+                moved, _ = _compressed(builder, ir.Constant(kind, [*range(j, j + each)]), word, j)
+                for i in range(0, stored, size):
+                    wide = _part(builder, moved, i, size)
+                    if kind.element.width < width:
+                        wide = builder.zext(wide, row)
+                    place = builder.add(goes_to[j // _LINE], ir.Constant(long, i))
+                    place = _place(builder, goal, place, row)
+                    builder.store(builder.add(wide, first), place, align=width // 8)
+            return context.get_dummy_value()
 
-    arguments = bits, types.intp, types.uint64, types.intp, indices, values, types.intp
-    return types.none(*arguments), build
+        arguments = bits, types.intp, types.uint64, types.intp, indices, values, types.intp
+        return types.none(*arguments), build
+
+    return _intrinsic(places)
 
 
 @_intrinsic
@@ -956,7 +973,7 @@ def _put_all(
     values: NDArray[np.float32],
     n: int,
 ) -> None:
-    """Write out all elements that a word marks, as :func:`_compress_places` does."""
+    """Write out all elements that a word marks, as what :func:`_compress_places` returns does."""
     into = values.view(np.int32)
     at = np.uint64(n)
     end = at + _ones(word)
@@ -965,7 +982,8 @@ def _put_all(
         at += np.uint64(2 * _SOME)
 
 
-_put_many = _compress_places if COMPRESSES else _put_all
+_put_many = _compress_places(_WORD) if COMPRESSES else _put_all
+_put_more = _compress_places(_MORE) if COMPRESSES else _put_all
 
 
 @_compiled(nogil=True)
@@ -999,15 +1017,25 @@ def block_select(
     whole = bits.size - bits.size % _WORD
     # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
     mask, least, width = np.uint32(_MASK), np.uint32(low), np.uint32(_INFINITY - low)
-    for start in range(0, whole, _WORD):
-        _fetch_ahead(bits, start, _WORD)
-        word = _within(bits, start, mask, least, width)
-        left = _ones(word)
-        if left > np.uint64(_SOME):
-            _put_many(bits, start, word, offset, indices, values, np.int64(n))
-        elif left > np.uint64(0):
-            _put(x, start, word, _SOME, offset, indices, values, n)
-        n += left
+    few, more = np.uint64(_SOME), np.uint64(_MORE)
+    for part in range(0, whole, PART):
+        before = n
+        for start in range(part, min(part + PART, whole), _WORD):
+            _fetch_ahead(bits, start, _WORD)
+            word = _within(bits, start, mask, least, width)
+            left = _ones(word)
+            if left > few:
+                if left > more:
+                    _put_many(bits, start, word, offset, indices, values, np.int64(n))
+                else:
+                    _put_more(bits, start, word, offset, indices, values, np.int64(n))
+            elif left > np.uint64(0):
+                _put(x, start, word, _SOME, offset, indices, values, n)
+            n += left
+        # where most words have more, the next ones are not asked: wrong guesses cost more than to write too much
+        selected = n - before
+        few = np.uint64(0 if selected > np.uint64(PART // 16) else _SOME)
+        more = np.uint64(0 if selected > np.uint64(3 * PART // 16) else _MORE)
     for j in range(whole, bits.size):
         if np.uint32((bits[j] & _MASK) - low) <= width:
             indices[n] = offset + j

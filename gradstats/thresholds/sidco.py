@@ -115,10 +115,11 @@ class SIDCo(Estimator):
     for δ/(1−π₀); thresholds and excesses are of |g|, where the text subtracts from the signed vector; mean k̂ is over
     the Q values added. `docs/concepts/errata.md` has the list.
 
-    Of 2²¹ elements and more, where there are more than two stages (of SIDCo-E, three), those that 4,096 elements or
-    more reach are taken from one histogram: thresholds of continuous gradients are within 0.05 % of those of direct
-    sums at ratios from 0.001 on, those of half precision the same. Where float32 holds few different numbers, as those
-    of bfloat16, a stage that ends near one may take it or leave it.
+    Of 2²¹ elements and more, at an adaptation from a histogram and where there are more than two stages (of SIDCo-E,
+    three, of SIDCo-GP, one), those that 4,096 elements or more reach are taken from one histogram: thresholds of
+    continuous gradients are within 0.05 % of those of direct sums at ratios from 0.001 on, those of half precision the
+    same. Where float32 holds few different numbers, as those of bfloat16, a stage that ends near one may take it or
+    leave it.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class SIDCo(Estimator):
     def _find_in_passes(self, x: Array, k: int, adapts: bool) -> Found:
         """Run the stages pass by pass, or with one histogram."""
         numel, wide = numel_of(x), wide_dtype(x) == np.float64
-        looks_up = numel >= _MANY and not wide and self.stages > self._passes
+        looks_up = numel >= _MANY and not wide and (adapts or self.stages > self._passes)
         once = tails(x) if looks_up else None
         if once is not None and not _wide(whole := once.whole(log=self._needs_log), 0.0):
             once = None
@@ -375,6 +376,7 @@ class SIDCoGP(SIDCo):
 
     name = "sidco-gp"
     _needs_log = True
+    _passes = 1  # a pass that sums logarithms and one more cost more
 
     def __init__(
         self, *args: Any, gamma: Literal["exact", "closed"] = "exact", **options: Any

@@ -326,6 +326,8 @@ def dense_parts(rank, world, steps=6):
     ours, theirs = DDP(copy.deepcopy(start), bucket_cap_mb=0.001), DDP(copy.deepcopy(start))
     state = redsync(ours.module.named_parameters(), 0.01, dense_below=10**9, merge=0)
     ours.register_comm_hook(state, compression_hook)
+    # before its last layer the backward pass takes its time, as that of a large model would
+    ours.module[1].register_full_backward_hook(lambda *_: time.sleep(0.02))
     optimizers = (
         torch.optim.SGD(ours.parameters(), lr=0.05),
         torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9, nesterov=True),
