@@ -52,10 +52,14 @@ __all__ = [
     "warm_up",
 ]
 
-_FEATURES: str = cpu_target.target_context.codegen().magic_tuple()[2]
-COMPRESSES = "+avx512f" in _FEATURES
+_FEATURES = {
+    name[1:]: name[0] == "+"  # the last mention counts
+    for name in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    if name
+}
+COMPRESSES = _FEATURES.get("avx512f", False)
 """Whether the processor moves the elements that a mask marks together: what :func:`block_tail_histogram` needs."""
-_COMPRESSES_BYTES = "+avx512vbmi2" in _FEATURES
+_COMPRESSES_BYTES = all(_FEATURES.get(f"avx512{name}", False) for name in ("f", "bw", "vbmi2"))
 """Whether it does so with the bytes of a vector, one for each place of a word."""
 _MASK = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
@@ -70,7 +74,7 @@ _DRAWN = 128
 _SOME = 4
 """Elements of a word that are selected without asking whether there are so many."""
 _MORE = 16
-"""The same where most words have more than :data:`_SOME`."""
+"""The same of words that have more than :data:`_SOME`."""
 _LINE, _AHEAD = 16, 2048
 """Elements of a cache line, and how far ahead of a loop memory is asked for."""
 _PAIRS = _LINE // 2
@@ -314,7 +318,7 @@ def _compress(_: Any, bits: Any, start: Any, word: Any, target: Any, at: Any) ->
 
 
 def _compress_places(most: int) -> Callable[..., None]:
-    """Return what moves the elements of bits[start:] that a word marks, at most as many, to values[at:].
+    """Return what moves the elements of bits[start:] that a word marks, up to `most`, to values[at:].
 
     Of each, offset + its place goes to indices[at:]. Some others follow, but none beyond the room of a whole word.
     """
@@ -1032,7 +1036,8 @@ def block_select(
             elif left > np.uint64(0):
                 _put(x, start, word, _SOME, offset, indices, values, n)
             n += left
-        # where most words have more, the next ones are not asked: wrong guesses cost more than to write too much
+        # where many are selected, the next words are not asked how many they have: to write all costs less than wrong
+        # guesses
         selected = n - before
         few = np.uint64(0 if selected > np.uint64(PART // 16) else _SOME)
         more = np.uint64(0 if selected > np.uint64(3 * PART // 16) else _MORE)

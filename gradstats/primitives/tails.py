@@ -20,6 +20,10 @@ from gradstats.primitives.ratio import check_magnitude
 
 __all__ = ["BITS", "Tails", "middles", "part_above", "tails"]
 
+_SHARE = 1 / 8
+"""Share of a tail's number, and of its sum of squares, up to which a cell's middle stands for what lies in it."""
+_SUBNORMAL = 2.0**-14
+"""The same of all magnitudes, for those that are subnormal, whose cells are wide; a few of 10⁻⁴⁵ move a sum of logs."""
 BITS = 9
 """Bits that tell cells apart. With ten, those of a gradient are more than a first-level cache holds."""
 
@@ -84,6 +88,28 @@ class Tails:
         count, total, squares = part_above(count, total, squares, inside, left, right, threshold)
         return Moments(self.count, count, -1, -1, total, squares, math.nan, math.nan, threshold)
 
+    def limit(self, least: int) -> float:
+        """Return below which magnitude thresholds may be taken from these sums, in one move from a device.
+
+        That is the left end of the last cell, as the largest may lie below its middle, and 0 where middles do not stand
+        for the magnitudes: many are equal, as after clipping, a few make up the sum of squares, or some are subnormal.
+
+        Parameters
+        ----------
+        least : int
+            Number of magnitudes in the shortest tail that is looked up.
+        """
+        if self.left is self.right or not self.left.size:  # cells are the numbers there are
+            return math.inf
+        count, squares, inside = (self.sums[:, i] for i in (0, 2, 3))
+        normal = count[int(self.left.searchsorted(np.finfo(np.float32).tiny))]
+        even = count[0] - normal <= _SUBNORMAL * count[0]
+        enough = count[:-1] >= least
+        for part, of in ((inside[:-1], count), (squares[:-1] - squares[1:], squares)):
+            even = even & ~(enough & (largest_from(part) > _SHARE * of[:-1])).any()
+        last = int((count > 0).sum() * even)
+        return self.left.item(last - 1) if last else 0.0
+
     def whole(self, *, log: bool) -> Moments:
         """Return the moments of all magnitudes.
 
@@ -137,6 +163,19 @@ def part_above(
     whole = round(count)
     share = whole / count if count > 0 else 0.0
     return whole, share * total, share * squares
+
+
+def largest_from(values: Array) -> Array:
+    """Return the largest of some numbers from each one on.
+
+    Parameters
+    ----------
+    values : array, shape (n,)
+        Numbers, none of them NaN.
+    """
+    if is_tensor(values):
+        return values.flip(0).cummax(0).values.flip(0)
+    return np.maximum.accumulate(values[::-1])[::-1]
 
 
 def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -115,11 +115,13 @@ class SIDCo(Estimator):
     for δ/(1−π₀); thresholds and excesses are of |g|, where the text subtracts from the signed vector; mean k̂ is over
     the Q values added. `docs/concepts/errata.md` has the list.
 
-    Of 2²¹ elements and more, at an adaptation from a histogram and where there are more than two stages (of SIDCo-E,
-    three, of SIDCo-GP, one), those that 4,096 elements or more reach are taken from one histogram: thresholds of
-    continuous gradients are within 0.05 % of those of direct sums at ratios from 0.001 on, those of half precision the
-    same. Where float32 holds few different numbers, as those of bfloat16, a stage that ends near one may take it or
-    leave it.
+    Of 2²¹ elements and more, stages that 4,096 elements or more reach are taken from one histogram where there are
+    more than two (of SIDCo-E, three, of SIDCo-GP, one), and wherever ``"corrected"`` takes one to adapt. Thresholds of
+    gradients of half precision are then those of direct sums, and those of continuous gradients within 0.05 % at
+    ratios from 0.001 on. Clipped gradients, those with subnormal numbers and those of which a few elements make up the
+    sum of squares are summed directly. Where two numbers of stages keep equally near to k, the histogram may
+    take the other one; where float32 holds few different numbers, as those of bfloat16, a stage that ends near one may
+    take it or leave it.
     """
 
     def __init__(
@@ -219,13 +221,20 @@ class SIDCo(Estimator):
 
     def _find_in_passes(self, x: Array, k: int, adapts: bool) -> Found:
         """Run the stages pass by pass, or with one histogram."""
-        numel, wide = numel_of(x), wide_dtype(x) == np.float64
-        looks_up = numel >= _MANY and not wide and (adapts or self.stages > self._passes)
-        once = tails(x) if looks_up else None
-        if once is not None and not _wide(whole := once.whole(log=self._needs_log), 0.0):
-            once = None
-        if once is None:
-            whole = self._whole(x)
+        large = numel_of(x) >= _MANY and wide_dtype(x) != np.float64
+        if large and (adapts or self.stages > self._passes):
+            once = tails(x)
+            limit = once.limit(_ROUGH)
+            if limit > 0 and _wide(whole := once.whole(log=self._needs_log), 0.0):
+                found = self._run_stages(x, k, adapts, whole, once)
+                if found.threshold < limit:
+                    return found
+        return self._run_stages(x, k, adapts, self._whole(x))
+
+    def _run_stages(
+        self, x: Array, k: int, adapts: bool, whole: Moments, once: Tails | None = None
+    ) -> Found:
+        """Run the stages, those that enough elements reach with a histogram where there is one."""
         if k >= whole.count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
         if adapts:
@@ -237,12 +246,9 @@ class SIDCo(Estimator):
         def above(threshold: float) -> Moments:
             nonlocal survivors
             if survivors is None:
-                share = seen[-1]["count"] * seen[-1]["ratio"] / numel
-                if (
-                    once is not None
-                    and share * numel >= _ROUGH
-                    and _wide(m := once.above(threshold), threshold)
-                ):
+                share = seen[-1]["count"] * seen[-1]["ratio"] / numel_of(x)
+                m = None if once is None else once.above(threshold)
+                if m is not None and m.count >= _ROUGH and _wide(m, threshold):
                     return m
                 if once is not None or worth_collecting(share, len(ratios) - len(seen)):
                     survivors = select(x, threshold)

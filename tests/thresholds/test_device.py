@@ -114,7 +114,7 @@ def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
 
 @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
 def test_sidco_looks_its_stages_up_on_the_device(name, gradient, monkeypatch):
-    """The host waits once for each stage, the selection and other sums; where it adapts, for every look-up."""
+    """The host waits once for each stage, the selection and other sums, and what cells stand for; to adapt, for all."""
     monkeypatch.setattr("gradstats.thresholds.sidco._MANY", gradient.numel())
     live, offline = make_estimator(name), make_estimator(name)
     for step in range(2):
@@ -124,7 +124,7 @@ def test_sidco_looks_its_stages_up_on_the_device(name, gradient, monkeypatch):
         assert there.threshold == pytest.approx(here.threshold, rel=1e-7)
         assert torch.equal(chosen.indices, expected.indices)
         assert moved.bytes <= (SCALARS if step else 3 * SCALARS), moved.calls
-        assert moved.calls.total() <= 3 + len(there.details["stages"]) + 55 * (not step)
+        assert moved.calls.total() <= 4 + len(there.details["stages"]) + 55 * (not step)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

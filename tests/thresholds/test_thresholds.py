@@ -647,6 +647,36 @@ class TestAdaptiveStages:
             assert len(chosen) == pytest.approx(len(expected), rel=5e-3 if x is wide else 1e-9)
             assert (chosen.indices == select(x, once.threshold).indices).all()
 
+    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @pytest.mark.parametrize(
+        "kind", ["clipped", "subnormal", "one outlier", "few outliers", "on a ring"]
+    )
+    def test_middles_of_cells_do_not_stand_for_what_they_cannot(self, kind, name, monkeypatch):
+        """Of magnitudes that are equal or subnormal, or where a few decide, thresholds are those of direct sums."""
+        rng = np.random.default_rng(0)
+        x = rng.laplace(size=1 << 21)
+        if kind == "clipped":
+            x = np.clip(x / np.quantile(np.abs(x), 0.98), -1, 1)  # an end of a cell
+        elif kind == "subnormal":
+            x[::10] *= 1e-42
+        elif kind == "one outlier":
+            x[5] = 2.0**22
+        elif kind == "few outliers":
+            x = np.full(1 << 21, 1.0) + 1e-2 * x
+            x[:36] = rng.uniform(2, 3, 36)
+        else:
+            x = rng.uniform(0.8, 1, x.size)
+            x[:5] = rng.uniform(1.2, 1.4, 5)
+        x = x.astype(np.float32)
+        for ratio, stages in itertools.product((0.1, 0.014, 0.01, 0.006), (2, 3, 5, "corrected")):
+            found = []
+            for many in (1 << 21, math.inf):
+                monkeypatch.setattr("gradstats.thresholds.sidco._MANY", many)
+                found.append(make_estimator(name, stages=stages).select(x, ratio))
+            (once, chosen), (direct, expected) = found
+            assert once.threshold == pytest.approx(direct.threshold, rel=5e-4)
+            assert len(chosen) == pytest.approx(len(expected), rel=5e-3, abs=1)
+
     @pytest.mark.parametrize("stages", [1, 2, 3, 5, "corrected"])
     @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
     def test_one_compiled_loop_does_what_the_passes_do(self, name, stages, family):
