@@ -106,7 +106,7 @@ class Tails:
         even = count[0] - normal <= _SUBNORMAL * count[0]
         enough = count[:-1] >= least
         for part, of in ((inside[:-1], count), (squares[:-1] - squares[1:], squares)):
-            even = even & ~(enough & (largest_from(part) > _SHARE * of[:-1])).any()
+            even = even & ~(enough & (_largest_from(part) > _SHARE * of[:-1])).any()
         last = int((count > 0).sum() * even)
         return self.left.item(last - 1) if last else 0.0
 
@@ -165,14 +165,8 @@ def part_above(
     return whole, share * total, share * squares
 
 
-def largest_from(values: Array) -> Array:
-    """Return the largest of some numbers from each one on.
-
-    Parameters
-    ----------
-    values : array, shape (n,)
-        Numbers, none of them NaN.
-    """
+def _largest_from(values: Array) -> Array:
+    """Return the largest of some numbers from each one on."""
     if is_tensor(values):
         return values.flip(0).cummax(0).values.flip(0)
     return np.maximum.accumulate(values[::-1])[::-1]
