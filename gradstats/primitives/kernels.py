@@ -261,7 +261,7 @@ def _add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, 
     return types.uint64(*arguments), build
 
 
-def _compressed(builder: Any, values: Any, word: Any, start: int = 0) -> tuple[Any, Any]:
+def _compressed(builder: Any, values: Any, word: Any, start: int) -> tuple[Any, Any]:
     """Return a row's elements that bits of a word from `start` on mark, moved together, and how many they are.
 
     The instruction is AVX-512's, with a register as its target: the form that writes to memory itself is slow on some

@@ -49,7 +49,13 @@ class Tails:
     @cached_property
     def count(self) -> int:
         """Number of magnitudes."""
-        return int(self.sums[0, 0])
+        return int(self._first[0])
+
+    @cached_property
+    def _first(self) -> list[float]:
+        """The first row of the sums, which all magnitudes reach: moved from a device once."""
+        row: list[float] = self.sums[0].tolist()
+        return row
 
     @classmethod
     def of_cells(
@@ -83,7 +89,7 @@ class Tails:
         """
         threshold = check_magnitude(threshold)
         i = int(self.right.searchsorted(threshold))
-        count, total, squares, inside = self.sums[i].tolist()
+        count, total, squares, inside = self.sums[i].tolist() if i else self._first
         left, right = (self.left.item(i), self.right.item(i)) if inside else (threshold, threshold)
         count, total, squares = part_above(count, total, squares, inside, left, right, threshold)
         return Moments(self.count, count, -1, -1, total, squares, math.nan, math.nan, threshold)
