@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradstats.collectives.background import streaming
 from gradstats.hooks.gradient import real_view
+from gradstats.hooks.torch_private import copy_all
 from gradstats.hooks.units import local_part
 
 __all__ = ["Copies", "Run", "Values"]
@@ -240,5 +241,5 @@ class Run:
                 for slot, p in zip(self._slots, self.parameters, strict=True)
             ]
             self._targets[id(array)] = array, views
-        torch._foreach_copy_(self._targets[id(array)][1], self._sources)
+        copy_all(self._targets[id(array)][1], self._sources)
         return whole[self.place]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradstats.errors import InputError
 from gradstats.hooks import ShardHook
 from gradstats.hooks.shards import Observer
+from gradstats.hooks.torch_private import all_reduce_hook, reduce_scatter
 from gradstats.hooks.units import Unit, local_part, shard_of, shard_ranks, units
 from gradstats.trace import Kind, Layer
 from gradstats.trace.format import WHOLE
@@ -92,7 +93,7 @@ class Sharding:
 
     def _find_hook(self) -> ShardHook | None:
         for unit in self._units:
-            hook = getattr(unit.group._all_reduce_hook, "func", None)
+            hook = getattr(all_reduce_hook(unit.group), "func", None)
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ShardHook):
                 return owner
@@ -162,7 +163,7 @@ class Sharding:
                 raise InputError(
                     "kind 'local' needs a newer PyTorch, with set_custom_reduce_scatter()"
                 )
-            inner = unit.group._reduce_scatter_comm
+            inner = reduce_scatter(unit.group)
             unit.module.set_custom_reduce_scatter(_Tap(inner, unit, on_reduce))
 
 

@@ -13,9 +13,8 @@ from gradstats.hooks.gradient import flatten, real_view
 from gradstats.trace import COMPRESSION, LAYER_COMPRESSION
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-
     from gradstats.hooks import Diagnosis, StepRecord
+    from gradstats.hooks.torch_private import GradBucket
 
 __all__ = [
     "ObservedState",

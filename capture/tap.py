@@ -2,11 +2,9 @@
 
 # No `from __future__ import annotations` here: DDP reads the annotations of the wrapped hook at run time.
 
-import atexit
 import contextlib
 import fnmatch
 import platform
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +15,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # what mypy can see of dist.GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
 from capture.copies import Copies, Run, Values
 from capture.schedule import Schedule, as_schedule
@@ -37,6 +33,14 @@ from capture.writer import BackgroundWriter, Snapshot
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 from gradstats.hooks import LocalSteps, Scaler
 from gradstats.hooks.gradient import Pair, logical, pairs_of
+from gradstats.hooks.torch_private import (
+    GradBucket,
+    before_thread_pools_end,
+    comm_hooks,
+    other_micro_steps,
+    scaler_stages,
+    unwrap,
+)
 from gradstats.hooks.units import Unit, is_sharded
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.trace import KINDS, STORES, Kind, Layer, Store, TraceWriter, create_trace
@@ -175,9 +179,10 @@ class Capture:
         check_count(buffers, "buffers")
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
-        self._model = _unwrap(model)
+        self._model = _module(model)
+        ddp = unwrap(model).ddp
         # weakly, for DDP holds the hook, and with it the capture, where no garbage collector sees it
-        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+        self._ddp = None if ddp is None else weakref.ref(ddp)
         self._layers, self._slots = _layout(self._model, parameters)
         self._parameters = [p for p in self._model.parameters() if id(p) in self._slots]
         self._expected = {id(p) for p in self._model.parameters() if p.requires_grad}
@@ -206,8 +211,8 @@ class Capture:
         self._warned: set[str] = set()
         self._sharding: Sharding | None = None
         self._seen: set[int] = set()
-        if process_group is None and isinstance(model, DistributedDataParallel):
-            process_group = model.process_group
+        if process_group is None and ddp is not None:
+            process_group = ddp.process_group
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if distributed else 0
         world_size = dist.get_world_size(process_group) if distributed else 1
@@ -555,7 +560,7 @@ class Capture:
                     continue
                 values = self._copies.zeros(local[place].shape[0])
                 self._copies.copy(gradient, values, self._scale / divided, wait=True)
-                waits = unit.group._partial_reduce_output is not None
+                waits = other_micro_steps(unit.group) is not None
                 if waits or parameter.sharded_param.grad is not None:
                     values += local[place]
                 local[place] = values
@@ -628,7 +633,7 @@ class Capture:
         learning_rate: float | None,
     ) -> None:
         """Snapshot the gradients of a model without a wrapped hook, and commit the step."""
-        source = self._model if model is None else _unwrap(model)
+        source = self._model if model is None else _module(model)
         own = source is self._model
         if self._sharding is not None and not own:
             raise InputError(
@@ -693,9 +698,7 @@ class Capture:
 
     def _check_scaler(self) -> None:
         """Refuse gradients that the scaler has unscaled; it keeps that in a private place only."""
-        states = getattr(self._scaler, "_per_optimizer_states", {})
-        stages = [getattr(state.get("stage"), "name", "READY") for state in states.values()]
-        if any(stage != "READY" for stage in stages):
+        if any(stage != "READY" for stage in scaler_stages(self._scaler)):
             raise InputError(
                 "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
                 "scaler.step(), or give the Capture no scaler"
@@ -708,8 +711,7 @@ class Capture:
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None:
             return
-        # DDP's own mixed precision is such a hook too, and averages
-        hooks = [] if ddp.mixed_precision is not None else list(ddp._comm_hooks)
+        hooks = comm_hooks(ddp)
         bare = [getattr(hook, "__name__", "hook") for hook, state in hooks if state is not self]
         if self._hook is None and bare:
             raise InputError(
@@ -745,7 +747,7 @@ class Capture:
         )
 
     def _slots_of(self, model: torch.nn.Module) -> dict[int, slice]:
-        named = dict(_unwrap(model).named_parameters())
+        named = dict(_module(model).named_parameters())
         try:
             return {id(named[layer.name]): layer.slice for layer in self._layers}
         except KeyError as error:
@@ -872,11 +874,7 @@ def _warn(message: str) -> None:
 
 
 def _at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
-    """Call what `close` returns at interpreter exit, such as a method that is weakly held; nothing if that is None.
-
-    ``atexit`` is too late: zarr's thread pools are gone by then. They end in this earlier list, last in first
-    out, which concurrent.futures uses too.
-    """
+    """Call what `close` returns at interpreter exit, such as a method that is weakly held; nothing if that is None."""
 
     def finish() -> None:
         method = close()
@@ -884,19 +882,17 @@ def _at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
             method()
 
     with contextlib.suppress(RuntimeError):  # the interpreter exits already
-        getattr(threading, "_register_atexit", atexit.register)(finish)
+        before_thread_pools_end(finish)
 
 
-def _unwrap(model: object) -> torch.nn.Module:
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        # torch.compile's wrapper would put its name into that of every parameter
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    if not isinstance(model, torch.nn.Module):
+def _module(model: object) -> torch.nn.Module:
+    inner = unwrap(model).module
+    if not isinstance(inner, torch.nn.Module):
         hint = (
             "; give the model whose parameters it updates" if hasattr(model, "param_groups") else ""
         )
         raise InputError(f"Capture needs a torch.nn.Module, not {shown(model)}{hint}")
-    return model
+    return inner
 
 
 def _layout(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradstats.hooks.torch_private import version
 from gradstats.hooks.units import local_part
 
 __all__ = ["BackwardWatch"]
@@ -47,7 +48,7 @@ class BackwardWatch:
         """
         self._versions.clear()
         self._known = {
-            id(p): (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None
+            id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None
         }
 
     def has_gradient(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -79,19 +80,19 @@ class BackwardWatch:
         self._handles.clear()
 
     def _notice(self, parameter: torch.Tensor) -> None:
-        self._versions[id(parameter)] = -1 if parameter.grad is None else parameter.grad._version
+        self._versions[id(parameter)] = -1 if parameter.grad is None else version(parameter.grad)
 
     def _untouched(self, parameter: torch.Tensor) -> bool:
         assert parameter.grad is not None
-        return self._versions.get(id(parameter)) == parameter.grad._version
+        return self._versions.get(id(parameter)) == version(parameter.grad)
 
     def _old(self, parameter: torch.Tensor) -> bool:
         assert parameter.grad is not None
-        reference, version = self._known.get(id(parameter), (None, -1))
+        reference, before = self._known.get(id(parameter), (None, -1))
         return (
             reference is not None
             and reference() is parameter.grad
-            and version == parameter.grad._version
+            and before == version(parameter.grad)
         )
 
 

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from conftest import ROOT
@@ -133,6 +134,36 @@ def test_no_circle_of_files():
 def test_no_underscore_hides_a_clash_of_names():
     names = [n for n in MODULES if n.split(".")[-1].startswith("_") and "__" not in n]
     assert not names
+
+
+def private_names(path):
+    """Yield underscored names of other projects that a file uses: attributes that nothing here defines, and modules."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr not in defined_here():
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names = node.module.split(".")
+        else:
+            continue
+        yield from (n for n in names if n.startswith("_") and not n.startswith("__"))
+
+
+@cache
+def defined_here():
+    names = set()
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(getattr(node, "attr", None) or node.id)
+    return names
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n != "gradstats.hooks.torch_private"])
+def test_what_torch_does_not_promise_is_in_one_file(name):
+    promised = {"_replace", "_exit"}  # of named tuples, and of os
+    assert set(private_names(MODULES[name])) <= promised
 
 
 def loaded_by(code):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -17,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from capture.tap import Hook
 from capture.workloads.config import DENSE, NO_EXCHANGE, RunConfig
 from gradstats.compressors import TopK
+from gradstats.hooks.torch_private import GradBucket
 from gradstats.primitives import Selection
 
 __all__ = ["EXCHANGES", "Exchange", "TorchTopK", "bf16_hook", "waiting_hook"]

@@ -9,11 +9,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-# mypy does not see `dist.GradBucket`; this private path is the same class.
-from torch._C._distributed_c10d import GradBucket
-
 from gradstats.hooks.layout import ParameterLayout
 from gradstats.hooks.memory import Memory
+from gradstats.hooks.torch_private import GradBucket, copy_all
 
 __all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view", "zero_bad"]
 
@@ -257,7 +255,7 @@ class FlatGradient:
             whole.append((target, part.view_as(target)))
         if scale == 1 and whole:
             targets, parts = zip(*whole, strict=True)
-            torch._foreach_copy_(targets, parts)  # one call: parameters may be many and small
+            copy_all(targets, parts)
         else:
             for target, part in whole:
                 target.copy_(part * scale)

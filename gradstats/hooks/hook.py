@@ -17,13 +17,16 @@ from typing import NoReturn
 
 import torch
 
-# mypy does not see `dist.GradBucket`; this private path is the same class.
-from torch._C._distributed_c10d import GradBucket
-
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.hooks.gradient import pairs_of
-from gradstats.hooks.state import CompressionState, HeldBucket, after_backward
+from gradstats.hooks.state import CompressionState, HeldBucket
+from gradstats.hooks.torch_private import (
+    GradBucket,
+    after_backward,
+    fail_when_asked,
+    values_of_sparse,
+)
 
 __all__ = ["compression_hook"]
 
@@ -83,7 +86,7 @@ def compression_hook(
             return future
         for each in held:
             if fill is not None and each.buffer.is_sparse:
-                each.buffer._values().fill_(fill)
+                values_of_sparse(each.buffer).fill_(fill)
             each.future.set_result(each.buffer)
     return future
 
@@ -98,7 +101,7 @@ def _raise_later(error: NonFiniteGradientError, held: list[HeldBucket]) -> None:
         raise error
     for each in held:
         # DDP sees the buffer; who asks the future itself sees the error
-        each.future._set_unwrap_func(fail)
+        fail_when_asked(each.future, fail)
         each.future.set_result(each.buffer)
 
 

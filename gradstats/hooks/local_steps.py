@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from gradstats.collectives.background import Background, Pending
 from gradstats.collectives.plain import all_gather_flags, broadcast
@@ -31,6 +30,7 @@ from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.shards import bad_in_replica, exchange
 from gradstats.hooks.state import CompressionState, load_together, packed, unpacked
+from gradstats.hooks.torch_private import groups_of_rank, unwrap
 from gradstats.hooks.units import across, as_sharded, is_sharded, local_part, stand_in, units
 from gradstats.primitives.ratio import check_count, check_number, check_several, shown
 from gradstats.trace.record import StepRecord, together
@@ -172,9 +172,8 @@ class LocalSteps:
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        while hasattr(model, "_orig_mod"):  # torch.compile's wrapper
-            model = cast("torch.nn.Module", model._orig_mod)
-        if isinstance(model, DistributedDataParallel):
+        model, ddp = unwrap(model)
+        if ddp is not None:
             raise InputError("DDP averages in every step: give LocalSteps the module inside it")
         if not dist.is_initialized():
             raise InputError("LocalSteps averages over ranks: call init_process_group first")
@@ -535,9 +534,8 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
     """Return a new group of the same ranks; no other rank has to take part."""
     # PyTorch calls it by its ranks and the number of groups that a rank is in, and waits for ever if these differ
-    world: Any = dist.distributed_c10d._world
-    counts = all_gather_flags(len(world.pg_names), group, device)
-    for _ in range(max(counts) - len(world.pg_names)):
+    counts = all_gather_flags(groups_of_rank(), group, device)
+    for _ in range(max(counts) - groups_of_rank()):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.nn.parallel import DistributedDataParallel
 
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.gradient import real_view
 from gradstats.hooks.state import Scaler
+from gradstats.hooks.torch_private import scaler_stages, unwrap
 from gradstats.primitives import Moments, moments
 from gradstats.primitives.ratio import check_count, check_number, check_several
 from gradstats.primitives.sketch import Sketch, merge, sketch
@@ -177,7 +177,7 @@ class Monitor:
                 raise unknown("quantity of a monitor", name, _NAMES)
         self._following = check_count(following, "following")
         self._next = check_count(start_step, "start_step", 0)
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner: torch.nn.Module = unwrap(model).module
         patterns = ["*"] if parameters is None else check_several(parameters, "parameters")
         self._layers = [
             (name, parameter)
@@ -248,10 +248,9 @@ class Monitor:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _loss_scale(self) -> float:
-        """Return the scale that the gradients have now; a scaler keeps in a private place whether it is still there."""
-        states = getattr(self._scaler, "_per_optimizer_states", {})
-        stages = [getattr(s.get("stage"), "name", "READY") for s in states.values()]
-        return 1.0 if any(stage != "READY" for stage in stages) else self._present_scale()
+        """Return the scale that the gradients have now: the scaler may have taken it off."""
+        unscaled = any(stage != "READY" for stage in scaler_stages(self._scaler))
+        return 1.0 if unscaled else self._present_scale()
 
     def _take(self, scale: float, present: float | None = None) -> dict[str, float]:
         number = self._next

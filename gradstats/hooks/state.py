@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced, Selector, as_compressor
@@ -24,6 +23,7 @@ from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view, zer
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.ratio import RatioSchedule
+from gradstats.hooks.torch_private import after_backward, tree_map
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.thresholds import warm_up
 from gradstats.trace.record import StepRecord
@@ -33,7 +33,6 @@ __all__ = [
     "HeldBucket",
     "NonFinite",
     "Scaler",
-    "after_backward",
     "count_bad",
     "load_together",
     "packed",
@@ -833,24 +832,6 @@ def unpacked(data: bytes, what: str) -> dict[str, Any]:
         return dict(torch.load(io.BytesIO(data), weights_only=True))
     except Exception as error:  # whatever damaged bytes raise
         raise InputError(f"the checkpoint's {what} cannot be read: {first_line(error)}") from None
-
-
-def after_backward(call: Callable[[], None]) -> bool:
-    """Call something when DDP has put the results into the gradients; tell whether a backward pass is under way.
-
-    Parameters
-    ----------
-    call : callable
-        Called without arguments. What it raises comes out of ``backward()``.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    try:
-        # DDP queues its own callback after this one: ours must wait for another round
-        engine.queue_callback(lambda: engine.queue_callback(call))
-    except RuntimeError:
-        # no backward pass: in DDP's Join a rank without inputs takes part in the others' exchange
-        return False
-    return True
 
 
 def count_bad(parts: Sequence[torch.Tensor]) -> int:

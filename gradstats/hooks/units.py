@@ -1,4 +1,4 @@
-"""FSDP2's units and what lies where in their buffers: the one place that knows what PyTorch keeps to itself."""
+"""FSDP2's units and what lies where in their buffers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.errors import InputError
+from gradstats.hooks.torch_private import (
+    divide_factors,
+    original_size,
+    parameter_groups,
+    shard_group,
+    shard_place,
+)
 from gradstats.trace.format import Shard
 
 __all__ = [
@@ -67,20 +74,7 @@ class Unit:
     @property
     def factors(self) -> tuple[float, float]:
         """What FSDP2 divides gradients by before the reduce-scatter, and after the hook."""
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-            _get_gradient_divide_factors,
-        )
-
-        group = self.group
-        before, after, *_ = _get_gradient_divide_factors(
-            group._reduce_scatter_process_group,
-            group._all_reduce_process_group if self.replicated else None,
-            group._reduce_dtype or group._orig_dtype,
-            group.device.type,
-            group.gradient_divide_factor,
-            group.force_sum_reduction_for_comms,
-        )
-        return float(before or 1), float(after or 1)
+        return divide_factors(self.group, self.replicated)
 
     def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
         """Return views of this rank's shards in the result of a reduce-scatter, without the padding.
@@ -128,7 +122,7 @@ class Unit:
         rows = buffer.view(self.shards, -1)
         sizes = self._padded(rows.shape[1])
         for p, part in zip(self.parameters, torch.split(rows, sizes, dim=1), strict=True):
-            size, dim = p._orig_size, p.fsdp_placement.dim
+            size, dim = original_size(p), p.fsdp_placement.dim
             if dim == 0:  # ranks have as many rows each, and padding is at the end
                 yield p, part.reshape(-1)[: size.numel()].view(size)
             else:
@@ -190,10 +184,7 @@ def units(model: torch.nn.Module) -> list[Unit]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # until PyTorch 2.11
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        groups = parameter_groups(module)
         if len(groups) > 1:
             raise InputError(
                 f"{name or 'the model'} has parameters on several meshes; give each mesh a fully_shard() of its own"
@@ -242,13 +233,13 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
                 "fully_shard() has the replicas' dimension in its mesh, and averages over it before any hook: give it "
                 'the other one alone, mesh=mesh["shard"]'
             )
-        within = set(dist.get_process_group_ranks(unit.group._reduce_scatter_process_group))
+        within = set(dist.get_process_group_ranks(shard_group(unit.group)))
         if len(ours & within) != 1:
             raise InputError(
                 "the ranks to exchange with are of one replica: give those across replicas, such as "
                 'mesh["replicate"], not those that hold its shards'
             )
-    group: dist.ProcessGroup = found[0].group._reduce_scatter_process_group
+    group = shard_group(found[0].group)
     own = dist.get_rank(group) << 16 | dist.get_world_size(group)
     if len(set(all_gather_flags(own, replicas, found[0].group.device))) > 1:
         raise InputError(
@@ -390,14 +381,6 @@ def shard_of(name: str, parameter: torch.Tensor, holds: bool) -> Shard:
         offset = [0] * len(shape)
         shape[0] = shape[0] if holds else 0
     else:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sharded: Any = parameter
-        shape, offset = map(
-            list,
-            compute_local_shape_and_global_offset(
-                sharded.shape, sharded.device_mesh, sharded.placements
-            ),
-        )
+        shape, offset = shard_place(parameter)
     tail = [2] if parameter.is_complex() else []
     return Shard(name, (*offset, *(0 for _ in tail)), (*shape, *tail))

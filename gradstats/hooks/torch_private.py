@@ -1,0 +1,306 @@
+"""Everything this project uses of PyTorch that PyTorch does not promise; a new release is read against this file.
+
+Each entry says what it is for. All were read in torch 2.13, and those with a branch in the older release it names.
+"""
+
+# No `from __future__ import annotations` here: DDP reads the annotations of hooks, and GradBucket must be the class.
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+
+# dist.GradBucket is the same class, where mypy does not see it
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+__all__ = [
+    "GradBucket",
+    "Unwrapped",
+    "after_backward",
+    "all_reduce_hook",
+    "before_thread_pools_end",
+    "comm_hooks",
+    "copy_all",
+    "divide_factors",
+    "fail_when_asked",
+    "groups_of_rank",
+    "original_size",
+    "other_micro_steps",
+    "parameter_groups",
+    "reduce_scatter",
+    "scaler_stages",
+    "shard_group",
+    "shard_place",
+    "tree_map",
+    "unwrap",
+    "values_of_sparse",
+    "version",
+]
+
+
+class Unwrapped(NamedTuple):
+    """What is behind the wrappers of a model.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The innermost one: what the user defined, or what ``fully_shard`` was called on.
+    ddp : DistributedDataParallel or None
+        The DDP wrapper on the way to it, if there is one.
+    """
+
+    module: Any
+    ddp: DistributedDataParallel | None
+
+
+def unwrap(model: object) -> Unwrapped:
+    """Find the model behind ``torch.compile``, DDP and ``DataParallel``, in whatever order they were put around it.
+
+    ``fully_shard`` and accelerate change a model in place or wrap it by these. ``torch.compile`` keeps the module in
+    ``_orig_mod``, and would put that name into those of all parameters.
+
+    Parameters
+    ----------
+    model : object
+        Model, as the training has it. What is no module is returned as it is.
+
+    Returns
+    -------
+    Unwrapped
+        The model and its DDP wrapper.
+    """
+    ddp = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            ddp, model = model, model.module
+        elif isinstance(model, torch.nn.DataParallel):
+            model = model.module
+        elif isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]
+        else:
+            return Unwrapped(model, ddp)
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks that users registered on a DDP model, with their states.
+
+    Parameters
+    ----------
+    ddp : DistributedDataParallel
+        The model. Its own mixed precision is such a hook too, which averages, and is left out.
+    """
+    return [] if ddp.mixed_precision is not None else list(ddp._comm_hooks)
+
+
+def scaler_stages(scaler: object) -> list[str]:
+    """Return how far a GradScaler is with each optimizer of this step: ``READY``, ``UNSCALED`` or ``STEPPED``.
+
+    Parameters
+    ----------
+    scaler : object
+        Loss scaler; one of another kind keeps no stages.
+    """
+    states = getattr(scaler, "_per_optimizer_states", {})
+    return [getattr(state.get("stage"), "name", "READY") for state in states.values()]
+
+
+def after_backward(call: Callable[[], None]) -> bool:
+    """Call something when DDP has put the results into the gradients; tell whether a backward pass is under way.
+
+    Parameters
+    ----------
+    call : callable
+        Called without arguments. What it raises comes out of ``backward()``.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    try:
+        # DDP queues its own callback after this one: ours must wait for another round
+        engine.queue_callback(lambda: engine.queue_callback(call))
+    except RuntimeError:
+        # no backward pass: in DDP's Join a rank without inputs takes part in the others' exchange
+        return False
+    return True
+
+
+def fail_when_asked(
+    future: torch.futures.Future[torch.Tensor], fail: Callable[[object], NoReturn]
+) -> None:
+    """Have who asks a future for its value see an error, while DDP, which reads it from C++, sees the value.
+
+    Parameters
+    ----------
+    future : torch.futures.Future
+        Not set yet.
+    fail : callable
+        Raises the error.
+    """
+    future._set_unwrap_func(fail)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors in one call: parameters may be many and small.
+
+    Parameters
+    ----------
+    targets, sources : sequence of torch.Tensor
+        As many of each, of equal shapes.
+    """
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor.
+    """
+    return tensor._version
+
+
+def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor, coalesced or not, as a view.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        In coordinate format.
+    """
+    return tensor._values()
+
+
+def groups_of_rank() -> int:
+    """Return the number of process groups this rank is in: PyTorch names a new one by it, and waits for that name."""
+    world: Any = dist.distributed_c10d._world
+    return len(world.pg_names)
+
+
+def before_thread_pools_end(call: Callable[[], None]) -> None:
+    """Call something at interpreter exit while thread pools, such as zarr's, still run; ``atexit`` comes after them.
+
+    Parameters
+    ----------
+    call : callable
+        Called without arguments; the last registered comes first, as in ``concurrent.futures``, which uses this too.
+
+    Raises
+    ------
+    RuntimeError
+        If the interpreter exits already.
+    """
+    getattr(threading, "_register_atexit", atexit.register)(call)
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """Return what FSDP2 keeps of a unit: an ``FSDPParamGroup`` for each mesh that its parameters lie on.
+
+    Parameters
+    ----------
+    module : torch.distributed.fsdp.FSDPModule
+        Module that ``fully_shard`` was called on.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # until PyTorch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def divide_factors(group: Any, replicated: bool) -> tuple[float, float]:
+    """Return what FSDP2 divides gradients by before the reduce-scatter, and after the all-reduce hook.
+
+    Parameters
+    ----------
+    group : FSDPParamGroup
+        One of :func:`parameter_groups`.
+    replicated : bool
+        Whether FSDP2 itself averages over replicas.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    before, after, *_ = _get_gradient_divide_factors(
+        group._reduce_scatter_process_group,
+        group._all_reduce_process_group if replicated else None,
+        group._reduce_dtype or group._orig_dtype,
+        group.device.type,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
+    return float(before or 1), float(after or 1)
+
+
+def shard_group(group: Any) -> dist.ProcessGroup:
+    """Return the ranks over which a unit's parameters are sharded.
+
+    Parameters
+    ----------
+    group : FSDPParamGroup
+        One of :func:`parameter_groups`.
+    """
+    return cast("dist.ProcessGroup", group._reduce_scatter_process_group)
+
+
+def all_reduce_hook(group: Any) -> Callable[..., Any] | None:
+    """Return what ``set_all_reduce_hook`` registered on a unit.
+
+    Parameters
+    ----------
+    group : FSDPParamGroup
+        One of :func:`parameter_groups`.
+    """
+    return cast("Callable[..., Any] | None", group._all_reduce_hook)
+
+
+def reduce_scatter(group: Any) -> Any:
+    """Return what ``set_custom_reduce_scatter`` registered on a unit, or what FSDP2 uses by itself.
+
+    Parameters
+    ----------
+    group : FSDPParamGroup
+        One of :func:`parameter_groups`.
+    """
+    return group._reduce_scatter_comm
+
+
+def other_micro_steps(group: Any) -> torch.Tensor | None:
+    """Return what FSDP2 keeps of earlier micro-steps while it does not average over replicas.
+
+    Parameters
+    ----------
+    group : FSDPParamGroup
+        One of :func:`parameter_groups`.
+    """
+    return cast("torch.Tensor | None", group._partial_reduce_output)
+
+
+def original_size(parameter: Any) -> torch.Size:
+    """Return the shape of a whole parameter.
+
+    Parameters
+    ----------
+    parameter : FSDPParam
+        FSDP2's notes on it.
+    """
+    return cast("torch.Size", parameter._orig_size)
+
+
+def shard_place(parameter: Any) -> tuple[list[int], list[int]]:
+    """Return the shape of this rank's shard of a parameter, and where in the whole it begins.
+
+    Parameters
+    ----------
+    parameter : torch.distributed.tensor.DTensor
+        Sharded parameter.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return list(shape), list(offset)
