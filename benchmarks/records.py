@@ -31,6 +31,9 @@ __all__ = [
 
 Row = dict[str, Any]
 
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}
+"""Names of vectors by the kernel's flag, the widest first."""
+
 
 def stored(path: Path) -> list[Row]:
     """Return the rows stored so far."""
@@ -57,11 +60,13 @@ def dump(path: Path, rows: list[Row]) -> None:
 
 
 def processor() -> str:
-    """Return the maker and the line of this machine's processor, as in AMD EPYC or Intel Xeon."""
+    """Return this machine's processor and its widest vectors, which decide the loops: AMD EPYC, AVX2."""
     file = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    about = file.read_text() if file.exists() else ""
+    named = re.search(r"model name\s*: (.*)", about)
     words = re.sub(r"\([^)]*\)", "", named[1] if named else platform.machine()).split()
-    return " ".join(words[:2])
+    wide = next((shown for flag, shown in _VECTORS.items() if re.search(rf"\b{flag}\b", about)), "")
+    return ", ".join(filter(None, (" ".join(words[:2]), wide)))
 
 
 def measure_into(

@@ -1,0 +1,18 @@
+"""A checkout against itself: every kind of case runs, and a row says both times."""
+
+from __future__ import annotations
+
+import against
+from conftest import ROOT
+
+
+def test_a_checkout_against_itself():
+    names = ["exact 64 at 0.1", "torch.topk 64 at 0.1", "signs: ssdm", "step of a hook"]
+    names += ["captured step, sketches", "sidco-e 4,096 at 0.01"]
+    assert set(names) <= set(against.cases())
+    rows = against.measure([ROOT, ROOT], names, rounds=3)
+    assert [r["case"] for r in rows] == names
+    for r in rows:
+        assert 0 < r["low"] <= r["ratio"] <= r["high"]
+        assert r["old_us"] > 0
+        assert r["new_us"] > 0
