@@ -31,7 +31,7 @@ from gradstats.thresholds import make_estimator, threshold, warm_up
 from gradstats.thresholds.bench import TAILS, bench
 
 FILE = RESULTS / "corners.json"
-LARGE, SIGNED = 26_000_000, 2_200_000
+LARGE, MEDIUM, SIGNED = 26_000_000, 4_500_000, 2_200_000
 SMALL = (64, 256, 1024, 4096, 16_384, 65_536)
 RULES = ("exact", "warm-exact", "gaussiank", "redsync-trimmed", "sidco-e", "sidco-gp", "sidco-p")
 BOTH = ("laplace", "student-t")
@@ -138,12 +138,12 @@ def large() -> list[Row]:
         *bench([], gradients=captured, **every),  # type: ignore[arg-type]
     ]
     less = {**every, "estimators": ("exact", "sidco-e")}
-    found += bench([LARGE * 9 // 52], tails=("laplace",), **less)  # type: ignore[arg-type]
+    found += bench([MEDIUM], tails=("laplace",), **less)  # type: ignore[arg-type]
     rows = []
     for r in found:
-        aim: int | None = 6 if r["compressor"] in ("exact", "warm-exact", "redsync-trimmed") else 5
-        size = f"{LARGE * 9 / 52e6:.1f} M" if r["numel"] < LARGE else "26 M"
-        aim = None if r["numel"] < LARGE else aim
+        size, aim = ("26 M", 5) if r["numel"] == LARGE else ("4.5 M", None)
+        if aim and r["compressor"] in ("exact", "warm-exact", "redsync-trimmed"):
+            aim = 6
         rows.append(
             {
                 "corner": r["compressor"], "case": f"{size}, {r['gradient']}, ratio {r['ratio']:g}", "unit": "×",

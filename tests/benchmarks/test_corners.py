@@ -21,6 +21,7 @@ def test_the_page_shows_what_was_stored():
 
 def test_every_part_runs(monkeypatch):
     monkeypatch.setattr(corners, "LARGE", 3000)
+    monkeypatch.setattr(corners, "MEDIUM", 2000)
     monkeypatch.setattr(corners, "SIGNED", 3000)
     monkeypatch.setattr(corners, "SMALL", (64, 5000))
     monkeypatch.setattr(corners, "ROUNDS", 3)
