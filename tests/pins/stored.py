@@ -22,7 +22,7 @@ def digest(*parts):
     for part in parts:
         found.update(part if isinstance(part, bytes) else repr(part).encode())
         found.update(b"\0")
-    return found.hexdigest()[:8]
+    return found.hexdigest()[:7]
 
 
 def processor():
