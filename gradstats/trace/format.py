@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 SCHEMA = 5
-"""Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
+"""Version of the format that is written, and the only one that is read."""
 
 Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -732,10 +732,11 @@ def root_attributes(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path} is not a gradstats trace")
     attributes = read_metadata(path / "zarr.json", path)["attributes"]
     schema = attributes.get("schema")
-    if type(schema) is not int or not 1 <= schema <= SCHEMA:
-        said = repr(schema) if isinstance(schema, str) else schema
+    if type(schema) is not int or schema != SCHEMA:
+        written = repr(schema) if isinstance(schema, str) else str(schema)
         raise TraceError(
-            f"{path} has trace schema {str(said)[:40]}; this gradstats reads 1 to {SCHEMA}"
+            f"{path} was written by another version of gradstats (schema {written[:40]}); this one reads schema "
+            f"{SCHEMA}: open it with the version that wrote it, or capture it again"
         )
     missing = {"world_size", "numel", "layout"} - attributes.keys()
     if missing:

@@ -22,7 +22,7 @@ from support.readers import (
     received,
     through_xarray,
 )
-from support.traces import LAYERS, NUMEL, gradient, old_trace, said, write, write_shards
+from support.traces import LAYERS, NUMEL, gradient, said, write, write_shards
 from workers.layerwise import captured
 
 from gradstats import open_trace
@@ -337,27 +337,6 @@ def test_killed_while_overwriting_no_half_of_an_old_trace_opens(tmp_path, seed):
                 assert np.array_equal(trace.read(step), gradient(step))
     create_trace(path, LAYERS, overwrite=True)
     assert not list(tmp_path.glob(".*.replaced")) or complete < 0
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-@pytest.mark.parametrize("left", [{}, {"unused": 3}, {"unused": 3, "shorter": ["step", "loss"]}])
-def test_older_schemas_are_read(tmp_path, schema, left):
-    steps = [0, 3, 4, 10]
-    path = old_trace(tmp_path / "run.zarr", schema, steps, **left)
-    trace = open_trace(path)
-    assert trace.attrs["schema"] == schema < SCHEMA
-    kinds = ["gradient", "corrected"] if schema == 2 else ["gradient"]
-    assert trace.kinds(0) == list(kinds)
-    assert_as_written(trace, 0, steps, kinds, compression=schema == 2)
-    assert np.array_equal(trace.read_slice(3, 0, "gradient", 100, 200), gradient(3)[100:200])
-    assert trace.compression().keys() == (set(COMPRESSION) if schema == 2 else set())
-    node = trace.to_datatree()["rank00000"]
-    rows = np.flatnonzero(node.step.values >= 0)
-    assert node.step.values[rows].tolist() == steps
-    assert np.array_equal(node.gradient.values[rows[1]], gradient(3))
-    if schema == 2:
-        assert node.corrected_moments.dims == ("step", "layer", "moment")
-        assert node.compression.dims == ("step", "column")
 
 
 def test_closing_costs_what_was_written(tmp_path):
