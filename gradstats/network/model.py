@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gradstats.errors import InputError
-from gradstats.trace.format import replace_file
+from gradstats.files import replace_file
 
 __all__ = [
     "ALGORITHMS",
