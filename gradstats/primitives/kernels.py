@@ -47,7 +47,9 @@ __all__ = [
     "copy_past_caches",
     "histograms_of_parts",
     "keep_at_least",
+    "mean_of_bfloat16",
     "moments_of_parts",
+    "round_to_bfloat16",
     "tail_sums",
     "warm_up",
 ]
@@ -1267,6 +1269,70 @@ def block_bfloat16(bits: NDArray[np.uint32], rounded: NDArray[np.uint16]) -> Non
         rounded[i] = np.uint16(0x7FC0) if magnitude > infinity else np.uint16(up >> np.uint32(16))
 
 
+_ROW = 1 << 12
+"""Elements that lie in the first-level cache between the two passes over them."""
+
+
+@_compiled(nogil=True)
+def round_to_bfloat16(x: NDArray[np.float32], rounded: NDArray[np.uint16]) -> None:
+    """Round to bfloat16, nearest even, and leave what rounding took off.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block; afterwards less what it was rounded to.
+    rounded : ndarray of uint16, shape (n,)
+        Written: the bits of the rounded elements. NaN stays NaN; what is too large, or infinite, becomes the largest
+        number.
+    """
+    infinity, bits = np.uint32(_INFINITY), x.view(np.uint32)
+    # in an array of its own, or the compiler could not tell that the second pass does not change what the first reads
+    back = np.empty(_ROW, np.float32)
+    back_bits = back.view(np.uint32)
+    for start in range(0, x.size, _ROW):
+        row, given, sent = (
+            bits[start : start + _ROW],
+            x[start : start + _ROW],
+            rounded[start : start + _ROW],
+        )
+        for i in range(row.size):
+            b = row[i]
+            magnitude = b & np.uint32(_MASK)
+            up = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
+            reached = magnitude <= infinity and (up & np.uint32(0x7F800000)) == infinity
+            up = np.uint32(up - (np.uint32(reached) << np.uint32(16)))
+            up = np.uint32(0x7FC00000) if magnitude > infinity else up & np.uint32(0xFFFF0000)
+            back_bits[i] = up
+            sent[i] = np.uint16(up >> np.uint32(16))
+        for i in range(given.size):
+            given[i] -= back[i]
+
+
+@_compiled(nogil=True, error_model="numpy")
+def mean_of_bfloat16(
+    sums: NDArray[np.uint16], ranks: np.float32, mean: NDArray[np.float32]
+) -> None:
+    """Divide sums in bfloat16 by the number of summands, in float32.
+
+    Parameters
+    ----------
+    sums : ndarray of uint16, shape (n,)
+        Bits of the sums.
+    ranks : float32
+        Number of summands.
+    mean : ndarray of float32, shape (n,)
+        Written.
+    """
+    back = np.empty(_ROW, np.float32)
+    back_bits = back.view(np.uint32)
+    for start in range(0, sums.size, _ROW):
+        row, out = sums[start : start + _ROW], mean[start : start + _ROW]
+        for i in range(row.size):
+            back_bits[i] = np.uint32(row[i]) << np.uint32(16)
+        for i in range(out.size):
+            out[i] = back[i] / ranks
+
+
 @_compiled(nogil=True)
 def moments_of_parts(
     x: NDArray[np.float32], parts: NDArray[np.int64], sums: NDArray[np.float64]
@@ -1492,4 +1558,6 @@ def warm_up() -> None:
     descend(counts, 0.5)
     descend(counts.astype(np.int64), 0.5)
     tail_sums(np.ones(1), np.ones(1), np.zeros((2, 4)))
+    round_to_bfloat16(values, np.empty(values.size, np.uint16))
+    mean_of_bfloat16(np.zeros(values.size, np.uint16), np.float32(1), values)
     copy_past_caches(values, writable, np.float32(1))
