@@ -24,12 +24,20 @@ from gradstats.compressors import (
 )
 from gradstats.compressors.sparse import Average, check_average
 from gradstats.errors import ExchangeError, GradstatsError, InputError
+from gradstats.hooks.checkpoint import (
+    check_equal,
+    load_together,
+    packed_optimizer,
+    rank_entry,
+    saved_by_rank,
+    unpacked_optimizer,
+)
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.shards import bad_in_replica, exchange
-from gradstats.hooks.state import CompressionState, load_together, packed, unpacked
+from gradstats.hooks.state import CompressionState
 from gradstats.hooks.torch_private import groups_of_rank, unwrap
 from gradstats.hooks.units import across, as_sharded, is_sharded, local_part, stand_in, units
 from gradstats.primitives.ratio import check_count, check_number, check_several, shown
@@ -325,8 +333,8 @@ class LocalSteps:
             "exchanges": self.exchanges,
             "parameters": {n: _own(p).clone() for n, p in self._named},
             "anchors": {n: self._anchors[id(p)].clone() for n, p in self._named},
-            "optimizer": _stored(self._optimizer),
-            "outer": _stored(self._outer),
+            "optimizer": packed_optimizer(self._optimizer),
+            "outer": packed_optimizer(self._outer),
             "fragments": [
                 {
                     "names": [n for n, _ in f.named],
@@ -343,7 +351,7 @@ class LocalSteps:
                 for f in self._fragments
             ],
         }
-        return {f"rank{dist.get_rank()}": own}
+        return rank_entry(dist.get_rank(), own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, the model's parameters and both optimizers with it.
@@ -362,22 +370,13 @@ class LocalSteps:
         for fragment in self._fragments:
             with suppress(GradstatsError):  # of an exchange that is to be forgotten
                 self._wait(fragment)
-        rank = f"rank{dist.get_rank()}"
-        if rank not in state:
-            has = ", ".join(map(str, state)) or "nothing"
-            raise InputError(
-                f"this is {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
-            )
-        own = state[rank]
+        own = saved_by_rank(dist.get_rank(), state)
         ranks = _ranks(self._group)
         if list(own["ranks"]) != ranks:
             raise InputError(
                 f"the checkpoint is of an exchange among ranks {list(own['ranks'])}, and this is one among {ranks}"
             )
-        if own["steps"] != self.steps:
-            raise InputError(
-                f"the checkpoint is of {own['steps']} local steps, and these are {self.steps}"
-            )
+        check_equal("local steps", own["steps"], self.steps)
         for key, ours, theirs in (
             ("parameters", [n for n, _ in self._named], list(own["parameters"])),
             (
@@ -392,8 +391,8 @@ class LocalSteps:
             if own["parameters"][name].shape != _own(parameter).shape:
                 raise InputError(f"the checkpoint's {name} has another shape than this model's")
         optimizers = [
-            (self._optimizer, _restored(self._optimizer, own["optimizer"], "optimizer")),
-            (self._outer, _restored(self._outer, own["outer"], "outer optimizer")),
+            (self._optimizer, unpacked_optimizer(self._optimizer, own["optimizer"], "optimizer")),
+            (self._outer, unpacked_optimizer(self._outer, own["outer"], "outer optimizer")),
         ]
         load_together([f.state for f in self._fragments], own["fragments"])
         for name, parameter in self._named:
@@ -539,46 +538,6 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made
-
-
-def _stored(optimizer: torch.optim.Optimizer) -> bytes:
-    """Return an optimizer's state as bytes; of what is sharded, what this rank holds, without the mesh of this run."""
-    state = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded: dict[int, list[str]] = {}
-    for i, values in state["state"].items():
-        own = {
-            n: v
-            for n, v in values.items()
-            if isinstance(v, torch.Tensor) and local_part(v) is not v
-        }
-        if any(local_part(v).shape != local_part(parameters[i]).shape for v in own.values()):
-            raise InputError(
-                f"{type(optimizer).__name__} shards its state in another way than its parameters: save it by itself"
-            )
-        sharded[i] = list(own)
-        state["state"][i] = {**values, **{n: local_part(v) for n, v in own.items()}}
-    return packed({**state, "class": type(optimizer).__name__, "sharded": sharded})
-
-
-def _restored(optimizer: torch.optim.Optimizer, data: bytes, what: str) -> dict[str, Any]:
-    """Return the state that bytes hold, sharded as an optimizer's parameters are, if it is of such an optimizer."""
-    state = unpacked(data, what)
-    name, sharded = state.pop("class"), state.pop("sharded")
-    sizes, saved = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, state["param_groups"])
-    )
-    if (name, saved) != (type(optimizer).__name__, sizes):
-        raise InputError(
-            f"the checkpoint's {what} is {name} with groups of {saved} parameters, and this is "
-            f"{type(optimizer).__name__} with {sizes}"
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, names in sharded.items():
-        for each in names:
-            state["state"][i][each] = as_sharded(parameters[i], state["state"][i][each])
-    return state
 
 
 @contextmanager

@@ -22,16 +22,11 @@ import torch.distributed as dist
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor, Selector
 from gradstats.errors import InputError, NonFiniteGradientError, first_line
+from gradstats.hooks.checkpoint import check_equal, load_together, rank_entry, saved_by_rank
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.state import (
-    CompressionState,
-    NonFinite,
-    Scaler,
-    count_bad,
-    load_together,
-)
+from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
 from gradstats.hooks.units import Unit, across, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
@@ -255,7 +250,7 @@ class ShardHook:
             :meth:`gradstats.hooks.CompressionState.state_dict`.
         """
         each = {name: state.state_dict() for name, state in self.states.items()}
-        return {f"rank{self._rank}": {**self._size, "units": each}}
+        return rank_entry(self._rank, {**self._size, "units": each})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on the rank that saved it.
@@ -271,15 +266,9 @@ class ShardHook:
             If this rank's entry is missing, or it is of other numbers of shards or replicas, other units, compressors,
             memories or parameters. Nothing has been restored then.
         """
-        own = state.get(f"rank{self._rank}")
-        if own is None:
-            has = ", ".join(map(str, state)) or "nothing"
-            raise InputError(
-                f"this is rank {self._rank}, and the checkpoint holds {has}: every rank saves and loads its own"
-            )
+        own = saved_by_rank(self._rank, state)
         for what, here in self._size.items():
-            if int(own[what]) != here:
-                raise InputError(f"the checkpoint is of {own[what]} {what}, and these are {here}")
+            check_equal(what, own[what], here)
         if own["units"].keys() != self.states.keys():
             odd = sorted(own["units"].keys() ^ self.states.keys())[0]
             raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,19 +10,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
+from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced, Selector, as_compressor
-from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError, first_line
+from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
+from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
 from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view, zero_bad
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.ratio import RatioSchedule
-from gradstats.hooks.torch_private import after_backward, tree_map
+from gradstats.hooks.torch_private import after_backward
 from gradstats.primitives.ratio import check_count, check_number, shown
 from gradstats.thresholds import warm_up
 from gradstats.trace.record import StepRecord
@@ -34,14 +33,10 @@ __all__ = [
     "NonFinite",
     "Scaler",
     "count_bad",
-    "load_together",
-    "packed",
-    "unpacked",
 ]
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero", "propagate"]
 
-_PLAIN = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
 _LARGEST_FLAG = 2**31 - 1
 _PATIENCE = 8
 """Steps in a row with a non-finite gradient, hidden by policy, after which a warning says so."""
@@ -71,16 +66,6 @@ class HeldBucket:
     buffer: torch.Tensor
     pairs: list[Pair]
     future: torch.futures.Future[torch.Tensor]
-
-
-class _Group(NamedTuple):
-    """What a memory holds of some parameters."""
-
-    key: str
-    kinds: tuple[str, ...]
-    tensors: Mapping[str, torch.Tensor]
-    slots: Mapping[str, slice]
-    sizes: Mapping[str, int]
 
 
 class _Unused(NamedTuple):
@@ -216,9 +201,7 @@ class CompressionState:
         self._hidden = 0
         self._scale: float | None = None
         self._used: set[int] = set()
-        self._agreed = False
-        self._restored: Mapping[str, Any] | None = None
-        self._identity: tuple[int, int] | None = None
+        self._checkpoint = Checkpoint(self.compressor, self._gradient, process_group)
         if named_parameters is not None:
             self._add((n, p) for n, p in named_parameters if p.requires_grad)
 
@@ -329,32 +312,7 @@ class CompressionState:
             name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter, of
             compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
         """
-        memory: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-        for group in self._remembered():
-            if self._gradient.allocated:
-                memory[group.key] = {
-                    kind: {  # zeros for what lost its place to a sparse gradient: a template made before lists it
-                        n: tensor[group.slots[n]].clone() if n in group.slots else blank
-                        for n, blank in self._blank(group).items()
-                    }
-                    for kind, tensor in group.tensors.items()
-                }
-            elif self._restored is not None:
-                memory[group.key] = dict(self._restored.get(group.key, {}))
-            else:  # what a distributed checkpoint loads into
-                kinds = group.kinds if self._layout.known else ()
-                memory[group.key] = {kind: self._blank(group) for kind in kinds}
-        rank, world = self._rank_and_world()
-        return {
-            f"rank{rank}": {
-                "step": self.step,
-                "world_size": world,
-                **memory,
-                "memory_counts": self.memory.state_dict(),
-                "system": type(self.compressor).__name__,
-                "compressor": packed(self.compressor.state_dict()),
-            }
-        }
+        return self._checkpoint.save(self.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on the rank that saved it.
@@ -371,36 +329,7 @@ class CompressionState:
             some of them are not what the training owes. If compressor, memory or parameters differ from the saved
             ones; at once if the parameters are known, else at the first step. Nothing has been restored then.
         """
-        rank, world = self._rank_and_world()
-        if f"rank{rank}" not in state:
-            has = ", ".join(map(str, state)) or "nothing"
-            raise InputError(
-                f"this is rank {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
-            )
-        own = state[f"rank{rank}"]
-        if int(own["world_size"]) != world:
-            raise InputError(
-                f"the checkpoint is of {own['world_size']} ranks, and these are {world}"
-            )
-        name = type(self.compressor).__name__
-        if own["system"] != name:
-            raise InputError(f"the checkpoint is of {own['system']}, and this is {name}")
-        if (own["step"] or own["memory"]) and self.memory.kinds != tuple(own["memory"]):
-            held, wanted = (", ".join(k) or "nothing" for k in (own["memory"], self.memory.kinds))
-            raise InputError(
-                f"the checkpoint's memory holds {held} where this one holds {wanted}: build the state with the same "
-                "memory, and with named_parameters before a distributed checkpoint is loaded into it"
-            )
-        if own["memory"] and self._layout.known:
-            self._check_memory(own)
-        self.compressor.load_state_dict(unpacked(own["compressor"], "compressor"))
-        if own.get("memory_counts"):
-            self.memory.load_state_dict(own["memory_counts"])
-        self.step = int(own["step"])
-        self._agreed = False
-        self._restored = own
-        if self._gradient.allocated:
-            self._restore()
+        self.step = self._checkpoint.load(state)
 
     @contextmanager
     def naming_step(self) -> Iterator[None]:
@@ -428,7 +357,7 @@ class CompressionState:
         self._scale = self._loss_scale()
         self.compressor.abandon()
         self._schedule.begin(self.step)
-        self._agree(device)
+        self._checkpoint.agree(self.step, device)
         if self.compressor.streams and not self._gradient.allocated:
             self._allocate(device)
 
@@ -596,79 +525,10 @@ class CompressionState:
 
     def _allocate(self, device: torch.device) -> None:
         self._gradient.allocate(device)
-        if self._restored is not None:
-            self._check_memory(self._restored)
-            self._restore()
-
-    def _remembered(self) -> tuple[_Group, _Group]:
-        """Return what the memory holds of compressed and of densely averaged parameters."""
-        memory, layout, exists = self.memory, self._layout, self._gradient.allocated
-        dense = dict(layout.dense_parts())
-        return (
-            _Group(
-                "memory",
-                memory.kinds,
-                memory.tensors() if exists else {},
-                dict(layout.parts()),
-                layout.all,
-            ),
-            _Group(
-                "dense_memory",
-                memory.dense_kinds,
-                memory.dense_tensors() if exists else {},
-                dense,
-                {name: slot.stop - slot.start for name, slot in dense.items()},
-            ),
-        )
-
-    def _blank(self, group: _Group) -> dict[str, torch.Tensor]:
-        """Return zeros for every parameter that a group ever had, in the model's order."""
-        return {n: torch.zeros(d, dtype=self._layout.dtype) for n, d in group.sizes.items()}
-
-    def _check_memory(self, saved: Mapping[str, Any]) -> None:
-        for group in self._remembered():
-            for tensors in saved.get(group.key, {}).values():
-                if list(tensors) != list(group.sizes):
-                    odd = sorted(set(tensors) ^ set(group.sizes)) or ["order of parameters"]
-                    raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
-                for name, numel in group.sizes.items():
-                    if tensors[name].numel() != numel:
-                        raise InputError(
-                            f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not {numel}"
-                        )
-
-    def _restore(self) -> None:
-        assert self._restored is not None
-        for group in self._remembered():
-            # a checkpoint of before the first step may hold nothing
-            for tensor in group.tensors.values():
-                tensor.zero_()
-            for kind, saved in self._restored.get(group.key, {}).items():
-                for name, slot in group.slots.items():
-                    group.tensors[kind][slot].copy_(saved[name])
-        self._restored = None
-
-    def _rank_and_world(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks, as they were while the process group lived."""
-        if dist.is_initialized():
-            group = self.process_group
-            self._identity = dist.get_rank(group), dist.get_world_size(group)
-        return self._identity or (0, 1)
+        self._checkpoint.restore_memory()
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    def _agree(self, device: torch.device) -> None:
-        """In the first step of a run, check that all ranks are at the same one: checkpoints may differ."""
-        if self._agreed:
-            return
-        self._rank_and_world()
-        steps = all_gather_flags(self.step, self.process_group, device)
-        if len(set(steps)) > 1:
-            raise InputError(
-                f"the ranks begin at steps {', '.join(map(str, steps))}: load checkpoints of one step on all of them"
-            )
-        self._agreed = True
 
     def _streams(self) -> bool:
         """Tell whether buckets are sent as they come."""
@@ -726,14 +586,14 @@ class CompressionState:
         unused = [pair for pair in pairs if id(pair[0]) not in self._used]
         return [
             _Unused(*pair, group.key, slot, {k: t[slot].clone() for k, t in group.tensors.items()})
-            for group in (self._remembered() if unused else ())
+            for group in (self._gradient.remembered() if unused else ())
             for pair in unused
             if (slot := group.slots.get(self._layout.name(pair[0]))) is not None
         ]
 
     def _give_back(self, unused: Sequence[_Unused]) -> None:
         """Restore the memory of parameters whose update DDP did not apply."""
-        groups = {group.key: group for group in self._remembered()}
+        groups = {group.key: group for group in self._gradient.remembered()}
         for parameter, gradient, key, slot, before in unused:
             applied = parameter.grad is not None and torch.equal(
                 flatten(parameter, gradient), real_view(parameter.grad).reshape(-1)
@@ -754,84 +614,6 @@ def _outside(positions: torch.Tensor | None, layers: Sequence[slice]) -> torch.T
     layer = torch.bucketize(positions, stops, right=True)
     inside = positions >= starts[layer.clamp(max=len(layers) - 1)]
     return positions[(layer == len(layers)) | ~inside]
-
-
-def load_together(states: Sequence[CompressionState], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore several states, all of them or none.
-
-    Parameters
-    ----------
-    states : sequence of CompressionState
-        States of one training.
-    saved : sequence of mapping
-        What the :meth:`CompressionState.state_dict` of each returned.
-
-    Raises
-    ------
-    InputError
-        As :meth:`CompressionState.load_state_dict` does. Nothing has been restored then.
-    """
-    before = [state.state_dict() for state in states]
-    try:
-        for state, own in zip(states, saved, strict=True):
-            state.load_state_dict(own)
-    except BaseException:
-        for state, own in zip(states, before, strict=True):
-            state.load_state_dict(own)
-        raise
-
-
-def packed(state: Mapping[str, Any]) -> bytes:
-    """Return a state as bytes: a distributed checkpoint that is loaded into a template cannot follow its structure.
-
-    Parameters
-    ----------
-    state : mapping
-        What changes its structure from step to step, such as what a compressor or an optimizer keeps.
-
-    Returns
-    -------
-    bytes
-        For :func:`unpacked`.
-
-    Raises
-    ------
-    InputError
-        If it holds what no checkpoint can be read back with.
-    """
-
-    def plain(value: object) -> object:
-        value = value.item() if isinstance(value, np.generic) else value
-        if not isinstance(value, _PLAIN):
-            raise InputError(
-                f"a checkpoint holds tensors, numbers and text, not {shown(value)}: it could not be read back"
-            )
-        return value
-
-    stream = io.BytesIO()
-    torch.save(tree_map(plain, state), stream)
-    return stream.getvalue()
-
-
-def unpacked(data: bytes, what: str) -> dict[str, Any]:
-    """Return what :func:`packed` made bytes of.
-
-    Parameters
-    ----------
-    data : bytes
-        Part of a checkpoint.
-    what : str
-        Its name, for an error.
-
-    Raises
-    ------
-    InputError
-        If the bytes are damaged.
-    """
-    try:
-        return dict(torch.load(io.BytesIO(data), weights_only=True))
-    except Exception as error:  # whatever damaged bytes raise
-        raise InputError(f"the checkpoint's {what} cannot be read: {first_line(error)}") from None
 
 
 def count_bad(parts: Sequence[torch.Tensor]) -> int:
