@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.gradient import real_view
-from gradstats.hooks.state import Scaler
+from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
 from gradstats.primitives import Moments, moments
 from gradstats.primitives.ratio import check_count, check_number, check_several

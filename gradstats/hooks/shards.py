@@ -25,8 +25,10 @@ from gradstats.errors import InputError, NonFiniteGradientError, first_line
 from gradstats.hooks.checkpoint import check_equal, load_together, rank_entry, saved_by_rank
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
+from gradstats.hooks.guard import NonFinite, as_flag, count_bad
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.state import CompressionState, NonFinite, Scaler, count_bad
+from gradstats.hooks.state import CompressionState
+from gradstats.hooks.step import Scaler, loss_scale
 from gradstats.hooks.units import Unit, across, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
@@ -40,8 +42,6 @@ Observer: TypeAlias = Callable[["CompressionState", Sequence[torch.Tensor], Sequ
 """Called before an exchange with the unit's state, its sharded parameters, and what stands for them in the state with
 the gradients of this rank's shards, in the units of FSDP2's buffers."""
 
-_LARGEST_FLAG = 2**31 - 1
-
 
 class _Scale:
     """The factor that a unit's gradients carry when the hook gets them: the loss scale, and a division to come."""
@@ -51,8 +51,7 @@ class _Scale:
 
     def get_scale(self) -> float:
         """Return the factor."""
-        loss = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        return loss * self._unit.factors[1]
+        return loss_scale(self._scaler) * self._unit.factors[1]
 
 
 def bad_in_replica(
@@ -74,9 +73,8 @@ def bad_in_replica(
     int
         Number of elements, for :func:`exchange`; 0 where they count as zero. All ranks must raise if one does.
     """
-    bad = min(count_bad(gradients), _LARGEST_FLAG)
-    bad = sum(all_gather_flags(bad, within, gradients[0].device))
-    return 0 if state.nonfinite == "zero" else min(bad, _LARGEST_FLAG)
+    flags = all_gather_flags(as_flag(count_bad(gradients)), within, gradients[0].device)
+    return 0 if state.nonfinite == "zero" else as_flag(sum(flags))
 
 
 def exchange(state: CompressionState, pairs: list[Pair], bad: int = 0) -> None:
@@ -107,11 +105,11 @@ def exchange(state: CompressionState, pairs: list[Pair], bad: int = 0) -> None:
                     "NaN or infinite gradient elements on a rank with other shards"
                 )
             return
-        state.begin(device)
-        state.sparse_bad = bad
+        step = state.begin(device)
+        step.bad_elsewhere = bad
         state.use(parameter for parameter, _ in pairs)
-        state.ready(pairs)
-        state.complete(pairs)
+        step.ready(pairs)
+        state.complete()
 
 
 class _Exchange:

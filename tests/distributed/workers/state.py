@@ -284,7 +284,7 @@ def resume(rank, world, name, folder):
         try:
             target = fresh()[1]
             target.load_state_dict(wrong)
-            target._allocate(torch.device("cpu"))
+            target._setup.allocate(torch.device("cpu"))
         except InputError as error:
             messages.append(str(error))
         assert target.step == 0 or "another model" in messages[-1]
