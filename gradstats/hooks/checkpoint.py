@@ -98,7 +98,7 @@ class Restorable(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any, /) -> None:
         """Restore what :meth:`state_dict` returned."""
 
 
@@ -108,7 +108,7 @@ def load_together(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]
     Parameters
     ----------
     parts : sequence of Restorable
-        Parts, whose ``state_dict()`` returns copies.
+        Parts. What their ``state_dict()`` returns is not changed by a later ``load_state_dict()``.
     saved : sequence of mapping
         What the ``state_dict()`` of each returned.
 
