@@ -12,8 +12,7 @@ from workers import state as cases
 
 from gradstats.compressors import DenseCompressor, RandomK, SignSGD, TopK
 from gradstats.errors import InputError
-from gradstats.hooks import CompressionState, dgc_warm_up
-from gradstats.hooks.memory import MomentumCorrection
+from gradstats.hooks import CompressionState, MomentumCorrection, dgc_warm_up
 
 pytestmark = pytest.mark.distributed
 

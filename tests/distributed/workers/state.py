@@ -20,8 +20,14 @@ from gradstats.compressors import (
     make_selector,
 )
 from gradstats.errors import InputError
-from gradstats.hooks import CompressionState, compression_hook, dgc_warm_up
-from gradstats.hooks.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from gradstats.hooks import (
+    CompressionState,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoMemory,
+    compression_hook,
+    dgc_warm_up,
+)
 
 MEMORIES = {
     "none": NoMemory,
