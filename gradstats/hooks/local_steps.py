@@ -50,6 +50,7 @@ class _Watcher(NamedTuple):
     after: Callable[[], None]
 
 
+# Over 300 lines and 12 attributes: half of the lines explain the user's options, which are also half of the attributes.
 class LocalSteps:
     """Local steps between exchanges, around an ordinary training loop: DiLoCo, SparseLoCo, local SGD.
 

@@ -41,6 +41,7 @@ _COUNTS = ("numel", "count", "zeros", "nonfinite")
 _SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
 
 
+# One attribute over 12: they are the user's options, and the two results.
 class Monitor:
     """Describe the gradient of a training, as the optimizer is about to use it, once per optimizer step.
 

@@ -29,6 +29,7 @@ from gradstats.trace.record import StepRecord
 __all__ = ["CompressionState"]
 
 
+# Over 300 lines: what is more is the explanation of the options, which belongs where users look it up.
 class CompressionState:
     """State of :func:`gradstats.hooks.compression_hook`: memory, compressor, step. One for every DDP model.
 

@@ -269,7 +269,7 @@ class Step:
         """
         setup, layout, memory = self._setup, self._setup.layout, self._setup.memory
         group, pairs = setup.process_group, self.pairs
-        if not layout.known:
+        if not layout.known:  # numbered in the order of the first backward pass
             setup.add((str(i), parameter) for i, (parameter, _) in enumerate(pairs))
         layout.check([parameter for parameter, _ in pairs])
         if not pairs:  # sparse gradients alone, which have been averaged
@@ -290,7 +290,7 @@ class Step:
         dense_layers = self._dense_layers() if memory.masking and not dense_step else []
         unused = setup.usage.unused(pairs)
         reduced = compressor.reduce(memory.corrected, group, flag)
-        if any(reduced.flags):
+        if any(reduced.flags):  # some rank's gradient is not finite, and there is no mean
             return self._refuse(reduced)
         assert reduced.mean is not None
         assert reduced.residual is not None
@@ -299,6 +299,7 @@ class Step:
             all_reduce_mean(dense, group)
             memory.update_dense(dense)
         setup.gradient.write(pairs, reduced.mean, self.scale)
+        # the memory is not settled yet, so that this step, too, can be refused as if nothing had happened:
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
         over = count_bad([g for _, g in pairs if g.dtype == torch.float16])
         if over:
