@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor
 from gradstats.errors import InputError, first_line
-from gradstats.hooks.gradient import FlatGradient, Remembered
+from gradstats.hooks.gradient import FlatGradient, MemoryPart
 from gradstats.hooks.torch_private import tree_map
 from gradstats.hooks.units import as_sharded, local_part
 from gradstats.primitives.ratio import shown
@@ -22,19 +22,19 @@ __all__ = [
     "Checkpoint",
     "Restorable",
     "check_equal",
+    "entry_for_rank",
+    "entry_of_rank",
     "load_together",
-    "packed",
-    "packed_optimizer",
-    "rank_entry",
-    "saved_by_rank",
-    "unpacked",
-    "unpacked_optimizer",
+    "pack_optimizer",
+    "pack_state",
+    "unpack_optimizer",
+    "unpack_state",
 ]
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
 
 
-def rank_entry(rank: int, content: dict[str, Any]) -> dict[str, Any]:
+def entry_for_rank(rank: int, content: dict[str, Any]) -> dict[str, Any]:
     """Return what one rank saves under a name of its own, so that all ranks' entries fit into one checkpoint.
 
     Parameters
@@ -47,7 +47,7 @@ def rank_entry(rank: int, content: dict[str, Any]) -> dict[str, Any]:
     return {f"rank{rank}": content}
 
 
-def saved_by_rank(rank: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def entry_of_rank(rank: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what one rank saved.
 
     Parameters
@@ -55,7 +55,7 @@ def saved_by_rank(rank: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
     rank : int
         Number of the rank.
     state : mapping
-        Entries of any ranks, as :func:`rank_entry` made them.
+        Entries of any ranks, as :func:`entry_for_rank` made them.
 
     Raises
     ------
@@ -119,11 +119,11 @@ def load_together(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]
     """
     before = [part.state_dict() for part in parts]
     try:
-        for part, own in zip(parts, saved, strict=True):
-            part.load_state_dict(own)
+        for part, entry in zip(parts, saved, strict=True):
+            part.load_state_dict(entry)
     except BaseException:
-        for part, own in zip(parts, before, strict=True):
-            part.load_state_dict(own)
+        for part, entry in zip(parts, before, strict=True):
+            part.load_state_dict(entry)
         raise
 
 
@@ -168,16 +168,16 @@ class Checkpoint:
             What :meth:`gradstats.hooks.CompressionState.state_dict` promises.
         """
         rank, world = self._identity()
-        memory = {group.key: self._saved_tensors(group) for group in self._gradient.remembered()}
+        memory = {part.key: self._saved_tensors(part) for part in self._gradient.memory_parts()}
         content = {
             "step": step,
             "world_size": world,
             **memory,
             "memory_counts": self._gradient.memory.state_dict(),
             "system": type(self._compressor).__name__,
-            "compressor": packed(self._compressor.state_dict()),
+            "compressor": pack_state(self._compressor.state_dict()),
         }
-        return rank_entry(rank, content)
+        return entry_for_rank(rank, content)
 
     def load(self, state: Mapping[str, Any]) -> int:
         """Restore this rank's entry; its memory once there is room for it.
@@ -198,32 +198,32 @@ class Checkpoint:
             If the entry is missing or does not fit. Nothing has been restored then.
         """
         rank, world = self._identity()
-        own = saved_by_rank(rank, state)
-        check_equal("ranks", own["world_size"], world)
+        entry = entry_of_rank(rank, state)
+        check_equal("ranks", entry["world_size"], world)
         name, memory = type(self._compressor).__name__, self._gradient.memory
-        if own["system"] != name:
-            raise InputError(f"the checkpoint is of {own['system']}, and this is {name}")
-        if (own["step"] or own["memory"]) and memory.kinds != tuple(own["memory"]):
-            saved, here = (", ".join(k) or "nothing" for k in (own["memory"], memory.kinds))
+        if entry["system"] != name:
+            raise InputError(f"the checkpoint is of {entry['system']}, and this is {name}")
+        if (entry["step"] or entry["memory"]) and memory.kinds != tuple(entry["memory"]):
+            saved, here = (", ".join(k) or "nothing" for k in (entry["memory"], memory.kinds))
             raise InputError(
                 f"the checkpoint's memory holds {saved} where this one holds {here}: build the state with the same "
                 "memory, and with named_parameters before a distributed checkpoint is loaded into it"
             )
-        if own["memory"] and self._gradient.layout.known:
-            self._check_parameters(own)
-        step, compressor = int(own["step"]), unpacked(own["compressor"], "compressor")
-        before = packed(self._compressor.state_dict())
+        if entry["memory"] and self._gradient.layout.known:
+            self._check_parameters(entry)
+        step, compressor = int(entry["step"]), unpack_state(entry["compressor"], "compressor")
+        before = pack_state(self._compressor.state_dict())
         try:
             self._compressor.load_state_dict(compressor)
-            if own.get("memory_counts"):
-                memory.load_state_dict(own["memory_counts"])
+            if entry.get("memory_counts"):
+                memory.load_state_dict(entry["memory_counts"])
         except BaseException:
-            self._compressor.load_state_dict(unpacked(before, "compressor"))
+            self._compressor.load_state_dict(unpack_state(before, "compressor"))
             raise
         self._agreed = False
-        self._pending = own
+        self._pending = entry
         if self._gradient.allocated:
-            self._restore(own)
+            self._restore(entry)
         return step
 
     def restore_memory(self) -> None:
@@ -269,53 +269,53 @@ class Checkpoint:
             self._rank_and_world = dist.get_rank(self._group), dist.get_world_size(self._group)
         return self._rank_and_world or (0, 1)
 
-    def _saved_tensors(self, group: Remembered) -> dict[str, dict[str, torch.Tensor]]:
+    def _saved_tensors(self, part: MemoryPart) -> dict[str, dict[str, torch.Tensor]]:
         """Return what a part of the memory holds, by kind and parameter."""
         if self._gradient.allocated:
             return {
                 kind: {  # zeros for what lost its place to a sparse gradient: a template made before lists it
-                    n: tensor[group.slots[n]].clone() if n in group.slots else blank
-                    for n, blank in self._blank(group).items()
+                    n: tensor[part.slots[n]].clone() if n in part.slots else blank
+                    for n, blank in self._blank(part).items()
                 }
-                for kind, tensor in group.tensors.items()
+                for kind, tensor in part.tensors.items()
             }
         if self._pending is not None:
-            return dict(self._pending.get(group.key, {}))
+            return dict(self._pending.get(part.key, {}))
         # a template, which a distributed checkpoint loads into
-        kinds = group.kinds if self._gradient.layout.known else ()
-        return {kind: self._blank(group) for kind in kinds}
+        kinds = part.kinds if self._gradient.layout.known else ()
+        return {kind: self._blank(part) for kind in kinds}
 
-    def _blank(self, group: Remembered) -> dict[str, torch.Tensor]:
+    def _blank(self, part: MemoryPart) -> dict[str, torch.Tensor]:
         """Return zeros for every parameter that a part of the memory ever had, in the model's order."""
         dtype = self._gradient.layout.dtype
-        return {n: torch.zeros(d, dtype=dtype) for n, d in group.sizes.items()}
+        return {n: torch.zeros(d, dtype=dtype) for n, d in part.sizes.items()}
 
-    def _check_parameters(self, own: Mapping[str, Any]) -> None:
+    def _check_parameters(self, entry: Mapping[str, Any]) -> None:
         """Check that an entry is of this model's parameters."""
-        for group in self._gradient.remembered():
-            for tensors in own.get(group.key, {}).values():
-                if list(tensors) != list(group.sizes):
-                    odd = sorted(set(tensors) ^ set(group.sizes)) or ["order of parameters"]
+        for part in self._gradient.memory_parts():
+            for tensors in entry.get(part.key, {}).values():
+                if list(tensors) != list(part.sizes):
+                    odd = sorted(set(tensors) ^ set(part.sizes)) or ["order of parameters"]
                     raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
-                for name, numel in group.sizes.items():
+                for name, numel in part.sizes.items():
                     if tensors[name].numel() != numel:
                         raise InputError(
                             f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not {numel}"
                         )
 
-    def _restore(self, own: Mapping[str, Any]) -> None:
+    def _restore(self, entry: Mapping[str, Any]) -> None:
         """Copy an entry's tensors into the memory."""
-        for group in self._gradient.remembered():
+        for part in self._gradient.memory_parts():
             # a checkpoint of before the first step may hold nothing
-            for tensor in group.tensors.values():
+            for tensor in part.tensors.values():
                 tensor.zero_()
-            for kind, saved in own.get(group.key, {}).items():
-                for name, slot in group.slots.items():
-                    group.tensors[kind][slot].copy_(saved[name])
+            for kind, saved in entry.get(part.key, {}).items():
+                for name, slot in part.slots.items():
+                    part.tensors[kind][slot].copy_(saved[name])
         self._pending = None
 
 
-def packed(state: Mapping[str, Any]) -> bytes:
+def pack_state(state: Mapping[str, Any]) -> bytes:
     """Return a state as bytes: a distributed checkpoint that is loaded into a template cannot follow its structure.
 
     Parameters
@@ -326,7 +326,7 @@ def packed(state: Mapping[str, Any]) -> bytes:
     Returns
     -------
     bytes
-        For :func:`unpacked`.
+        For :func:`unpack_state`.
 
     Raises
     ------
@@ -347,8 +347,8 @@ def packed(state: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def unpacked(data: bytes, what: str) -> dict[str, Any]:
-    """Return what :func:`packed` made bytes of.
+def unpack_state(data: bytes, what: str) -> dict[str, Any]:
+    """Return what :func:`pack_state` made bytes of.
 
     Parameters
     ----------
@@ -368,7 +368,7 @@ def unpacked(data: bytes, what: str) -> dict[str, Any]:
         raise InputError(f"the checkpoint's {what} cannot be read: {first_line(error)}") from None
 
 
-def packed_optimizer(optimizer: torch.optim.Optimizer) -> bytes:
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> bytes:
     """Return an optimizer's state as bytes; of what is sharded, what this rank holds, without the mesh of this run.
 
     Parameters
@@ -396,11 +396,11 @@ def packed_optimizer(optimizer: torch.optim.Optimizer) -> bytes:
             )
         sharded[i] = list(local)
         state["state"][i] = {**values, **local}
-    return packed({**state, "class": type(optimizer).__name__, "sharded": sharded})
+    return pack_state({**state, "class": type(optimizer).__name__, "sharded": sharded})
 
 
-def unpacked_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -> dict[str, Any]:
-    """Return what :func:`packed_optimizer` made bytes of, for ``load_state_dict()``, sharded as the parameters are.
+def unpack_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -> dict[str, Any]:
+    """Return what :func:`pack_optimizer` made bytes of, for ``load_state_dict()``, sharded as the parameters are.
 
     Parameters
     ----------
@@ -416,7 +416,7 @@ def unpacked_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str)
     InputError
         If the bytes are damaged, or of another optimizer.
     """
-    state = unpacked(data, what)
+    state = unpack_state(data, what)
     name, sharded = state.pop("class"), state.pop("sharded")
     sizes, saved = (
         [len(group["params"]) for group in groups]

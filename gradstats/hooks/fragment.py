@@ -21,13 +21,13 @@ from gradstats.hooks.state import CompressionState
 from gradstats.hooks.units import as_sharded, local_part, stand_in
 from gradstats.primitives.ratio import check_count, check_several, shown
 
-__all__ = ["Fragment", "Named", "detached", "divide"]
+__all__ = ["Fragment", "Named", "divide", "local_values"]
 
 Named = list[tuple[str, torch.Tensor]]
 """Names and parameters."""
 
 
-def detached(tensor: torch.Tensor) -> torch.Tensor:
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor, which shares its memory, for arithmetic that autograd does not see.
 
     Parameters
@@ -97,7 +97,7 @@ class Fragment:
 
     def anchor(self) -> None:
         """Take the parameters as they are for those of the last exchange."""
-        self.anchors = {n: detached(p).clone() for n, p in self.named}
+        self.anchors = {n: local_values(p).clone() for n, p in self.named}
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter is one of the fragment's.
@@ -123,7 +123,7 @@ class Fragment:
 
     def pseudogradients(self) -> list[Pair]:
         """Return the parameters with how far this rank took them: those of the last exchange less those now."""
-        return [(p, self.anchors[n] - detached(p)) for n, p in self.named]
+        return [(p, self.anchors[n] - local_values(p)) for n, p in self.named]
 
     def send(self, pairs: list[Pair], step: int, delay: int, background: Background) -> None:
         """Exchange pseudo-gradients, now or in the background.
@@ -190,19 +190,19 @@ class Fragment:
         """
         self.wait()
         late = step > self.sent
-        local = [detached(p).clone() for p, _ in self.pairs] if late else []
+        local = [local_values(p).clone() for p, _ in self.pairs] if late else []
         # the outer optimizer passes over what has no gradient: all but this fragment
         gradients = [(p, p.grad) for group in outer.param_groups for p in group["params"]]
         for parameter, _ in gradients:
             parameter.grad = None
         for (name, parameter), (_, mean) in zip(self.named, self.pairs, strict=True):
-            detached(parameter).copy_(self.anchors[name])
+            local_values(parameter).copy_(self.anchors[name])
             parameter.grad = as_sharded(parameter, mean)
         outer.step()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for i, (name, parameter) in enumerate(self.named):
-            values = detached(parameter)
+            values = local_values(parameter)
             self.anchors[name].copy_(values)
             if late:
                 if self.state.nonfinite in ("skip", "zero"):  # nor may it stay on this rank
@@ -228,7 +228,7 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs besides the parameters and the anchors; no exchange may be running."""
-        zeros = [(p, torch.zeros_like(detached(p))) for _, p in self.named]
+        zeros = [(p, torch.zeros_like(local_values(p))) for _, p in self.named]
         return {
             "names": [n for n, _ in self.named],
             "sent": self.sent,

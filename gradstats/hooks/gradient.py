@@ -15,8 +15,8 @@ from gradstats.hooks.torch_private import GradBucket, copy_all
 
 __all__ = [
     "FlatGradient",
+    "MemoryPart",
     "Pair",
-    "Remembered",
     "flatten",
     "logical",
     "pairs_of",
@@ -134,7 +134,7 @@ def zero_bad(pairs: Sequence[Pair]) -> None:
         real_view(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
-class Remembered(NamedTuple):
+class MemoryPart(NamedTuple):
     """What a memory holds of the compressed parameters, or of the densely averaged ones.
 
     Attributes
@@ -203,19 +203,19 @@ class FlatGradient:
         self.dense = torch.zeros(layout.dense_numel, dtype=layout.dtype, device=device)
         self.allocated = True
 
-    def remembered(self) -> tuple[Remembered, Remembered]:
+    def memory_parts(self) -> tuple[MemoryPart, MemoryPart]:
         """Return what the memory holds of compressed and of densely averaged parameters."""
         memory, layout = self.memory, self.layout
         slots, dense_slots = dict(layout.parts()), dict(layout.dense_parts())
         return (
-            Remembered(
+            MemoryPart(
                 "memory",
                 memory.kinds,
                 memory.tensors() if self.allocated else {},
                 slots,
                 layout.all,
             ),
-            Remembered(
+            MemoryPart(
                 "dense_memory",
                 memory.dense_kinds,
                 memory.dense_tensors() if self.allocated else {},

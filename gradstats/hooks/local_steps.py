@@ -24,14 +24,14 @@ from gradstats.compressors.sparse import Average, check_average
 from gradstats.errors import GradstatsError, InputError
 from gradstats.hooks.checkpoint import (
     check_equal,
+    entry_for_rank,
+    entry_of_rank,
     load_together,
-    packed_optimizer,
-    rank_entry,
-    saved_by_rank,
-    unpacked_optimizer,
+    pack_optimizer,
+    unpack_optimizer,
 )
 from gradstats.hooks.diagnostics import Diagnosis
-from gradstats.hooks.fragment import Fragment, Named, detached, divide
+from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
@@ -203,7 +203,7 @@ class LocalSteps:
             )
             offset = (i + 1) * self.steps // len(parts)
             self._fragments.append(Fragment(named, offset, within, build))
-        for values in map(detached, (*model.parameters(), *model.buffers())):
+        for values in map(local_values, (*model.parameters(), *model.buffers())):
             values.copy_(broadcast(values.contiguous(), 0, process_group))
         for fragment in self._fragments:
             fragment.anchor()
@@ -294,13 +294,13 @@ class LocalSteps:
             "steps": self.steps,
             "step": self.step,
             "exchanges": self.exchanges,
-            "parameters": {n: detached(p).clone() for n, p in self._named},
+            "parameters": {n: local_values(p).clone() for n, p in self._named},
             "anchors": {n: anchors[n].clone() for n, _ in self._named},
-            "optimizer": packed_optimizer(self._optimizer),
-            "outer": packed_optimizer(self._outer),
+            "optimizer": pack_optimizer(self._optimizer),
+            "outer": pack_optimizer(self._outer),
             "fragments": [f.state_dict() for f in self._fragments],
         }
-        return rank_entry(dist.get_rank(), own)
+        return entry_for_rank(dist.get_rank(), own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, the model's parameters and both optimizers with it.
@@ -319,7 +319,7 @@ class LocalSteps:
         for fragment in self._fragments:
             with suppress(GradstatsError):  # of an exchange that is to be forgotten
                 fragment.wait()
-        own = saved_by_rank(dist.get_rank(), state)
+        own = entry_of_rank(dist.get_rank(), state)
         ranks = _ranks(self._group)
         if list(own["ranks"]) != ranks:
             raise InputError(
@@ -337,16 +337,16 @@ class LocalSteps:
             if ours != theirs:
                 raise InputError(f"the checkpoint has other {key} than this model")
         for name, parameter in self._named:
-            if own["parameters"][name].shape != detached(parameter).shape:
+            if own["parameters"][name].shape != local_values(parameter).shape:
                 raise InputError(f"the checkpoint's {name} has another shape than this model's")
-        optimizer = unpacked_optimizer(self._optimizer, own["optimizer"], "optimizer")
-        outer = unpacked_optimizer(self._outer, own["outer"], "outer optimizer")
+        optimizer = unpack_optimizer(self._optimizer, own["optimizer"], "optimizer")
+        outer = unpack_optimizer(self._outer, own["outer"], "outer optimizer")
         load_together(
             [*(f.state for f in self._fragments), self._optimizer, self._outer],
             [*own["fragments"], optimizer, outer],
         )
         for name, parameter in self._named:
-            detached(parameter).copy_(own["parameters"][name])
+            local_values(parameter).copy_(own["parameters"][name])
         for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
             fragment.restore(saved, own["anchors"])
         self.step, self.exchanges = own["step"], own["exchanges"]
@@ -391,7 +391,7 @@ class LocalSteps:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
         (fragment,) = self._fragments
         pairs = [
-            (p, torch.zeros_like(detached(p)) if p.grad is None else detached(p.grad))
+            (p, torch.zeros_like(local_values(p)) if p.grad is None else local_values(p.grad))
             for _, p in fragment.named
         ]
         self._watcher.before(pairs)

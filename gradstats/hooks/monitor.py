@@ -253,7 +253,7 @@ class Monitor:
         norms = {
             name: math.sqrt(s.sum_squares) / scale for name, s in zip(names, sketches, strict=True)
         }
-        spikes, self.blame = self._spikes.found(values["norm"], norms)
+        spikes, self.blame = self._spikes.find(values["norm"], norms)
         bad = [name for name, s in zip(names, sketches, strict=True) if s.nonfinite]
         self.blame = bad[-1] if bad else self.blame
         values |= spikes

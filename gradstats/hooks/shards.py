@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor, Selector
 from gradstats.errors import InputError, NonFiniteGradientError, first_line
-from gradstats.hooks.checkpoint import check_equal, load_together, rank_entry, saved_by_rank
+from gradstats.hooks.checkpoint import check_equal, entry_for_rank, entry_of_rank, load_together
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.guard import NonFinite, as_flag, count_bad
@@ -248,7 +248,7 @@ class ShardHook:
             :meth:`gradstats.hooks.CompressionState.state_dict`.
         """
         each = {name: state.state_dict() for name, state in self.states.items()}
-        return rank_entry(self._rank, {**self._size, "units": each})
+        return entry_for_rank(self._rank, {**self._size, "units": each})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on the rank that saved it.
@@ -264,7 +264,7 @@ class ShardHook:
             If this rank's entry is missing, or it is of other numbers of shards or replicas, other units, compressors,
             memories or parameters. Nothing has been restored then.
         """
-        own = saved_by_rank(self._rank, state)
+        own = entry_of_rank(self._rank, state)
         for what, here in self._size.items():
             check_equal(what, own[what], here)
         if own["units"].keys() != self.states.keys():

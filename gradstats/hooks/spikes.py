@@ -35,7 +35,7 @@ class Spikes:
         self._whole = deque[float](maxlen=window)
         self._layers = {name: deque[float](maxlen=window) for name in layers}
 
-    def found(self, norm: float, norms: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
+    def find(self, norm: float, norms: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
         """Return what spikes in a step, whose norms are among those before the next one.
 
         Parameters

@@ -9,10 +9,10 @@ import torch
 
 from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view
 
-__all__ = ["Unused", "Usage"]
+__all__ = ["UnusedParameter", "Usage"]
 
 
-class Unused(NamedTuple):
+class UnusedParameter(NamedTuple):
     """A parameter that this rank did not use in a step, and the memory it had before.
 
     Attributes
@@ -22,7 +22,7 @@ class Unused(NamedTuple):
     gradient : torch.Tensor
         Its gradient in DDP's bucket, into which the mean is written.
     key : str
-        Part of the memory that knows it, :attr:`gradstats.hooks.gradient.Remembered.key`.
+        Part of the memory that knows it, :attr:`gradstats.hooks.gradient.MemoryPart.key`.
     slot : slice
         Its place there.
     before : mapping of str to tensor
@@ -76,7 +76,7 @@ class Usage:
         """Forget what was used: the step has ended."""
         self._used.clear()
 
-    def unused(self, pairs: Sequence[Pair]) -> list[Unused]:
+    def unused(self, pairs: Sequence[Pair]) -> list[UnusedParameter]:
         """Return the parameters that this rank did not use, with their memory before the step settles it.
 
         Parameters
@@ -86,31 +86,33 @@ class Usage:
 
         Returns
         -------
-        list of Unused
+        list of UnusedParameter
             For :meth:`give_back`, when DDP has put the results into the gradients.
         """
         rest = [pair for pair in pairs if id(pair[0]) not in self._used]
         name = self._gradient.layout.name
         return [
-            Unused(*pair, group.key, slot, {k: t[slot].clone() for k, t in group.tensors.items()})
-            for group in (self._gradient.remembered() if rest else ())
+            UnusedParameter(
+                *pair, part.key, slot, {k: t[slot].clone() for k, t in part.tensors.items()}
+            )
+            for part in (self._gradient.memory_parts() if rest else ())
             for pair in rest
-            if (slot := group.slots.get(name(pair[0]))) is not None
+            if (slot := part.slots.get(name(pair[0]))) is not None
         ]
 
-    def give_back(self, unused: Sequence[Unused]) -> None:
+    def give_back(self, unused: Sequence[UnusedParameter]) -> None:
         """Restore the memory of parameters whose update DDP did not apply.
 
         Parameters
         ----------
-        unused : sequence of Unused
+        unused : sequence of UnusedParameter
             What :meth:`unused` returned in this step.
         """
-        groups = {group.key: group for group in self._gradient.remembered()}
+        parts = {part.key: part for part in self._gradient.memory_parts()}
         for parameter, gradient, key, slot, before in unused:
             applied = parameter.grad is not None and torch.equal(
                 flatten(parameter, gradient), real_view(parameter.grad).reshape(-1)
             )
             if not applied:
-                for kind, tensor in groups[key].tensors.items():
+                for kind, tensor in parts[key].tensors.items():
                     tensor[slot] = before[kind]

@@ -13,7 +13,7 @@ from workers import state as cases
 from gradstats.compressors import DenseCompressor, RandomK, SignSGD, TopK, make_compressor
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, MomentumCorrection, dgc_warm_up
-from gradstats.hooks.checkpoint import packed
+from gradstats.hooks.checkpoint import pack_state
 
 pytestmark = pytest.mark.distributed
 
@@ -183,7 +183,7 @@ def test_a_compressor_that_cannot_load_is_left_as_it_was():
     compressor = make_compressor("micro", 0.1)
     state = CompressionState(compressor, named_parameters=model.named_parameters())
     own, before = state.state_dict()["rank0"], compressor.state_dict()
-    half = packed({"step": 7})
+    half = pack_state({"step": 7})
     with pytest.raises(KeyError, match="controller"):
         state.load_state_dict({"rank0": {**own, "step": 7, "compressor": half}})
     assert compressor.state_dict() == before
