@@ -45,6 +45,9 @@ class DenseCompressor(Compressor):
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._codec = None if dtype is None else as_codec(dtype)
 
+    def warm_up(self) -> None:
+        """Compile nothing: there are no loops."""
+
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the number of elements, as all of them are sent."""
         return numel

@@ -25,7 +25,6 @@ from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.ratio import RatioSchedule
 from gradstats.primitives.ratio import check_count, check_number, shown
-from gradstats.thresholds import warm_up
 from gradstats.trace.record import StepRecord
 
 __all__ = [
@@ -180,7 +179,6 @@ class CompressionState:
         diagnose_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        warm_up()  # here, where it stalls nobody, and not in the first backward pass
         policies = get_args(NonFinite)
         if nonfinite is not None and not (isinstance(nonfinite, str) and nonfinite in policies):
             raise InputError(
@@ -190,6 +188,7 @@ class CompressionState:
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
         self.compressor = as_compressor(compressor)
+        self.compressor.warm_up()  # here, where it stalls nobody, and not in the first backward pass
         name = type(self.compressor).__name__
         if self.compressor.streams and named_parameters is None:
             raise InputError(f"{name} sends layer by layer and needs named_parameters")
