@@ -43,7 +43,7 @@ _SHIFT = 20
 _MANY, _FINE = 1 << 16, 16
 """Elements from which counting them costs less than sorting, and bits inside a bin of 1/128 octave, which they need."""
 
-_INFINITY, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
 _LARGEST = float(np.finfo(np.float32).max)
 _SAMPLE = 1 << 15
 """Least number of elements sampled: with fewer, the bracket of a small k costs more than the pass it saves."""
@@ -219,12 +219,15 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
         return None
     flat, _ = view
     if flat.size <= _SORTED:
-        bits = flat.view(np.int32) & _MAGNITUDE
-        least = _kth_of(bits.copy(), k)
-        if least < 0:
+        bits = np.abs(flat).view(np.int32)  # compared as whole numbers: denormals are not zero
+        ordered = bits.copy()
+        ordered.partition(bits.size - k)
+        top = ordered[bits.size - k :]
+        if top[top.argmax()] >= _INFINITY:  # a method of the array, which takes a fifth of max()
             return None
-        positions = (bits >= max(least, 1)).nonzero()[0]
-        return _float(least), selection_like(x, positions, flat[positions])
+        positions = (bits >= (top.item(0) or 1)).nonzero()[0]
+        kth: float = top.view(np.float32).item(0)
+        return kth, selection_like(x, positions, flat[positions])
     from gradstats.primitives.loops.selection import block_select, keep_at_least
 
     first, beyond, _ = _bin_of(flat, k, _SHIFT)
@@ -232,17 +235,12 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
         return None
     indices, values = np.empty(flat.size, np.int64), np.empty(flat.size, np.float32)
     n = block_select(flat, np.int32(max(first, 1)), 0, indices, values, 0)
-    kth = _kth_magnitude(values[:n], k, _float(beyond))
-    if kth is None:
+    threshold = _kth_magnitude(values[:n], k, float(np.int32(beyond).view(np.float32)))
+    if threshold is None:
         return None
-    n = keep_at_least(indices[:n], values[:n], np.float32(kth))
+    n = keep_at_least(indices[:n], values[:n], np.float32(threshold))
     # copies, because the room is as large as the gradient
-    return kth, selection_like(x, indices[:n].copy(), values[:n].copy())
-
-
-def _float(bits: int) -> float:
-    """Return the float32 of some bits."""
-    return float(np.int32(bits).view(np.float32))
+    return threshold, selection_like(x, indices[:n].copy(), values[:n].copy())
 
 
 def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:
@@ -256,14 +254,6 @@ def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:
     block_histogram(x.view(np.uint32), shift, counts)
     i, reached = descend(counts[: _INFINITY >> shift], float(k - 1))
     return i << shift, i + 1 << shift, k - (reached - int(counts[i]))
-
-
-def _kth_of(bits: NDArray[np.int32], k: int) -> int:
-    """Return the k-th largest of some magnitudes' bits, which are put in another order; −1 if one is not finite."""
-    bits.partition(bits.size - k)
-    top = bits[bits.size - k :]
-    # a method of the array, which takes a fifth of max()
-    return int(top[0]) if top[top.argmax()] < _INFINITY else -1
 
 
 def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
