@@ -46,9 +46,15 @@ class DenseCompressor(Compressor):
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._codec = None if dtype is None else as_codec(dtype)
-        self._message = self._mean = torch.empty(
-            0
-        )  # of the last step: new pages take as long as writing to them
+        # of the last step: new pages take as long as writing to them
+        self._message = self._mean = torch.empty(0)
+
+    def warm_up(self) -> None:
+        """Compile what rounds to bfloat16; there are no other loops."""
+        if self._codec is not None:
+            values = torch.zeros(1)
+            if _in_loops(values, self._codec):
+                self._mean_by_loop(self._rounded_by_loop(values), 1)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the number of elements, as all of them are sent."""
@@ -103,7 +109,7 @@ class DenseCompressor(Compressor):
 
     def _rounded_by_loop(self, corrected: torch.Tensor) -> torch.Tensor:
         """Return values in bfloat16, and leave what rounding took off: the same bits, in one pass instead of three."""
-        from gradstats.primitives.kernels import round_to_bfloat16
+        from gradstats.primitives.loops.copies import round_to_bfloat16
 
         if self._message.numel() != corrected.numel():
             self._message = torch.empty_like(corrected, dtype=torch.bfloat16)
@@ -117,7 +123,7 @@ class DenseCompressor(Compressor):
 
     def _mean_by_loop(self, sums: torch.Tensor, world: int) -> torch.Tensor:
         """Return the mean, of sums in bfloat16."""
-        from gradstats.primitives.kernels import mean_of_bfloat16
+        from gradstats.primitives.loops.copies import mean_of_bfloat16
 
         bits = sums.view(torch.int16).numpy().view(np.uint16)
         map_blocks(

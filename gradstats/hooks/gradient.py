@@ -304,7 +304,7 @@ class FlatGradient:
             if slot is None:
                 part = self.dense[self.layout.dense_slots[id(parameter)]]
             elif past and target.numel() >= _LARGE and _plain(target):
-                from gradstats.primitives.kernels import copy_past_caches
+                from gradstats.primitives.loops.copies import copy_past_caches
 
                 copy_past_caches(target.view(-1).numpy(), mean[slot].numpy(), np.float32(scale))
                 continue

@@ -23,7 +23,6 @@ from gradstats.hooks.ratio import RatioSchedule
 from gradstats.hooks.step import Scaler, Setup, Step, loss_scale
 from gradstats.hooks.usage import Usage
 from gradstats.primitives.ratio import check_count, check_number
-from gradstats.thresholds import warm_up
 from gradstats.trace.record import StepRecord
 
 __all__ = ["CompressionState"]
@@ -116,12 +115,12 @@ class CompressionState:
         diagnose_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        warm_up()  # here, where it stalls nobody, and not in the first backward pass
         guard = Guard(nonfinite, scaled=scaler is not None)
         exclude = check_patterns(exclude, "exclude")
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
         self.compressor = as_compressor(compressor)
+        self.compressor.warm_up()  # here, where it stalls nobody, and not in the first backward pass
         name = type(self.compressor).__name__
         if self.compressor.streams and named_parameters is None:
             raise InputError(f"{name} sends layer by layer and needs named_parameters")

@@ -767,7 +767,7 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     ndarray of uint16
         Bits of the rounded elements.
     """
-    from gradstats.primitives.kernels import block_bfloat16
+    from gradstats.primitives.loops.copies import block_bfloat16
 
     rounded = np.empty(values.shape, np.uint16)
     block_bfloat16(np.ascontiguousarray(values).view(np.uint32), rounded)

@@ -163,7 +163,7 @@ class TraceWriter:
         }
         if store == "sketches" or self._bfloat16:
             # here rather than in the thread that appends, where the first step would wait a second for it
-            import gradstats.primitives.kernels  # noqa: F401
+            import gradstats.primitives.loops.sums  # noqa: F401
         if store == "sketches":  # kinds of the same layers share one
             own: dict[int, _Tally] = {}
             self._tallies = {k: own.setdefault(id(p), _Tally(p)) for k, p in self._places.items()}
@@ -496,7 +496,8 @@ class _Tally:
         return {chunk: self._counts[chunk] for chunk in used}, moments
 
     def _count(self, given: Array) -> NDArray[np.float64]:
-        from gradstats.primitives.kernels import histograms_of_parts, moments_of_parts
+        from gradstats.primitives.loops.counts import histograms_of_parts
+        from gradstats.primitives.loops.sums import moments_of_parts
 
         values, sums = as_numpy(given), np.empty((len(self._parts), len(STATISTICS)))
         bits = values.view(np.uint32)
