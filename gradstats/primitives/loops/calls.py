@@ -27,6 +27,11 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
         Block.
     low : int
         Bits of a threshold, at least 1.
+
+    Yields
+    ------
+    (Loop, tuple)
+        The loop, and its arguments; those that it writes are of no use afterwards.
     """
     n, bits, above = x.size, x.view(np.uint32), np.int32(low).view(np.float32)
     words, zeros = np.full((2, -(-n // WORD)), 7, np.uint64)
