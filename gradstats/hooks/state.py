@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
@@ -285,39 +284,6 @@ class CompressionState:
         if not self._gradient.allocated or slot is None:
             return flat
         return self.memory.preview(flat, slot)
-
-    def corrected_run(
-        self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor, out: torch.Tensor
-    ) -> bool:
-        """Write what :meth:`corrected` returns of several parameters in one go, if that can be done.
-
-        Parameters
-        ----------
-        parameters : sequence of torch.Tensor
-            Contiguous parameters of the model.
-        gradient : tensor, shape (n,)
-            Their gradients, one after the other.
-        out : tensor, shape (n,)
-            Written, of the gradient's dtype.
-
-        Returns
-        -------
-        bool
-            False, and nothing is written, where they are no neighbours in this state's memory, where that has another
-            dtype, or where there is a loss scale.
-        """
-        slots = [s for p in parameters if (s := self._layout.slots.get(id(p))) is not None]
-        if self._scale is None:
-            self._scale = self._loss_scale()
-        if len(slots) < len(parameters) or self._scale != 1:
-            return False
-        if not self._gradient.allocated:
-            out.copy_(gradient)
-            return True
-        if self._layout.dtype != out.dtype or any(a.stop != b.start for a, b in pairwise(slots)):
-            return False
-        self.memory.preview(gradient, slice(slots[0].start, slots[-1].stop), out)
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, of this rank alone: every rank saves its own.
