@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from capture.facade import Capture
+    from capture.recorder import CaptureWarning
     from capture.schedule import Schedule, at, every, logarithmic
-    from capture.tap import Capture, CaptureWarning
 
 _HOME = {
-    "Capture": "capture.tap",
-    "CaptureWarning": "capture.tap",
+    "Capture": "capture.facade",
+    "CaptureWarning": "capture.recorder",
     "Schedule": "capture.schedule",
     "at": "capture.schedule",
     "every": "capture.schedule",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from gradstats.collectives.background import streaming
 from gradstats.hooks.gradient import real_view
-from gradstats.hooks.torch_private import copy_all
 from gradstats.hooks.units import local_part
 
-__all__ = ["Copies", "Run", "Values"]
+__all__ = ["Copies", "Values"]
 
 Values: TypeAlias = NDArray[np.float32] | torch.Tensor
 """Memory of the host, or of a device."""
@@ -58,8 +57,8 @@ class Copies:
             return torch.zeros(size, device=self._home)
         if not self._streams:
             return np.zeros(size, np.float32)
-        found: NDArray[np.float32] = _pinned(size).numpy()
-        return found
+        pinned: NDArray[np.float32] = _pinned(size).numpy()
+        return pinned
 
     def copy(
         self,
@@ -168,78 +167,3 @@ class Copies:
 
 def _pinned(size: int) -> torch.Tensor:
     return torch.zeros(size, pin_memory=True)
-
-
-class Run:
-    """Copies of the gradients of one of DDP's buckets, whose parameters are neighbours in the trace.
-
-    Parameters
-    ----------
-    buffer : torch.Tensor
-        The bucket's buffer.
-    pairs : sequence of (parameter, gradient)
-        Parameters of the bucket, in its order, with views of the buffer, element for element.
-    slots : mapping of int to slice
-        Places in the trace, by the identity of a parameter.
-
-    Attributes
-    ----------
-    place : slice or None
-        Place of them all in the trace; None where they are not float32 in the host's memory, or no neighbours.
-    parameters : list of torch.Tensor
-        The parameters in the order of the trace.
-    """
-
-    def __init__(
-        self,
-        buffer: torch.Tensor,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        slots: Mapping[int, slice],
-    ) -> None:
-        self._buffer = buffer  # kept, so that no other bucket's can come to have its address
-        self._targets: dict[int, tuple[NDArray[np.float32], list[torch.Tensor]]] = {}
-        self.place: slice | None = None
-        if buffer.dtype != torch.float32 or not buffer.is_cpu:
-            return
-        if any(id(p) not in slots or p.dtype != torch.float32 for p, _ in pairs):
-            return
-        ordered = sorted(pairs, key=lambda pair: slots[id(pair[0])].start)
-        self.parameters = [p for p, _ in ordered]
-        self._sources = [g for _, g in ordered]
-        self._slots = [slots[id(p)] for p in self.parameters]
-        place = slice(self._slots[0].start, self._slots[-1].stop)
-        if place.stop - place.start == buffer.numel():
-            self.place = place
-
-    def fits(self, buffer: torch.Tensor) -> bool:
-        """Tell whether a bucket is still the one that this was made for: DDP makes new ones once.
-
-        Parameters
-        ----------
-        buffer : torch.Tensor
-            Its buffer.
-        """
-        return buffer.data_ptr() == self._buffer.data_ptr() and buffer.shape == self._buffer.shape
-
-    def copy(self, array: NDArray[np.float32]) -> torch.Tensor:
-        """Copy the gradients to their place.
-
-        Parameters
-        ----------
-        array : ndarray of float32, shape (d,)
-            Written.
-
-        Returns
-        -------
-        tensor, shape (n,)
-            What was written, in the array's memory.
-        """
-        whole = torch.from_numpy(array)
-        if id(array) not in self._targets:
-            views = [
-                whole[slot].view(p.shape)
-                for slot, p in zip(self._slots, self.parameters, strict=True)
-            ]
-            self._targets[id(array)] = array, views
-        copy_all(self._targets[id(array)][1], self._sources)
-        return whole[self.place]

@@ -1,4 +1,7 @@
-"""The interface between a capture and a communication hook's state, and adapters for states not made for it."""
+"""The interface between a capture and a communication hook's state, and adapters for states not made for it.
+
+Nothing else in this package looks for members of a state.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from gradstats.hooks.gradient import flatten, real_view
-from gradstats.trace import COMPRESSION, LAYER_COMPRESSION
+from gradstats.trace import COMPRESSION, LAYER_COMPRESSION, Kind
 
 if TYPE_CHECKING:
-    from gradstats.hooks import Diagnosis, StepRecord
+    from gradstats.hooks import Diagnosis, Scaler, StepRecord
     from gradstats.hooks.torch_private import GradBucket
 
 __all__ = [
     "ObservedState",
-    "Said",
+    "Reports",
     "name_parameters",
     "observe",
     "records_steps",
+    "scaler_of",
     "step_columns",
     "unnamed",
+    "usual_kinds",
 ]
-
 
 _MEMBERS = ("error_feedback", "last", "diagnosis")
 
@@ -37,9 +41,7 @@ class ObservedState(Protocol):
     :class:`gradstats.hooks.CompressionState` has these members. Give them to the state of your own hook, and its
     memory and its records are captured too; the state need not inherit from this class. Where it has only some of
     them, or only a method ``residual(parameter)``, see :func:`observe`. A state with an attribute ``scaler`` that is
-    not None returns from ``corrected`` a gradient without the loss scale. A method ``corrected_run(parameters,
-    gradient, out)`` is optional, and saves time where parameters are small: it writes what ``corrected`` returns of
-    several, whose gradients follow one another in one float32 vector, into another, and tells whether it could.
+    not None returns from ``corrected`` a gradient without the loss scale.
 
     Examples
     --------
@@ -192,33 +194,59 @@ def name_parameters(state: object, named_parameters: Iterable[tuple[str, torch.T
         state.name_parameters(named_parameters)
 
 
-class Said:
-    """What a state had said of its steps at one moment, to tell later whether it has said something new.
+def scaler_of(state: object) -> Scaler | None:
+    """Return the loss scaler whose scale a state takes out of what it corrects; None if it has none.
 
     Parameters
     ----------
-    state : ObservedState
-        The state at that moment.
+    state : object
+        Any hook's state.
+    """
+    scaler: Scaler | None = getattr(state, "scaler", None)
+    return scaler
+
+
+def usual_kinds(state: object) -> tuple[Kind, ...]:
+    """Return what is captured where nothing is asked for.
+
+    Parameters
+    ----------
+    state : object
+        Any hook's state.
+    """
+    return ("gradient", "corrected") if observe(state).error_feedback else ("gradient",)
+
+
+class Reports:
+    """What a hook's state reports of its steps, each told from the one before.
+
+    Parameters
+    ----------
+    state : object
+        Any hook's state.
     """
 
-    def __init__(self, state: ObservedState) -> None:
-        self._record = state.last
-        self._step = getattr(state.last, "step", None)
+    def __init__(self, state: object) -> None:
+        self._state = state
+        self._last: StepRecord | None = None
+        self._step: int | None = None
 
-    def changed(self, state: ObservedState) -> bool:
-        """Tell whether the state has a record that it did not have then.
+    def begin(self) -> None:
+        """Begin a step: what the state has reported so far is of earlier ones."""
+        self._last = observe(self._state).last
+        self._step = _number(self._last)
 
-        Parameters
-        ----------
-        state : ObservedState
-            The same state, now.
+    def new(self) -> ObservedState | None:
+        """Return the state if it has reported something since; None if not."""
+        observed = observe(self._state)
+        # a record may be kept, and changed in place
+        if observed.last is self._last and _number(observed.last) == self._step:
+            return None
+        return observed
 
-        Returns
-        -------
-        bool
-            True if its last record is another one.
-        """
-        return state.last is not self._record or getattr(state.last, "step", None) != self._step
+
+def _number(record: StepRecord | None) -> int | None:
+    return getattr(record, "step", None)
 
 
 def unnamed(state: ObservedState, layers: Sequence[str]) -> bool:

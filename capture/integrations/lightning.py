@@ -20,7 +20,7 @@ except ImportError as error:
 
 from capture.integrations.trainer import TrainerCapture, TrainerMonitor
 from capture.schedule import Schedule
-from capture.tap import Hook
+from capture.taps.buckets import Hook
 from gradstats.errors import InputError
 
 __all__ = ["CaptureCallback", "MonitorCallback"]

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from capture.facade import Capture
 from capture.schedule import Schedule
-from capture.tap import Capture, Hook
+from capture.taps.buckets import Hook
 from gradstats.errors import InputError
 from gradstats.hooks import Monitor, Scaler
 

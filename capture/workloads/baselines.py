@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from capture.tap import Hook
+from capture.taps.buckets import Hook
 from capture.workloads.config import DENSE, NO_EXCHANGE, RunConfig
 from gradstats.compressors import TopK
 from gradstats.hooks.torch_private import GradBucket

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from capture.tap import Capture
+from capture.facade import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import DENSE, RunConfig, RunResult
 from capture.workloads.sharding import clip_gradients, compress, shard, whole

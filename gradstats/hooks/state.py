@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from gradstats.trace.record import StepRecord
 __all__ = ["CompressionState"]
 
 
-# Over 300 lines: what is more is the explanation of the options, which belongs where users look it up.
 class CompressionState:
     """State of :func:`gradstats.hooks.compression_hook`: memory, compressor, step. One for every DDP model.
 
@@ -227,39 +225,6 @@ class CompressionState:
         if not self._setup.gradient.allocated or slot is None:
             return flat
         return self.memory.preview(flat, slot)
-
-    def corrected_run(
-        self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor, out: torch.Tensor
-    ) -> bool:
-        """Write what :meth:`corrected` returns of several parameters in one go, if that can be done.
-
-        Parameters
-        ----------
-        parameters : sequence of torch.Tensor
-            Contiguous parameters of the model.
-        gradient : tensor, shape (n,)
-            Their gradients, one after the other.
-        out : tensor, shape (n,)
-            Written, of the gradient's dtype.
-
-        Returns
-        -------
-        bool
-            False, and nothing is written, where they are no neighbours in this state's memory, where that has another
-            dtype, or where there is a loss scale.
-        """
-        slots = [s for p in parameters if (s := self._setup.layout.slots.get(id(p))) is not None]
-        if len(slots) < len(parameters) or self.current.scale != 1:
-            return False
-        if not self._setup.gradient.allocated:
-            out.copy_(gradient)
-            return True
-        if self._setup.layout.dtype != out.dtype or any(
-            a.stop != b.start for a, b in pairwise(slots)
-        ):
-            return False
-        self.memory.preview(gradient, slice(slots[0].start, slots[-1].stop), out)
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, of this rank alone: every rank saves its own.

@@ -22,6 +22,7 @@ from workers import hook as cases
 
 from capture import Capture, CaptureWarning, at, every, logarithmic
 from capture.schedule import as_schedule
+from capture.taps.buckets import BucketTap
 from gradstats import open_trace
 from gradstats.compressors import TopK
 from gradstats.errors import InputError, TraceError
@@ -323,10 +324,10 @@ def _captured_conv(path, net, copied, **options):
     """Train a few steps with top-k and error feedback; count the buckets that were copied in one go."""
     ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.005)
     with Capture(path, ddp, **options) as capture:
-        whole = capture._copy_run
-        capture._copy_run = lambda *a: copied.append(whole(*a)) or copied[-1]
         state = CompressionState(TopK(0.05))
         ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+        whole = capture._tap._copy_whole
+        capture._tap._copy_whole = lambda *a: copied.append(whole(*a)) or copied[-1]
         for step in range(4):
             ddp.zero_grad()
             x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
@@ -346,7 +347,7 @@ def test_a_bucket_is_copied_in_one_go_where_that_is_the_same(
     together = _captured_conv(tmp_path / "a.zarr", _conv_net(memory_format), copied)
     assert all(copied)
     assert len(copied) > 4  # more than one bucket
-    monkeypatch.setattr(Capture, "_copy_run", lambda *_: False)
+    monkeypatch.setattr(BucketTap, "_copy_whole", lambda *_: False)
     expected = _captured_conv(tmp_path / "b.zarr", _conv_net(memory_format), apart)
     assert not any(apart)
     for step in expected.steps():

@@ -127,7 +127,7 @@ def train(path, *, fails=False, **options):
                     p.grad.zero_()
             loss.detach().zero_()
             model.zero_grad()
-    assert capture._background._free.empty()  # pinned memory, or a device's, is not kept
+    assert capture._recorder._background._free.empty()  # pinned memory, or a device's, is not kept
     return gradients
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from capture import Capture
-from capture.states import ObservedState, Said, observe, records_steps, step_columns, unnamed
+from capture.states import ObservedState, Reports, observe, records_steps, step_columns, unnamed
 from gradstats.compressors import TopK
 from gradstats.hooks import CompressionState, StepRecord
 
@@ -126,18 +126,19 @@ def test_a_diagnosis_by_number_is_told_from_one_by_name():
 
 def test_records_are_news_only_once():
     state = SimpleNamespace(last=None)
-    said = Said(observe(state))
-    assert not said.changed(observe(state))
+    reports = Reports(state)
+    reports.begin()
+    assert reports.new() is None
     state.last = StepRecord(0, 0.25, 12, 1000, 96)
-    assert said.changed(observe(state))
-    said = Said(observe(state))
-    assert not said.changed(observe(state))
+    assert reports.new().last is state.last
+    reports.begin()
+    assert reports.new() is None
     state.last = StepRecord(0, 0.25, 12, 1000, 96)  # of another run
-    assert said.changed(observe(state))
+    assert reports.new().last is state.last
     state.last = SimpleNamespace(step=0)  # kept, and changed in place
-    said = Said(observe(state))
+    reports.begin()
     state.last.step = 1
-    assert said.changed(observe(state))
+    assert reports.new().last is state.last
 
 
 def test_layers_with_the_prefix_of_ddp_are_found():

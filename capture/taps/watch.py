@@ -15,22 +15,31 @@ __all__ = ["BackwardWatch"]
 
 
 class BackwardWatch:
-    """Notice backward passes by hooks on parameters, which it does not keep alive.
+    """Notice backward passes by hooks on parameters, which it does not keep alive."""
 
-    Parameters
-    ----------
-    parameters : iterable of torch.Tensor
-        Parameters that require gradients.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        watched = list(parameters)
+    def __init__(self) -> None:
         self._versions: dict[int, int] = {}
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._handles: list[Any] = []
+
+    def start(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Put hooks on parameters.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters that require gradients.
+        """
+        watched = list(parameters)
+        versions = self._versions  # alone: a parameter must not keep the watch alive
+
+        def notice(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            versions[id(parameter)] = -1 if gradient is None else version(gradient)
+
         for parameter in watched:
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._notice))
+            self._handles.append(register(notice))
         self.restart(watched)
 
     @property
@@ -79,9 +88,6 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
 
-    def _notice(self, parameter: torch.Tensor) -> None:
-        self._versions[id(parameter)] = -1 if parameter.grad is None else version(parameter.grad)
-
     def _untouched(self, parameter: torch.Tensor) -> bool:
         assert parameter.grad is not None
         return self._versions.get(id(parameter)) == version(parameter.grad)
@@ -99,7 +105,6 @@ class BackwardWatch:
 def _values(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    gradient = local_part(
-        gradient
-    )  # of a sharded one: no exchange, which some ranks might not take part in
+    # of a sharded one: no exchange, which some ranks might not take part in
+    gradient = local_part(gradient)
     return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -1,0 +1,389 @@
+"""The object a training script talks to: options, the choice of a tap, and the end of a step."""
+
+# No `from __future__ import annotations` here: DDP reads the annotations of the wrapped hook at run time.
+
+import platform
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from capture.recorder import Recorder, Storage, at_exit
+from capture.schedule import Schedule, as_schedule
+from capture.states import name_parameters, records_steps, usual_kinds
+from capture.taps.buckets import BucketTap, Hook
+from capture.taps.exchanges import ExchangeTap
+from capture.taps.layout import Layout
+from capture.taps.plain import PlainTap
+from capture.taps.shards import Sharding, ShardTap
+from capture.taps.tap import Tap
+from capture.taps.watch import BackwardWatch
+from gradstats.errors import GradstatsError, InputError, TraceError, first_line
+from gradstats.hooks import LocalSteps, Scaler
+from gradstats.hooks.torch_private import GradBucket, unwrap
+from gradstats.hooks.units import is_sharded
+from gradstats.primitives.ratio import check_count, shown
+from gradstats.trace import KINDS, STORES, Kind, Store, create_trace
+
+__all__ = ["Capture"]
+
+
+class Capture:
+    """Record per-step gradients of a training run, before and after error feedback.
+
+    In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the hook
+    that :meth:`wrap` returns; it takes a snapshot of what goes into the inner hook, and the step is stored if the
+    inner hook succeeds. A background thread writes the snapshots, and sketches them first if asked to. When the
+    disk is slower than the training, the training waits, and one warning says so once that is a second and a tenth
+    of the time; when a write fails, capturing stops with one warning and the training goes on. A capture that is
+    not closed is finished when it is collected as garbage, or when the interpreter exits.
+
+    Parameters
+    ----------
+    path : str or Path
+        Trace to create, ``NAME.zarr``.
+    model : torch.nn.Module
+        Module whose gradients are captured, wrapped in DDP or not. Give the DDP model where there is one: only then
+        can a hook that was registered without :meth:`wrap`, or a misplaced ``no_sync``, be noticed.
+    schedule : Schedule, int, iterable of int or callable
+        Steps to capture: a :class:`Schedule`, N for every N-th step, a list of steps, or a function that is asked once
+        a step, such as :meth:`gradstats.Monitor.triggered`.
+    ranks : iterable of int, optional
+        Ranks to capture; all if None.
+    kinds : sequence of {"gradient", "corrected", "local", "pseudogradient"}, optional
+        What to store: the gradient, the gradient plus the hook's memory, and, of a sharded model, this rank's gradient
+        before any reduction. If None, the first two where the hook keeps a memory, else the gradient. :meth:`follow`
+        adds the pseudo-gradient, and corrected is then of that.
+    parameters : sequence of str, optional
+        Name patterns (``fnmatch``) of the parameters to capture; all if None.
+    store : {"gradients", "sketches"}
+        Whether to store the gradients themselves, or in their place a histogram and the moments of every layer, which
+        take some kilobytes a step.
+    dtype : {"float32", "bfloat16"}
+        Type of the stored gradients; ``"bfloat16"`` takes half the space. Sketches are always of the
+        float32 values.
+    total_steps : int, optional
+        Length of the run. If it is known, the trace is laid out once and need not grow.
+    metadata : mapping of str to JSON values, optional
+        Description of the run, stored with the trace.
+    buffers : int
+        Largest number of steps on their way from the training to the disk.
+    compress : bool
+        Whether to compress the stored gradients; sketches always are.
+    overwrite : bool
+        Whether to replace an existing trace at `path`.
+    start_step : int
+        Number of the first step, for a resumed run.
+    process_group : ProcessGroup, optional
+        Group whose ranks are captured. If None, that of the DDP model, else the default group, if there is one.
+    scaler : Scaler, optional
+        ``torch.amp.GradScaler`` of the training. Gradients are then stored without the loss scale. If None, that of the
+        wrapped hook's state, if it has one.
+
+    Attributes
+    ----------
+    path : Path
+        The trace.
+    schedule : Schedule
+        Steps to capture.
+    rank : int
+        Rank of this process; 0 without a process group.
+    active : bool
+        Whether this rank still captures: False if it is not one of `ranks`, after a failed write, and once closed.
+
+    Raises
+    ------
+    TraceError
+        On every rank, if the trace cannot be created.
+    InputError
+        If no parameter matches `parameters`, an option has a wrong value, or a communication hook is registered on the
+        DDP model already.
+
+    Notes
+    -----
+    A parameter without a gradient (unused in the step) is recorded as zeros. With gradient accumulation under
+    ``no_sync`` one step is recorded per synchronised backward pass, holding the accumulated sum. Under DDP without a
+    wrapped hook the gradient is the average over the ranks, the same on all of them.
+
+    Elements are in the logical order of their parameters, whatever the memory format, as float32 (or bfloat16), also
+    those of float64 models. Of a complex parameter real and imaginary parts are recorded: its shape in the trace has a
+    last dimension of 2. Sparse gradients are recorded as dense ones.
+
+    The layout is that of the parameters that require gradients when the capture is made; one that is unfrozen later is
+    left out, with a warning.
+
+    Under FSDP2 (``fully_shard``) every rank writes the shards that it holds of the gradient, which is read back whole
+    under the first rank of a replica. With :func:`gradstats.hooks.shard_hook` it is the mean over one replica's ranks,
+    as it goes into the compressor; else the mean over all ranks, stored once. Of kind ``"local"`` every rank writes all
+    elements: the sum over its micro-batches, before the reduce-scatter. Make the capture after ``fully_shard`` and
+    ``shard_hook`` or :class:`gradstats.hooks.LocalSteps`, and before the first forward pass.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: torch.nn.Module,
+        schedule: Schedule | int | Iterable[int] | Callable[[int], bool] = 1,
+        *,
+        ranks: Iterable[int] | None = None,
+        kinds: Sequence[Kind] | None = None,
+        parameters: Sequence[str] | None = None,
+        store: Store = "gradients",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        total_steps: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        buffers: int = 2,
+        compress: bool = False,
+        overwrite: bool = False,
+        start_step: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        scaler: Scaler | None = None,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        _check_options(kinds, store, dtype)
+        check_count(buffers, "buffers")
+        self.path = Path(path)
+        self.schedule = as_schedule(schedule)
+        self._layout = Layout(model, parameters)
+        self._kinds = None if kinds is None else tuple(kinds)
+        ddp = unwrap(model).ddp
+        # weakly, for DDP holds the hook, and with it the capture, where no garbage collector sees it
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+        if process_group is None and ddp is not None:
+            process_group = ddp.process_group
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(process_group) if distributed else 0
+        ranks = None if ranks is None else set(ranks)
+        active = ranks is None or self.rank in ranks
+        self._sharding: Sharding | None = None
+        if is_sharded(self._layout.model):
+            self._sharding = Sharding(self._layout, process_group, ranks)
+            active = bool(self._sharding.kinds(self._kinds or usual_kinds(self._sharding.hook)))
+        elif "local" in (self._kinds or ()):
+            raise InputError(
+                "kind 'local' is of models sharded by fully_shard(); under DDP wrap a hook, and 'gradient' is each "
+                "rank's own"
+            )
+        storage = Storage(self.path, self.rank, store, dtype, compress, buffers, total_steps)
+        self._recorder = Recorder(storage, self.schedule, start_step, scaler, active)
+        self._watch = BackwardWatch()
+        common = (self._recorder, self._layout, self._kinds, self._watch)
+        self._tap: Tap = (
+            PlainTap(*common, self._ddp)
+            if self._sharding is None
+            else ShardTap(*common, self._sharding)
+        )
+        self._tap.check()
+        world_size = dist.get_world_size(process_group) if distributed else 1
+
+        def create() -> None:
+            create_trace(
+                self.path,
+                self._layout.layers,
+                world_size=world_size,
+                metadata={**_origin(storage, self.schedule), **(metadata or {})},
+                overwrite=overwrite,
+            )
+
+        _create_on_rank_zero(create, self.path, self.rank, process_group, distributed)
+        self._watch.start(self._layout.parameters if active else ())
+        self._closed = False
+        at_exit(weakref.WeakMethod(self.close))
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank still captures."""
+        return self._recorder.active
+
+    def wrap(self, state: Any, hook: Hook) -> tuple["Capture", Hook]:
+        """Wrap a DDP communication hook, so that what goes into it is captured.
+
+        Use as ``ddp_model.register_comm_hook(*capture.wrap(state, hook))``. The inner hook runs unchanged.
+
+        Parameters
+        ----------
+        state : object
+            State of the inner hook; the process group or None for PyTorch's ``allreduce_hook``. It says what
+            ``"corrected"`` is: see :class:`capture.states.ObservedState` for states of your own. For a state that keeps
+            no memory, corrected equals gradient. A state with a method ``name_parameters`` is told the model's names.
+        hook : callable
+            Any DDP communication hook.
+
+        Returns
+        -------
+        tuple of (Capture, callable)
+            State and hook to register.
+
+        Raises
+        ------
+        InputError
+            If the hook is none, as when the two are swapped.
+        """
+        if not callable(hook):
+            raise InputError(
+                "capture.wrap(state, hook) takes the state first: the two are swapped"
+                if callable(state) and not records_steps(state)
+                else f"a communication hook is a function of a state and a bucket, not {shown(hook)}"
+            )
+        name_parameters(state, self._layout.model.named_parameters())
+        tap = BucketTap(
+            self._recorder, self._layout, self._kinds, self._watch, self._ddp, state, hook
+        )
+        self._tap = tap
+
+        def capture_hook(
+            capture: "Capture", bucket: GradBucket
+        ) -> torch.futures.Future[torch.Tensor]:
+            return tap.exchange(bucket)
+
+        return self, capture_hook
+
+    def follow(self, local_steps: LocalSteps) -> None:
+        """Record the exchanges of local steps: one step of the trace for each, numbered from 0.
+
+        It holds the pseudo-gradient, what is compressed of it where there is a memory, and the gradient of the last
+        local step, as the optimizer saw it. :meth:`step`, before ``optimizer.step()``, adds that step's loss and
+        learning rate.
+
+        Parameters
+        ----------
+        local_steps : LocalSteps
+            What the training goes through, before it is entered. With a delay, what the compressor says of an exchange
+            is not recorded.
+
+        Raises
+        ------
+        InputError
+            If the capture wraps a hook already, or captures kind ``"local"``.
+        """
+        if isinstance(self._tap, BucketTap):
+            raise InputError("a Capture wraps a hook or follows local steps: make one for each")
+        if self._kinds is not None and "local" in self._kinds:
+            raise InputError(
+                "kind 'local' is of every step, and these are of many: take 'gradient', that of the last one"
+            )
+        self._watch.stop()
+        tap = ExchangeTap(
+            self._recorder, self._layout, self._kinds, self, local_steps, self._sharding
+        )
+        self._tap = tap
+        if not self._closed:
+            local_steps.watch(tap.before, tap.after)
+
+    def step(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        loss: float | torch.Tensor | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """End a step: call once per iteration, after ``backward()`` and before gradients are zeroed.
+
+        Without a wrapped hook it takes a snapshot of the model's gradients now. With one, it only adds the loss and
+        the learning rate to what the hook saw; a step it is not called for is committed without them. Called without a
+        backward pass since the last call, it records nothing, and warns.
+
+        With a loss scaler but no wrapped hook, call it before ``scaler.unscale_()`` and ``scaler.step()``.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, optional
+            Module with the same parameter names, if other than the one given at construction.
+        loss : float or torch.Tensor, optional
+            Loss to record with the step, if the step is captured.
+        learning_rate : float, optional
+            Learning rate to record with the step, if the step is captured.
+
+        Raises
+        ------
+        InputError
+            If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; or if the
+            scaler has unscaled the gradients already.
+        """
+        if self._closed:
+            return
+        self._tap.check()
+        if self.active:
+            self._tap.end(model, loss, learning_rate)
+
+    def close(self) -> None:
+        """Write what is queued and finish the trace.
+
+        Calling it twice does no harm. Ctrl-C takes effect when all is written; pressed again, at once.
+        """
+        if not self._closed:
+            self._closed = True
+            self._watch.stop()
+            self._tap.close()
+        self._recorder.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True):
+            return
+        # not close(), which waits for a slow disk: garbage is collected in any place
+        self._closed = True
+        self._watch.stop()
+        self._tap.finish()
+        self._recorder.abandon()
+
+    def __enter__(self) -> "Capture":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None:
+    """Refuse values that these options do not have."""
+    if kinds is not None and (isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS)):
+        raise InputError(f"kinds must be a list of {', '.join(KINDS)}, not {kinds!r:.100}")
+    if store not in STORES:
+        raise InputError(f"store must be {' or '.join(STORES)}, not {store}")
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"dtype must be float32 or bfloat16, not {dtype}")
+
+
+def _create_on_rank_zero(
+    create: Callable[[], None],
+    path: Path,
+    rank: int,
+    process_group: dist.ProcessGroup | None,
+    distributed: bool,
+) -> None:
+    """Create the trace once; raise its error on every rank, whatever it is, so that none waits for another."""
+    problem: list[str | None] = [None]
+    interrupt: BaseException | None = None
+    if rank == 0:
+        try:
+            create()
+        except GradstatsError as error:
+            problem = [str(error)]
+        except BaseException as error:
+            problem = [f"cannot create {str(path)!r}: {type(error).__name__}: {first_line(error)}"]
+            interrupt = None if isinstance(error, Exception) else error
+    if distributed:
+        dist.broadcast_object_list(problem, group=process_group, group_src=0)
+    if interrupt is not None:
+        raise interrupt
+    if problem[0] is not None:
+        raise TraceError(problem[0])
+
+
+def _origin(storage: Storage, schedule: Schedule) -> dict[str, Any]:
+    """Return what a trace says of where it comes from."""
+    names = ("gradstats", "torch", "numpy", "zarr")
+    return {
+        "capture": {
+            "schedule": schedule.description,
+            "store": storage.store,
+            "dtype": storage.dtype,
+        },
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in names}},
+        "created": datetime.now(UTC).isoformat(" ", "seconds"),
+        "host": platform.node(),
+    }

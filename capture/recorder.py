@@ -1,0 +1,398 @@
+"""One step's life: whether it is recorded, where its gradients are copied, and when it goes to the writer."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from capture.copies import Copies, Values
+from capture.schedule import Schedule
+from capture.writer import BackgroundWriter, Snapshot
+from gradstats.hooks import Scaler
+from gradstats.hooks.torch_private import before_thread_pools_end
+from gradstats.trace import Kind, Shard, Store, TraceWriter
+
+__all__ = ["CaptureWarning", "Contents", "Phase", "Recorder", "Storage", "at_exit", "warn"]
+
+_PATIENCE_S = 10.0
+"""Longest that the collection of a capture that nobody closed waits for the disk."""
+
+
+class CaptureWarning(UserWarning):
+    """Capturing is slower than training, has stopped, or does not see what it should. The training goes on."""
+
+
+class Phase(Enum):
+    """How far the step in progress is."""
+
+    IDLE = "idle"
+    """No step has begun."""
+    OPEN = "open"
+    """Its gradients are being copied."""
+    SENT = "sent"
+    """All of them have been, and the training has sent them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where and how a rank's steps are stored: options of the user's.
+
+    Attributes
+    ----------
+    path : Path
+        The trace.
+    rank : int
+        Rank of this process.
+    store : Store
+        Gradients or sketches.
+    dtype : {"float32", "bfloat16"}
+        Type of stored gradients.
+    compress : bool
+        Whether stored gradients are compressed.
+    buffers : int
+        Largest number of steps on their way to the disk.
+    total_steps : int or None
+        Length of the training, if it is known.
+    """
+
+    path: Path
+    rank: int
+    store: Store
+    dtype: Literal["float32", "bfloat16"]
+    compress: bool
+    buffers: int
+    total_steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a rank writes of every recorded step.
+
+    Attributes
+    ----------
+    kinds : tuple of Kind
+        Vectors of the step.
+    devices : frozenset of torch.device
+        Where gradients are.
+    compression : bool
+        Whether a hook's state reports what it did.
+    shards : sequence of Shard or None
+        What this rank holds of each parameter; None if all of it.
+    shard_ranks : sequence of int
+        Ranks whose shards are the whole gradient.
+    """
+
+    kinds: tuple[Kind, ...]
+    devices: frozenset[torch.device]
+    compression: bool = False
+    shards: Sequence[Shard] | None = None
+    shard_ranks: Sequence[int] = ()
+
+
+class Recorder:
+    """Record steps: :meth:`begin`, :meth:`copy` what comes, :meth:`sent`, and :meth:`commit` or :meth:`drop`.
+
+    It does not know where gradients come from; a tap (:mod:`capture.taps`) tells it.
+
+    Parameters
+    ----------
+    storage : Storage
+        Where and how to store.
+    schedule : Schedule
+        Steps to record.
+    step : int
+        Number of the first step.
+    scaler : Scaler, optional
+        Loss scaler of the training.
+    active : bool
+        Whether this rank records at all.
+
+    Attributes
+    ----------
+    active : bool
+        Whether anything is still recorded: False after a failed write, and once closed.
+    copies : Copies
+        What copies gradients; without devices until the first recorded step.
+    phase : Phase
+        How far the step in progress is.
+    scale : float
+        Loss scale of the last recorded step.
+    scaler : Scaler or None
+        Loss scaler of the training.
+    storage : Storage
+        Where and how to store.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        schedule: Schedule,
+        step: int,
+        scaler: Scaler | None,
+        active: bool,
+    ) -> None:
+        self.active = active
+        self.copies = Copies()
+        self.phase = Phase.IDLE
+        self.scale = 1.0
+        self.scaler = scaler
+        self.storage = storage
+        self._schedule = schedule
+        self._step = step
+        self._snapshot: Snapshot | None = None
+        self._background: BackgroundWriter | None = None
+        self._warnings: set[str] = set()
+
+    @property
+    def arrays(self) -> Mapping[Kind, Values]:
+        """Where the gradients of the step in progress go, by kind; empty if it is not recorded."""
+        return {} if self._snapshot is None else self._snapshot.arrays
+
+    def wanted(self) -> bool:
+        """Ask the schedule whether the next step is to be recorded: once a step, for it may be a user's function."""
+        return self.active and self._step in self._schedule
+
+    def begin(self, contents: Callable[[], Contents], wanted: bool) -> None:
+        """Begin a step; wait for the disk if all buffers are on their way to it.
+
+        Parameters
+        ----------
+        contents : callable
+            Says what this rank writes; called before the first recorded step.
+        wanted : bool
+            What :meth:`wanted` has answered.
+        """
+        assert self.phase is Phase.IDLE
+        self.phase = Phase.OPEN
+        if not wanted:
+            return
+        if self._background is None:
+            self._open(contents())
+        self._check()
+        if self.active and self._background is not None:
+            self._snapshot = self._background.borrow(self._on_wait)
+            self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def copy(
+        self, kind: Kind, place: slice, gradient: torch.Tensor, scale: float | None = None
+    ) -> None:
+        """Copy a gradient, if the step is recorded and this kind is written.
+
+        Parameters
+        ----------
+        kind : Kind
+            What it is.
+        place : slice
+            Its place in the flat vector of this kind.
+        gradient : torch.Tensor
+            As :meth:`capture.copies.Copies.copy` takes it.
+        scale : float, optional
+            What it was multiplied by; the loss scale if None.
+        """
+        array = self.arrays.get(kind)
+        if array is not None:
+            self.copies.copy(gradient, array[place], self.scale if scale is None else scale)
+
+    def put(
+        self, kind: Kind, place: slice, parameter: torch.Tensor, scale: float | None = None
+    ) -> None:
+        """Copy what a parameter's ``.grad`` holds, or zeros, in the same way.
+
+        Parameters
+        ----------
+        kind : Kind
+            What it is.
+        place : slice
+            Its place in the flat vector of this kind.
+        parameter : torch.Tensor
+            The parameter.
+        scale : float, optional
+            What the gradient was multiplied by; the loss scale if None.
+        """
+        array = self.arrays.get(kind)
+        if array is not None:
+            self.copies.put(parameter, array[place], self.scale if scale is None else scale)
+
+    def sent(self) -> None:
+        """Note that the training has sent the step's gradients."""
+        self.phase = Phase.SENT
+
+    def commit(
+        self,
+        loss: float | torch.Tensor | None = None,
+        learning_rate: float | None = None,
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
+        """End the step, and queue it for writing if it is recorded.
+
+        Parameters
+        ----------
+        loss : float or torch.Tensor, optional
+            Loss of the step.
+        learning_rate : float, optional
+            Learning rate of the step.
+        columns : mapping, optional
+            What a hook's state reports of the step.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If one of them is no number. The step goes on then.
+        """
+        snapshot = self._snapshot
+        if snapshot is not None:
+            scalars = dict(columns or {})
+            if "misplaced" not in self._warnings:  # else they may be of another step
+                if loss is not None:
+                    scalars["loss"] = self.copies.number(loss)
+                if learning_rate is not None:
+                    scalars["learning_rate"] = float(learning_rate)
+            snapshot.scalars = scalars
+            snapshot.step = self._step
+            snapshot.arrived = self.copies.mark()
+        self._step += 1
+        self._snapshot, self.phase = None, Phase.IDLE
+        if snapshot is not None and self._background is not None:
+            self._background.submit(snapshot)
+
+    def drop(self) -> None:
+        """Forget a step that failed; it does not count."""
+        snapshot, self._snapshot = self._snapshot, None
+        self.phase = Phase.IDLE
+        if snapshot is not None and self._background is not None:
+            snapshot.arrived = self.copies.mark()
+            snapshot.wait()  # what is still on its way would come into another step
+            self._background.give_back(snapshot)
+
+    def skip(self) -> None:
+        """Count a step of which nothing is known."""
+        self.drop()
+        self._step += 1
+
+    def misplaced(self) -> None:
+        """Warn that the end of a step came without a gradient."""
+        self.warn_once(
+            "misplaced",
+            "capture.step() found no gradient of a new backward pass, and records nothing: call it once per iteration, "
+            "after backward() and before gradients are zeroed. Losses and learning rates are not recorded from here "
+            "on, for they may be of other steps",
+        )
+
+    def warn_once(self, about: str, message: str) -> None:
+        """Warn, unless there was a warning about the same before.
+
+        Parameters
+        ----------
+        about : str
+            What it is about.
+        message : str
+            The warning.
+        """
+        if about not in self._warnings:
+            self._warnings.add(about)
+            warn(message)
+
+    def stop(self, error: Exception) -> None:
+        """Record nothing more, and warn.
+
+        Parameters
+        ----------
+        error : Exception
+            The reason.
+        """
+        self.active = False
+        if self._background is not None:
+            self._background.close(0.0)  # gives its memory back
+        warn(f"capture stopped, training goes on: {error}")
+
+    def close(self) -> None:
+        """Write what is queued, and finish the trace."""
+        if self._background is not None:
+            self._background.close(on_interrupt=self._on_interrupt)
+            self._check()
+        self.active = False
+
+    def abandon(self) -> None:
+        """Do the same without waiting long for a slow disk: garbage is collected in any place."""
+        background, path = self._background, self.storage.path
+        if background is None:
+            return
+        if not background.close(_PATIENCE_S):
+            at_exit(lambda: background.close)
+        elif background.error is not None and self.active:
+            warn(f"{path} was not closed, and lacks its last steps: {background.error}")
+
+    def _open(self, contents: Contents) -> None:
+        """Open this rank's writer."""
+        storage, expected = self.storage, None
+        if storage.total_steps is not None and self._schedule.known:
+            expected = self._schedule.count(storage.total_steps)
+        try:
+            writer = TraceWriter(
+                storage.path,
+                storage.rank,
+                kinds=contents.kinds,
+                store=storage.store,
+                dtype=storage.dtype,
+                expected_steps=expected,
+                compress=storage.compress,
+                compression=contents.compression,
+                shards=contents.shards,
+                shard_ranks=contents.shard_ranks,
+            )
+            self.copies = Copies(contents.devices, stay=storage.store == "sketches")
+            self._background = BackgroundWriter(
+                writer, contents.kinds, storage.buffers, self.copies
+            )
+        except Exception as error:
+            self.stop(error)
+
+    def _check(self) -> None:
+        if self.active and self._background is not None and self._background.error is not None:
+            self.stop(self._background.error)
+
+    def _on_wait(self) -> None:
+        self.warn_once(
+            "wait",
+            f"{self.storage.path}: the disk is slower than the training, which waits for it: capture fewer steps, "
+            f"keep sketches (store='sketches'), or take more memory (buffers={2 * self.storage.buffers})",
+        )
+
+    def _on_interrupt(self) -> None:
+        warn(f"{self.storage.path}: writing what is queued; press Ctrl-C again to lose it")
+
+
+def warn(message: str) -> None:
+    """Warn of something that a capture does not do as it should.
+
+    Parameters
+    ----------
+    message : str
+        The warning.
+    """
+    warnings.warn(message, CaptureWarning, stacklevel=2)
+
+
+def at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
+    """Call what `close` returns at interpreter exit, such as a method that is weakly held; nothing if that is None.
+
+    Parameters
+    ----------
+    close : callable
+        Returns what to call, or None.
+    """
+
+    def finish() -> None:
+        method = close()
+        if method is not None:
+            method()
+
+    with contextlib.suppress(RuntimeError):  # the interpreter exits already
+        before_thread_pools_end(finish)

@@ -1,0 +1,253 @@
+"""Gradients of DDP on their way into a wrapped communication hook, bucket by bucket."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from capture.recorder import Phase, Recorder, warn
+from capture.states import ObservedState, observe, scaler_of
+from capture.taps.layout import Layout
+from capture.taps.tap import Tap
+from capture.taps.watch import BackwardWatch
+from gradstats.errors import InputError
+from gradstats.hooks.gradient import Pair, logical, pairs_of
+from gradstats.hooks.torch_private import GradBucket, comm_hooks, copy_all
+from gradstats.trace import Kind
+
+__all__ = ["BucketTap", "Hook"]
+
+Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class BucketTap(Tap):
+    """Record what goes into a communication hook, if the hook's exchange succeeds.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        What records.
+    layout : Layout
+        Captured parameters.
+    kinds : sequence of Kind, optional
+        Kinds to capture.
+    watch : BackwardWatch
+        Tells whether a backward pass has reached the parameters.
+    ddp : weakref to DistributedDataParallel, optional
+        The model in DDP, if the capture was given that.
+    state : object
+        State of the hook.
+    hook : callable
+        The hook.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layout: Layout,
+        kinds: Sequence[Kind] | None,
+        watch: BackwardWatch,
+        ddp: weakref.ref[DistributedDataParallel] | None,
+        state: Any,
+        hook: Hook,
+    ) -> None:
+        super().__init__(recorder, layout, kinds, state)
+        self._watch = watch
+        self._ddp = ddp
+        self._hook = hook
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self._copies: dict[int, _BucketCopy] = {}
+        self._reached = False
+        self._passed = 0
+        if recorder.scaler is None:
+            recorder.scaler = scaler_of(state)
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Copy a bucket, and give it to the hook.
+
+        Parameters
+        ----------
+        bucket : GradBucket
+            What DDP gives; the first one of an iteration begins a step.
+
+        Returns
+        -------
+        torch.futures.Future
+            What the hook returned.
+        """
+        try:
+            if bucket.index() == 0:
+                self._begin_step()
+            if self._recorder.arrays:
+                self._copy(bucket)
+            future = self._hook(self._state, bucket)
+            if isinstance(future, torch.futures.Future):
+                self._futures.append(future)
+            if bucket.is_last():
+                self._recorder.sent()
+        except BaseException:
+            self._recorder.drop()
+            self._futures.clear()
+            raise
+        return future
+
+    def end(
+        self,
+        model: torch.nn.Module | None,
+        loss: float | torch.Tensor | None,
+        learning_rate: float | None,
+    ) -> None:
+        """Commit the step with its loss and learning rate."""
+        if self._recorder.phase is not Phase.IDLE:
+            self._conclude(loss, learning_rate)
+        elif not self._watch.fired:
+            self._recorder.misplaced()
+        else:  # a backward pass under no_sync: the step goes on; or one that failed
+            self._passed += 1
+        self._watch.restart(())
+
+    def check(self) -> None:
+        """Refuse a DDP model on which something else than the wrapped hook is registered."""
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is None:
+            return
+        hooks = comm_hooks(ddp)
+        if (not hooks and self._watch.fired) or any(hook is self._hook for hook, _ in hooks):
+            name = getattr(self._hook, "__name__", "hook")
+            raise InputError(
+                "the hook that capture.wrap() returned is not registered on the DDP model: write "
+                f"ddp.register_comm_hook(*capture.wrap(state, {name}))"
+            )
+
+    def close(self) -> None:
+        """End the step in progress; warn if the hook was never called."""
+        super().close()
+        if self._passed and not self._reached:
+            path = self._recorder.storage.path
+            warn(
+                f"{path}: the hook that capture.wrap() returned saw no gradient in {self._passed} backward passes: "
+                "give the Capture the DDP model, and register the hook on it"
+            )
+
+    def _begin_step(self) -> None:
+        if (
+            self._recorder.phase is not Phase.IDLE
+        ):  # the user did not end the last one, or it failed
+            self._conclude()
+        self._reached = True
+        self._begin(self._recorder.wanted())
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and not ddp.require_backward_grad_sync:
+            self._recorder.warn_once(
+                "no_sync",
+                "DDP's no_sync() around backward() alone does nothing: gradients are exchanged, and a step is "
+                "recorded; put the forward pass into it too",
+            )
+
+    def _conclude(
+        self, loss: float | torch.Tensor | None = None, learning_rate: float | None = None
+    ) -> None:
+        super()._conclude(loss, learning_rate)
+        self._futures.clear()
+
+    def _arrived(self) -> bool:
+        try:
+            return all(f.done() and [f.value()] for f in self._futures)
+        except Exception:  # the training has it already
+            return False
+
+    def _copy(self, bucket: GradBucket) -> None:
+        """Copy a bucket of a step that is recorded."""
+        observed = observe(self._state, bucket)
+        if self._copy_whole(bucket, observed):
+            return
+        # a state that knows the scaler has taken the scale out of what it corrects
+        scale = None if scaler_of(self._state) is None else 1.0
+        corrects = "corrected" in self._recorder.arrays
+        for parameter, gradient in _gradients(bucket):
+            slot = self._layout.slots.get(id(parameter))
+            if slot is None:
+                self._note_absent(parameter)
+                continue
+            self._recorder.copy("gradient", slot, gradient)
+            if corrects:
+                corrected = observed.corrected(parameter, gradient)
+                self._recorder.copy("corrected", slot, corrected, scale)
+
+    def _copy_whole(self, bucket: GradBucket, observed: ObservedState) -> bool:
+        """Copy a bucket in one call for each kind, if it can be done; tell whether it was.
+
+        Of a network with many small parameters the calls for each take longer than the memory.
+        """
+        arrays, buffer = self._recorder.arrays, bucket.buffer()
+        in_memory = all(isinstance(array, np.ndarray) for array in arrays.values())
+        if not in_memory or self._recorder.scale != 1 or buffer.is_sparse:
+            return False
+        copy = self._copies.get(bucket.index())
+        if copy is None or not copy.fits(buffer):
+            if bucket.index() == 0:  # DDP has made new buckets, perhaps fewer
+                self._copies.clear()
+            copy = _BucketCopy(buffer, list(_gradients(bucket)), self._layout.slots)
+            self._copies[bucket.index()] = copy
+        if not copy.possible:
+            return False
+        for kind, array in arrays.items():
+            copy.copy(array, observed.corrected if kind == "corrected" else None)
+        return True
+
+
+class _BucketCopy:
+    """Copy the gradients of one of DDP's buckets to their places in the trace in one call for each kind."""
+
+    def __init__(
+        self, buffer: torch.Tensor, pairs: Sequence[Pair], slots: Mapping[int, slice]
+    ) -> None:
+        self._buffer = buffer  # kept, so that no other bucket's can come to have its address
+        self._targets: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        # elsewhere a device or a conversion is between, or part of the bucket is not captured
+        self.possible = (
+            buffer.dtype == torch.float32
+            and buffer.is_cpu
+            and all(id(p) in slots and p.dtype == torch.float32 for p, _ in pairs)
+        )
+        if self.possible:
+            self._pairs = list(pairs)
+            self._sources = [gradient for _, gradient in pairs]
+            self._slots = [slots[id(p)] for p, _ in pairs]
+
+    def fits(self, buffer: torch.Tensor) -> bool:
+        """Tell whether a bucket is still the one that this was made for: DDP makes new ones once."""
+        return buffer.data_ptr() == self._buffer.data_ptr() and buffer.shape == self._buffer.shape
+
+    def copy(
+        self,
+        array: Any,
+        correct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Copy the gradients, or what a function makes of each, to their places in an array."""
+        if id(array) not in self._targets:
+            whole = torch.from_numpy(array)
+            views = [
+                whole[slot].view(p.shape)
+                for slot, (p, _) in zip(self._slots, self._pairs, strict=True)
+            ]
+            self._targets[id(array)] = array, views
+        targets, sources = self._targets[id(array)][1], self._sources
+        if correct is not None:  # flat, or of the parameter's shape
+            sources = [correct(p, gradient).reshape(p.shape) for p, gradient in self._pairs]
+        with torch.no_grad():
+            copy_all(targets, sources)
+
+
+def _gradients(bucket: GradBucket) -> Iterator[Pair]:
+    """Yield a bucket's parameters and their gradients, element for element."""
+    if bucket.buffer().is_sparse:  # a bucket of its own
+        yield bucket.parameters()[0], bucket.buffer().to_dense()
+        return
+    for parameter, gradient in pairs_of(bucket):
+        yield parameter, logical(parameter, gradient.detach())

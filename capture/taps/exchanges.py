@@ -1,0 +1,109 @@
+"""Pseudo-gradients of local steps, exchange by exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from capture.recorder import Contents, Phase, Recorder
+from capture.states import usual_kinds
+from capture.taps.layout import Layout
+from capture.taps.shards import Sharding
+from capture.taps.tap import Tap
+from gradstats.hooks import LocalSteps
+from gradstats.hooks.gradient import Pair
+from gradstats.trace import Kind
+
+__all__ = ["ExchangeTap"]
+
+
+class ExchangeTap(Tap):
+    """Record what local steps exchange; a step of the trace is an exchange of all fragments.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        What records.
+    layout : Layout
+        Captured parameters.
+    kinds : sequence of Kind, optional
+        Kinds to capture.
+    owner : object
+        Capture that is kept alive as long as the local steps call the tap.
+    local_steps : LocalSteps
+        The local steps.
+    sharding : Sharding, optional
+        What this rank holds of a sharded model.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layout: Layout,
+        kinds: Sequence[Kind] | None,
+        owner: object,
+        local_steps: LocalSteps,
+        sharding: Sharding | None = None,
+    ) -> None:
+        super().__init__(recorder, layout, kinds, local_steps)
+        self._owner = owner
+        self._sharding = sharding
+        self._loss: float | torch.Tensor | None = None
+        self._learning_rate: float | None = None
+
+    def before(self, pairs: Sequence[Pair]) -> None:
+        """Copy the pseudo-gradients of a fragment; the first one of an interval begins a step.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, pseudo-gradient)
+            What the fragment is about to exchange.
+        """
+        recorder = self._recorder
+        if not recorder.active:
+            return
+        if recorder.phase is Phase.IDLE:
+            self._begin(recorder.wanted())
+        if not recorder.arrays:
+            return
+        corrects = "corrected" in recorder.arrays
+        places = self._layout.slots if self._sharding is None else self._sharding.places
+        for parameter, pseudogradient in pairs:
+            slot = places.get(id(parameter))
+            if slot is None:
+                self._note_absent(parameter)
+                continue
+            if slot.start == slot.stop:  # another rank's
+                continue
+            recorder.copy("pseudogradient", slot, pseudogradient, 1.0)
+            if corrects:
+                corrected = self._state.corrected(parameter, pseudogradient)
+                recorder.copy("corrected", slot, corrected, 1.0)
+            recorder.put("gradient", slot, parameter, 1.0)
+
+    def after(self) -> None:
+        """Commit the step: the last fragment of the interval has been exchanged."""
+        if self._recorder.phase is not Phase.IDLE:
+            self._recorder.sent()
+            self._conclude(self._loss, self._learning_rate)
+
+    def end(
+        self,
+        model: torch.nn.Module | None,
+        loss: float | torch.Tensor | None,
+        learning_rate: float | None,
+    ) -> None:
+        """Keep loss and learning rate of a local step, in case it ends an interval."""
+        self._loss, self._learning_rate = loss, learning_rate
+
+    def check(self) -> None:
+        """Refuse a hook that was registered on a sharded model after the capture was made."""
+        if self._sharding is not None:
+            self._sharding.check()
+
+    def contents(self) -> Contents:
+        """Return what this rank writes: pseudo-gradients are added to what the local steps' memory suggests."""
+        kinds = self._kinds or (*usual_kinds(self._state), "pseudogradient")
+        contents = self._contents(kinds)
+        return contents if self._sharding is None else self._sharding.part(contents)

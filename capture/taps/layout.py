@@ -1,0 +1,133 @@
+"""Where the captured parameters of a model lie in the flat gradient."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+
+from gradstats.errors import InputError
+from gradstats.hooks.torch_private import unwrap
+from gradstats.primitives.ratio import shown
+from gradstats.trace import Layer
+
+__all__ = ["Layout", "module_of"]
+
+
+class Layout:
+    """The parameters that require gradients when it is made, one after another in the model's order.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, in whatever wrappers.
+    patterns : sequence of str, optional
+        Name patterns (``fnmatch``) of the parameters to capture; all if None.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+        The model without its wrappers.
+    layers : list of Layer
+        Names, places and shapes.
+    names : list of str
+        Names of the layers.
+    slots : dict of int to slice
+        Places by the identity of the parameter.
+    parameters : list of torch.Tensor
+        The captured parameters.
+
+    Raises
+    ------
+    InputError
+        If the model is none, or no parameter matches.
+    """
+
+    def __init__(self, model: object, patterns: Sequence[str] | None = None) -> None:
+        self.model = module_of(model)
+        self.layers: list[Layer] = []
+        self.slots: dict[int, slice] = {}
+        offset = 0
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if patterns is not None and not any(fnmatch.fnmatchcase(name, p) for p in patterns):
+                continue
+            shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+            layer = Layer(name, offset, shape)
+            self.layers.append(layer)
+            self.slots[id(parameter)] = layer.slice
+            offset += layer.numel
+        if not self.layers:
+            names = ", ".join(name for name, _ in list(self.model.named_parameters())[:5])
+            raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
+        self.names = [layer.name for layer in self.layers]
+        self.parameters = [p for p in self.model.parameters() if id(p) in self.slots]
+        self._trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
+
+    def slots_of(self, model: torch.nn.Module) -> dict[int, slice]:
+        """Return the places of another model's parameters, by name.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            Model without wrappers.
+
+        Returns
+        -------
+        dict of int to slice
+            Places by the identity of the parameter.
+
+        Raises
+        ------
+        InputError
+            If it lacks a parameter.
+        """
+        named = dict(model.named_parameters())
+        try:
+            return {id(named[layer.name]): layer.slice for layer in self.layers}
+        except KeyError as error:
+            raise InputError(
+                f"the model has no parameter {error}; the trace was made for another model"
+            ) from None
+
+    def missing(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter that has no place; None if it was left out on purpose.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            A parameter that is in no slot.
+        """
+        if id(parameter) in self._trainable:
+            return None
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return names.get(id(parameter), "a parameter of another model")
+
+
+def module_of(model: object) -> torch.nn.Module:
+    """Return the module behind a model's wrappers.
+
+    Parameters
+    ----------
+    model : object
+        What a user gave as the model.
+
+    Returns
+    -------
+    torch.nn.Module
+        The module.
+
+    Raises
+    ------
+    InputError
+        If it is none.
+    """
+    inner = unwrap(model).module
+    if not isinstance(inner, torch.nn.Module):
+        hint = (
+            "; give the model whose parameters it updates" if hasattr(model, "param_groups") else ""
+        )
+        raise InputError(f"Capture needs a torch.nn.Module, not {shown(model)}{hint}")
+    return inner

@@ -1,0 +1,133 @@
+"""Gradients of a loop without a wrapped hook: what is in ``.grad`` when the user ends a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from capture.recorder import Phase, Recorder
+from capture.taps.layout import Layout, module_of
+from capture.taps.tap import Tap
+from capture.taps.watch import BackwardWatch
+from gradstats.errors import InputError
+from gradstats.hooks.torch_private import comm_hooks, scaler_stages
+from gradstats.trace import Kind
+
+__all__ = ["PlainTap"]
+
+
+class PlainTap(Tap):
+    """Record the model's ``.grad`` at :meth:`end`.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        What records.
+    layout : Layout
+        Captured parameters.
+    kinds : sequence of Kind, optional
+        Kinds to capture.
+    watch : BackwardWatch
+        Tells whether a backward pass has reached the parameters.
+    ddp : weakref to DistributedDataParallel, optional
+        The model in DDP, if it is; no hook may be registered on it.
+    state : object
+        What remembers and reports; None where nothing does.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layout: Layout,
+        kinds: Sequence[Kind] | None,
+        watch: BackwardWatch,
+        ddp: weakref.ref[DistributedDataParallel] | None = None,
+        state: Any = None,
+    ) -> None:
+        super().__init__(recorder, layout, kinds, state)
+        self._watch = watch
+        self._ddp = ddp
+
+    def end(
+        self,
+        model: torch.nn.Module | None,
+        loss: float | torch.Tensor | None,
+        learning_rate: float | None,
+    ) -> None:
+        """Copy the gradients, if there are new ones, and commit the step."""
+        recorder, source = self._recorder, self._source(model)
+        slots = self._layout.slots
+        if source is not self._layout.model:
+            slots = self._layout.slots_of(source)
+        # of a step that a tap of the exchange has begun, the schedule was asked
+        begun = recorder.phase is not Phase.IDLE
+        wanted = bool(recorder.arrays) if begun else recorder.wanted()
+        if self._has_gradient(source, slots, wanted):
+            self._check_scaler()
+            try:
+                if not begun:
+                    self._begin(wanted)
+                if recorder.arrays:
+                    self._copy(source, slots)
+                recorder.sent()
+                self._conclude(loss, learning_rate)
+            except BaseException:
+                recorder.drop()
+                raise
+        else:
+            recorder.misplaced()
+            if self._watch.fired:
+                recorder.skip()
+        self._watch.restart(self._layout.parameters)
+
+    def check(self) -> None:
+        """Refuse a hook on the DDP model: the gradients would be what it left."""
+        ddp = None if self._ddp is None else self._ddp()
+        names = [] if ddp is None else [getattr(h, "__name__", "hook") for h, _ in comm_hooks(ddp)]
+        if names:
+            raise InputError(
+                f"the DDP model has a communication hook, {names[0]}, and its result would be captured instead of the "
+                "gradient: make the Capture first, and register the hook by "
+                f"ddp.register_comm_hook(*capture.wrap(state, {names[0]}))"
+            )
+
+    def _source(self, model: torch.nn.Module | None) -> torch.nn.Module:
+        """Return the model whose gradients are copied."""
+        return self._layout.model if model is None else module_of(model)
+
+    def _has_gradient(
+        self, source: torch.nn.Module, slots: Mapping[int, slice], wanted: bool
+    ) -> bool:
+        """Tell whether the gradients are of a backward pass since the last step."""
+        own = source is self._layout.model
+        parameters = self._layout.parameters
+        if not own:
+            parameters = [p for p in source.parameters() if id(p) in slots]
+        # values are looked at where they are needed, and not where DDP wrote them after the backward pass
+        shallow = self._watch.fired and (not wanted or self._ddp is not None)
+        if own and not shallow:
+            return self._watch.has_gradient(parameters)
+        return any(p.grad is not None for p in parameters)
+
+    def _check_scaler(self) -> None:
+        """Refuse gradients that the scaler has unscaled."""
+        if any(stage != "READY" for stage in scaler_stages(self._recorder.scaler)):
+            raise InputError(
+                "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
+                "scaler.step(), or give the Capture no scaler"
+            )
+
+    def _copy(self, source: torch.nn.Module, slots: Mapping[int, slice]) -> None:
+        """Copy the gradients of a step that is recorded."""
+        kinds = list(self._recorder.arrays)
+        for parameter in source.parameters():
+            slot = slots.get(id(parameter))
+            if slot is not None:
+                for kind in kinds:
+                    self._recorder.put(kind, slot, parameter)
+            elif source is self._layout.model and parameter.grad is not None:
+                self._note_absent(parameter)

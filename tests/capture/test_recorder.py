@@ -1,0 +1,93 @@
+"""A step's life, without a training: begun, copied, sent, and committed, dropped or skipped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from capture.recorder import Contents, Phase, Recorder, Storage
+from capture.schedule import Schedule
+from gradstats import open_trace
+from gradstats.trace import Layer, create_trace
+
+CONTENTS = Contents(("gradient",), frozenset({torch.device("cpu")}))
+WHOLE = slice(0, 3)
+
+
+@pytest.fixture
+def asked():
+    """Numbers of the steps that the schedule was asked for."""
+    return []
+
+
+@pytest.fixture
+def recorder(tmp_path, asked):
+    path = tmp_path / "a.zarr"
+    create_trace(path, [Layer("w", 0, (3,))], world_size=1)
+    schedule = Schedule(lambda step: asked.append(step) or step != 1, "all but one", known=False)
+    storage = Storage(path, 0, "gradients", "float32", False, 4, None)
+    made = Recorder(storage, schedule, 0, None, True)
+    yield made
+    made.close()
+
+
+def begin(recorder, value):
+    recorder.begin(lambda: CONTENTS, recorder.wanted())
+    recorder.copy("gradient", WHOLE, torch.full((3,), value))
+
+
+def test_only_what_the_schedule_wants_and_the_training_sent_is_stored(recorder, asked):
+    assert recorder.phase is Phase.IDLE
+    for step in range(4):
+        begin(recorder, float(step))
+        assert recorder.phase is Phase.OPEN
+        assert bool(recorder.arrays) == (step != 1)
+        recorder.sent()
+        assert recorder.phase is Phase.SENT
+        recorder.commit(loss=10.0 * step, learning_rate=0.5)
+        assert recorder.phase is Phase.IDLE
+        assert not recorder.arrays
+    recorder.close()
+    assert not recorder.active
+    trace = open_trace(recorder.storage.path)
+    assert asked == [0, 1, 2, 3]
+    assert trace.steps() == [0, 2, 3]
+    assert [trace.read(step)[0] for step in trace.steps()] == [0, 2, 3]
+    assert trace.scalars()["loss"].tolist() == [0, 20, 30]
+
+
+def test_a_dropped_step_does_not_count_and_a_skipped_one_does(recorder):
+    begin(recorder, 7.0)
+    recorder.drop()
+    begin(recorder, 1.0)
+    recorder.commit()
+    recorder.skip()  # step 1
+    begin(recorder, 2.0)
+    recorder.skip()  # step 2, with what had come of it
+    begin(recorder, 3.0)
+    recorder.commit()
+    recorder.close()
+    trace = open_trace(recorder.storage.path)
+    assert trace.steps() == [0, 3]
+    assert np.array_equal(trace.read(0), np.ones(3))
+    assert np.array_equal(trace.read(3), np.full(3, 3.0))
+
+
+def test_a_step_with_a_loss_that_is_no_number_goes_on(recorder):
+    begin(recorder, 1.0)
+    recorder.sent()
+    with pytest.raises(ValueError, match="could not convert"):
+        recorder.commit(loss="high")
+    assert recorder.phase is Phase.SENT
+    recorder.commit(loss=2.0)
+    recorder.close()
+    assert open_trace(recorder.storage.path).scalars()["loss"].tolist() == [2.0]
+
+
+def test_kinds_that_are_not_written_are_not_copied(recorder):
+    begin(recorder, 1.0)
+    recorder.copy("corrected", WHOLE, torch.full((3,), 9.0))
+    assert list(recorder.arrays) == ["gradient"]
+    assert recorder.arrays["gradient"].tolist() == [1, 1, 1]
+    recorder.drop()
