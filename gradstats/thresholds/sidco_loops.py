@@ -172,7 +172,8 @@ for _each in (
 
 
 # A view's methods are compiled from their own source, whichever view it is.
-_method: Any = partial(overload_method, types.NamedTuple, strict=False)  # annotations are theirs
+_overload: Any = overload_method
+_method = partial(_overload, types.NamedTuple, strict=False)  # annotations are theirs
 _method("above")(lambda self, threshold, m, expected, passes: self.instance_class.above)
 _method("selected")(lambda self, threshold: self.instance_class.selected)
 _method("tail")(lambda self, threshold: self.instance_class.tail)
