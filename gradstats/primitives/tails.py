@@ -244,6 +244,8 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
         return counts
 
     found = map_blocks(count, x)
+    if len(found) == 1:
+        return found[0]
     total = np.zeros(max(map(len, found), default=0), np.int64)
     for each in found:
         total[: each.size] += each
