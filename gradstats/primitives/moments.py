@@ -28,6 +28,7 @@ __all__ = [
     "Moments",
     "count_above",
     "exceedances",
+    "least_bits",
     "moments",
     "rounded_sums",
     "signed_sums",
@@ -197,7 +198,7 @@ def exceedances(x: Array, above: float) -> Moments:
     if wide_dtype(x) != np.float32:
         m = moments(x, above, log=False)
         return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
-    low = _least_bits(above)
+    low = least_bits(above)
 
     def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         from gradstats.primitives.loops.sums import block_tail
@@ -240,7 +241,7 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
     if not compiled or numel_of(x) < SHORT:
         m = moments(x, above) if log else exceedances(x, above)
         return replace(m, zeros=-1, nonfinite=-1, sum_squares=math.nan, max=math.nan)
-    low = _least_bits(above)
+    low = least_bits(above)
 
     def sums(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         from gradstats.primitives.loops.sums import (
@@ -288,7 +289,7 @@ def count_above(x: Array, above: float) -> int:
     x, above = check(x), check_magnitude(above, "above")
     if device_code(x) is not None or wide_dtype(x) != np.float32:
         return exceedances(x, above).count
-    low = _least_bits(above)
+    low = least_bits(above)
 
     def count(_: int, block: NDArray[Any]) -> int:
         from gradstats.primitives.loops.counts import block_count
@@ -298,8 +299,14 @@ def count_above(x: Array, above: float) -> int:
     return sum(map_blocks(count, x))
 
 
-def _least_bits(above: float) -> np.int32:
-    """Return the bits of the least non-zero float32 that reaches a threshold."""
+def least_bits(above: float) -> np.int32:
+    """Return the bits of the least non-zero float32 that reaches a threshold.
+
+    Parameters
+    ----------
+    above : float
+        Threshold.
+    """
     return max(narrowed(above).view(np.int32), np.int32(1))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +14,8 @@ from gradstats.primitives.arrays import Array, flat_blocks, is_tensor
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.histogram import bin_edges, histogram
-from gradstats.primitives.moments import Moments
-from gradstats.primitives.ratio import check_magnitude
 
-__all__ = ["BITS", "Tails", "middles", "part_above", "tails"]
+__all__ = ["BITS", "DeviceTails", "Tails", "first_reaching", "middles", "part_above", "tails"]
 
 _SHARE = 1 / 8
 """Share of a tail's number, and of its sum of squares, up to which a cell's middle stands for what lies in it."""
@@ -28,8 +25,7 @@ BITS = 9
 """Bits that tell cells apart. With ten, those of a gradient are more than a first-level cache holds."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tails:
+class Tails(NamedTuple):
     """What reaches the left end of each of some ascending disjoint cells: its number and its sums.
 
     Attributes
@@ -37,25 +33,13 @@ class Tails:
     left, right : ndarray of float64, shape (cells,)
         Ends of each cell, equal where its magnitudes are known.
     sums : float64 array, shape (cells + 1, 4)
-        Number, sum and sum of squares of what lies in each cell and above it, taken at the cells' middles, and the
-        number in the cell; zeros last. An array of NumPy, or a tensor on the gradient's device, of which a look-up
-        moves a row.
+        Number, sum and sum of squares of what lies in each cell and above it, taken at the cells' midpoints, and the
+        number in the cell; zeros last.
     """
 
     left: NDArray[np.float64]
     right: NDArray[np.float64]
     sums: Any
-
-    @cached_property
-    def count(self) -> int:
-        """Number of magnitudes."""
-        return int(self._first[0])
-
-    @cached_property
-    def _first(self) -> list[float]:
-        """The first row of the sums, which all magnitudes reach: moved from a device once."""
-        row: list[float] = self.sums[0].tolist()
-        return row
 
     @classmethod
     def of_cells(
@@ -76,29 +60,25 @@ class Tails:
         tail_sums(weight, middles(left, right), sums)
         return cls(left, right, sums)
 
-    def above(self, threshold: float) -> Moments:
-        """Return the moments of the magnitudes that reach a threshold.
-
-        As with :func:`gradstats.primitives.exceedances`, the largest and the sum of logarithms are not known (NaN),
-        nor are zeros and non-finite elements (−1).
+    def tail(self, threshold: float) -> tuple[int, float, float]:
+        """Return number, sum and sum of squares of the magnitudes that reach a threshold; compiled as it is, too.
 
         Parameters
         ----------
         threshold : float
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
-        threshold = check_magnitude(threshold)
-        i = int(self.right.searchsorted(threshold))
-        count, total, squares, inside = self.sums[i].tolist() if i else self._first
-        left, right = (self.left.item(i), self.right.item(i)) if inside else (threshold, threshold)
-        count, total, squares = part_above(count, total, squares, inside, left, right, threshold)
-        return Moments(self.count, count, -1, -1, total, squares, math.nan, math.nan, threshold)
+        i = first_reaching(self.right, threshold)
+        if i == self.right.size:
+            return 0, 0.0, 0.0
+        return part_above(self.sums[i], float(self.left[i]), float(self.right[i]), threshold)
 
     def limit(self, least: int) -> float:
         """Return below which magnitude thresholds may be taken from these sums, in one move from a device.
 
-        That is the left end of the last cell, as the largest may lie below its middle, and 0 where middles do not stand
-        for the magnitudes: many are equal, as after clipping, a few make up the sum of squares, or some are subnormal.
+        That is the left end of the last cell, as the largest may lie below its midpoint, and 0 where midpoints do not
+        stand for the magnitudes: many are equal, as after clipping, a few make up the sum of squares, or some are
+        subnormal.
 
         Parameters
         ----------
@@ -116,17 +96,8 @@ class Tails:
         last = int((count > 0).sum() * even)
         return self.left.item(last - 1) if last else 0.0
 
-    def whole(self, *, log: bool) -> Moments:
-        """Return the moments of all magnitudes.
-
-        Parameters
-        ----------
-        log : bool
-            Sum their logarithms too.
-        """
-        found = self.above(0.0)
-        if not log:
-            return found
+    def sum_log(self) -> float:
+        """Return the sum of the logarithms of all magnitudes."""
         weight, middle = self.sums[:-1, 3], middles(self.left, self.right)
         if is_tensor(weight):
             torch = sys.modules["torch"]
@@ -134,31 +105,62 @@ class Tails:
         else:
             # no product of BLAS, whose threads keep other ranks' cores busy and decide over the last bits
             logs = (weight * np.log(middle)).sum()
-        return replace(found, sum_log=float(logs))
+        return float(logs)
+
+
+class DeviceTails(Tails):
+    """The same with the sums on the gradient's device, of which a look-up moves a row."""
+
+    def tail(self, threshold: float) -> tuple[int, float, float]:
+        """Return number, sum and sum of squares of the magnitudes that reach a threshold.
+
+        Parameters
+        ----------
+        threshold : float
+            Magnitude η ≥ 0.
+        """
+        i = first_reaching(self.right, threshold)
+        if i == self.right.size:
+            return 0, 0.0, 0.0
+        return part_above(self.sums[i].tolist(), self.left.item(i), self.right.item(i), threshold)
+
+
+def first_reaching(ends: NDArray[np.float64], threshold: float) -> int:
+    """Return the place of the first of some ascending numbers that reaches a threshold, or how many there are.
+
+    Parameters
+    ----------
+    ends : ndarray of float64, shape (n,)
+        The numbers.
+    threshold : float
+        Threshold.
+    """
+    low, high = 0, ends.size
+    while low < high:  # not NumPy's search, which takes a second to compile
+        middle = (low + high) // 2
+        if ends[middle] < threshold:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def part_above(
-    count: float,
-    total: float,
-    squares: float,
-    inside: float,
-    left: float,
-    right: float,
-    threshold: float,
+    row: Sequence[float], left: float, right: float, threshold: float
 ) -> tuple[int, float, float]:
     """Return number, sum and sum of squares from a threshold on, of those from the left end of its cell on.
 
     Parameters
     ----------
-    count, total, squares : float
-        Number, sum and sum of squares of what reaches the left end.
-    inside : float
-        Number in the cell, which is taken as evenly filled.
+    row : sequence of 4 float
+        Number, sum and sum of squares of what reaches the left end, and the number in the cell, taken as evenly filled.
     left, right : float
         Its ends.
     threshold : float
         Threshold, at most the right end.
     """
+    # numbers of Python's, which are faster there than NumPy's
+    count, total, squares, inside = float(row[0]), float(row[1]), float(row[2]), float(row[3])
     if inside > 0 and left < threshold:
         under = inside * (threshold - left) / (right - left)
         middle = (left + threshold) / 2
@@ -217,7 +219,7 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         left = edges[lowest:-1]
         right = left if known else edges[lowest + 1 :]
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
-        return Tails(left, right, operators.tail_sums(weight, middles(left, right)))
+        return DeviceTails(left, right, operators.tail_sums(weight, middles(left, right)))
     counts = _counts_from(x, bits, lowest)
     if lowest:  # from a threshold on most cells have a count; from zero on few
         left, right = (edges[lowest + i : lowest + i + counts.size] for i in (0, 1))
@@ -242,6 +244,8 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
         return counts
 
     found = map_blocks(count, x)
+    if len(found) == 1:
+        return found[0]
     total = np.zeros(max(map(len, found), default=0), np.int64)
     for each in found:
         total[: each.size] += each

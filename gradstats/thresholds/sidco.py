@@ -1,89 +1,149 @@
 """SIDCo's thresholds: quantiles of fitted sparsity-inducing distributions, in stages.
 
 Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems",
-MLSys 2021, algorithm 1 and equations (4) to (11), (14) to (16).
+MLSys 2021. Algorithm 1 stands here: Sparsify's loop is :func:`run_stages`, what surrounds it :class:`SIDCo`, and
+Adapt_Stages ``SIDCo._observe`` and :func:`best_stages`. Thresh_Estimation, equations (4) to (11) and (14) to (16), is
+in :mod:`gradstats.statistics.stages`, and what a gradient answers in :mod:`gradstats.thresholds.views`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache, partial
-from threading import local
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives import (
-    Array,
-    Moments,
-    Selection,
-    exceedances,
-    numel_of,
-    select,
-)
-from gradstats.primitives.arrays import as_numpy, flat_blocks, is_tensor, wide_dtype
+from gradstats.primitives import Array, numel_of
+from gradstats.primitives.arrays import flat_blocks, is_tensor, wide_dtype
 from gradstats.primitives.blocks import BLOCK
-from gradstats.primitives.histogram import bin_edges
-from gradstats.primitives.moments import rounded_sums
 from gradstats.primitives.ratio import check_count, check_number, shown
-from gradstats.primitives.select import keep
-from gradstats.primitives.tails import BITS, Tails, tails
 from gradstats.statistics.stages import (
     MOST_STAGES,
-    Quantile,
-    exponential,
+    Sums,
+    check_range,
     gamma_closed,
     gamma_exact,
-    genpareto,
     genpareto_parameters,
     most_stages,
-    run_stages,
-    stage_ratios,
-    worth_collecting,
+    split_ratio,
+    stage_excess,
 )
 from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.views import Cells, Gradient, Trial, View, Whole
+
+if TYPE_CHECKING:
+    from gradstats.primitives.loops.compiled import Written
 
 __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 
 Adaptation: TypeAlias = Literal["corrected", "paper", "program", "program-3"]
 _ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
-_FEW = 1 << 12
-"""Elements up to which sorting them costs less than bins to count them in."""
 _MANY = 1 << 21
 """Elements from which one histogram costs less than the passes of the stages."""
-_ROUGH = 1 << 12
-"""Elements below which they are summed themselves: of so few the sums of a histogram are too rough."""
-_CELLS = 2.0**-7
-"""Width of some four cells of a histogram, as a share of the magnitudes in them."""
-_ROOM = local()
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 
 
-def _wide(m: Moments, threshold: float) -> bool:
-    """Tell whether what reaches a threshold spreads over so many cells of a histogram that their middles stand for it.
+def run_stages(
+    view: View,
+    pareto: bool,
+    expected: float,
+    threshold: float,
+    later: float,
+    stages: int,
+    fits: Written[np.float64],
+) -> tuple[int, Any]:
+    """Run the stages after the first (algorithm 1, Sparsify); return how many there are with it, and what is selected.
 
-    Of magnitudes that are all but equal, a model's threshold is among them; that of the middles may lie above them all.
+    It ends early when no element reaches a stage's threshold. Compiled as it is for a block, and for cells.
+
+    Parameters
+    ----------
+    view : View
+        The gradient, or cells that stand for it.
+    pareto : bool
+        Whether the excesses are generalized Pareto; otherwise they are exponential.
+    expected : float
+        Number of elements that should reach the first threshold.
+    threshold : float
+        Threshold η₁ of the first stage.
+    later : float
+        Share δₘ of every later stage.
+    stages : int
+        Number of stages M.
+    fits : ndarray of float64, shape (MOST_STAGES, 5)
+        Written, from the second row on: magnitudes modelled, share of them wanted, threshold, and the law's parameters.
     """
-    return min(math.sqrt(m.variance), m.mean - threshold) > _CELLS * m.mean
+    for m in range(1, stages):  # for each stage m in (1, M)
+        # temp = temp − ηₘ₋₁, and what is not above it is filtered out
+        sums = view.above(threshold, m, expected, stages - m)
+        if sums[0] == 0:
+            stages = m
+            break
+        # ηₘ = Thresh_Estimation(temp, δₘ, DIST), which is an excess over ηₘ₋₁
+        excess, one, two = stage_excess(pareto, sums, threshold, later)
+        threshold += excess
+        expected = sums[0] * later
+        fits[m, 0], fits[m, 1], fits[m, 2], fits[m, 3], fits[m, 4] = (
+            sums[0],
+            later,
+            threshold,
+            one,
+            two,
+        )
+    return stages, view.selected(threshold)  # g[abs(g) ≥ ηₘ]
 
 
-def _sorted(x: Array) -> Tails:
-    """Return the sums over the tails of a gradient of few elements, on any device."""
-    values = np.abs(as_numpy(x).reshape(-1).astype(np.float64))
-    values = np.sort(values[np.isfinite(values) & (values > 0)])
-    return Tails.of_cells(values, values, np.ones_like(values))
+def best_stages(
+    trial: Trial,
+    pareto: bool,
+    whole: int,
+    k: int,
+    first: float,
+    one: float,
+    fits: Written[np.float64],
+) -> int:
+    """Return the number of stages whose threshold keeps the nearest to k, of those that the authors' program uses.
+
+    Parameters
+    ----------
+    trial : Trial
+        Cells to look thresholds up in, and the threshold of the first of several stages.
+    pareto : bool
+        Whether later stages are a generalized Pareto; otherwise they are exponential.
+    whole : int
+        Number of elements that are not zero.
+    k : int
+        Number of elements to keep.
+    first : float
+        Share δ₁ that the first of several stages keeps.
+    one : float
+        Threshold of a first stage that is the only one.
+    fits : ndarray of float64, shape (MOST_STAGES, 5)
+        Written, as :func:`run_stages` does.
+    """
+    best, least = 1, math.inf
+    for stages in range(1, most_stages(k / whole) + 1):
+        many, own, later = split_ratio(k / whole, stages, first)
+        threshold = trial.several if many > 1 else one
+        run, kept = run_stages(trial, pareto, whole * own, threshold, later, many, fits)
+        kept = kept if run == many else 0  # it ended early because none reaches the threshold
+        error = abs(math.log(max(kept, 0.5) / k))
+        if error < least:
+            best, least = stages, error
+    return best
 
 
-def _room(size: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return this thread's memory for positions and values: new memory costs more than to copy from it."""
-    room: tuple[NDArray[np.int32], NDArray[np.float32]] | None = getattr(_ROOM, "arrays", None)
-    if room is None or room[0].size < size:
-        room = _ROOM.arrays = np.empty(size, np.int32), np.empty(size, np.float32)
-    return room
+@cache
+def _compiled() -> ModuleType:
+    """Return both functions compiled, and the view of a block: loaded when used, for Numba takes its time."""
+    from gradstats.thresholds import sidco_loops
+
+    return sidco_loops
 
 
 class SIDCo(Estimator):
@@ -158,13 +218,10 @@ class SIDCo(Estimator):
         """Whether the adaptation learns from the counts of past steps."""
         return self.adaptation in _FROM_COUNTS
 
-    def _models(self) -> tuple[Quantile, Quantile]:
-        """Return the quantile functions of the first stage and of the later ones."""
-        raise NotImplementedError
-
-    _needs_log: ClassVar[bool] = False
     _pareto: ClassVar[bool] = True
     """Whether the later stages are a generalized Pareto; otherwise they are exponential."""
+    _needs_log: ClassVar[bool] = False
+    """Whether the first stage is a gamma distribution."""
     _passes: ClassVar[int] = 2
     """Stages up to which a pass for each costs less than one histogram of a large gradient."""
 
@@ -172,136 +229,57 @@ class SIDCo(Estimator):
         adapts = self.adaptation == "corrected" and self._step % self.interval == 0
         self._step += 1
         few = not is_tensor(x) and numel_of(x) <= min(BLOCK, _MANY - 1)
-        view = flat_blocks(x, BLOCK) if few else None
-        if view is not None and view[0].dtype.type is np.float32:
-            return self._find_in_block(view[0], k, adapts)
-        return self._find_in_passes(x, k, adapts)
-
-    def _find_in_block(self, x: NDArray[np.float32], k: int, adapts: bool) -> Found:
-        """Run the stages in one compiled loop: of so few elements calls cost as much as passes."""
-        from gradstats.thresholds.sidco_loops import block_stages
-
-        whole = self._whole(x) if self._needs_log or (adapts and x.size <= _FEW) else None
-        count, one, several = -1, 0.0, 0.0
-        ends: list[dict[str, Any]] = []
-        if whole is not None:
-            if k >= whole.count:
-                return Found(0.0, {"stages": []})
-            if adapts and x.size <= _FEW:
-                self.stages, adapts = self._best_stages(x, None, whole, k), False
-            ends = self._ends(whole, k)
-            count, (one, several) = whole.count, (end["threshold"] for end in ends)
-        fits = np.empty((MOST_STAGES, 5))
-        indices, values = _room(x.size)
-        self.stages, run, found = block_stages(
-            x,
-            k,
-            self.stages,
-            adapts,
-            self.first_ratio,
-            self._pareto,
-            count,
-            one,
-            several,
-            bin_edges(BITS),
-            fits,
-            indices,
-            values,
-        )
-        if not run:
-            return Found(0.0, {"stages": []})
-        seen: list[dict[str, Any]] = []
-        for count, ratio, threshold, one, two in fits[:run].tolist():
-            parameters = genpareto_parameters(one, two) if self._pareto else {"scale": one}
-            seen.append({"count": int(count), "ratio": ratio, "threshold": threshold, **parameters})
-        if ends:
-            seen[0] = ends[self.stages > 1]
-        chosen = Selection(indices[:found].astype(np.int64), values[:found].copy())
-        return Found(seen[-1]["threshold"], {"stages": seen}, chosen)
-
-    def _find_in_passes(self, x: Array, k: int, adapts: bool) -> Found:
-        """Run the stages pass by pass, or with one histogram."""
+        flat = flat_blocks(x, BLOCK) if few else None
+        if flat is not None and flat[0].dtype.type is np.float32:
+            block = _compiled().Block.of(flat[0], self._pareto)
+            return self._sparsify(block, k, adapts)
         large = numel_of(x) >= _MANY and wide_dtype(x) != np.float64
         if large and (adapts or self.stages > self._passes):
-            once = tails(x)
-            limit = once.limit(_ROUGH)
-            if limit > 0 and _wide(whole := once.whole(log=self._needs_log), 0.0):
-                found = self._run_stages(x, k, adapts, whole, once)
-                if found.threshold < limit:
+            cells = Cells(x, self._pareto)
+            if cells.resolves(0.0, cells.whole(log=False)[0]):
+                found = self._sparsify(cells, k, adapts)
+                if cells.resolves(found.threshold):
                     return found
-        return self._run_stages(x, k, adapts, self._whole(x))
+        return self._sparsify(Whole(x, self._pareto), k, adapts)
 
-    def _run_stages(
-        self, x: Array, k: int, adapts: bool, whole: Moments, once: Tails | None = None
-    ) -> Found:
-        """Run the stages, those that enough elements reach with a histogram where there is one."""
-        if k >= whole.count:  # every non-zero element is asked for
+    def _sparsify(self, view: Gradient, k: int, adapts: bool) -> Found:
+        """Find a threshold by algorithm 1, Sparsify, and select where that costs little."""
+        whole, logs = view.whole(self._needs_log)
+        count = whole[0]
+        if k >= count:  # every non-zero element is asked for
             return Found(0.0, {"stages": []})
+        ratio = k / count  # δ/(1−π₀): exact zeros are a point mass
         if adapts:
-            self.stages = self._best_stages(x, once, whole, k)
-        ratios = stage_ratios(k / whole.count, self.stages, self.first_ratio)
-        seen: list[dict[str, Any]] = []
-        survivors: Selection | None = None
+            self.stages = self._best_stages(view, whole, logs, k)
+        stages, own, later = split_ratio(ratio, self.stages, self.first_ratio)
+        threshold, parameters = self._first(whole, logs, own)  # stage m = 1, with η₀ = 0
+        found = [{"count": count, "ratio": own, "threshold": threshold, **parameters}]
+        run = run_stages if isinstance(view, Whole) else _compiled().run_stages
+        fits = np.empty((stages, 5))
+        stages, chosen = run(view, self._pareto, count * own, threshold, later, stages, fits)
+        for count, share, threshold, one, two in fits[1:stages].tolist() if stages > 1 else ():
+            fit = {"count": int(count), "ratio": share, "threshold": threshold}
+            found.append(fit | self._parameters(one, two))
+        return Found(threshold, {"stages": found}, view.selection(chosen))
 
-        def above(threshold: float) -> Moments:
-            nonlocal survivors
-            if survivors is None:
-                share = seen[-1]["count"] * seen[-1]["ratio"] / numel_of(x)
-                m = None if once is None else once.above(threshold)
-                if m is not None and m.count >= _ROUGH and _wide(m, threshold):
-                    return m
-                if once is not None or worth_collecting(share, len(ratios) - len(seen)):
-                    survivors = select(x, threshold)
-            return self._above(x if survivors is None else survivors.values, threshold)
+    def _first(self, whole: Sums, logs: float, ratio: float) -> tuple[float, dict[str, Any]]:
+        """Return the quantile of the first stage's law, and its parameters."""
+        check_range(whole, self._pareto)
+        excess, one, two = stage_excess(self._pareto, whole, 0.0, ratio)
+        return excess, self._parameters(one, two)
 
-        for stage in run_stages(self._models(), ratios, whole, above):
-            seen.append(stage)  # `above` reads what has been seen so far
-        threshold = seen[-1]["threshold"]
-        chosen = None if survivors is None else keep(survivors, threshold)
-        return Found(threshold, {"stages": seen}, chosen)
+    def _parameters(self, one: float, two: float) -> dict[str, Any]:
+        """Return the parameters of a later stage's law by name."""
+        return genpareto_parameters(one, two) if self._pareto else {"scale": one}
 
-    def _ends(self, whole: Moments, k: int) -> list[dict[str, Any]]:
-        """Return a first stage that is the only one, and the first of several."""
-        split = (stage_ratios(k / whole.count, stages, self.first_ratio) for stages in (1, 2))
-        return [next(run_stages(self._models(), s, whole, lambda _: whole)) for s in split]
-
-    def _whole(self, x: Array) -> Moments:
-        return rounded_sums(x, log=True) if self._needs_log else self._above(x, 0.0)
-
-    def _above(self, x: Array, threshold: float) -> Moments:
-        """Return what the model of a later stage needs of the magnitudes that reach a threshold."""
-        return exceedances(x, threshold)
-
-    def _best_stages(self, x: Array, cells: Tails | None, whole: Moments, k: int) -> int:
-        """Return the number of stages whose threshold keeps the nearest to k."""
-        one, several = (end["threshold"] for end in self._ends(whole, k))
-        direct = cells is None
-        if cells is None and numel_of(x) <= _FEW and wide_dtype(x) != np.float64:
-            cells = _sorted(x)
-        if cells is None:
-            cells = tails(x, min(one, several))  # no later threshold is below
-        if is_tensor(cells.sums):
-            return self._best_by_rows(cells, whole, k)
-        from gradstats.thresholds.sidco_loops import best_stages
-
-        m = self._above(x, several) if direct else cells.above(several)
-        first = self.first_ratio
-        second = m.count, m.sum_abs, m.sum_squares
-        arrays = cells.left, cells.right, cells.sums
-        return int(best_stages(*arrays, whole.count, k, first, one, several, second, self._pareto))
-
-    def _best_by_rows(self, cells: Tails, whole: Moments, k: int) -> int:
-        """Return the same, of cells on a device, of which a look-up moves a row."""
-        split = partial(stage_ratios, k / whole.count, first=self.first_ratio)
-        above = cache(cells.above)  # the first of several stages is always the same
-        best, least = 1, math.inf
-        for stages in range(1, most_stages(k / whole.count) + 1):
-            *_, last = run_stages(self._models(), split(stages), whole, above)
-            kept = above(last["threshold"]).count
-            error = abs(math.log(max(kept, 0.5) / k))
-            if error < least:
-                best, least = stages, error
-        return best
+    def _best_stages(self, view: Gradient, whole: Sums, logs: float, k: int) -> int:
+        """Return the number of stages whose threshold keeps the nearest to k, as corrected Adapt_Stages."""
+        ratio, first = k / whole[0], self.first_ratio
+        one, several = (self._first(whole, logs, share)[0] for share in (ratio, first))
+        trial = view.trial(one, several, split_ratio(ratio, most_stages(ratio), first)[2])
+        choose = best_stages if is_tensor(trial.tails.sums) else _compiled().best_stages
+        fits = np.empty((MOST_STAGES, 5))
+        return int(choose(trial, self._pareto, whole[0], k, first, one, fits))
 
     def _observe(self, kept: int, k: int, numel: int) -> None:
         if self.adaptation not in _FROM_COUNTS:
@@ -353,12 +331,6 @@ class SIDCoE(SIDCo):
     _pareto = False
     _passes = 3  # a mean alone is summed in the time of reading
 
-    def _models(self) -> tuple[Quantile, Quantile]:
-        return exponential, exponential
-
-    def _above(self, x: Array, threshold: float) -> Moments:
-        return rounded_sums(x, threshold)
-
 
 class SIDCoGP(SIDCo):
     """SIDCo-GP: a gamma distribution at the first stage, then generalized Pareto.
@@ -392,8 +364,11 @@ class SIDCoGP(SIDCo):
             raise InputError(f"gamma must be exact or closed, not {shown(gamma)}")
         self.gamma = gamma
 
-    def _models(self) -> tuple[Quantile, Quantile]:
-        return (gamma_exact if self.gamma == "exact" else gamma_closed), genpareto
+    def _first(self, whole: Sums, logs: float, ratio: float) -> tuple[float, dict[str, Any]]:
+        check_range(whole, squares=False)
+        count, total, _ = whole
+        quantile = gamma_exact if self.gamma == "exact" else gamma_closed
+        return quantile(total / count, logs / count, ratio)
 
 
 class SIDCoP(SIDCo):
@@ -406,6 +381,3 @@ class SIDCoP(SIDCo):
     """
 
     name = "sidco-p"
-
-    def _models(self) -> tuple[Quantile, Quantile]:
-        return genpareto, genpareto

@@ -15,11 +15,26 @@ from scipy import stats
 
 from gradstats import open_trace, threshold
 from gradstats.errors import InputError
-from gradstats.primitives import Moments, moments, select, top_candidates
+from gradstats.primitives import moments, select, top_candidates
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.primitives.tails import tails
-from gradstats.statistics.stages import gamma_closed, gamma_exact, genpareto
-from gradstats.thresholds import DGC, ESTIMATORS, Estimator, Exact, SIDCoE, make_estimator
+from gradstats.statistics.stages import (
+    gamma_closed,
+    gamma_exact,
+    genpareto,
+    genpareto_parameters,
+    stage_excess,
+)
+from gradstats.thresholds import (
+    DGC,
+    ESTIMATORS,
+    Estimator,
+    Exact,
+    SIDCoE,
+    make_estimator,
+    sidco_loops,
+)
+from gradstats.thresholds.views import Whole
 
 
 def assert_same(found, expected):
@@ -348,26 +363,21 @@ def test_gamma_closed_form_is_far_off_where_notes_say():
     assert closed.details["stages"][0]["outside_bound"]
 
 
-def sums_of(mean, variance, n=1000):
-    """Return moments of n magnitudes with this mean and variance."""
-    return Moments(n, n, 0, 0, n * mean, n * (variance + mean**2), 0.0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("shape", "unreliable"),
     [(-1.5, True), (-0.5, True), (-0.49, False), (0.0, False), (0.25, False), (0.26, True)],
 )
 def test_generalized_pareto_stages_say_where_they_are_unreliable(shape, unreliable):
     variance = 4 / (1 - 2 * shape)
-    excess, found = genpareto(sums_of(2.0, variance), 0.0, 0.01)
-    assert found["c"] == pytest.approx(shape, abs=1e-12)
-    assert found["unreliable"] is unreliable
+    excess, c, scale = genpareto(2.0, variance, 0.0, 0.01)
+    assert c == pytest.approx(shape, abs=1e-12)
+    assert genpareto_parameters(c, scale)["unreliable"] is unreliable
+    sums = 1000, 2000.0, 1000 * (variance + 4)
+    assert stage_excess(True, sums, 0.0, 0.01) == pytest.approx((excess, c, scale), abs=1e-9)
     law = stats.genpareto(shape, scale=2.0 * (1 - shape))
     assert excess == pytest.approx(law.isf(0.01), rel=1e-9)
-    assert genpareto(sums_of(2.0, 0.0), 0.0, 0.01) == (
-        2.0,
-        {"c": -np.inf, "scale": 0.0, "unreliable": True},
-    )
+    assert genpareto(2.0, 0.0, 0.0, 0.01) == (2.0, -np.inf, 0.0)
+    assert genpareto_parameters(-np.inf, 0.0) == {"c": -np.inf, "scale": 0.0, "unreliable": True}
 
 
 @pytest.mark.parametrize(
@@ -376,9 +386,10 @@ def test_generalized_pareto_stages_say_where_they_are_unreliable(shape, unreliab
 )
 def test_the_closed_gamma_says_where_it_is_no_bound(shape, ratio, outside):
     x = stats.gamma(shape).rvs(50_000, random_state=0)
-    excess, found = gamma_closed(moments(x), 0.0, ratio)
+    m = moments(x)
+    excess, found = gamma_closed(m.mean, m.mean_log, ratio)
     assert found["outside_bound"] is outside
-    assert outside or excess >= gamma_exact(moments(x), 0.0, ratio)[0]
+    assert outside or excess >= gamma_exact(m.mean, m.mean_log, ratio)[0]
 
 
 @pytest.mark.parametrize("given", [0.0, 0.37, None])
@@ -687,7 +698,7 @@ class TestAdaptiveStages:
             k = target_count(ratio, cut.size)
             block, passes = (make_estimator(name, stages=stages) for _ in range(2))
             found = block._find(cut, k)
-            expected = passes._find_in_passes(cut, k, stages == "corrected")
+            expected = passes._sparsify(Whole(cut, passes._pareto), k, stages == "corrected")
             assert block.stages == passes.stages
             assert found.threshold == pytest.approx(expected.threshold, rel=1e-14)
             for ours, theirs in zip(
@@ -714,12 +725,27 @@ class TestAdaptiveStages:
             assert kept[0] == kept[1]
             assert x is cut or kept[0] == (0 if name == "sidco-e" else 10_000)
 
-    def test_trial_and_application_have_one_gamma_shape(self, family):
-        found, expected = (
-            gamma_exact(m, 0.0, 0.01)[1]["a"]
-            for m in (tails(family).whole(log=True), moments(family))
+    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    def test_a_block_of_any_memory_needs_no_code_of_its_own(self, name, family):
+        x = family[:5000].copy()
+        frozen = x.copy()
+        frozen.flags.writeable = False
+        unaligned = np.frombuffer(b"\0" + x.tobytes(), np.float32, offset=1)
+        (first, chosen), *others = (
+            make_estimator(name).select(each, 0.01) for each in (x, frozen, unaligned)
         )
-        assert found == pytest.approx(expected, rel=1e-5)
+        for estimate, selection in others:
+            assert estimate == first
+            assert_same(selection, chosen)
+        assert len(sidco_loops.run_stages.signatures) == 1
+        assert len(sidco_loops.best_stages.signatures) == 1
+
+    def test_trial_and_application_have_one_gamma_shape(self, family):
+        cells, m = tails(family), moments(family)
+        count, total, _ = cells.tail(0.0)
+        _, found = gamma_exact(total / count, cells.sum_log() / count, 0.01)
+        _, expected = gamma_exact(m.mean, m.mean_log, 0.01)
+        assert found["a"] == pytest.approx(expected["a"], rel=1e-5)
 
     def test_the_best_number_of_stages_brings_gp_near_k_on_captured_gradients(self):
         """The mean over 36 cases is 0.140; with the gamma shape by moments in the trial it was 0.361."""

@@ -16,13 +16,14 @@ import hashlib
 import os
 import pickle
 import re
+import sys
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import llvmlite
 import numba
@@ -33,13 +34,15 @@ from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.serialize import dumps
+from numba.extending import overload_method, register_jitable
 from numpy.typing import NDArray
 
 from gradstats.console import messages
 
-__all__ = ["LOOPS", "Compiling", "Loop", "Written", "compiled", "has"]
+__all__ = ["LOOPS", "Compiling", "Loop", "Written", "compiled", "has", "method", "unit"]
 
 _T = TypeVar("_T", bound=np.generic)
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 Written: TypeAlias = NDArray[_T]
 """An array that a loop writes to. All others are compiled as read-only, which arrays that may be written convert to."""
@@ -58,8 +61,14 @@ _NUMBERS = {
 }
 """Types that numbers are compiled as, by their annotations, whatever is given at first."""
 
-_FOREIGN = ("builtins", "llvmlite", "math", "numba", "numpy")
+_FOREIGN = {*sys.stdlib_module_names, "llvmlite", "numba", "numpy"}
 """Packages whose code changes with their version alone."""
+
+_ALWAYS = {"no_cfunc_wrapper": True}
+"""Options of all compiled functions: none is called from C, and a way to do so takes a twentieth of the time."""
+
+_METHODS: set[str] = set()
+"""Names of the methods of named tuples that are compiled."""
 
 
 @cache
@@ -100,16 +109,44 @@ def compiled(
     **options : object
         Options of ``numba.njit``, such as ``fastmath`` or ``inline``.
     """
-    always = {"nopython": True, "boundscheck": None, "no_cfunc_wrapper": True}
 
     def decorate(function: Callable[..., Any]) -> Loop:
-        loop = Loop(function, targetoptions=always | options)
+        always = {"nopython": True, "boundscheck": None}
+        loop = Loop(function, targetoptions=always | _ALWAYS | options)
         loop.reference, loop.within, loop.needs, loop.counted = reference, within, needs, counted
         if reference:
             LOOPS.append(loop)
         return loop
 
     return decorate
+
+
+def method(name: str, of: Callable[..., Callable[..., Any]]) -> None:
+    """Have loops call a method of named tuples, compiled from its own source, whichever tuple it is.
+
+    Parameters
+    ----------
+    name : str
+        Name of the method.
+    of : callable
+        Function of the types of its arguments, by their names, that returns it.
+    """
+    _METHODS.add(name)
+    overload: Any = overload_method
+    # annotations are the method's
+    overload(types.NamedTuple, name, strict=False, jit_options=_ALWAYS)(of)
+
+
+def unit(function: _Called) -> _Called:
+    """Have loops call a function of numbers, compiled from its own source, which Python calls as it is.
+
+    Parameters
+    ----------
+    function : callable
+        The function.
+    """
+    register: Any = register_jitable
+    return cast(_Called, register(**_ALWAYS)(function))
 
 
 class Loop(CPUDispatcher):
@@ -219,7 +256,8 @@ class _Cache(FunctionCache):
         functions = [kind.dispatcher for kind in _leaves(kinds) if hasattr(kind, "dispatcher")]
         signature = re.sub(r" at 0x\w+", "", str(kinds))
         closure = [_named(cell.cell_contents) for cell in self._py_func.__closure__ or ()]
-        content = [numba.__version__, llvmlite.__version__, *_content([self._loop, *functions])]
+        roots = [self._loop, *functions, *_methods(kinds)]
+        content = [numba.__version__, llvmlite.__version__, *_content(roots)]
         return _digest([signature, *map(str, codegen.magic_tuple()), *closure]), _digest(content)
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -269,6 +307,16 @@ def _leaves(kinds: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(kind.types)
         else:
             yield kind
+
+
+def _methods(kinds: Iterable[Any]) -> Iterator[FunctionType]:
+    """Yield the compiled methods of named tuples among some types, which a loop reaches through its arguments."""
+    for kind in kinds:
+        if isinstance(kind, types.NamedTuple):
+            members = vars(kind.instance_class)
+            yield from (members[name] for name in _METHODS if name in members)
+        if isinstance(kind, types.BaseTuple):
+            yield from _methods(kind.types)
 
 
 def _named(value: Any) -> str:
