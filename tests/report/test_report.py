@@ -20,7 +20,7 @@ from gradstats.plots.style import label_of
 from gradstats.report import write_report
 from gradstats.report.verdicts import QUESTIONS
 from gradstats.statistics.compressibility import Ruling, control
-from gradstats.statistics.fitting import MODELS
+from gradstats.statistics.laws import LAWS
 from gradstats.trace.sources import ArraySource, open_source
 
 
@@ -129,7 +129,7 @@ def test_the_first_screen_has_the_numbers_of_the_functions(page):
     assert f"1 ± {1.96 / np.sqrt(270):.2f}" in page.answer("Which estimate hits k?")
     assert "4 have no power" in page.answer("Does it move?")
     assert page.warned == []
-    fits = fit_records(open_source(trace), MODELS, steps=[2999])
+    fits = fit_records(open_source(trace), list(LAWS), steps=[2999])
     kept = {r["model"]: r["quality"][0.001] for r in fits if 0.001 in r["quality"]}
     nearest = min(kept, key=lambda name: abs(np.log(max(kept[name], 1e-9))))
     said = page.answer("Which model is closest?")
