@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ import gradstats
 from gradstats.analysis.fits import fit_records
 from gradstats.errors import InputError
 from gradstats.plots.style import label_of
-from gradstats.report import write_report
+from gradstats.primitives.sketch import sketch
+from gradstats.report import sections, write_report
 from gradstats.report.verdicts import QUESTIONS
 from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.laws import LAWS
@@ -325,3 +327,16 @@ def test_tables_sort_in_a_browser(path, tmp_path):
     assert up == sorted(before)
     assert down == sorted(before, reverse=True)
     assert found[3] == "descending"
+
+
+def test_the_figure_of_the_fits_has_what_is_fitted_by_default(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(gradstats.plots, "tail", lambda m, fits, ax: drawn.extend(fits))
+    monkeypatch.setattr(gradstats.plots, "density", lambda *_: None)
+    mine = replace(
+        LAWS["t"], name="mine", control=False
+    )  # by maximum likelihood: it has no closed form
+    monkeypatch.setitem(LAWS._loaded, "mine", mine)
+    x = np.random.default_rng(0).laplace(size=500)
+    sections._fits("x", SimpleNamespace(values=x, kind="gradient", step=0), sketch(x))
+    assert [f.model for f in drawn] == ["laplace", "dgamma", "double_genpareto", "mine"]

@@ -85,6 +85,11 @@ def test_elements_beyond_the_end_of_any_law_are_flagged(monkeypatch):
 def test_by_default_every_law_is_fitted_that_is_no_control(monkeypatch):
     assert chosen() == ["laplace", "dgamma", "double_genpareto"]
     assert chosen("all") == list(LAWS)
+    assert chosen(method="pwm") == ["laplace", "double_genpareto"]
+    with pytest.raises(InputError, match="no method 'guess'; there is closed, "):
+        chosen(method="guess")
+    with pytest.raises(InputError, match="dgamma has no method 'pwm'"):
+        chosen(["laplace", "dgamma"], "pwm")
     x = np.random.default_rng(0).laplace(size=500)
     assert {f.model for f in fit_all(x)} == set(chosen())
     assert {f.model for f in fit_all(x, "all")} == set(LAWS)

@@ -39,7 +39,8 @@ def chosen(
     Parameters
     ----------
     models : sequence of str, "all" or None
-        Names, or ``"all"`` for every law. By default every law that is no control.
+        Names, or ``"all"`` for every law. By default every law that is no control and has the
+        method.
     method : Method, optional
         Method that each of them is to have; by default each has its own.
 
@@ -49,7 +50,9 @@ def chosen(
         If a law is unknown or does not have the method.
     """
     if models is None:
-        models = [name for name, law in LAWS.items() if not law.control]
+        default = {name: law for name, law in LAWS.items() if not law.control}
+        models = [n for n, law in default.items() if method is None or method in law.solvers]
+        models = models or list(default)  # the first says what is wrong with the method
     names = list(LAWS) if isinstance(models, str) and models == "all" else models
     names = check_several(names, "models")
     for name in names:
