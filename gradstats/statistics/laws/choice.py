@@ -51,7 +51,8 @@ def chosen(
     """
     if models is None:
         default = {name: law for name, law in LAWS.items() if not law.control}
-        models = [n for n, law in default.items() if method is None or method in law.solvers]
+        known = isinstance(method, str)  # an option may be anything that a user gives
+        models = [n for n, law in default.items() if not known or method in law.solvers]
         models = models or list(default)  # the first says what is wrong with the method
     names = list(LAWS) if isinstance(models, str) and models == "all" else models
     names = check_several(names, "models")
