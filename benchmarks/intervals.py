@@ -41,8 +41,8 @@ from gradstats.analysis.quality import inner_90, noise_floor
 from gradstats.network import fit_line
 from gradstats.statistics.compressibility import local_exponents
 from gradstats.statistics.distributions import MAGNITUDES, SHAPES
+from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.resampling import mean_interval
-from gradstats.statistics.solvers import SOLVERS
 from gradstats.trace.sources import open_source
 
 PATH = RESULTS / "coverage.jsonl"
@@ -255,8 +255,8 @@ def ask_fit(law: Law, model: str, n: int, rng: Generator) -> dict[str, Answer]:
 
 @cache
 def _methods(model: str) -> list[str]:
-    solvers = {s: method for (name, method), s in reversed(SOLVERS.items()) if name == model}
-    return sorted(solvers.values())
+    own = {s: method for (name, method), s in reversed(solvers().items()) if name == model}
+    return sorted(own.values())
 
 
 @cache

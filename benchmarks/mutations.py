@@ -53,7 +53,7 @@ TARGETS = {
     "tables.py": "tests/test_tables.py",
 }
 ALSO = {
-    "solvers": "tests/statistics/test_fitting.py",
+    "laws": "tests/statistics/test_fitting.py",
     "stages": "tests/thresholds/test_thresholds.py",
     "dependence": "tests/analysis/test_drift.py",
     "union": "tests/network/test_union.py",

@@ -20,7 +20,7 @@ from gradstats import FitError, fit
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.distributions import MAGNITUDES, SHAPES
 from gradstats.statistics.goodness import bootstrap
-from gradstats.statistics.solvers import SOLVERS
+from gradstats.statistics.laws.choice import solvers
 
 TRUTHS: dict[str, tuple[float, ...]] = {
     "laplace": (),
@@ -85,7 +85,7 @@ def table(n: int, replicates: int) -> str:
         "| model | method | parameter | truth | mean | bias, % | 95 % interval holds it |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    for model, method in _progress(list(SOLVERS)):
+    for model, method in _progress(list(solvers())):
         r = recover(model, method, TRUTHS[model], n, replicates)
         for name, truth in r.truth.items():
             bias = 100 * (r.mean[name] / truth - 1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradstats.primitives.moments import moments
     from gradstats.primitives.select import select
     from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
-    from gradstats.statistics import distributions, goodness, pot
+    from gradstats.statistics import distributions, goodness, laws, pot
     from gradstats.statistics.compressibility import compressibility
     from gradstats.statistics.fitting import Fit, fit
     from gradstats.statistics.several import fit_all
@@ -67,7 +67,7 @@ _HOME = {
     "gradstats.network.plan": ("plan",),
     "gradstats.primitives": ("backend", "histogram", "moments", "select"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
-    "gradstats.statistics": ("distributions", "goodness", "pot"),
+    "gradstats.statistics": ("distributions", "goodness", "laws", "pot"),
     "gradstats.statistics.compressibility": ("compressibility",),
     "gradstats.statistics.fitting": ("Fit", "fit"),
     "gradstats.statistics.several": ("fit_all",),
@@ -102,6 +102,7 @@ __all__ = [
     "fit_all",
     "goodness",
     "histogram",
+    "laws",
     "moments",
     "open_trace",
     "over_training",

@@ -18,6 +18,7 @@ import gradstats
 # From the ground up: an entry of a package may import the entries before it, and nothing after it.
 ROOMS = [
     "gradstats.errors",
+    "gradstats.registry",
     "gradstats.tables",
     "gradstats.console",
     "gradstats.files",

@@ -30,6 +30,7 @@ MODULES = (
     "gradstats.thresholds",
     "gradstats.distributions",
     "gradstats.goodness",
+    "gradstats.laws",
     "gradstats.pot",
     "gradstats.trace",
     "gradstats.tables",

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,10 @@ from gradstats.errors import unknown
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import compressibility
-from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
+from gradstats.statistics.fitting import fit
 from gradstats.statistics.goodness import goodness
+from gradstats.statistics.laws.choice import chosen, law_of
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Drift, Records
@@ -105,7 +107,7 @@ class _Measuring:
 
     def _fit(self, model: str, reduced: Sketch) -> dict[str, float]:
         try:
-            fitted = fit(reduced, model, self.method or default_method(model))
+            fitted = fit(reduced, model, self.method or law_of(model).default_method)
         except FitError:
             return dict.fromkeys(_BY_MODEL, math.nan)
         distances = goodness(fitted, reduced)
@@ -116,7 +118,7 @@ class _Measuring:
 def over_training(
     source: object,
     *,
-    models: Sequence[str] = MODELS[:3],
+    models: Sequence[str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
     steps: Sequence[int] | None = None,
@@ -133,8 +135,8 @@ def over_training(
     ----------
     source : str, Path, Trace, array_like, mapping of str to array_like, or Source
         Trace or its path (of gradients or of sketches), gradient file, array, or arrays by layer name.
-    models : sequence of str, optional
-        Models to fit; by default the three sparsity-inducing ones.
+    models : sequence of str or "all", optional
+        Laws to fit, as in :func:`gradstats.fit_all`; by default those that are no controls.
     method : Method, optional
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     ratios : sequence of float, optional
@@ -180,7 +182,7 @@ def dataset_of(
     source: Source,
     subset: Subset,
     *,
-    models: Sequence[str] = MODELS[:3],
+    models: Sequence[str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
     client: Any = None,
@@ -194,8 +196,8 @@ def dataset_of(
         Source to read piece by piece.
     subset : Subset
         Gradients and layers to measure.
-    models : sequence of str, optional
-        Models to fit; by default the three sparsity-inducing ones.
+    models : sequence of str or "all", optional
+        Laws to fit, as in :func:`gradstats.fit_all`; by default those that are no controls.
     method : Method, optional
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     ratios : sequence of float, optional
@@ -212,11 +214,9 @@ def dataset_of(
     """
     import xarray
 
-    models, ratios = check_several(models, "models"), check_ratios(ratios)
-    for model in models:
-        check_method(model, default_method(model) if method is None else method)
+    names, ratios = chosen(models, method), check_ratios(ratios)
     keys, parameters = subset.keys(source), subset.parameters(source)
-    work = _Measuring(tuple(models), method, tuple(ratios))
+    work = _Measuring(tuple(names), method, tuple(ratios))
 
     def plan(submit: Submit, key: Key) -> Any:
         return submit(work, plan_sketches(submit, source, key, parameters=parameters))
@@ -226,7 +226,7 @@ def dataset_of(
         "rank": sorted({rank for rank, _, _ in keys}),
         "kind": list(dict.fromkeys(kind for _, kind, _ in keys)),
         "layer": ["all", *parameters],
-        "model": list(models),
+        "model": names,
         "ratio": list(ratios),
     }
     base = ("step", "rank", "kind", "layer")
@@ -279,7 +279,7 @@ def drift(
     source: object,
     quantities: Sequence[str] = (),
     *,
-    models: Sequence[str] = MODELS[:3],
+    models: Sequence[str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
     steps: Sequence[int] | None = None,
@@ -298,8 +298,8 @@ def drift(
         Trace or its path (of gradients or of sketches), gradient file, array, or arrays by layer name.
     quantities : sequence of str, optional
         Quantities to follow, of :data:`QUANTITIES`; by default mean, threshold, shape and p.
-    models : sequence of str, optional
-        Models to fit; by default the three sparsity-inducing ones.
+    models : sequence of str or "all", optional
+        Laws to fit, as in :func:`gradstats.fit_all`; by default those that are no controls.
     method : Method, optional
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     ratios : sequence of float, optional

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.sketch import Sketch
-from gradstats.statistics.fitting import MODELS, Method, check_method, default_method, fit
+from gradstats.statistics.fitting import fit
 from gradstats.statistics.goodness import bootstrap, goodness
+from gradstats.statistics.laws.choice import chosen, law_of
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Records
@@ -51,7 +53,7 @@ class _Fitting:
         return records
 
     def _one(self, model: str, reduced: Sketch) -> dict[str, Any]:
-        method = self.method or default_method(model)
+        method = self.method or law_of(model).default_method
         record: dict[str, Any] = {
             "method": method,
             "n": reduced.moments.count,
@@ -96,7 +98,7 @@ class _Fitting:
 
 def fit_records(
     source: Source,
-    models: Sequence[str] = MODELS[:3],
+    models: Sequence[str] | Literal["all"] | None = None,
     *,
     method: Method | None = None,
     replicates: int = 0,
@@ -116,8 +118,8 @@ def fit_records(
     ----------
     source : Source
         Source to read piece by piece.
-    models : sequence of str, optional
-        Names of models; by default the three sparsity-inducing ones.
+    models : sequence of str or "all", optional
+        Names of :data:`gradstats.statistics.laws.LAWS`, or ``"all"``; by default those that are no controls.
     method : Method, optional
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     replicates : int, optional
@@ -152,8 +154,6 @@ def fit_records(
     InputError
         If a model or method is unknown, or nothing matches.
     """
-    for model in models:
-        check_method(model, method or default_method(model))
-    work = _Fitting(tuple(models), method, replicates, size, seed)
+    work = _Fitting(tuple(chosen(models, method)), method, replicates, size, seed)
     subset = Subset(steps, ranks, kinds, layers, per_layer)
     return each_sketched(source, subset, work, client, on_progress)

@@ -10,13 +10,15 @@ from typing import Any
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import check_count, check_ratios, check_seed
 from gradstats.primitives.sketch import Sketch
-from gradstats.statistics.fitting import Method, check_method
+from gradstats.statistics.laws.choice import law_of
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot import (
     choose_threshold,
     mean_excess,
     mixture,
     parameter_stability,
 )
+from gradstats.statistics.pot.peaks import MODEL
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Records
@@ -218,7 +220,7 @@ def pot_records(
         If a ratio is outside (0, 1], or nothing matches.
     """
     asked = tuple(check_ratios(_RATIOS if ratios is None else ratios))
-    check_method("double_genpareto", method)
+    law_of(MODEL).solver(method)
     check_count(replicates, "replicates", 0)
     work = _Peaks(asked, method, replicates, check_count(size, "size", 2), check_seed(seed))
     return each_sketched(source, Subset(steps, ranks, kinds), work, client, on_progress)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +22,7 @@ from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
 from gradstats.errors import GradstatsError
+from gradstats.registry import entries, load
 
 __all__ = ["app", "main"]
 
@@ -90,8 +90,8 @@ def _root(
 
 @cache
 def _load_plugins() -> None:
-    for entry in entry_points(group="gradstats.commands"):
-        entry.load()(app)
+    for entry in entries("gradstats.commands"):
+        load(entry)(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from gradstats.errors import unknown
+from gradstats.statistics.laws import LAWS, METHODS
 
 __all__ = [
     "EstimatorOption",
@@ -105,15 +106,11 @@ def _kinds() -> Sequence[str]:
 
 
 def _methods() -> Sequence[str]:
-    from gradstats.statistics.fitting import METHODS
-
     return METHODS
 
 
 def _models() -> Sequence[str]:
-    from gradstats.statistics.fitting import MODELS
-
-    return (*MODELS, "all")
+    return (*LAWS, "all")
 
 
 def _quantities() -> Sequence[str]:
@@ -207,8 +204,7 @@ ModelOption = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="Model to fit (repeatable): laplace, dgamma, double_genpareto (these by default), norm, t, gennorm, "
-        "dweibull, lognorm or all.",
+        help=f"Model to fit (repeatable): {', '.join(LAWS)} or all; by default those that are no controls.",
         **one_of("model", _models),
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isnan
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,6 +34,7 @@ from gradstats.cli.output import (
     worst_first,
 )
 from gradstats.errors import InputError
+from gradstats.statistics.laws import LAWS
 from gradstats.tables import format_value
 
 __all__ = [
@@ -128,7 +129,7 @@ def fit(  # numpydoc ignore=PR01
     brief = format == "table" and not everything
     work = one_by_one(
         fits.fit_records,
-        _chosen(model),
+        _models(model),
         method=method,
         replicates=bootstrap,
         size=size,
@@ -188,16 +189,13 @@ def closest(records: Records) -> Records:
             group, key=lambda r: tuple((isnan(r[n]), r[n]) for n in ("tail_error", "ks"))
         )
         known = not isnan(best["ks"])
-        params = {_symbol(best["model"], k): v for k, v in best["params"].items()}
+        symbols = LAWS[best["model"]].symbols
+        params = {symbols.get(name, name): value for name, value in best["params"].items()}
         after = f"{others[0]['model']} {format_value(others[0]['tail_error'])}" if others else None
         found.append(
             best | {"closest": best["model"] if known else "none", "params": params, "next": after}
         )
     return found
-
-
-def _symbol(model: str, parameter: str) -> str:
-    return "ξ" if (model, parameter) == ("double_genpareto", "c") else parameter
 
 
 def _note_rest(records: Records, shown: Records) -> None:
@@ -206,12 +204,9 @@ def _note_rest(records: Records, shown: Records) -> None:
         note(f"{len(shown)} of {rows} rows; --all has every step, model and layer.")
 
 
-def _chosen(names: list[str] | None) -> list[str]:
-    """Return the models asked for, by default the sparsity-inducing ones."""
-    from gradstats.statistics.distributions import SIDS
-    from gradstats.statistics.fitting import MODELS
-
-    return list(MODELS) if "all" in (names or ()) else list(names or SIDS)
+def _models(names: list[str] | None) -> list[str] | Literal["all"] | None:
+    """Return the models asked for as the functions take them."""
+    return "all" if names and "all" in names else names or None
 
 
 def compressibility(  # numpydoc ignore=PR01
@@ -362,7 +357,7 @@ def drift(  # numpydoc ignore=PR01
     work = one_by_one(
         drift.drift,
         quantity or (),
-        models=_chosen(model),
+        models=_models(model),
         ratios=ratio or RATIOS,
         per_layer=per_layer,
     )

@@ -269,10 +269,10 @@ def _gradients(
 
 def _sizes(workload: str) -> list[int]:
     """Return the sizes of a model's layers."""
-    from importlib.metadata import entry_points
+    from gradstats.registry import entries, load
 
-    for entry in entry_points(group="gradstats.layouts"):
-        return [layer["numel"] for layer in entry.load()(workload)]
+    for entry in entries("gradstats.layouts"):
+        return [layer["numel"] for layer in load(entry)(workload)]
     raise InputError("no package that is installed knows layouts of models")
 
 

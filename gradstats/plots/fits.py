@@ -66,7 +66,7 @@ def density(
             centres,
             (1 - fitted.zero_fraction) * fitted.dist.pdf(centres),
             ls=LINES[i % len(LINES)],
-            color=PALETTE[i],
+            color=PALETTE[i % 10],
             label=label_of(fitted.model),
         )
     ax.set(xlabel="gradient element (gradient's unit)", ylabel="density")
@@ -118,7 +118,7 @@ def tail(
                 grid,
                 np.where(survival > 0, survival, np.nan),
                 ls=LINES[i % len(LINES)],
-                color=PALETTE[i],
+                color=PALETTE[i % 10],
                 label=label_of(fitted.model),
             )
         ax.set_xlim(m.upper_quantile(0.8 * n), right)
@@ -184,9 +184,9 @@ def qq(
             expected, top, bottom = (
                 fitted.magnitude.isf(share) for share in ((ranks - 0.5) / m.count, low, high)
             )
-            band = ax.fill_between(expected, bottom, top, color=PALETTE[i], alpha=0.2, lw=0)
+            band = ax.fill_between(expected, bottom, top, color=PALETTE[i % 10], alpha=0.2, lw=0)
             band.set_label("_" if i else _BAND)
-            style = {"ls": LINES[i % len(LINES)], "color": PALETTE[i]}
+            style = {"ls": LINES[i % len(LINES)], "color": PALETTE[i % 10]}
             ax.plot(expected, magnitudes, label=label_of(fitted.model), **style)
         right = min(float(magnitudes[0]) * 3, _LARGEST)
         limits = m.upper_quantile(0.8 * m.count), right

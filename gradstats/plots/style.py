@@ -13,6 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from gradstats.primitives.sketch import Magnitudes
+from gradstats.statistics.laws import LAWS
 from gradstats.thresholds import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -57,17 +58,6 @@ PALETTE = [_dark_enough(colour) for colour in sns.color_palette("colorblind")]
 LINES: tuple[Any, ...] = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*<>ph"
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
-_LABELS = {
-    "laplace": "Laplace",
-    "dgamma": "double gamma",
-    "norm": "normal",
-    "t": "Student's t",
-    "gennorm": "gen. normal",
-    "dweibull": "double Weibull",
-    "lognorm": "log-normal",
-    "double_genpareto": "double gen. Pareto",
-    "halfnorm": "half-normal",
-}
 _OTHERS = (
     *("lags", "cltk", "redsync-quantised", "marsit", "randomk", "signsgd", "ef-signsgd"),
     *("none", "ssdm", "cascading", "dense-bf16", "torch-topk", "powersgd", "torch-bf16"),
@@ -90,7 +80,9 @@ def label_of(name: str) -> str:
     str
         Name in legends; the name itself where there is no other.
     """
-    return _LABELS.get(name, name)
+    if name in LAWS:
+        return LAWS[name].label
+    return {"halfnorm": "half-normal"}.get(name, name)
 
 
 def look_of(name: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from gradstats.analysis.peaks import mixture_records, pot_records
 from gradstats.analysis.quality import series_of, summarise
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import target_count
-from gradstats.statistics.fitting import MODELS
+from gradstats.statistics.laws import LAWS
+from gradstats.statistics.pot.peaks import MODEL
 from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
@@ -138,8 +139,9 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     tails = mixture_records(source, **here)
     peaks = pot_records(source, **here)
     advance()
-    fits = fit_records(source, MODELS[:3], replicates=REPLICATES, size=SUBSAMPLE, seed=SEED, **here)
-    fits += [r | UNTESTED for r in fit_records(source, MODELS[3:], **here)]
+    fits = fit_records(source, replicates=REPLICATES, size=SUBSAMPLE, seed=SEED, **here)
+    controls = [name for name, law in LAWS.items() if law.control]
+    fits += [r | UNTESTED for r in fit_records(source, controls, **here)]
     fits.sort(key=lambda r: (r["kind"], r["step"]))
     advance()
     series = series_of(source, Subset(steps), estimators=tuple(ESTIMATORS))
@@ -147,7 +149,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     training = dataset_of(
         source,
         Subset(steps, [rank], per_layer=len(source.layers) > 1),
-        models=["double_genpareto"],
+        models=[MODEL],
         ratios=[TREND_RATIO],
     )
     advance()

@@ -13,9 +13,11 @@ from gradstats.report.html import details, figure, note, table
 from gradstats.report.measured import REPLICATES, SUBSAMPLE, TREND_RATIO, Measured
 from gradstats.report.verdicts import COUNTING, missing_ranks
 from gradstats.statistics.compressibility import default_window
-from gradstats.statistics.distributions import SIDS
 from gradstats.statistics.fitting import fit
+from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws.choice import chosen
 from gradstats.statistics.pot import FEWEST
+from gradstats.statistics.pot.peaks import MODEL
 from gradstats.statistics.solution import FitError
 from gradstats.trace.sources import SKETCHED, Captured, TraceSource
 
@@ -238,9 +240,9 @@ def _fits(name: str, captured: Captured, reduced: Sketch) -> str:
     from gradstats import plots
 
     fits = []
-    for model in SIDS:
+    for model in chosen():
         try:
-            fits.append(fit(reduced, model))
+            fits.append(fit(reduced, model, LAWS[model].default_method))
         except FitError:
             continue
 
@@ -313,7 +315,7 @@ def _layers(m: Measured) -> str:
 
     parts = ["<h3>Layer by layer</h3>"]
     for kind in m.kinds:
-        data = m.training.sel(kind=kind, model="double_genpareto", ratio=TREND_RATIO)
+        data = m.training.sel(kind=kind, model=MODEL, ratio=TREND_RATIO)
         zeros = bool((data["zero_fraction"] > 0).any())  # else there is nothing to see
 
         def draw(axes: Sequence[Axes], data: Any = data, zeros: bool = zeros) -> None:

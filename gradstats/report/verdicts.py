@@ -14,7 +14,7 @@ from gradstats.analysis.quality import noise_floor
 from gradstats.plots.style import label_of
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.report.measured import Measured
-from gradstats.statistics.compressibility import CONTROLS, Ruling, control
+from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.pot import FEWEST
 from gradstats.trace import Kind
@@ -265,7 +265,7 @@ def _compressible(measured: Measured, kind: Kind) -> Verdict:
     unsure = [r for r in rows if r["compressible"] is None]
     numbers += "".join(f"Step {r['step']}: {r['reason']} (p = {_by_window(r)}). " for r in unsure)
     passing = [r["kind"] for r in controls if r["compressible"]]
-    listed = ", ".join(f"{_CONTROL[r['kind']]} {r['p']:.2f}" for r in controls)
+    listed = ", ".join(f"{label_of(r['kind'])} {r['p']:.2f}" for r in controls)
     numbers += f"Controls: {listed}"
     numbers += ": passes what it must reject!" if passing else ", rejected."
     return Verdict(headline, numbers, bool(passing))
@@ -277,9 +277,6 @@ def _by_window(record: dict[str, Any]) -> str:
         f"{p:.2f} to rank {int(ranks.split('-')[1]):,}" for ranks, p in record["windows"].items()
     )
     return ", ".join(shown)
-
-
-_CONTROL = {name: name for name in CONTROLS} | {"halfnorm": "half-normal", "laplace": "Laplace"}
 
 
 def _model(measured: Measured, kind: Kind) -> Verdict:

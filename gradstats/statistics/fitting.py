@@ -5,36 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_number, check_ratio, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
+from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws.choice import law_of
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import FitError, Flag, Reason
 from gradstats.tables import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "METHODS",
-    "MODELS",
-    "Fit",
-    "Method",
-    "as_magnitudes",
-    "check_fit",
-    "check_method",
-    "default_method",
-    "fit",
-    "fittable",
-]
-
-Method: TypeAlias = Literal["closed", "moments", "mle", "pwm"]
-METHODS: tuple[Method, ...] = get_args(Method)
-
-MODELS = ("laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dweibull", "lognorm")
-"""Names of the models that can be fitted: the sparsity-inducing ones first, then the controls."""
+__all__ = ["Fit", "as_magnitudes", "check_fit", "fit", "fittable"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,7 +30,7 @@ class Fit(Shown):
     Attributes
     ----------
     model : str
-        Name, one of :data:`MODELS`.
+        Name, a key of :data:`gradstats.statistics.laws.LAWS`.
     params : mapping of str to float
         Parameters of `dist` by SciPy's names: shapes, ``loc`` = 0, and ``scale`` in the gradient's unit.
     zero_fraction : float
@@ -52,7 +38,7 @@ class Fit(Shown):
     count : int
         Number of finite non-zero elements fitted.
     method : str
-        Method of the fit, one of :data:`METHODS`.
+        Method of the fit.
     stderr : mapping of str to float
         Standard errors of the parameters if elements are independent; NaN where theory has none. Elements of a gradient
         are not independent: in clusters of 10 to 20 that share a scale, 95 % intervals hold the truth 48 to 91 times of
@@ -110,24 +96,26 @@ class Fit(Shown):
     @property
     def dist(self) -> Any:
         """Frozen SciPy distribution of the signed, non-zero elements (``.pdf .sf .isf .ppf``)."""
-        from gradstats.statistics.distributions import DISTRIBUTIONS
-
-        return DISTRIBUTIONS[self.model](**self.params)
+        return LAWS[self.model].signed(**self.params)
 
     @property
     def magnitude(self) -> Any:
         """Frozen SciPy distribution of the non-zero magnitudes."""
-        from gradstats.statistics.distributions import MAGNITUDES
-
-        return MAGNITUDES[self.model](**self.params)
+        return LAWS[self.model].magnitude(**self.params)
 
     @property
     def shape(self) -> float:
-        """Shape parameter; NaN for a model without one."""
-        from gradstats.statistics.distributions import SHAPES
+        """Shape parameter, the first if there are several; NaN for a model without one."""
+        shapes = LAWS[self.model].shapes
+        return self.params[shapes[0]] if shapes else math.nan
 
-        name = SHAPES[self.model]
-        return self.params[name] if name else float("nan")
+    @property
+    def end(self) -> float:
+        """Largest magnitude that the model allows, in the gradient's unit; infinite if it allows any.
+
+        By the model, a threshold at or beyond it keeps nothing. Elements that the gradient has there are flagged.
+        """
+        return LAWS[self.model].end(self.params)
 
     @property
     def n_params(self) -> int:
@@ -137,11 +125,7 @@ class Fit(Shown):
     @property
     def is_likelihood(self) -> bool:
         """Whether the parameters maximize the likelihood, by whatever method: AIC, BIC and nested tests need it."""
-        exact = self.model in ("laplace", "norm") or (self.model, self.method) == (
-            "lognorm",
-            "closed",
-        )
-        return exact or self.method == "mle"
+        return LAWS[self.model].maximizes(self.method)
 
     def interval(self, parameter: str, level: float = 0.95) -> tuple[float, float]:
         """Return the normal interval of a parameter; NaN where there is no standard error.
@@ -236,44 +220,6 @@ def check_fit(fit: object) -> None:
         raise InputError(f"a Fit is needed, as gradstats.fit returns it, not {shown(fit)}")
 
 
-def check_method(model: str, method: str) -> None:
-    """Check that there is a model of this name and that it has the method.
-
-    Parameters
-    ----------
-    model : str
-        Name of a model.
-    method : str
-        Name of a method.
-
-    Raises
-    ------
-    InputError
-        If not. The message names what there is.
-    """
-    from gradstats.statistics.solvers import SOLVERS
-
-    if not isinstance(model, str) or model not in MODELS:
-        raise unknown("model", model, MODELS)
-    if not isinstance(method, str) or method not in METHODS:
-        raise InputError(f"no method {shown(method)}; there is {', '.join(METHODS)}")
-    if (model, method) not in SOLVERS:
-        have = ", ".join(m for name, m in SOLVERS if name == model)
-        raise InputError(f"{model} has no method {method!r}; it has {have}")
-
-
-def default_method(model: str) -> Method:
-    """Return the closed form where a model has one, as thresholds use it; else maximum likelihood.
-
-    Parameters
-    ----------
-    model : str
-        Name, one of :data:`MODELS`.
-    """
-    closed = ("laplace", "dgamma", "double_genpareto", "norm", "lognorm")
-    return "closed" if isinstance(model, str) and model in closed else "mle"
-
-
 def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -> Fit:
     """Fit a symmetric distribution to a gradient, with a point mass for its exact zeros.
 
@@ -283,7 +229,7 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
         Gradient of any shape, NumPy or torch, any floating dtype (NaN and infinities are left out), or its
         :func:`gradstats.sketch`, which a gradient is reduced to anyway.
     model : str
-        Name, one of :data:`MODELS`.
+        Name, a key of :data:`gradstats.statistics.laws.LAWS`.
     method : {"closed", "moments", "mle", "pwm"}
         Way to estimate the parameters:
 
@@ -316,12 +262,12 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
     >>> f.params["scale"], f.zero_fraction
     (2.0, 0.25)
     """
-    from gradstats.statistics.solvers import SOLVERS
-
-    check_method(model, method)
+    law = law_of(model)
+    solve = law.solver(method)
     m = fittable(x)
-    found = SOLVERS[model, method](m)
-    params = {name: float(value) for name, value in found.params.items()}
-    stderr = {name: float(value) for name, value in found.stderr.items()}
-    every = {**params, "loc": 0.0}
-    return Fit(model, every, m.zero_fraction, m.count, method, stderr, found.flags, m)
+    solution = solve(m)
+    params = {name: float(value) for name, value in solution.params.items()} | {"loc": 0.0}
+    stderr = {name: float(value) for name, value in solution.stderr.items()}
+    beyond = (Flag.SUPPORT,) if m.max > law.end(params) else ()
+    flags = solution.flags + beyond
+    return Fit(model, params, m.zero_fraction, m.count, method, stderr, flags, m)

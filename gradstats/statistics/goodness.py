@@ -22,7 +22,9 @@ from gradstats.primitives.ratio import (
     target_count,
 )
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, Method, as_magnitudes, check_fit, fit, fittable
+from gradstats.statistics.fitting import Fit, as_magnitudes, check_fit, fit, fittable
+from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import FitError
 
 __all__ = [
@@ -261,7 +263,8 @@ class Comparison:
         Vuong's statistic √n·difference/sd; for nested models the likelihood-ratio statistic, 2n times what the general
         model gains, which is at least 0 at maximum likelihood.
     p_value : float
-        Two-sided p-value of Vuong's statistic; for nested models that of χ²(1).
+        Two-sided p-value of Vuong's statistic; for nested models that of χ², with a degree for each
+        parameter more.
     nested : bool
         Whether one model is a special case of the other (Laplace of all but the log-normal and Student's).
     """
@@ -270,13 +273,6 @@ class Comparison:
     z: float
     p_value: float
     nested: bool
-
-
-_SPECIAL_CASES = {
-    *(("laplace", other) for other in ("dgamma", "double_genpareto", "gennorm", "dweibull")),
-    ("norm", "gennorm"),
-}
-"""Pairs of a model and one that it is a special case of."""
 
 
 def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparison:
@@ -314,7 +310,8 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
     ratio = first.magnitude.logpdf(m.middle) - second.magnitude.logpdf(m.middle)
     difference = _mean(m, ratio)
     for special, general, gain in ((first, second, -difference), (second, first, difference)):
-        if (special.model, general.model) not in _SPECIAL_CASES:
+        law = LAWS[general.model]
+        if special.model not in law.special_cases:
             continue
         if not (special.is_likelihood and general.is_likelihood):
             raise InputError(
@@ -322,7 +319,8 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
                 'fit both with method="mle"'
             )
         statistic = max(2 * m.count * gain, 0.0)  # below 0 is rounding
-        return Comparison(difference, statistic, float(chi2.sf(statistic, 1)), True)
+        more = len(law.parameters) - len(LAWS[special.model].parameters)
+        return Comparison(difference, statistic, float(chi2.sf(statistic, more)), True)
     deviation = math.sqrt(max(m.average((ratio - difference) ** 2), 0.0))
     if deviation == 0:
         return Comparison(difference, 0.0, 1.0, False)
@@ -391,7 +389,7 @@ def bootstrap(
     x : array_like, Sketch or Magnitudes
         Gradient, its sketch, or magnitudes. The non-zero magnitudes are tested.
     model : str
-        Model to test, one of :data:`gradstats.statistics.fitting.MODELS`.
+        Model to test, a key of :data:`gradstats.statistics.laws.LAWS`.
     method : {"closed", "moments", "mle", "pwm"}
         Method of every fit, see :func:`gradstats.fit`.
     statistic : {"ks", "ad"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradstats.primitives import Array
-from gradstats.primitives.ratio import check_several
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import MODELS, Fit, default_method, fit, fittable
+from gradstats.statistics.fitting import Fit, fit, fittable
 from gradstats.statistics.goodness import Goodness, goodness
+from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Shown
 
@@ -87,15 +87,17 @@ class Fits(list[Fit], Shown):
         return self._draw("tail", self.sample, list(self), ax=ax, **options)
 
 
-def fit_all(x: Array | Sketch | Magnitudes, models: Sequence[str] = MODELS) -> Fits:
+def fit_all(
+    x: Array | Sketch | Magnitudes, models: Sequence[str] | Literal["all"] | None = None
+) -> Fits:
     """Fit several models to a gradient, each by its own default method, and measure how far each is from it.
 
     Parameters
     ----------
     x : array_like, Sketch or Magnitudes
         Gradient of any shape, or its sketch.
-    models : sequence of str
-        Names of :data:`gradstats.statistics.fitting.MODELS`; all of them by default.
+    models : sequence of str or "all", optional
+        Names of :data:`gradstats.statistics.laws.LAWS`, or ``"all"``; by default those that are no controls.
 
     Returns
     -------
@@ -117,9 +119,9 @@ def fit_all(x: Array | Sketch | Magnitudes, models: Sequence[str] = MODELS) -> F
     ['laplace', 'norm']
     """
     m, fits, failed = fittable(x), [], {}
-    for model in check_several(models, "models"):
+    for model in chosen(models):
         try:
-            one = fit(m, model, default_method(model))
+            one = fit(m, model, law_of(model).default_method)
         except FitError as error:
             failed[model] = str(error)
         else:

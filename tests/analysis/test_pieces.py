@@ -20,7 +20,7 @@ from gradstats.analysis.peaks import mixture_records
 from gradstats.cli import main
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
-from gradstats.statistics.fitting import MODELS
+from gradstats.statistics.laws import LAWS
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
@@ -136,7 +136,7 @@ def test_sketches_of_the_captured_gradients_are_enough(tmp_path, name, kind):
         writer.append(step, {kind: full.read(0, kind, step).values})
     writer.close()
     rough = open_source(tmp_path / "s.zarr")
-    x, y = (over_training(s, models=MODELS, kinds=[kind]) for s in (full, rough))
+    x, y = (over_training(s, models=list(LAWS), kinds=[kind]) for s in (full, rough))
     assert np.abs(y["threshold"] / x["threshold"] - 1).max() < 0.005
     assert np.abs(y["scale"] / x["scale"] - 1).max() < 0.01
     shapes = ["double_genpareto", "dgamma", "gennorm", "dweibull", "lognorm"]

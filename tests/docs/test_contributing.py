@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -105,6 +108,67 @@ assert again.compressor.state_dict() == {"step": 6}
 """
     (code,) = recipe("Add a compressor")
     trains(tmp_path, "block", code, check)
+
+
+def law_file():
+    """Return the recipe of a law, which two pages have."""
+    page = (ROOT / "docs" / "howto" / "law.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code == recipe("Add a law")[0]
+    assert len(code.splitlines()) <= 25
+    return page, code
+
+
+def test_a_law_is_in_the_tables_and_figures():
+    _, code = law_file()
+    use = recipe("Add a law")[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code + use], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    fitted, *table, labels = done.stdout.splitlines()
+    assert fitted.startswith("<Fit: model dlogistic, scale 0.0")
+    assert sum("dlogistic" in line for line in table) == 1
+    assert "'logistic'" in labels
+
+
+def test_an_installed_law_is_in_the_terminal_and_the_report(tmp_path):
+    page, code = law_file()
+    ((block,), (commands,)) = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "sh")
+    )
+    (tmp_path / "dlogistic.py").write_text(code, encoding="utf-8")
+    metadata = tmp_path / "dlogistic-1.0.dist-info"  # what installing a package leaves
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dlogistic\nVersion: 1.0\n")
+    points = tomllib.loads(block)["project"]["entry-points"]["gradstats.laws"]
+    lines = "".join(f"{name} = {place}\n" for name, place in points.items())
+    (metadata / "entry_points.txt").write_text(f"[gradstats.laws]\n{lines}")
+    x = np.random.default_rng(0).logistic(size=20_000).astype(np.float32)
+    np.save(tmp_path / "run.npy", x)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(ROOT)])
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "gradstats", *arguments]
+        settings = os.environ | {"PYTHONPATH": path, "COLUMNS": "120"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=settings
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    default, _ = (
+        run(*line.replace("run.zarr", "run.npy").split()[1:]) for line in commands.splitlines()
+    )
+    named = run("fit", "run.npy", "--model", "dlogistic", "--all")
+    assert re.search(r"^ +all +dlogistic +scale=0\.99", default, re.MULTILINE)  # the closest
+    assert "dlogistic" in named
+    assert "laplace" not in named
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (
+        "leaves logistic." in html
+    )  # the answer: of the laws tested, the only one that is not rejected
+    assert re.search(r"<td [^>]*>dlogistic</td>", html)  # the table of the fits
+    assert "lognorm, dlogistic or all" in " ".join(re.findall(r"[\w,]+", run("fit", "--help")))
 
 
 def test_a_table_is_printed():

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -17,10 +18,11 @@ import gradstats
 from gradstats.analysis.fits import fit_records
 from gradstats.errors import InputError
 from gradstats.plots.style import label_of
-from gradstats.report import write_report
+from gradstats.primitives.sketch import sketch
+from gradstats.report import sections, write_report
 from gradstats.report.verdicts import QUESTIONS
 from gradstats.statistics.compressibility import Ruling, control
-from gradstats.statistics.fitting import MODELS
+from gradstats.statistics.laws import LAWS
 from gradstats.trace.sources import ArraySource, open_source
 
 
@@ -129,7 +131,7 @@ def test_the_first_screen_has_the_numbers_of_the_functions(page):
     assert f"1 ± {1.96 / np.sqrt(270):.2f}" in page.answer("Which estimate hits k?")
     assert "4 have no power" in page.answer("Does it move?")
     assert page.warned == []
-    fits = fit_records(open_source(trace), MODELS, steps=[2999])
+    fits = fit_records(open_source(trace), list(LAWS), steps=[2999])
     kept = {r["model"]: r["quality"][0.001] for r in fits if 0.001 in r["quality"]}
     nearest = min(kept, key=lambda name: abs(np.log(max(kept[name], 1e-9))))
     said = page.answer("Which model is closest?")
@@ -325,3 +327,16 @@ def test_tables_sort_in_a_browser(path, tmp_path):
     assert up == sorted(before)
     assert down == sorted(before, reverse=True)
     assert found[3] == "descending"
+
+
+def test_the_figure_of_the_fits_has_what_is_fitted_by_default(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(gradstats.plots, "tail", lambda m, fits, ax: drawn.extend(fits))
+    monkeypatch.setattr(gradstats.plots, "density", lambda *_: None)
+    mine = replace(
+        LAWS["t"], name="mine", control=False
+    )  # by maximum likelihood: it has no closed form
+    monkeypatch.setitem(LAWS._loaded, "mine", mine)
+    x = np.random.default_rng(0).laplace(size=500)
+    sections._fits("x", SimpleNamespace(values=x, kind="gradient", step=0), sketch(x))
+    assert [f.model for f in drawn] == ["laplace", "dgamma", "double_genpareto", "mine"]

@@ -23,13 +23,14 @@ from gradstats.statistics.distributions import (
     double_lognorm,
     halft,
 )
-from gradstats.statistics.fitting import METHODS, MODELS
 from gradstats.statistics.goodness import goodness
+from gradstats.statistics.laws import LAWS, METHODS
+from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.solution import FitError, Flag, Reason
-from gradstats.statistics.solvers import SOLVERS
 from gradstats.trace import open_trace
 
 N = 200_000
+MODELS, SOLVERS = tuple(LAWS), solvers()
 
 
 def signed(magnitudes, seed=0):
@@ -262,14 +263,14 @@ def test_gamma_shape_closed_form_and_newton():
     from scipy.special import digamma
 
     from gradstats.primitives.sketch import Magnitudes
-    from gradstats.statistics.solvers.likelihood import dgamma, dgamma_closed
+    from gradstats.statistics.laws.dgamma import by_likelihood, closed
 
     worst = {}
     for a in np.geomspace(0.05, 50, 200):
         nothing = np.ones(0)
         m = Magnitudes(nothing, nothing, np.full(1, 1000.0), a, a * (a + 1), digamma(a), 9.0)
-        worst[a] = abs(dgamma_closed(m).params["a"] / a - 1)
-        assert dgamma(m).params["a"] == pytest.approx(a, rel=1e-9)
+        worst[a] = abs(closed(m).params["a"] / a - 1)
+        assert by_likelihood(m).params["a"] == pytest.approx(a, rel=1e-9)
     where = max(worst, key=worst.get)
     assert worst[where] == pytest.approx(0.0144, abs=0.0003)
     assert where == pytest.approx(0.4, rel=0.2)

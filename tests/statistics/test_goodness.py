@@ -13,8 +13,10 @@ from gradstats.primitives import kth_largest
 from gradstats.primitives.sketch import Magnitudes, sketch
 from gradstats.statistics.distributions import MAGNITUDES, SIDS
 from gradstats.statistics.goodness import TAIL_RATIOS, bootstrap, compare, goodness
+from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.solution import FitError
-from gradstats.statistics.solvers import SOLVERS
+
+SOLVERS = solvers()
 
 
 @pytest.mark.parametrize("model", SIDS)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from gradstats.cli import app
+from gradstats.registry import entries, load
 
 __all__ = ["app"]
 
-for entry in entry_points(group="gradstats.commands"):
-    entry.load()(app)
+for entry in entries("gradstats.commands"):
+    load(entry)(app)

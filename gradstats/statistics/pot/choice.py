@@ -20,8 +20,9 @@ from gradstats.primitives.ratio import (
     target_count,
 )
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, Method, fit
+from gradstats.statistics.fitting import Fit, fit
 from gradstats.statistics.goodness import bootstrap
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import (
     FEWEST,
     MODEL,

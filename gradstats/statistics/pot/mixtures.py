@@ -10,7 +10,8 @@ import numpy as np
 from gradstats.errors import InputError
 from gradstats.primitives import Array
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Method, as_magnitudes
+from gradstats.statistics.fitting import as_magnitudes
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import FEWEST, NAN, Stability, magnitudes_of, stability_at
 from gradstats.statistics.solution import FitError, Reason
 

@@ -14,7 +14,8 @@ from gradstats.errors import InputError
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, Method, as_magnitudes, fit
+from gradstats.statistics.fitting import Fit, as_magnitudes, fit
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.profile import likelihood_region
 from gradstats.statistics.solution import Z95, FitError, Reason
 from gradstats.tables import Shown

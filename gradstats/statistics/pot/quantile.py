@@ -12,7 +12,8 @@ from gradstats.errors import InputError
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_number, check_ratio, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, Method, fit
+from gradstats.statistics.fitting import Fit, fit
+from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import (
     FEWEST,
     MODEL,

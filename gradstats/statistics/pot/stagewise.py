@@ -8,9 +8,11 @@ from gradstats.errors import unknown
 from gradstats.primitives import Array
 from gradstats.primitives.ratio import check_number, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, Method, fit
+from gradstats.statistics.fitting import Fit, fit
 from gradstats.statistics.goodness import Distances
-from gradstats.statistics.pot.peaks import MODEL, NAN, finite_of, magnitudes_of
+from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws.law import Method
+from gradstats.statistics.pot.peaks import NAN, finite_of, magnitudes_of
 from gradstats.statistics.solution import FitError
 from gradstats.statistics.stages import stage_ratios
 
@@ -49,9 +51,6 @@ class Stage:
     achieved: float = NAN
     ks: float = NAN
     status: str = ""
-
-
-_LATER = {"laplace": "laplace", "double_genpareto": MODEL, "dgamma": MODEL}
 
 
 def stages(
@@ -96,8 +95,9 @@ def stages(
     InputError
         If the model is another, it has no such method, or a ratio or the number of stages is out of range.
     """
-    if not isinstance(model, str) or model not in _LATER:
-        raise unknown("model of later stages", model, _LATER)
+    later = {name: law.excess for name, law in LAWS.items() if law.excess}
+    if not isinstance(model, str) or model not in later:
+        raise unknown("model of later stages", model, later)
     first = check_number(first, "the first stage's share", 0, 1)
     m = magnitudes_of(x)
     k = target_count(ratio, finite_of(m))
@@ -110,7 +110,7 @@ def stages(
         if over.count == 0:
             break
         try:
-            fitted = fit(over, model if number == 1 else _LATER[model], method)
+            fitted = fit(over, model if number == 1 else later[model], method)
         except FitError as error:
             found.append(Stage(number, None, over.count, asked, status=str(error)))
             break

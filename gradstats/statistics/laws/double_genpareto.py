@@ -1,4 +1,4 @@
-"""Generalized Pareto magnitudes: by moments, by likelihood, by probability-weighted moments.
+"""Double generalized Pareto: generalized Pareto magnitudes, by moments, by likelihood, by weighted moments.
 
 Signs are SciPy's: ξ = `c` > 0 is a heavy tail. Hosking and Wallis (1987) write k = −ξ.
 """
@@ -9,20 +9,38 @@ import math
 
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
+from scipy.stats import genpareto
 
 from gradstats.primitives.sketch import Magnitudes
+from gradstats.statistics.laws.law import Law
+from gradstats.statistics.laws.moments import delta_method, require_spread
+from gradstats.statistics.laws.reflected import Reflected
 from gradstats.statistics.solution import FitError, Flag, Reason, Solution
-from gradstats.statistics.solvers.moments import delta_method, require_spread
 from gradstats.statistics.stages import genpareto_by_moments
 
-__all__ = ["by_likelihood", "by_moments", "by_weighted_moments"]
+__all__ = [
+    "LAW",
+    "by_likelihood",
+    "by_moments",
+    "by_weighted_moments",
+    "double_genpareto",
+    "double_genpareto_gen",
+]
+
+
+class double_genpareto_gen(Reflected):
+    """Double (reflected) generalized Pareto: f(x) = ½ (1 + c|x|)^(−1−1/c), on |x| < −1/c if c < 0.
+
+    Symmetric; its magnitude is :data:`scipy.stats.genpareto` with the same `c`. c = 0 is the Laplace distribution,
+    c = −1 the uniform one on (−1, 1).
+    """
+
+    _magnitude = genpareto
+
+
+double_genpareto = double_genpareto_gen(name="double_genpareto", shapes="c")
 
 _NO_ERRORS = {"c": math.nan, "scale": math.nan}
-
-
-def _support(m: Magnitudes, shape: float, scale: float) -> tuple[Flag, ...]:
-    """Return a flag if the largest magnitude lies beyond the end of the support."""
-    return (Flag.SUPPORT,) if shape < 0 and m.max > -scale / shape else ()
 
 
 def by_moments(m: Magnitudes) -> Solution:
@@ -50,7 +68,7 @@ def by_moments(m: Magnitudes) -> Solution:
             rule, lambda r: math.factorial(r) / math.prod(1 - i * c for i in range(1, r + 1)), m
         )
     )
-    return Solution(params, stderr, flags + _support(m, params["c"], params["scale"]))
+    return Solution(params, stderr, flags)
 
 
 def by_weighted_moments(m: Magnitudes) -> Solution:
@@ -79,7 +97,7 @@ def by_weighted_moments(m: Magnitudes) -> Solution:
             "c": math.sqrt((1 + k) * (2 + k) ** 2 * (1 + k + 2 * k * k) / common),
             "scale": scale * math.sqrt((7 + 18 * k + 11 * k * k + 2 * k**3) / common),
         }
-    return Solution({"c": -k, "scale": scale}, stderr, flags + _support(m, -k, scale))
+    return Solution({"c": -k, "scale": scale}, stderr, flags)
 
 
 def by_likelihood(m: Magnitudes) -> Solution:
@@ -149,3 +167,20 @@ def by_likelihood(m: Magnitudes) -> Solution:
         "scale": scale * math.sqrt(2 * (1 + c) / m.count),
     }
     return Solution({"c": c, "scale": scale}, stderr)
+
+
+LAW = Law(
+    name="double_genpareto",
+    label="double gen. Pareto",
+    magnitude=genpareto,
+    signed=double_genpareto,
+    solvers={
+        "closed": by_moments,
+        "moments": by_moments,
+        "mle": by_likelihood,
+        "pwm": by_weighted_moments,
+    },
+    special_cases=("laplace",),
+    excess="double_genpareto",
+    symbols={"c": "ξ"},
+)

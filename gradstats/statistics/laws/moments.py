@@ -1,4 +1,4 @@
-"""Solvers that match a model to the mean and the mean square of the magnitudes."""
+"""Matching a scale family to the mean and the mean square of the magnitudes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import gammaln
 
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.solution import FitError, Flag, Reason, Solution
 
-__all__ = ["delta_method", "dgamma", "dweibull", "gennorm", "lognorm", "require_spread", "t"]
+__all__ = ["by_ratio", "delta_method", "require_spread"]
 
 _STEP = 1e-5
 
@@ -94,10 +93,24 @@ def _solve(raw: Raw, target: float, low: float, high: float) -> float:
     return math.exp(found)
 
 
-def _by_ratio(
+def by_ratio(
     m: Magnitudes, name: str, raw: Raw, low: float, high: float, regular: float = 0.0
 ) -> Solution:
-    """Fit a scale family by its moments; a shape up to `regular` (no fourth moment) is flagged and has no errors."""
+    """Fit a scale family with one shape by its moments.
+
+    Parameters
+    ----------
+    m : Magnitudes
+        Sample.
+    name : str
+        Name of the shape.
+    raw : callable
+        (shape, order) → raw moment of the magnitudes at scale 1. mean²/mean square has to rise with the shape.
+    low, high : float
+        Range of shapes searched; at its ends the fit is flagged.
+    regular : float
+        Shape up to which there is no fourth moment: the fit is flagged and has no standard errors.
+    """
     require_spread(m)
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
@@ -111,85 +124,3 @@ def _by_ratio(
     if shape <= regular:
         return Solution(params, dict.fromkeys(params, math.nan), (Flag.TAIL,))
     return Solution(params, delta_method(rule, lambda order: raw(shape, order), m))
-
-
-def dgamma(m: Magnitudes) -> Solution:
-    """Match gamma magnitudes: a = mean²/variance.
-
-    Parameters
-    ----------
-    m : Magnitudes
-        Sample.
-    """
-    require_spread(m)
-
-    def rule(mean: float, mean_square: float) -> dict[str, float]:
-        variance = mean_square - mean**2
-        return {"a": mean**2 / variance, "scale": variance / mean}
-
-    params = rule(m.mean, m.mean_square)
-    a = params["a"]
-    return Solution(params, delta_method(rule, lambda r: math.prod(a + i for i in range(r)), m))
-
-
-def lognorm(m: Magnitudes) -> Solution:
-    """Match log-normal magnitudes: s² = ln(mean square/mean²).
-
-    Flagged where the mean square of so many elements has a standard error above a tenth, √((exp(4s²) − 1)/n).
-
-    Parameters
-    ----------
-    m : Magnitudes
-        Sample.
-    """
-    require_spread(m)
-
-    def rule(mean: float, mean_square: float) -> dict[str, float]:
-        square = math.log(mean_square / mean**2)
-        return {"s": math.sqrt(square), "scale": mean * math.exp(-square / 2)}
-
-    params = rule(m.mean, m.mean_square)
-    s = params["s"]
-    flags = (Flag.TAIL,) if 4 * s * s > math.log1p(0.01 * m.count) else ()
-    stderr = delta_method(rule, lambda r: math.exp(min(r * r * s * s / 2, 700)), m)
-    return Solution(params, stderr, flags)
-
-
-def gennorm(m: Magnitudes) -> Solution:
-    """Match generalized normal magnitudes (Mallat 1989); mean²/mean square is at most ¾, that of a uniform vector.
-
-    Parameters
-    ----------
-    m : Magnitudes
-        Sample.
-    """
-    return _by_ratio(
-        m, "beta", lambda b, r: math.exp(gammaln((r + 1) / b) - gammaln(1 / b)), 0.05, 200.0
-    )
-
-
-def dweibull(m: Magnitudes) -> Solution:
-    """Match Weibull magnitudes.
-
-    Parameters
-    ----------
-    m : Magnitudes
-        Sample.
-    """
-    return _by_ratio(m, "c", lambda c, r: math.exp(gammaln(1 + r / c)), 0.05, 200.0)
-
-
-def t(m: Magnitudes) -> Solution:
-    """Match Student's t, whose mean square needs df > 2; standard errors need df > 4, and up to 4 it is flagged.
-
-    Parameters
-    ----------
-    m : Magnitudes
-        Sample.
-    """
-
-    def raw(df: float, r: int) -> float:
-        logs = gammaln((r + 1) / 2) + gammaln((df - r) / 2) - gammaln(df / 2)
-        return math.exp(logs + r / 2 * math.log(df)) / math.sqrt(math.pi)
-
-    return _by_ratio(m, "df", raw, 2 + 1e-6, 1e4, regular=4.0)

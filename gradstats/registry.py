@@ -1,0 +1,117 @@
+"""What can be named: the package's own, what installed packages bring, and what a program adds while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from typing import Any, Generic, TypeVar
+
+from gradstats.errors import InputError, first_line
+
+__all__ = ["Registry", "entries", "load"]
+
+T = TypeVar("T")
+
+
+@cache
+def entries(group: str) -> EntryPoints:
+    """Return what installed packages bring to a group of entry points. Nothing of theirs is loaded.
+
+    Parameters
+    ----------
+    group : str
+        Name of the group, such as ``gradstats.commands``.
+    """
+    return entry_points(group=group)
+
+
+def load(entry: EntryPoint) -> Any:
+    """Load what an entry point names.
+
+    Parameters
+    ----------
+    entry : EntryPoint
+        One of :func:`entries`.
+
+    Returns
+    -------
+    object
+        What it names.
+
+    Raises
+    ------
+    InputError
+        If it cannot be loaded. The message names the package that brings it.
+    """
+    try:
+        return entry.load()
+    except Exception as error:  # another package's code, which may do anything
+        brought = f" of {entry.dist.name}" if entry.dist else ""
+        raise InputError(
+            f"{entry.group} {entry.name!r}{brought} cannot be loaded from {entry.value}: {first_line(error)}"
+        ) from error
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """Objects by name, each loaded when it is first asked for; names alone load nothing.
+
+    Parameters
+    ----------
+    group : str
+        Group of entry points through which installed packages bring more. Their names come after the package's own,
+        which they cannot replace.
+    own : mapping of str to str
+        Name to ``module:attribute`` of the package's own.
+    check : callable
+        Takes a name and what is to have it, and raises :class:`InputError` if it cannot.
+
+    Examples
+    --------
+    >>> def check(name, value):
+    ...     assert callable(value)
+    >>> functions = Registry("example.functions", {"sqrt": "math:sqrt"}, check)
+    >>> functions["double"] = lambda x: 2 * x
+    >>> list(functions), functions["sqrt"](9.0), functions["double"](2)
+    (['sqrt', 'double'], 3.0, 4)
+    """
+
+    def __init__(
+        self, group: str, own: Mapping[str, str], check: Callable[[str, object], None]
+    ) -> None:
+        self._group, self._own, self._check = group, own, check
+        self._loaded: dict[str, T] = {}
+        self._places: dict[str, EntryPoint] | None = None
+
+    def _entries(self) -> dict[str, EntryPoint]:
+        """Return the places of what is not there until it is asked for, found the first time they are needed."""
+        if self._places is None:
+            self._places = {n: EntryPoint(n, place, self._group) for n, place in self._own.items()}
+            for entry in entries(self._group):
+                self._places.setdefault(entry.name, entry)
+        return self._places
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._loaded:
+            self[name] = load(self._entries()[name])
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._check(name, value)
+        self._loaded[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        known = name in self
+        self._loaded.pop(name, None)
+        self._entries().pop(name, None)
+        if not known:
+            raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded or name in self._entries()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys((*self._entries(), *self._loaded))
+
+    def __len__(self) -> int:
+        return len(set(self._entries()) | set(self._loaded))
