@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.compressors.base import Activity
-from gradstats.compressors.lags import (
+from gradstats.compressors.hiding import (
     Costs,
     Delivery,
     Timeline,
