@@ -10,8 +10,12 @@ import torch.distributed as dist
 from gradstats.collectives.codec import CHUNK, SCALED, Codec, as_codec
 from gradstats.collectives.plain import all_gather, all_gather_flags, all_reduce, all_to_all
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FLAG, FULL, WORD, Exchange, Load, Work, coding, dense
 
 __all__ = ["DenseCompressor"]
+
+_HALF = 2
+"""Bytes of a bfloat16."""
 
 
 class DenseCompressor(Compressor):
@@ -44,6 +48,17 @@ class DenseCompressor(Compressor):
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._codec = None if dtype is None else as_codec(dtype)
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-reduce; of 8-bit floats, two all-to-alls of parts. DDP's own average has no flags."""
+        rounded = {"dense-bf16": _bfloat16, "dense-fp8": _eight_bits}
+        if load.name in rounded:
+            return rounded[load.name](load)
+        if load.name == "none":
+            size = FULL * load.numel
+            return load.exchange(load.numel, size, communicate=(Work("all_reduce", size),))
+        return dense(load)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the number of elements, as all of them are sent."""
@@ -83,6 +98,32 @@ class DenseCompressor(Compressor):
             select_seconds=rounded - flagged,
             communicate_seconds=time.perf_counter() - rounded + flagged - started,
         )
+
+
+def _bfloat16(load: Load) -> Exchange:
+    size = _HALF * load.numel
+    return load.exchange(
+        load.numel,
+        size,
+        select=(load.selecting,),
+        communicate=(FLAG, Work("all_reduce", size)),
+        unpack=(Work("average", load.numel),),
+    )
+
+
+def _eight_bits(load: Load) -> Exchange:
+    codec, world = Codec(values="float8_e4m3fn"), load.world
+    part = CHUNK * -(-load.numel // (CHUNK * world))
+    message = WORD * codec.value_words(part)
+    # an all-to-all of parts puts as many bytes on every link as an all-gather of one
+    hop = Work("all_gather", message)
+    return load.exchange(
+        load.numel,
+        (world + 1) * message,
+        select=(load.selecting,),
+        communicate=(FLAG, hop, hop),
+        unpack=(*coding(codec, "encode", part), *coding(codec, "decode", (world + 1) * part)),
+    )
 
 
 def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.Tensor, int]:

@@ -16,6 +16,7 @@ from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
+from gradstats.compressors.cost import Exchange, Load, sparse
 from gradstats.errors import InputError
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import check_number, shown
@@ -93,6 +94,11 @@ class SparseCompressor(WithSelector, Compressor):
         self._update = SparseUpdate()
         self._last = 0
         """Number of elements that all ranks together sent in the last step."""
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-gather of positions and values, or an all-reduce where these are too many."""
+        return sparse(load)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the selector's target count k."""

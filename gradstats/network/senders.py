@@ -10,11 +10,12 @@ from typing import Any
 from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.compressors import ThresholdSelector, codecs, compressor_class
 from gradstats.compressors.base import Activity
+from gradstats.compressors.cost import FLAG, Exchange, Work
 from gradstats.compressors.redsync import DENSE_BELOW
 from gradstats.hooks.memory import MomentumCorrection
 from gradstats.hooks.systems import SYSTEMS, System
-from gradstats.network.exchange import FLAG, Exchange, exchange
-from gradstats.network.model import Network, Work
+from gradstats.network.exchange import exchange
+from gradstats.network.model import Network
 from gradstats.network.question import DDP_BYTES, Question
 from gradstats.network.timeline import (
     LayerTime,
