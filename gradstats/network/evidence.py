@@ -1,10 +1,10 @@
-"""What a trace says to a plan: how many elements threshold rules keep, and how much the ranks' selections overlap."""
+"""What a source says to a plan: its layers, how many elements rules keep, and how much ranks' selections overlap."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ from gradstats.analysis.quality import quality
 from gradstats.compressors import RULE, compressor_class
 from gradstats.hooks.systems import SYSTEMS
 from gradstats.network.question import Choice, Question
+from gradstats.network.timeline import LayerTime
 from gradstats.network.union import union_growth
 from gradstats.primitives.ratio import target_count
 from gradstats.thresholds import ESTIMATORS
-from gradstats.trace import Kind
+from gradstats.trace import Kind, Layer
 from gradstats.trace.sources import Source, TraceSource
 
 __all__ = ["Evidence", "evidence"]
@@ -25,16 +26,22 @@ __all__ = ["Evidence", "evidence"]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a source says of compressors.
+    """What a source says.
 
     Attributes
     ----------
+    layers : sequence of Layer
+        Its layers, in the order of the model.
+    times : sequence of LayerTime
+        The same in the order of the backward pass, which is spread in proportion to their elements.
     qualities : mapping of (str, float) to float
         k̂/k by threshold rule and ratio.
     unions : mapping of float to callable
         For each ratio the union of the ranks' top-k selections, as a function of the number of workers.
     """
 
+    layers: Sequence[Layer]
+    times: Sequence[LayerTime]
     qualities: Mapping[Choice, float]
     unions: Mapping[float, Callable[[int], float]]
 
@@ -66,7 +73,17 @@ class Evidence:
             return "trace"
         return "assumed" if name in ESTIMATORS or name in SYSTEMS else "exact"
 
-    def union(self, name: str, ratio: float | None, numel: int, world: int) -> float:
+    @property
+    def of_k(self) -> Evidence:
+        """The same, if every rule kept k elements."""
+        return replace(self, qualities={})
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all layers."""
+        return sum(layer.numel for layer in self.layers)
+
+    def union(self, name: str, ratio: float | None, world: int) -> float:
         """Return how many positions all workers send together; NaN if unknown.
 
         Parameters
@@ -75,28 +92,32 @@ class Evidence:
             Name of the compressor.
         ratio : float or None
             Its ratio.
-        numel : int
-            Elements of the gradient.
         world : int
             Number of workers.
         """
         if ratio is None:
-            return numel
+            return self.numel
         if compressor_class(name).one_union:
-            return target_count(ratio, numel)
+            return target_count(ratio, self.numel)
         return self.unions[ratio](world) if ratio in self.unions else math.nan
 
 
-def evidence(question: Question) -> Evidence:
-    """Return what the source of a question says of the compressors that it asks for.
+def evidence(source: Source, question: Question) -> Evidence:
+    """Return what a source says of the compressors that a question asks for.
 
     Parameters
     ----------
+    source : Source
+        Source whose layers are sent.
     question : Question
         Question of a plan.
     """
-    source, ratios = question.source, question.ratios
-    return Evidence(_qualities(source, question.names, ratios), _unions(source, ratios))
+    times = [
+        LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
+        for layer in reversed(source.layers)
+    ]
+    qualities = _qualities(source, question.names, question.ratios)
+    return Evidence(source.layers, times, qualities, _unions(source, question.ratios))
 
 
 def _kind(source: Source) -> Kind:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.errors import InputError
 from gradstats.network.evidence import Evidence, evidence
 from gradstats.network.model import Network
 from gradstats.network.prediction import (
@@ -23,6 +24,7 @@ from gradstats.network.prediction import (
 from gradstats.network.question import Choice, Question, ask
 from gradstats.network.senders import Sender, sender
 from gradstats.tables import Plan, Record, Records
+from gradstats.trace.sources import open_source
 
 __all__ = ["HELD", "TARGETS", "plan"]
 
@@ -140,8 +142,10 @@ def plan(
     outer optimizer's step are priced as two more of the hook's own passes, which the training makes itself. A smaller
     share of time for the exchange does not mean that training converges as well.
     """
+    opened = open_source(source)
+    if not opened.numel:
+        raise InputError(f"{opened.name} has no elements to send")
     question = ask(
-        source,
         network,
         compute,
         workers,
@@ -155,7 +159,7 @@ def plan(
         codec=codec,
         baseline=baseline,
     )
-    return _table(question, evidence(question))
+    return _table(question, evidence(opened, question))
 
 
 def _table(question: Question, known: Evidence) -> Plan:
@@ -213,7 +217,7 @@ class _Row:
 
 def _groups(question: Question, known: Evidence, world: int) -> Iterator[Iterator[_Row]]:
     """Yield the rows for each number of local steps; the baseline, with none, is the first row of all."""
-    baseline = sender(question, *question.choices()[0], world)
+    baseline = sender(question, known, *question.choices()[0], world)
     if 0 not in question.local_steps:
         yield _rows(question, known, baseline, 0, question.choices()[:1])
     for steps in question.local_steps:
@@ -226,12 +230,11 @@ def _rows(
     """Yield the rows of a number of local steps, in the order of the choices."""
     network, world = question.network, baseline.world
     for name, ratio in choices:
-        kept = known.qualities.get((name, ratio))
-        each = sender(question, name, ratio, world, steps, kept)
-        few = kept is not None and kept < 1
+        each = sender(question, known, name, ratio, world, steps)
+        few = known.qualities.get((name, ratio), 1.0) < 1
         yield _Row(
             each,
-            sender(question, name, ratio, world, steps) if few else each,
+            sender(question, known.of_k, name, ratio, world, steps) if few else each,
             {
                 "local_steps": steps,
                 "fragments": question.fragments if steps else 1,
@@ -245,7 +248,7 @@ def _rows(
                 "values": each.codec.values,
                 "quality": known.quality(name, ratio),
                 "basis": known.basis(name, ratio),
-                "union": known.union(name, ratio, each.numel, world),
+                "union": known.union(name, ratio, world),
             },
         )
 

@@ -1,4 +1,4 @@
-"""What a plan is asked: its inputs, checked once."""
+"""What a plan is asked of a source: its options, checked once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from gradstats.compressors import COMPRESSORS, codecs, compressor_class
 from gradstats.errors import InputError
 from gradstats.hooks.local_steps import check_room
 from gradstats.network.model import Network
-from gradstats.network.timeline import LayerTime
 from gradstats.primitives.ratio import (
     check_count,
     check_number,
@@ -23,7 +22,6 @@ from gradstats.primitives.ratio import (
     check_several,
     shown,
 )
-from gradstats.trace.sources import Source, open_source
 
 __all__ = ["BASELINES", "DDP_BYTES", "Choice", "Link", "Question", "ask"]
 
@@ -46,8 +44,6 @@ class Question:
 
     Attributes
     ----------
-    source : Source
-        Source whose layers are sent; it has elements.
     network : Network
         Cost model, whose all-reduce costs something per byte.
     times : list of float
@@ -74,7 +70,6 @@ class Question:
         What positions and values are on the wire.
     """
 
-    source: Source
     network: Network
     times: list[float]
     workers: list[int]
@@ -97,14 +92,6 @@ class Question:
     def backward(self) -> float:
         """Time of the backward pass, in seconds."""
         return _BACKWARD * self.compute
-
-    @property
-    def layers(self) -> list[LayerTime]:
-        """All layers in the order of the backward pass, which is spread in proportion to their elements."""
-        return [
-            LayerTime(layer.name, layer.numel, self.backward * layer.numel / self.source.numel)
-            for layer in reversed(self.source.layers)
-        ]
 
     def choices(self, local_steps: int = 0) -> list[Choice]:
         """Return the compressors to compare, each with every ratio that it takes; the baseline first.
@@ -129,7 +116,6 @@ class Question:
 
 
 def ask(  # the user's options, see :func:`gradstats.network.plan`
-    source: object,
     network: Network | str | Path,
     compute: float | Sequence[float],
     workers: Sequence[int],
@@ -144,10 +130,8 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     codec: Codec = PLAIN,
     baseline: str = "none",
 ) -> Question:
-    """Check the inputs of :func:`gradstats.network.plan`, whose parameters these are."""
-    opened, ratios = open_source(source), check_ratios(ratios)
-    if not opened.numel:
-        raise InputError(f"{opened.name} has no elements to send")
+    """Check the options of :func:`gradstats.network.plan`, whose parameters these are."""
+    ratios = check_ratios(ratios)
     if isinstance(network, str | Path):
         network = Network.load(network)
     elif not isinstance(network, Network):
@@ -170,7 +154,6 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     for name in compressors:
         check_codec(codec, name, ("indices", "values") if name == "none" else codecs(name))
     return Question(
-        source=opened,
         network=network,
         times=times,
         workers=workers,

@@ -14,6 +14,7 @@ from gradstats.compressors.cost import FLAG, Exchange, Work
 from gradstats.compressors.redsync import DENSE_BELOW
 from gradstats.hooks.memory import MomentumCorrection
 from gradstats.hooks.systems import SYSTEMS, System
+from gradstats.network.evidence import Evidence
 from gradstats.network.exchange import exchange
 from gradstats.network.model import Network
 from gradstats.network.question import DDP_BYTES, Question
@@ -326,18 +327,20 @@ class Local(OneMessage):
 
 def sender(
     question: Question,
+    known: Evidence,
     name: str,
     ratio: float | None,
     world: int,
     steps: int = 0,
-    kept: float | None = None,
 ) -> Sender:
-    """Return what sends the gradient of a question.
+    """Return what sends the gradient of a source.
 
     Parameters
     ----------
     question : Question
         Question of a plan.
+    known : Evidence
+        What the source says.
     name : str
         Name of the compressor, or of an exchange of DDP.
     ratio : float or None
@@ -346,65 +349,51 @@ def sender(
         Number of workers.
     steps : int
         Local steps from one exchange to the next; 0 for an exchange in every step, by DDP.
-    kept : float, optional
-        Ratio k̂/k of its threshold rule; by default it sends k elements.
     """
-    if steps:
-        return _local(question, name, ratio, world, steps, kept)
-    compute, backward = question.compute, question.backward
+    ddp = name in DDP_BYTES
+    kept = known.qualities.get((name, ratio))
+    codec = PLAIN if ddp else question.codec.only(codecs(name))
     common: dict[str, Any] = {
         "name": name,
         "ratio": ratio,
         "world": world,
-        "layers": question.layers,
-        "forward": compute - backward,
+        "layers": known.times,
+        "forward": question.compute - question.backward,
+        "codec": codec,
     }
-    if name in DDP_BYTES:
+
+    def one(numel: int) -> Exchange:
+        k = target_count(ratio, numel) if ratio else numel
+        selected = None if kept is None else min(numel, round(kept * k))
+        sent_as = "none" if ddp else name
+        return exchange(sent_as, numel, ratio or 1.0, world, selected=selected, codec=codec)
+
+    if steps:
+        common["layers"] = [each._replace(backward=0.0) for each in known.times]
+        common["forward"] = question.compute
+        fragment = one(-(-known.numel // question.fragments))
+        if ddp:  # no bucket of DDP's: the ranks say that they can, then average
+            fragment = replace(fragment, communicate=(FLAG, *fragment.communicate))
+        return Local(
+            **common,
+            exchange=fragment,
+            every=steps,
+            fragments=question.fragments,
+            delay=question.delay,
+        )
+    if ddp:
         return DDP(**common)
-    common["codec"] = codec = question.codec.only(codecs(name))
     if ratio is not None and name in SYSTEMS:
-        system, layers = SYSTEMS[name], question.source.layers
-        ratios, single = _treatment(name, system, layers, ratio, 1.0 if kept is None else kept)
+        system = SYSTEMS[name]
+        ratios, single = _treatment(
+            name, system, known.layers, ratio, 1.0 if kept is None else kept
+        )
         corrects = issubclass(system.memory, MomentumCorrection)
         passes = _CORRECTION_PASSES if corrects else 1
         return Layerwise(**common, ratios=ratios, single=single, passes=passes)
     if ratio is not None and compressor_class(name).streams:
         return Hiding(**common)
-    numel = question.source.numel
-    return OneMessage(**common, exchange=_exchange(name, numel, ratio, world, kept, codec))
-
-
-def _local(
-    question: Question, name: str, ratio: float | None, world: int, steps: int, kept: float | None
-) -> Local:
-    """Return what sends the pseudo-gradient of local steps."""
-    dense = name in DDP_BYTES
-    codec = PLAIN if dense else question.codec.only(codecs(name))
-    numel = -(-question.source.numel // question.fragments)
-    one = _exchange("none" if dense else name, numel, ratio, world, kept, codec)
-    if dense:  # no bucket of DDP's: the ranks say that they can, then average
-        one = replace(one, communicate=(FLAG, *one.communicate))
-    return Local(
-        name=name,
-        ratio=ratio,
-        world=world,
-        layers=[each._replace(backward=0.0) for each in question.layers],
-        forward=question.compute,
-        codec=codec,
-        exchange=one,
-        every=steps,
-        fragments=question.fragments,
-        delay=question.delay,
-    )
-
-
-def _exchange(
-    name: str, numel: int, ratio: float | None, world: int, kept: float | None, codec: Codec
-) -> Exchange:
-    """Return the exchange of one message, of which a threshold rule keeps k̂/k."""
-    k = target_count(ratio, numel) if ratio else numel
-    selected = None if kept is None else min(numel, round(kept * k))
-    return exchange(name, numel, ratio or 1.0, world, selected=selected, codec=codec)
+    return OneMessage(**common, exchange=one(known.numel))
 
 
 def _treatment(
