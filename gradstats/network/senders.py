@@ -413,7 +413,7 @@ def _treatment(
         searched = isinstance(selector, ThresholdSelector) and selector.estimator.name == name
         most = ratio * kept if searched else ratio
         ratios[layer.name] = 1.0 if selector.whole else min(1.0, max(most, 1 / layer.numel))
-        # by a larger layer, as RedSync quantises none that it averages densely
+        # asked as of a large layer: a small one of RedSync's counts as quantised, too
         if choose(layer.name, max(layer.numel, DENSE_BELOW)).single_value:
             single.add(layer.name)
     return ratios, single
