@@ -48,6 +48,7 @@ TARGETS = {
     "primitives": "tests/primitives",
     "statistics": "tests/statistics",
     "hooks/memory.py": "tests/hooks/test_memory.py",
+    "hooks/corrections.py": "tests/hooks/test_memory.py",
     "network": "tests/network",
     "tables.py": "tests/test_tables.py",
 }

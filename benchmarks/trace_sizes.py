@@ -28,9 +28,8 @@ STEPS = 30
 
 
 def size(folder: Path) -> int:
-    """Return the bytes in a folder's files; links count as nothing, nor does what is gone when a trace is closed."""
-    files = (f for f in folder.rglob("*") if f.is_file() and not f.is_symlink())
-    return sum(f.stat().st_size for f in files if f.suffix != ".partial")
+    """Return the bytes in a folder's files; links count as nothing."""
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and not f.is_symlink())
 
 
 def measure(model: str) -> list[Row]:

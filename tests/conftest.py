@@ -19,19 +19,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TRITON_INTERPRET"] = "1"
 
 
-# Numba compiles a loop anew when its own file has changed, but not when a file has that it calls into.
-_COMPILED = [*(ROOT / "gradstats" / "primitives").glob("*.py")]
-_COMPILED += [ROOT / "gradstats" / "statistics" / "stages.py"]
-
-
 def pytest_configure(config):
-    """Delete compiled loops that are older than what they may be compiled from."""
-    if hasattr(config, "workerinput"):
-        return
-    newest = max(path.stat().st_mtime for path in _COMPILED)
-    for index in (ROOT / "gradstats" / "thresholds").rglob("*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink()
+    """Compile loops before the tests, or the first would have the note about it in its output."""
+    if not hasattr(config, "workerinput"):
+        import gradstats
+
+        gradstats.warm_up()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say which loops for some kinds of processors ran here, and which did not."""
+    from gradstats.primitives.loops.compiled import LOOPS, has
+
+    for loop in LOOPS:
+        if loop.needs:
+            state = "run" if has(loop.needs) else "not run"
+            name = loop.py_func.__name__
+            terminalreporter.write_line(f"{name}: {state}, needs {loop.needs}")
 
 
 @pytest.fixture(params=["numpy", "torch"])

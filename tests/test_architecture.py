@@ -20,6 +20,7 @@ ROOMS = [
     "gradstats.errors",
     "gradstats.tables",
     "gradstats.console",
+    "gradstats.files",
     "gradstats.primitives",
     "gradstats.collectives",
     "gradstats.statistics",

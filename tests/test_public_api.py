@@ -1,8 +1,15 @@
-"""The page of public names says what there is; ``python tests/test_public_api.py --write`` makes it anew."""
+"""The page of public names says what there is, and their signatures stay as they are kept.
+
+``python tests/test_public_api.py --write`` makes both anew. Signatures are parameters and their defaults, of functions,
+of classes and of the public methods and attributes of classes, without annotations, which are not what is stable.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +21,7 @@ import gradstats
 from gradstats.network import Network
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "stable.md"
+SIGNATURES = Path(__file__).parent / "pins" / "data" / "signatures.json"
 MODULES = (
     "gradstats",
     "gradstats.compressors",
@@ -63,6 +71,57 @@ def section(name):
 
 def page():
     return HEAD + "".join(map(section, MODULES))
+
+
+def signature(function):
+    """Return parameters and defaults as text, None where Python knows none."""
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    text = str(found.replace(parameters=bare, return_annotation=found.empty))
+    return re.sub(r"<function [^,)]*>", "<function>", text)
+
+
+def ours(owner, attribute):
+    """Return what a class has by a name, if this project gave it to it."""
+    for cls in owner.__mro__:
+        if attribute in vars(cls):
+            return (
+                vars(cls)[attribute]
+                if cls.__module__.startswith(("gradstats", "capture"))
+                else None
+            )
+    return None
+
+
+def signatures(name):
+    """Return {public name of a module, and of what its classes have: signature, or what it is}."""
+    module, texts = found(name), {}
+    for public in sorted(module.__all__):
+        value = getattr(module, public)
+        if not inspect.isclass(value):
+            texts[public] = signature(value) if callable(value) else type(value).__name__
+            continue
+        texts[public] = signature(value)
+        for attribute in sorted(dir(value)):
+            inner = None if attribute.startswith("_") else ours(value, attribute)
+            if inner is None:
+                continue
+            function = inner.__func__ if isinstance(inner, classmethod | staticmethod) else inner
+            text = signature(function) if inspect.isfunction(function) else None
+            texts[f"{public}.{attribute}"] = text or "attribute"
+    return texts
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_signatures_are_as_they_were(name):
+    kept, texts = json.loads(SIGNATURES.read_text("utf-8"))[name], signatures(name)
+    changed = {n: (t, texts.get(n)) for n, t in kept.items() if texts.get(n) != t}
+    assert changed == {}, "run python tests/test_public_api.py --write if this is meant"
+    added = set(texts) - set(kept)
+    assert added == set(), "run python tests/test_public_api.py --write"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -116,3 +175,5 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python tests/test_public_api.py --write")
     PAGE.write_text(page(), encoding="utf-8")
+    kept = {name: signatures(name) for name in MODULES}
+    SIGNATURES.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -29,8 +29,13 @@ from gradstats.compressors import (
     make_selector,
 )
 from gradstats.errors import InputError
-from gradstats.hooks import CompressionState, compression_hook
-from gradstats.hooks.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from gradstats.hooks import (
+    CompressionState,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoMemory,
+    compression_hook,
+)
 
 SYSTEMS: dict[str, Callable[[], Compressor]] = {
     **{name: functools.partial(make_compressor, name, 0.02) for name in COMPRESSORS},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import typer
 
 from gradstats.errors import InputError
+from gradstats.files import replace_file
 
 if TYPE_CHECKING:
     from gradstats.tables import Format
@@ -114,7 +115,6 @@ def emit(
     from rich.console import Console
 
     from gradstats.tables import render
-    from gradstats.trace.format import replace_file
 
     groups: dict[tuple[Any, ...], Records] = {} if records else {(): []}
     for record in records:

@@ -95,6 +95,12 @@ class Selector(_Checkpointed, ABC):
             Positions in ascending order and their values, or one value for all of them.
         """
 
+    def warm_up(self) -> None:
+        """Compile the loops of the rule, or load them; without knowing which they are, all."""
+        from gradstats.thresholds import warm_up
+
+        warm_up()
+
     def target(self, numel: int) -> int:
         """Return the number of elements that the rule aims to keep.
 
@@ -115,6 +121,10 @@ class WithSelector:
     """Something whose ratio is that of the selector inside it."""
 
     selector: Selector
+
+    def warm_up(self) -> None:
+        """Compile the loops of the selector, or load them."""
+        self.selector.warm_up()
 
     @property
     def ratio(self) -> float | None:
@@ -272,6 +282,15 @@ class Compressor(_Checkpointed, ABC):
         flag : int
             Not zero if the gradient of these layers must not be used; it is then not read.
         """
+
+    def warm_up(self) -> None:
+        """Compile the loops of a step, or load them, so that no step waits for them.
+
+        Without knowing which they are, all; a class that knows has fewer.
+        """
+        from gradstats.thresholds import warm_up
+
+        warm_up()
 
     def abandon(self) -> None:
         """Drop a step that will not be completed."""

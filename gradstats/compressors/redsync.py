@@ -165,7 +165,7 @@ class RedSync(Compressor):
 
     Differs from the paper, where each layer is a message and chosen for by its size: that is
     :func:`gradstats.hooks.systems.redsync`. Momentum is not in here but in
-    :class:`gradstats.hooks.memory.MomentumCorrection`.
+    :class:`gradstats.hooks.MomentumCorrection`.
     """
 
     codecs = ("indices", "values")

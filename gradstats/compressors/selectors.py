@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from gradstats.thresholds import Estimator, Exact
 
 __all__ = ["ChunkTopK", "Everything", "ThresholdSelector", "TopK"]
 
+_TRIED = (1 << 10, 1 << 15, (1 << 20) + 1)
+"""Numbers of elements: sorted, counted, and more than a block."""
+
 
 class Everything(Selector):
     """Selection of all elements: for a layer that is averaged densely beside others that are not."""
@@ -24,6 +28,9 @@ class Everything(Selector):
     def select(self, gradient: torch.Tensor) -> Selection:
         """Select every element."""
         return Selection(torch.arange(gradient.numel(), device=gradient.device), gradient, 0.0)
+
+    def warm_up(self) -> None:
+        """Compile nothing: there are no loops."""
 
     def target(self, numel: int) -> int:
         """Return the number of elements, whatever a schedule says of the ratio."""
@@ -60,6 +67,11 @@ class ThresholdSelector(Selector):
         """Estimate the threshold of a gradient and select by it."""
         estimate, kept = self.estimator.select(gradient, self.ratio)
         return Selection(kept.indices, kept.values, estimate.threshold)
+
+    def warm_up(self) -> None:
+        """Run a copy of the rule on few elements and on many: rules read them by different loops."""
+        for numel in _TRIED:
+            copy.deepcopy(self).select(torch.linspace(-1, 1, numel).exp())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimator's state."""

@@ -241,7 +241,7 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
         packed, zeros = pack_bits(values > 0), pack_bits(values == 0)
         some = bool(zeros.any())
     else:
-        from gradstats.primitives.kernels import block_signs
+        from gradstats.primitives.loops.signs import block_signs
 
         words = np.empty((2, -(-length // _WORD)), np.uint64)
         some, total = block_signs(flat, *words)
@@ -272,7 +272,9 @@ def packed_stochastic_signs(
     """
     flat = _compiled_view(values)
     if flat is not None:
-        from gradstats.primitives.kernels import PART, block_norm, block_stochastic_signs
+        from gradstats.primitives.loops.signs import block_stochastic_signs
+        from gradstats.primitives.loops.sums import block_norm
+        from gradstats.primitives.loops.words import PART
 
         largest = np.empty(-(-flat.size // PART), np.float32)
         squares = map_blocks(lambda at, block: block_norm(block, largest[at // PART :]), flat)
@@ -353,7 +355,7 @@ def take_off(
         taken = signed(packed, values.numel(), scale, values.dtype, room)
         values.sub_(taken)
         return taken
-    from gradstats.primitives.kernels import block_spread_signs
+    from gradstats.primitives.loops.signs import block_spread_signs
 
     taken = room[: values.numel()]
     block_spread_signs(packed.numpy(), np.float32(scale), flat, taken.numpy())
@@ -498,6 +500,13 @@ class SignCompressor(Compressor):
 
     def __init__(self, seed: int = 0) -> None:
         self._own = RandomStream(seed, 0)
+
+    def warm_up(self) -> None:
+        """Compile the loops of signs, or load them."""
+        values, generator = torch.ones(9), torch.Generator()
+        packed, scale = packed_stochastic_signs(values, generator)
+        packed_signs(values, generator)
+        take_off(packed, scale, values, torch.empty(16))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the random generator."""

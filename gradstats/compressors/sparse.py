@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradstats.collectives import Codec, SparseAllGather
-from gradstats.collectives.codec import PLAIN
+from gradstats.collectives.codec import PLAIN, as_codec
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
@@ -19,6 +20,7 @@ from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelect
 from gradstats.compressors.cost import Exchange, Load, sparse
 from gradstats.errors import InputError
 from gradstats.primitives import Selection
+from gradstats.primitives.codec import rice_decode, rice_encode
 from gradstats.primitives.ratio import check_number, shown
 
 __all__ = ["Average", "SparseCompressor", "as_compressor", "check_average"]
@@ -89,6 +91,7 @@ class SparseCompressor(WithSelector, Compressor):
         self.selector = selector
         self.average = check_average(average)
         self.dense_above = check_number(dense_above, "dense_above", 0, math.inf, "[]")
+        self._coded = as_codec(codec).indices == "rice"
         self._gather = SparseAllGather(codec)
         self._counts = RaggedAllGather()
         self._update = SparseUpdate()
@@ -99,6 +102,12 @@ class SparseCompressor(WithSelector, Compressor):
     def exchange(cls, load: Load) -> Exchange:
         """Return an all-gather of positions and values, or an all-reduce where these are too many."""
         return sparse(load)
+
+    def warm_up(self) -> None:
+        """Compile the loops of the selector and of coded positions, or load them."""
+        super().warm_up()
+        if self._coded:
+            rice_decode(rice_encode(np.arange(3)), 3, 3)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the selector's target count k."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,16 @@ from gradstats.hooks.layout import ParameterLayout
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.torch_private import GradBucket, copy_all
 
-__all__ = ["FlatGradient", "Pair", "flatten", "logical", "pairs_of", "real_view", "zero_bad"]
+__all__ = [
+    "FlatGradient",
+    "MemoryPart",
+    "Pair",
+    "flatten",
+    "logical",
+    "pairs_of",
+    "real_view",
+    "zero_bad",
+]
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient in DDP's bucket."""
@@ -125,6 +134,30 @@ def zero_bad(pairs: Sequence[Pair]) -> None:
         real_view(gradient).nan_to_num_(0.0, 0.0, 0.0)
 
 
+class MemoryPart(NamedTuple):
+    """What a memory holds of the compressed parameters, or of the densely averaged ones.
+
+    Attributes
+    ----------
+    key : str
+        Its name in a checkpoint.
+    kinds : tuple of str
+        Names of its tensors.
+    tensors : mapping of str to tensor
+        The tensors by name; empty before they are allocated.
+    slots : mapping of str to slice
+        Places of the parameters in each tensor, by name.
+    sizes : mapping of str to int
+        Elements of every parameter it ever had, by name, in the model's order.
+    """
+
+    key: str
+    kinds: tuple[str, ...]
+    tensors: Mapping[str, torch.Tensor]
+    slots: Mapping[str, slice]
+    sizes: Mapping[str, int]
+
+
 class FlatGradient:
     """Gradients of a step as two vectors: the compressed one, in the memory, and the densely averaged one.
 
@@ -139,6 +172,10 @@ class FlatGradient:
 
     Attributes
     ----------
+    layout : ParameterLayout
+        Places of the parameters.
+    memory : Memory
+        What holds the compressed part.
     dense : tensor, shape (dense_numel,)
         The densely averaged part.
     allocated : bool
@@ -146,8 +183,8 @@ class FlatGradient:
     """
 
     def __init__(self, layout: ParameterLayout, memory: Memory, weight_decay: float = 0.0) -> None:
-        self._layout = layout
-        self._memory = memory
+        self.layout = layout
+        self.memory = memory
         self._weight_decay = weight_decay
         self.dense = torch.empty(0)
         self.allocated = False
@@ -160,11 +197,32 @@ class FlatGradient:
         device : torch.device
             Device of the gradients.
         """
-        layout = self._layout
-        self._memory.allocate(layout.numel, device, layout.dtype)
-        self._memory.allocate_dense(layout.dense_numel, device, layout.dtype)
+        layout = self.layout
+        self.memory.allocate(layout.numel, device, layout.dtype)
+        self.memory.allocate_dense(layout.dense_numel, device, layout.dtype)
         self.dense = torch.zeros(layout.dense_numel, dtype=layout.dtype, device=device)
         self.allocated = True
+
+    def memory_parts(self) -> tuple[MemoryPart, MemoryPart]:
+        """Return what the memory holds of compressed and of densely averaged parameters."""
+        memory, layout = self.memory, self.layout
+        slots, dense_slots = dict(layout.parts()), dict(layout.dense_parts())
+        return (
+            MemoryPart(
+                "memory",
+                memory.kinds,
+                memory.tensors() if self.allocated else {},
+                slots,
+                layout.all,
+            ),
+            MemoryPart(
+                "dense_memory",
+                memory.dense_kinds,
+                memory.dense_tensors() if self.allocated else {},
+                dense_slots,
+                {name: slot.stop - slot.start for name, slot in dense_slots.items()},
+            ),
+        )
 
     def clipping(self, pairs: Sequence[Pair], bound: float, scale: float) -> float:
         """Return the factor that brings this rank's gradient to a norm of at most `bound`.
@@ -208,15 +266,15 @@ class FlatGradient:
         for parameter, gradient in pairs:
             flat = flatten(parameter, gradient)
             if factor != 1.0:
-                flat = flat.to(self._layout.dtype) * factor
+                flat = flat.to(self.layout.dtype) * factor
             if self._weight_decay:
                 flat = torch.add(flat, flatten(parameter, parameter), alpha=self._weight_decay)
-            slot = self._layout.slots.get(id(parameter))
+            slot = self.layout.slots.get(id(parameter))
             if slot is not None:
-                self._memory.add(flat, slot)
-                written.append(self._memory.corrected[slot])
+                self.memory.add(flat, slot)
+                written.append(self.memory.corrected[slot])
             else:
-                part = self.dense[self._layout.dense_slots[id(parameter)]]
+                part = self.dense[self.layout.dense_slots[id(parameter)]]
                 written.append(part.copy_(flat))
         return written
 
@@ -237,16 +295,16 @@ class FlatGradient:
         scale : float
             The loss scale that the gradients are to carry.
         """
-        slots = self._layout.slots
+        slots = self.layout.slots
         past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
         whole: list[Pair] = []
         for parameter, gradient in pairs:
             target = real_view(logical(parameter, gradient))
             slot = slots.get(id(parameter))
             if slot is None:
-                part = self.dense[self._layout.dense_slots[id(parameter)]]
+                part = self.dense[self.layout.dense_slots[id(parameter)]]
             elif past and target.numel() >= _LARGE and _plain(target):
-                from gradstats.primitives.kernels import copy_past_caches
+                from gradstats.primitives.loops.copies import copy_past_caches
 
                 copy_past_caches(target.view(-1).numpy(), mean[slot].numpy(), np.float32(scale))
                 continue
@@ -262,8 +320,8 @@ class FlatGradient:
 
     def first_bad(self) -> str:
         """Name the first parameter whose gradient is not finite on this rank, in brackets; empty if none is."""
-        for name, slot in self._layout.parts():
-            if not torch.isfinite(self._memory.corrected[slot]).all():
+        for name, slot in self.layout.parts():
+            if not torch.isfinite(self.memory.corrected[slot]).all():
                 return f" (here first in parameter {name})"
         dense = torch.isfinite(self.dense).all()
         return "" if dense else " (here in a densely averaged parameter)"

@@ -17,10 +17,10 @@ from typing import NoReturn
 
 import torch
 
-from gradstats.collectives.plain import all_reduce_mean
 from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.hooks.gradient import pairs_of
-from gradstats.hooks.state import CompressionState, HeldBucket
+from gradstats.hooks.state import CompressionState
+from gradstats.hooks.step import HeldBucket
 from gradstats.hooks.torch_private import (
     GradBucket,
     after_backward,
@@ -67,24 +67,20 @@ def compression_hook(
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
     with state.naming_step():
-        if bucket.index() == 0:
-            state.begin(buffer.device)
+        step = state.begin(buffer.device) if bucket.index() == 0 else state.current
         if buffer.is_sparse:  # of nn.Embedding(sparse=True): averaged exactly, without compression
-            state.skip(bucket.parameters())
-            state.held.append(HeldBucket(_average_sparse(buffer, state), [], future))
+            buffer = step.average_sparse(buffer, bucket.parameters())
         else:
-            pairs = pairs_of(bucket)
-            state.held.append(HeldBucket(buffer, pairs, future))
-            state.ready(pairs)
+            step.ready(pairs_of(bucket))
+        step.held.append(HeldBucket(buffer, future))
     if bucket.is_last():
-        held, state.held = state.held, []
         try:
             with state.naming_step():
-                fill = state.complete([pair for each in held for pair in each.pairs])
+                fill = state.complete()
         except NonFiniteGradientError as error:
-            _raise_later(error, held)
+            _raise_later(error, step.held)
             return future
-        for each in held:
+        for each in step.held:
             if fill is not None and each.buffer.is_sparse:
                 values_of_sparse(each.buffer).fill_(fill)
             each.future.set_result(each.buffer)
@@ -103,13 +99,3 @@ def _raise_later(error: NonFiniteGradientError, held: list[HeldBucket]) -> None:
         # DDP sees the buffer; who asks the future itself sees the error
         fail_when_asked(each.future, fail)
         each.future.set_result(each.buffer)
-
-
-def _average_sparse(buffer: torch.Tensor, state: CompressionState) -> torch.Tensor:
-    """Return the mean of the ranks' sparse gradients, exactly; it travels as a dense vector."""
-    values = buffer.to_dense()
-    if state.nonfinite == "zero":
-        values.nan_to_num_(0.0, 0.0, 0.0)
-    mean = all_reduce_mean(values, state.process_group)
-    state.sparse_bad += mean.numel() - int(torch.isfinite(mean).sum())  # the same on every rank
-    return mean.to_sparse(buffer.sparse_dim())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.background import Background, Pending
+from gradstats.collectives.background import Background
 from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.compressors import (
     Compressor,
@@ -23,55 +21,36 @@ from gradstats.compressors import (
     as_compressor,
 )
 from gradstats.compressors.sparse import Average, check_average
-from gradstats.errors import ExchangeError, GradstatsError, InputError
+from gradstats.errors import GradstatsError, InputError
+from gradstats.hooks.checkpoint import (
+    check_equal,
+    entry_for_rank,
+    entry_of_rank,
+    load_together,
+    pack_optimizer,
+    unpack_optimizer,
+)
 from gradstats.hooks.diagnostics import Diagnosis
+from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair
-from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.shards import bad_in_replica, exchange
-from gradstats.hooks.state import CompressionState, load_together, packed, unpacked
+from gradstats.hooks.state import CompressionState
 from gradstats.hooks.torch_private import groups_of_rank, unwrap
-from gradstats.hooks.units import across, as_sharded, is_sharded, local_part, stand_in, units
-from gradstats.primitives.ratio import check_count, check_number, check_several, shown
+from gradstats.hooks.units import across, as_sharded, is_sharded, units
+from gradstats.primitives.ratio import check_count, check_number
 from gradstats.trace.record import StepRecord, together
 
 __all__ = ["LocalSteps", "check_room"]
 
 
-@dataclass(slots=True)
-class _Fragment:
-    """Parameters that are exchanged together.
+class _Watcher(NamedTuple):
+    """What is called around exchanges."""
 
-    Attributes
-    ----------
-    named : list of (str, torch.Tensor)
-        Names and parameters.
-    held : list of torch.Tensor
-        What the state knows the parameters by; of sharded ones, what this rank holds.
-    state : CompressionState
-        Memory and compressor of what is held.
-    offset : int
-        Local steps into an interval after which it is exchanged, from 1 to the length of the interval.
-    sent : int
-        Local step of its last exchange.
-    due : int
-        Local step at which the exchange under way is applied.
-    pairs : list of (parameter, pseudo-gradient)
-        What is exchanged, and the mean once :attr:`exchange` is done; empty if no exchange is under way.
-    exchange : Pending or None
-        The exchange in the background; None once it is done.
-    """
-
-    named: list[tuple[str, torch.Tensor]]
-    held: list[torch.Tensor]
-    state: CompressionState
-    offset: int
-    sent: int = 0
-    due: int = 0
-    pairs: list[Pair] = field(default_factory=list)
-    exchange: Pending[None] | None = None
+    before: Callable[[list[Pair]], None]
+    after: Callable[[], None]
 
 
+# Over 300 lines and 12 attributes: half of the lines explain the user's options, which are also half of the attributes.
 class LocalSteps:
     """Local steps between exchanges, around an ordinary training loop: DiLoCo, SparseLoCo, local SGD.
 
@@ -185,16 +164,14 @@ class LocalSteps:
         self.step = self.exchanges = 0
         self.last: StepRecord | None = None
         self._group = process_group
-        self._named: list[tuple[str, torch.Tensor]] = [
-            (n, p) for n, p in model.named_parameters() if p.requires_grad
-        ]
+        self._named: Named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         parameters = [p for _, p in self._named]
         if not parameters:
             raise InputError("the model has no parameter to train")
         # the ranks that hold a replica's shards with this one
-        self._within = across(units(model), process_group) if is_sharded(model) else None
+        within = across(units(model), process_group) if is_sharded(model) else None
         for name in ("clip", "weight_decay"):
-            if self._within is not None and options.get(name):
+            if within is not None and options.get(name):
                 raise InputError(
                     f"{name} is of a whole gradient, and these are shards: leave it out"
                 )
@@ -213,33 +190,26 @@ class LocalSteps:
             options["process_group"] = _group_like(process_group, parameters[0].device)
         else:
             options["process_group"] = process_group
-        parts = _parts(self._named, fragments)
+        parts = divide(self._named, fragments)
         if len(parts) > self.steps:
             raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
-        self._fragments: list[_Fragment] = []
+        self._fragments: list[Fragment] = []
         for i, named in enumerate(parts):
-            held = [stand_in(p) for _, p in named]
-            state = CompressionState(
+            build = partial(
+                CompressionState,
                 copy.deepcopy(compressor) if i else compressor,
                 memory=copy.deepcopy(memory) if i else memory,
-                named_parameters=[(n, h) for (n, _), h in zip(named, held, strict=True)],
                 **options,
             )
-            self._fragments.append(
-                _Fragment(named, held, state, (i + 1) * self.steps // len(parts))
-            )
-        self._held = {
-            id(p): (f.state, h)
-            for f in self._fragments
-            for (_, p), h in zip(f.named, f.held, strict=True)
-        }
-        for values in map(_own, (*model.parameters(), *model.buffers())):
+            offset = (i + 1) * self.steps // len(parts)
+            self._fragments.append(Fragment(named, offset, within, build))
+        for values in map(local_values, (*model.parameters(), *model.buffers())):
             values.copy_(broadcast(values.contiguous(), 0, process_group))
-        self._anchors = {id(p): _own(p).clone() for p in parameters}
+        for fragment in self._fragments:
+            fragment.anchor()
         self._handles: list[Any] = []
         self._background = Background()
-        self._before: Callable[[list[Pair]], None] = lambda pairs: None
-        self._after: Callable[[], None] = lambda: None
+        self._watcher = _Watcher(lambda pairs: None, lambda: None)
 
     @property
     def error_feedback(self) -> bool:
@@ -266,8 +236,8 @@ class LocalSteps:
         tensor, shape (n,)
             Flat, in logical order.
         """
-        state, held = self._held[id(parameter)]
-        return state.corrected(held, gradient)
+        (fragment,) = (f for f in self._fragments if f.holds(parameter))
+        return fragment.corrected(parameter, gradient)
 
     def watch(self, before: Callable[[list[Pair]], None], after: Callable[[], None]) -> None:
         """Call functions around exchanges: what :class:`capture.Capture` does.
@@ -280,7 +250,7 @@ class LocalSteps:
         after : callable
             Called without arguments after the last fragment of an interval; with a delay, once it is under way.
         """
-        self._before, self._after = before, after
+        self._watcher = _Watcher(before, after)
 
     def __enter__(self) -> LocalSteps:
         """Begin to count the optimizer's steps."""
@@ -317,33 +287,20 @@ class LocalSteps:
             last exchange and those now, and the states of both optimizers.
         """
         for fragment in self._fragments:
-            self._wait(fragment)
+            fragment.wait()
+        anchors = {n: a for f in self._fragments for n, a in f.anchors.items()}
         own = {
             "ranks": _ranks(self._group),
             "steps": self.steps,
             "step": self.step,
             "exchanges": self.exchanges,
-            "parameters": {n: _own(p).clone() for n, p in self._named},
-            "anchors": {n: self._anchors[id(p)].clone() for n, p in self._named},
-            "optimizer": _stored(self._optimizer),
-            "outer": _stored(self._outer),
-            "fragments": [
-                {
-                    "names": [n for n, _ in f.named],
-                    "sent": f.sent,
-                    "due": f.due,
-                    "under_way": bool(f.pairs),
-                    "pending": [
-                        mean.clone()
-                        for _, mean in f.pairs
-                        or [(p, torch.zeros_like(_own(p))) for _, p in f.named]
-                    ],
-                    **f.state.state_dict(),
-                }
-                for f in self._fragments
-            ],
+            "parameters": {n: local_values(p).clone() for n, p in self._named},
+            "anchors": {n: anchors[n].clone() for n, _ in self._named},
+            "optimizer": pack_optimizer(self._optimizer),
+            "outer": pack_optimizer(self._outer),
+            "fragments": [f.state_dict() for f in self._fragments],
         }
-        return {f"rank{dist.get_rank()}": own}
+        return entry_for_rank(dist.get_rank(), own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, the model's parameters and both optimizers with it.
@@ -361,23 +318,14 @@ class LocalSteps:
         """
         for fragment in self._fragments:
             with suppress(GradstatsError):  # of an exchange that is to be forgotten
-                self._wait(fragment)
-        rank = f"rank{dist.get_rank()}"
-        if rank not in state:
-            has = ", ".join(map(str, state)) or "nothing"
-            raise InputError(
-                f"this is {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
-            )
-        own = state[rank]
+                fragment.wait()
+        own = entry_of_rank(dist.get_rank(), state)
         ranks = _ranks(self._group)
         if list(own["ranks"]) != ranks:
             raise InputError(
                 f"the checkpoint is of an exchange among ranks {list(own['ranks'])}, and this is one among {ranks}"
             )
-        if own["steps"] != self.steps:
-            raise InputError(
-                f"the checkpoint is of {own['steps']} local steps, and these are {self.steps}"
-            )
+        check_equal("local steps", own["steps"], self.steps)
         for key, ours, theirs in (
             ("parameters", [n for n, _ in self._named], list(own["parameters"])),
             (
@@ -389,25 +337,18 @@ class LocalSteps:
             if ours != theirs:
                 raise InputError(f"the checkpoint has other {key} than this model")
         for name, parameter in self._named:
-            if own["parameters"][name].shape != _own(parameter).shape:
+            if own["parameters"][name].shape != local_values(parameter).shape:
                 raise InputError(f"the checkpoint's {name} has another shape than this model's")
-        optimizers = [
-            (self._optimizer, _restored(self._optimizer, own["optimizer"], "optimizer")),
-            (self._outer, _restored(self._outer, own["outer"], "outer optimizer")),
-        ]
-        load_together([f.state for f in self._fragments], own["fragments"])
+        optimizer = unpack_optimizer(self._optimizer, own["optimizer"], "optimizer")
+        outer = unpack_optimizer(self._outer, own["outer"], "outer optimizer")
+        load_together(
+            [*(f.state for f in self._fragments), self._optimizer, self._outer],
+            [*own["fragments"], optimizer, outer],
+        )
         for name, parameter in self._named:
-            _own(parameter).copy_(own["parameters"][name])
-            self._anchors[id(parameter)].copy_(own["anchors"][name])
-        for optimizer, saved in optimizers:
-            optimizer.load_state_dict(saved)
+            local_values(parameter).copy_(own["parameters"][name])
         for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
-            fragment.sent, fragment.due, fragment.exchange = saved["sent"], saved["due"], None
-            fragment.pairs = [
-                (p, mean.to(p.device, copy=True))
-                for (_, p), mean in zip(fragment.named, saved["pending"], strict=True)
-                if saved["under_way"]
-            ]
+            fragment.restore(saved, own["anchors"])
         self.step, self.exchanges = own["step"], own["exchanges"]
 
     def _stepped(self) -> None:
@@ -415,73 +356,19 @@ class LocalSteps:
         self.step += 1
         for fragment in self._fragments:
             if fragment.pairs and self.step >= fragment.due:
-                self._apply(fragment)
+                fragment.apply(self._outer, self.step, self.mix)
             if (self.step - fragment.offset) % self.steps == 0:
                 self._send(fragment, self.delay)
                 if fragment is self._fragments[-1]:
                     self._count_exchange()
 
-    def _send(self, fragment: _Fragment, delay: int) -> None:
-        """Exchange a fragment's pseudo-gradient now, or have it exchanged in the background."""
-        pairs = [(p, self._anchors[id(p)] - _own(p)) for _, p in fragment.named]
-        self._before(pairs)
-        # in this thread: the replica's ranks train over the same group
-        bad = self._bad(fragment, pairs)
-        if delay:
-            run = partial(self._reduce, fragment, pairs, self.step, bad)
-            fragment.exchange = self._background.submit(run, fragment.named[0][1].device)
-        else:
-            self._reduce(fragment, pairs, self.step, bad)
-        fragment.pairs, fragment.sent, fragment.due = pairs, self.step, self.step + delay
+    def _send(self, fragment: Fragment, delay: int) -> None:
+        """Exchange a fragment's pseudo-gradient and apply it now, or have it exchanged in the background."""
+        pairs = fragment.pseudogradients()
+        self._watcher.before(pairs)
+        fragment.send(pairs, self.step, delay, self._background)
         if not delay:
-            self._apply(fragment)
-
-    def _bad(self, fragment: _Fragment, pairs: list[Pair]) -> int:
-        """Count what is not finite on ranks with other shards."""
-        if self._within is None:
-            return 0
-        with _naming(self.step):
-            return bad_in_replica(fragment.state, [each for _, each in pairs], self._within)
-
-    def _reduce(self, fragment: _Fragment, pairs: list[Pair], step: int, bad: int) -> None:
-        """Put the mean of the ranks' pseudo-gradients into them."""
-        held = [(h, each) for h, (_, each) in zip(fragment.held, pairs, strict=True)]
-        with _naming(step):
-            exchange(fragment.state, held, bad)
-
-    def _wait(self, fragment: _Fragment) -> None:
-        """Wait for an exchange in the background, and raise what it raised."""
-        exchange, fragment.exchange = fragment.exchange, None
-        if exchange is not None:
-            try:
-                exchange.result()
-            except BaseException:
-                fragment.pairs = []
-                raise
-
-    @torch.no_grad()
-    def _apply(self, fragment: _Fragment) -> None:
-        """Step the outer optimizer from the parameters of the last exchange, with the mean as their gradient."""
-        self._wait(fragment)
-        late = self.step > fragment.sent
-        gradients = [(p, p.grad) for _, p in self._named]
-        local = [_own(p).clone() for p, _ in fragment.pairs] if late else []
-        for parameter, _ in gradients:
-            parameter.grad = None
-        for parameter, mean in fragment.pairs:
-            _own(parameter).copy_(self._anchors[id(parameter)])
-            parameter.grad = as_sharded(parameter, mean)
-        self._outer.step()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for i, (parameter, _) in enumerate(fragment.pairs):
-            self._anchors[id(parameter)].copy_(_own(parameter))
-            if late:
-                own = _own(parameter)
-                if fragment.state.nonfinite in ("skip", "zero"):  # nor may it stay on this rank
-                    local[i] = torch.where(local[i].isfinite(), local[i], own)
-                own.lerp_(local[i], self.mix)
-        fragment.pairs = []
+            fragment.apply(self._outer, self.step, self.mix)
 
     def _count_exchange(self) -> None:
         """Count an exchange of all fragments, and put their records together."""
@@ -489,41 +376,32 @@ class LocalSteps:
         if not self.delay and records:  # a rank may hold nothing of a fragment
             self.last = together(records, self.exchanges)
         self.exchanges += 1
-        self._after()
+        self._watcher.after()
 
     def _finish(self) -> None:
         """Exchange what some rank has not exchanged yet, so that all end with the same parameters."""
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
-                self._apply(fragment)
+                fragment.apply(self._outer, self.step, self.mix)
         for fragment in self._fragments:
-            left = self.step - fragment.sent + (self.delay > 0)
-            device = fragment.named[0][1].device
-            with _naming(self.step):
-                flags = all_gather_flags(left, self._group, device)
-            if any(flags):
+            if fragment.is_behind(self.step, self.delay, self._group):
                 self._send(fragment, 0)
 
     def _average_gradients(self) -> None:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
         (fragment,) = self._fragments
         pairs = [
-            (p, torch.zeros_like(_own(p)) if p.grad is None else _own(p.grad))
+            (p, torch.zeros_like(local_values(p)) if p.grad is None else local_values(p.grad))
             for _, p in fragment.named
         ]
-        self._before(pairs)
-        self._reduce(fragment, pairs, self.step, self._bad(fragment, pairs))
+        self._watcher.before(pairs)
+        fragment.average(pairs, self.step)
         for parameter, mean in pairs:
             parameter.grad = as_sharded(parameter, mean)
 
     def _count(self) -> None:
         self.step += 1
         self._count_exchange()
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, which shares its memory, for arithmetic that autograd does not see."""
-    return local_part(tensor.detach())
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -539,58 +417,6 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made
-
-
-def _stored(optimizer: torch.optim.Optimizer) -> bytes:
-    """Return an optimizer's state as bytes; of what is sharded, what this rank holds, without the mesh of this run."""
-    state = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded: dict[int, list[str]] = {}
-    for i, values in state["state"].items():
-        own = {
-            n: v
-            for n, v in values.items()
-            if isinstance(v, torch.Tensor) and local_part(v) is not v
-        }
-        if any(local_part(v).shape != local_part(parameters[i]).shape for v in own.values()):
-            raise InputError(
-                f"{type(optimizer).__name__} shards its state in another way than its parameters: save it by itself"
-            )
-        sharded[i] = list(own)
-        state["state"][i] = {**values, **{n: local_part(v) for n, v in own.items()}}
-    return packed({**state, "class": type(optimizer).__name__, "sharded": sharded})
-
-
-def _restored(optimizer: torch.optim.Optimizer, data: bytes, what: str) -> dict[str, Any]:
-    """Return the state that bytes hold, sharded as an optimizer's parameters are, if it is of such an optimizer."""
-    state = unpacked(data, what)
-    name, sharded = state.pop("class"), state.pop("sharded")
-    sizes, saved = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, state["param_groups"])
-    )
-    if (name, saved) != (type(optimizer).__name__, sizes):
-        raise InputError(
-            f"the checkpoint's {what} is {name} with groups of {saved} parameters, and this is "
-            f"{type(optimizer).__name__} with {sizes}"
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, names in sharded.items():
-        for each in names:
-            state["state"][i][each] = as_sharded(parameters[i], state["state"][i][each])
-    return state
-
-
-@contextmanager
-def _naming(step: int) -> Iterator[None]:
-    """Say in errors of the exchange after which local step it was."""
-    try:
-        yield
-    except ExchangeError as error:
-        why = str(error)
-        if why.startswith("step "):  # of the exchange, which nobody has counted
-            why = why.partition(": ")[2]
-        raise ExchangeError(f"after local step {step}: {why}") from error
 
 
 def _is_plain(outer: torch.optim.Optimizer) -> bool:
@@ -635,38 +461,3 @@ def _averaging(compressor: Compressor, average: Average) -> Compressor:
         compressor = copy.copy(compressor)
         compressor.average = average
     return compressor
-
-
-def _parts(
-    named: list[tuple[str, torch.Tensor]], fragments: int | Sequence[Sequence[str]]
-) -> list[list[tuple[str, torch.Tensor]]]:
-    """Return the parameters of each fragment, in the model's order."""
-    if isinstance(fragments, int):
-        count = check_count(fragments, "fragments")
-        if count > len(named):
-            raise InputError(f"{count} fragments of {len(named)} parameters")
-        total, before = sum(p.numel() for _, p in named), 0
-        parts: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(count)]
-        at = 0
-        for i, (name, parameter) in enumerate(named):
-            middle = before + parameter.numel() / 2
-            # as far as the elements go, but leaving a parameter for each fragment behind
-            wanted = min(int(count * middle / max(total, 1)), count - 1)
-            if parts[at] and (wanted > at or len(named) - i <= count - 1 - at):
-                at += 1
-            parts[at].append((name, parameter))
-            before += parameter.numel()
-        return parts
-    patterns = [
-        check_patterns(each, "each of fragments") for each in check_several(fragments, "fragments")
-    ]
-    found: list[list[tuple[str, torch.Tensor]]] = [[] for _ in patterns]
-    for name, parameter in named:
-        own = (i for i, p in enumerate(patterns) if any(fnmatch.fnmatchcase(name, e) for e in p))
-        place = next(own, None)
-        if place is None:
-            raise InputError(f"{name} is in none of the fragments: add a pattern such as '*'")
-        found[place].append((name, parameter))
-    if not all(found):
-        raise InputError(f"no parameter is in fragment {found.index([])}: {shown(fragments)}")
-    return found

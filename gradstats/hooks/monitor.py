@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.gradient import real_view
-from gradstats.hooks.state import Scaler
+from gradstats.hooks.spikes import FEWEST, Spikes, Trigger
+from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
 from gradstats.primitives import Moments, moments
 from gradstats.primitives.ratio import check_count, check_number, check_several
@@ -37,16 +37,11 @@ _TAIL = 0.1
 _SMALLEST_NORMAL = 2.0**-14
 """Smallest number that float16 holds with all its bits."""
 
-_FEWEST = 10
-"""Norms of a layer from which on a spike is told from them."""
-
-_LEAST_SPREAD = 0.05
-"""Smallest deviation of a logarithmic norm that a robust z divides by: steady layers move by less."""
-
 _COUNTS = ("numel", "count", "zeros", "nonfinite")
 _SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
 
 
+# One attribute over 12: they are the user's options, and the two results.
 class Monitor:
     """Describe the gradient of a training, as the optimizer is about to use it, once per optimizer step.
 
@@ -168,14 +163,12 @@ class Monitor:
         self._log, self._every = log, check_count(every, "every")
         self._scaler, self._state = scaler, state
         self._per_layer, self._prefix = per_layer, prefix
-        self._spike = check_number(spike, "spike", 0, math.inf)
-        self._trigger = (
-            {"spike": self._spike, "nonfinite": 1.0} if trigger is None else dict(trigger)
-        )
-        for name in self._trigger:
+        spike = check_number(spike, "spike", 0, math.inf)
+        limits = {"spike": spike, "nonfinite": 1.0} if trigger is None else dict(trigger)
+        for name in limits:
             if name not in _NAMES:
                 raise unknown("quantity of a monitor", name, _NAMES)
-        self._following = check_count(following, "following")
+        self._trigger = Trigger(limits, check_count(following, "following"))
         self._next = check_count(start_step, "start_step", 0)
         inner: torch.nn.Module = unwrap(model).module
         patterns = ["*"] if parameters is None else check_several(parameters, "parameters")
@@ -186,9 +179,7 @@ class Monitor:
         ]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
-        size = check_count(window, "window", _FEWEST)
-        self._norms = {name: deque[float](maxlen=size) for name in ("", *dict(self._layers))}
-        self._armed, self._captured = 0, -1
+        self._spikes = Spikes(dict(self._layers), check_count(window, "window", FEWEST), spike)
         self.values: dict[str, float] = {}
         self.blame: str | None = None
         self._handle = None
@@ -233,9 +224,7 @@ class Monitor:
         bool
             True for `following` steps.
         """
-        if self._armed:
-            self._captured, self._armed = max(self._captured, step + self._armed), 0
-        return step < self._captured
+        return self._trigger.asks_for(step)
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Take the step that the optimizer begins. Fused optimizers unscale by themselves."""
@@ -261,17 +250,16 @@ class Monitor:
         values = {"step": float(number)}
         values |= _described(whole, scale, self._present_scale() if present is None else present)
         values |= self._compressed()
-        norms = {"": values["norm"]} | {
+        norms = {
             name: math.sqrt(s.sum_squares) / scale for name, s in zip(names, sketches, strict=True)
         }
-        spikes, self.blame = self._spikes(norms)
+        spikes, self.blame = self._spikes.find(values["norm"], norms)
         bad = [name for name, s in zip(names, sketches, strict=True) if s.nonfinite]
         self.blame = bad[-1] if bad else self.blame
         values |= spikes
         if self._per_layer:
             values |= {f"norm/{name}": norms[name] for name in names}
-        if any(self._trigger.get(n.partition("/")[0], math.inf) <= v for n, v in values.items()):
-            self._armed = self._following
+        self._trigger.look_at(values)
         self.values = {self._prefix + name: value for name, value in values.items()}
         if self._log is not None and not (dist.is_initialized() and dist.get_rank()):
             self._log(dict(self.values))
@@ -315,25 +303,6 @@ class Monitor:
             if squares:
                 found["residual_norm"] = math.sqrt(sum(squares))
         return found
-
-    def _spikes(self, norms: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """Return the robust z of the norms, and the layer to blame; remember the norms."""
-        found, excess = {}, {}
-        for name, norm in norms.items():
-            if not norm > 0 or math.isinf(norm):
-                continue
-            logs, log = self._norms[name], math.log(norm)
-            if len(logs) >= _FEWEST:
-                middle = float(np.median(logs))
-                spread = 1.4826 * float(np.median(np.abs(np.array(logs) - middle)))
-                z = (log - middle) / max(spread, _LEAST_SPREAD)
-                if not name:
-                    found["spike"] = z
-                elif z >= self._spike:
-                    found[f"spike/{name}"] = z
-                    excess[name] = norm**2 - math.exp(2 * middle)
-            logs.append(log)
-        return found, max(excess, key=excess.__getitem__, default=None)
 
 
 _NAMES = (

@@ -22,16 +22,13 @@ import torch.distributed as dist
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor, Selector
 from gradstats.errors import InputError, NonFiniteGradientError, first_line
+from gradstats.hooks.checkpoint import check_equal, entry_for_rank, entry_of_rank, load_together
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
+from gradstats.hooks.guard import NonFinite, as_flag, count_bad
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.state import (
-    CompressionState,
-    NonFinite,
-    Scaler,
-    count_bad,
-    load_together,
-)
+from gradstats.hooks.state import CompressionState
+from gradstats.hooks.step import Scaler, loss_scale
 from gradstats.hooks.units import Unit, across, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
@@ -45,8 +42,6 @@ Observer: TypeAlias = Callable[["CompressionState", Sequence[torch.Tensor], Sequ
 """Called before an exchange with the unit's state, its sharded parameters, and what stands for them in the state with
 the gradients of this rank's shards, in the units of FSDP2's buffers."""
 
-_LARGEST_FLAG = 2**31 - 1
-
 
 class _Scale:
     """The factor that a unit's gradients carry when the hook gets them: the loss scale, and a division to come."""
@@ -56,8 +51,7 @@ class _Scale:
 
     def get_scale(self) -> float:
         """Return the factor."""
-        loss = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        return loss * self._unit.factors[1]
+        return loss_scale(self._scaler) * self._unit.factors[1]
 
 
 def bad_in_replica(
@@ -79,9 +73,8 @@ def bad_in_replica(
     int
         Number of elements, for :func:`exchange`; 0 where they count as zero. All ranks must raise if one does.
     """
-    bad = min(count_bad(gradients), _LARGEST_FLAG)
-    bad = sum(all_gather_flags(bad, within, gradients[0].device))
-    return 0 if state.nonfinite == "zero" else min(bad, _LARGEST_FLAG)
+    flags = all_gather_flags(as_flag(count_bad(gradients)), within, gradients[0].device)
+    return 0 if state.nonfinite == "zero" else as_flag(sum(flags))
 
 
 def exchange(state: CompressionState, pairs: list[Pair], bad: int = 0) -> None:
@@ -112,11 +105,11 @@ def exchange(state: CompressionState, pairs: list[Pair], bad: int = 0) -> None:
                     "NaN or infinite gradient elements on a rank with other shards"
                 )
             return
-        state.begin(device)
-        state.sparse_bad = bad
+        step = state.begin(device)
+        step.bad_elsewhere = bad
         state.use(parameter for parameter, _ in pairs)
-        state.ready(pairs)
-        state.complete(pairs)
+        step.ready(pairs)
+        state.complete()
 
 
 class _Exchange:
@@ -255,7 +248,7 @@ class ShardHook:
             :meth:`gradstats.hooks.CompressionState.state_dict`.
         """
         each = {name: state.state_dict() for name, state in self.states.items()}
-        return {f"rank{self._rank}": {**self._size, "units": each}}
+        return entry_for_rank(self._rank, {**self._size, "units": each})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on the rank that saved it.
@@ -271,15 +264,9 @@ class ShardHook:
             If this rank's entry is missing, or it is of other numbers of shards or replicas, other units, compressors,
             memories or parameters. Nothing has been restored then.
         """
-        own = state.get(f"rank{self._rank}")
-        if own is None:
-            has = ", ".join(map(str, state)) or "nothing"
-            raise InputError(
-                f"this is rank {self._rank}, and the checkpoint holds {has}: every rank saves and loads its own"
-            )
+        own = entry_of_rank(self._rank, state)
         for what, here in self._size.items():
-            if int(own[what]) != here:
-                raise InputError(f"the checkpoint is of {own[what]} {what}, and these are {here}")
+            check_equal(what, own[what], here)
         if own["units"].keys() != self.states.keys():
             odd = sorted(own["units"].keys() ^ self.states.keys())[0]
             raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")

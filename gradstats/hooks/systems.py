@@ -31,9 +31,10 @@ from gradstats.compressors.redsync import DENSE_BELOW, SEARCH_ABOVE, redsync_sel
 from gradstats.compressors.selectors import Everything
 from gradstats.compressors.sparse import Average
 from gradstats.errors import InputError, options_of
-from gradstats.hooks import CompressionState, LocalSteps, Nesterov, dgc_warm_up
+from gradstats.hooks import CompressionState, LocalSteps, dgc_warm_up
+from gradstats.hooks.corrections import MomentumCorrection, Nesterov
 from gradstats.hooks.layout import check_patterns
-from gradstats.hooks.memory import ErrorFeedback, Memory, MomentumCorrection
+from gradstats.hooks.memory import ErrorFeedback, Memory
 from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.primitives.ratio import check_count, check_number, check_ratio
 
@@ -98,7 +99,7 @@ def dgc(
     ratio : float
         Kept fraction k/d of every layer after the warm-up, in (0, 1].
     momentum : float
-        Momentum m, in [0, 1), see :class:`gradstats.hooks.memory.MomentumCorrection`.
+        Momentum m, in [0, 1), see :class:`gradstats.hooks.MomentumCorrection`.
     nesterov : bool or {"dgc", "redsync"}
         Form of Nesterov's momentum, if any.
     clip : float, optional
@@ -192,7 +193,7 @@ def redsync(
     quantise : bool
         Whether to send one mean value for each layer, see :class:`gradstats.compressors.redsync.MeanOfSign`.
     momentum : float
-        Momentum m, in [0, 1), see :class:`gradstats.hooks.memory.MomentumCorrection`.
+        Momentum m, in [0, 1), see :class:`gradstats.hooks.MomentumCorrection`.
     nesterov : bool or {"dgc", "redsync"}
         Form of Nesterov's momentum, if any: true for the one that DGC's program and PyTorch have, ``"redsync"`` for
         algorithm 4 as published.

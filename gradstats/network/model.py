@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from gradstats.compressors.cost import Work
 from gradstats.errors import InputError
-from gradstats.trace.format import replace_file
+from gradstats.files import replace_file
 
 __all__ = [
     "ALGORITHMS",

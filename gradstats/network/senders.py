@@ -12,7 +12,7 @@ from gradstats.compressors import ThresholdSelector, codecs, compressor_class
 from gradstats.compressors.base import Activity
 from gradstats.compressors.cost import FLAG, Exchange, Work
 from gradstats.compressors.redsync import DENSE_BELOW
-from gradstats.hooks.memory import MomentumCorrection
+from gradstats.hooks import MomentumCorrection
 from gradstats.hooks.systems import SYSTEMS, System
 from gradstats.network.evidence import Evidence
 from gradstats.network.exchange import exchange

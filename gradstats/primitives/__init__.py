@@ -38,7 +38,6 @@ def warm_up() -> None:
 
     Part of :func:`gradstats.warm_up`.
     """
-    from gradstats.primitives import codec, kernels
+    from gradstats.primitives.loops.calls import warm_up as compile_loops
 
-    kernels.warm_up()
-    codec.warm_up()
+    compile_loops()

@@ -130,7 +130,7 @@ def rice_encode(indices: NDArray[np.int64]) -> NDArray[np.uint32]:
     """
     if not indices.size:
         return np.empty(0, np.uint32)
-    from gradstats.primitives.rice import encode_gaps, gap_sums
+    from gradstats.primitives.loops.rice import encode_gaps, gap_sums
 
     first, last = int(indices[0]), int(indices[-1])
     least = smallest_parameter(indices.size - 1, max(last - first - indices.size + 1, 0))
@@ -173,7 +173,7 @@ def rice_decode(words: NDArray[np.uint32], count: int, numel: int) -> tuple[NDAr
         return np.empty(0, np.int64), 0
     head = int(words[:HEAD].astype("<u4").view("<u8")[0]) if words.size >= HEAD else 0
     parameter, first = read_head(head, words.size, count, numel)
-    from gradstats.primitives.rice import decode_gaps
+    from gradstats.primitives.loops.rice import decode_gaps
 
     indices = np.empty(count, np.int64)  # no larger than 64 times the message
     indices[0] = first
@@ -181,13 +181,3 @@ def rice_decode(words: NDArray[np.uint32], count: int, numel: int) -> tuple[NDAr
     if used < 0:
         raise ValueError(OUTSIDE.format(numel))
     return indices, HEAD + used
-
-
-def warm_up() -> None:
-    """Compile the loops, or load them from the cache: for arrays that may be written, and for those that may not."""
-    indices = np.arange(3)
-    read_only = rice_encode(indices)
-    for writable in (True, False):
-        indices.flags.writeable = read_only.flags.writeable = writable
-        rice_decode(rice_encode(indices), 3, 3)
-        rice_decode(read_only, 3, 3)

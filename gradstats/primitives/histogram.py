@@ -150,7 +150,7 @@ class Histogram:
         InputError
             If k is no finite number from 0 on.
         """
-        from gradstats.primitives.kernels import descend
+        from gradstats.primitives.loops.counts import descend
 
         k = check_number(k, "k", 0, math.inf, "[)", ", a number of elements")
         i, above = descend(self.counts, k)
@@ -290,7 +290,7 @@ def _count(
     run: Iterable[tuple[int, NDArray[Any]]], bits: int, dtype: type[np.unsignedinteger[Any]]
 ) -> tuple[NDArray[Any], int]:
     """Return the counts of successive blocks, and their exact zeros."""
-    from gradstats.primitives.kernels import block_histogram
+    from gradstats.primitives.loops.counts import block_histogram
 
     counts = np.zeros(1 << (8 + bits), dtype)
     zeros = lowest = 0

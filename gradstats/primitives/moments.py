@@ -200,7 +200,7 @@ def exceedances(x: Array, above: float) -> Moments:
     low = _least_bits(above)
 
     def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
-        from gradstats.primitives.kernels import block_tail
+        from gradstats.primitives.loops.sums import block_tail
 
         found: tuple[int, float, float] = block_tail(block, low)
         return found
@@ -243,7 +243,12 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
     low = _least_bits(above)
 
     def sums(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
-        from gradstats.primitives.kernels import block_moments, block_sum, block_sum_log, block_tail
+        from gradstats.primitives.loops.sums import (
+            block_moments,
+            block_sum,
+            block_sum_log,
+            block_tail,
+        )
 
         if log:
             count, total, logs = block_sum_log(block)
@@ -286,7 +291,7 @@ def count_above(x: Array, above: float) -> int:
     low = _least_bits(above)
 
     def count(_: int, block: NDArray[Any]) -> int:
-        from gradstats.primitives.kernels import block_count
+        from gradstats.primitives.loops.counts import block_count
 
         return int(block_count(block, low))
 
@@ -334,7 +339,7 @@ def _added(parts: list[tuple[int, float, float]]) -> tuple[int, float, float]:
 def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
     """Return (count, Σx, Σx²) over the finite elements of a block."""
     if block.dtype == np.float32:
-        from gradstats.primitives.kernels import block_signed
+        from gradstats.primitives.loops.sums import block_signed
 
         found: tuple[int, float, float] = block_signed(block)
         return found
@@ -346,7 +351,7 @@ def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
 def _block(block: NDArray[Any], above: float, log: bool) -> Sums:
     """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) of one block."""
     if block.dtype == np.float32:
-        from gradstats.primitives.kernels import block_moments
+        from gradstats.primitives.loops.sums import block_moments
 
         *sums, largest = block_moments(block, narrowed(above), log)
         return (*sums, float(largest))

@@ -36,14 +36,14 @@ _BLOCK = 1 << 18
 
 _FEW = 1 << 16
 """Elements up to which sorting them is faster than a sample."""
-_GROUPS, _ROWS = 1 << 10, 8
-"""Least number of groups, and of elements in each, from which their largest are worth looking at first."""
-_COUNTED, _SHIFT = 1 << 11, 20
-"""Elements from which counting them in bins of 1/8 octave costs less than sorting, and bits inside a bin."""
+_SORTED = 1 << 13
+"""Elements up to which sorting them is faster than a histogram."""
+_SHIFT = 20
+"""Bits inside a bin of 1/8 octave."""
 _MANY, _FINE = 1 << 16, 16
-"""The same for bins of 1/128 octave, among numbers that are near each other."""
+"""Elements from which counting them costs less than sorting, and bits inside a bin of 1/128 octave, which they need."""
 
-_INFINITY, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
 _LARGEST = float(np.finfo(np.float32).max)
 _SAMPLE = 1 << 15
 """Least number of elements sampled: with fewer, the bracket of a small k costs more than the pass it saves."""
@@ -136,7 +136,7 @@ def _select_run(
             kept = np.flatnonzero((magnitude >= threshold) if threshold > 0 else (magnitude > 0))
             wide.append((kept + offset, block[kept]))
             continue
-        from gradstats.primitives.kernels import block_select
+        from gradstats.primitives.loops.selection import block_select
 
         if indices.size - found < block.size:
             # Room at the rate so far, and for the worst block; pages that are never written cost nothing.
@@ -212,40 +212,33 @@ def top_candidates(
 def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     """Return the k-th largest magnitude and what reaches it, by sorting; None where it takes more than that.
 
-    Little is sorted where a bound is cheap: the k-th largest of the largest in some groups, or the end of the bin of a
-    histogram. How fast all are sorted depends on the processor.
+    Of more than :data:`_SORTED` elements a histogram says first which of them are worth sorting.
     """
     view = flat_blocks(x, 1)
     if view is None or view[0].dtype.type is not np.float32:
         return None
-    from gradstats.primitives import kernels
-
     flat, _ = view
-    size = flat.size
-    groups = max(4 * k, _GROUPS)
-    bounded, high = True, math.inf
-    if _ROWS * groups <= size:
-        bits = np.empty(groups, np.int32)
-        kernels.block_peaks(flat, bits)
-        least = _kth_of(bits, k)
-    elif size >= _COUNTED:
-        least, beyond, _ = _bin_of(flat, k, _SHIFT)
-        high = float(np.int32(beyond).view(np.float32))
-    else:
-        bounded = False
-        least = _kth_of(flat.view(np.int32) & _MAGNITUDE, k)
-    if least < 0:
-        return None
-    indices, values = np.empty(size, np.int64), np.empty(size, np.float32)
-    n = kernels.block_select(flat, np.int32(max(least, 1)), 0, indices, values, 0)
-    indices, values = indices[:n], values[:n]
-    threshold = float(np.int32(least).view(np.float32))
-    if bounded:
-        kth = _kth_magnitude(values, k, high)
-        if kth is None:
+    if flat.size <= _SORTED:
+        bits = np.abs(flat).view(np.int32)  # compared as whole numbers: denormals are not zero
+        ordered = bits.copy()
+        ordered.partition(bits.size - k)
+        top = ordered[bits.size - k :]
+        if top[top.argmax()] >= _INFINITY:  # a method of the array, which takes a fifth of max()
             return None
-        threshold = kth
-        n = kernels.keep_at_least(indices, values, np.float32(kth))
+        positions = (bits >= (top.item(0) or 1)).nonzero()[0]
+        kth: float = top.view(np.float32).item(0)
+        return kth, selection_like(x, positions, flat[positions])
+    from gradstats.primitives.loops.selection import block_select, keep_at_least
+
+    first, beyond, _ = _bin_of(flat, k, _SHIFT)
+    if first < 0:
+        return None
+    indices, values = np.empty(flat.size, np.int64), np.empty(flat.size, np.float32)
+    n = block_select(flat, np.int32(max(first, 1)), 0, indices, values, 0)
+    threshold = _kth_magnitude(values[:n], k, float(np.int32(beyond).view(np.float32)))
+    if threshold is None:
+        return None
+    n = keep_at_least(indices[:n], values[:n], np.float32(threshold))
     # copies, because the room is as large as the gradient
     return threshold, selection_like(x, indices[:n].copy(), values[:n].copy())
 
@@ -255,20 +248,12 @@ def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:
 
     The first are negative if fewer are finite.
     """
-    from gradstats.primitives.kernels import block_histogram, descend
+    from gradstats.primitives.loops.counts import block_histogram, descend
 
     counts = np.zeros(1 << 31 - shift, np.uint32)
     block_histogram(x.view(np.uint32), shift, counts)
     i, reached = descend(counts[: _INFINITY >> shift], float(k - 1))
     return i << shift, i + 1 << shift, k - (reached - int(counts[i]))
-
-
-def _kth_of(bits: NDArray[np.int32], k: int) -> int:
-    """Return the k-th largest of some magnitudes' bits, which are put in another order; −1 if one is not finite."""
-    bits.partition(bits.size - k)
-    top = bits[bits.size - k :]
-    # a method of the array, which takes a fifth of max()
-    return int(top[0]) if top[top.argmax()] < _INFINITY else -1
 
 
 def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
@@ -283,7 +268,7 @@ def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
         magnitude = magnitude[np.isfinite(magnitude)]
         n = magnitude.size
         return float(np.partition(magnitude, n - k)[n - k]) if n >= k else None
-    from gradstats.primitives.kernels import block_under
+    from gradstats.primitives.loops.selection import block_under
 
     bits = np.empty(values.size, np.int32)
     bound = np.float32(min(high, _LARGEST)).view(np.int32)
@@ -319,7 +304,7 @@ def keep(selection: Selection, threshold: float) -> Selection:
     if is_tensor(values) and values.device.type == "cpu" and "float32" in str(values.dtype):
         indices, values = indices.numpy(), values.numpy()  # the same memory
     if isinstance(values, np.ndarray) and values.dtype == np.float32:
-        from gradstats.primitives.kernels import keep_at_least
+        from gradstats.primitives.loops.selection import keep_at_least
 
         n = keep_at_least(indices, values, np.float32(threshold))
         return Selection(selection.indices[:n], selection.values[:n])

@@ -70,7 +70,7 @@ class Tails:
         weight : ndarray of float64, shape (cells,)
             Number of magnitudes in each cell.
         """
-        from gradstats.primitives.kernels import tail_sums
+        from gradstats.primitives.loops.sums import tail_sums
 
         sums = np.zeros((left.size + 1, 4))
         tail_sums(weight, middles(left, right), sums)
@@ -229,7 +229,7 @@ def tails(x: Array, least: float = 0.0) -> Tails:
 
 def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
     """Return the counts of a histogram's bins, from one on to the last that has any."""
-    from gradstats.primitives import kernels
+    from gradstats.primitives.loops import counts as loops
 
     view = flat_blocks(x, 1)
     if not (lowest and view and view[0].dtype.type is np.float32):
@@ -238,7 +238,7 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
         return counts[: some[-1] + 1 if some.size else 0]
 
     def count(_: int, block: NDArray[Any]) -> NDArray[Any]:
-        counts: NDArray[np.uint32] = kernels.block_counts(block.view(np.uint32), lowest, 23 - bits)
+        counts: NDArray[np.uint32] = loops.block_counts(block.view(np.uint32), lowest, 23 - bits)
         return counts
 
     found = map_blocks(count, x)

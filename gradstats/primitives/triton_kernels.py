@@ -1,6 +1,6 @@
 """The passes over a contiguous float32, float16 or bfloat16 tensor as Triton kernels.
 
-Magnitudes are compared through their bits, as in :mod:`gradstats.primitives.kernels`. What a program sums depends on
+Magnitudes are compared through their bits, as in :mod:`gradstats.primitives.loops.words`. What a program sums depends on
 the number of elements alone, and programs are combined in order or by counting: every run gives the same bits.
 
 With ``TRITON_INTERPRET=1`` the kernels run on CPU tensors.

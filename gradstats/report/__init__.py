@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
+from gradstats.files import replace_file
 from gradstats.report.html import page, table
 from gradstats.report.measured import (
     MOST_STEPS,
@@ -28,7 +29,6 @@ from gradstats.report.sections import run, section
 from gradstats.report.verdicts import QUESTIONS, Verdict
 from gradstats.tables import Records
 from gradstats.trace import Kind
-from gradstats.trace.format import replace_file
 from gradstats.trace.sources import TraceSource, open_source
 
 __all__ = ["write_report"]

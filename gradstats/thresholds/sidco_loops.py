@@ -13,15 +13,10 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from gradstats.primitives.histogram import bin_edges
-from gradstats.primitives.kernels import (
-    _compiled,
-    block_counts,
-    block_select,
-    block_sum,
-    block_tail,
-    keep_at_least,
-    tail_sums,
-)
+from gradstats.primitives.loops.compiled import Written, compiled
+from gradstats.primitives.loops.counts import block_counts
+from gradstats.primitives.loops.selection import block_select, keep_at_least
+from gradstats.primitives.loops.sums import block_sum, block_tail, tail_sums
 from gradstats.primitives.moments import SHORT
 from gradstats.primitives.tails import BITS, part_above
 from gradstats.statistics.stages import (
@@ -49,7 +44,7 @@ for _each in (
     register_jitable(_each)
 
 
-@_compiled(nogil=True)
+@compiled(nogil=True)
 def _excess(
     pareto: bool, count: int, total: float, squares: float, threshold: float, ratio: float
 ) -> tuple[float, float, float]:
@@ -62,7 +57,7 @@ def _excess(
     return excess, scale, 0.0
 
 
-@_compiled(nogil=True)
+@compiled(nogil=True)
 def _sums(x: NDArray[np.float32], low: np.int32, pareto: bool) -> tuple[int, float, float]:
     """Return the sums that a model needs, as :func:`gradstats.primitives.moments.rounded_sums` and `exceedances` do."""
     if not pareto and x.size >= SHORT:
@@ -73,7 +68,7 @@ def _sums(x: NDArray[np.float32], low: np.int32, pareto: bool) -> tuple[int, flo
     return found
 
 
-@_compiled(nogil=True)
+@compiled(nogil=True)
 def _above(
     left: NDArray[np.float64],
     right: NDArray[np.float64],
@@ -88,7 +83,7 @@ def _above(
     return part_above(count, total, squares, inside, left[i], right[i], threshold)
 
 
-@_compiled(nogil=True)
+@compiled(nogil=True)
 def best_stages(
     left: NDArray[np.float64],
     right: NDArray[np.float64],
@@ -136,7 +131,7 @@ def best_stages(
     return best
 
 
-@_compiled(nogil=True)
+@compiled(nogil=True)
 def _cells(
     x: NDArray[np.float32], least: float, edges: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
@@ -150,7 +145,7 @@ def _cells(
     return left, right, sums
 
 
-@_compiled(nogil=True)
+@compiled(nogil=True)
 def block_stages(
     x: NDArray[np.float32],
     k: int,
@@ -162,9 +157,9 @@ def block_stages(
     one: float,
     several: float,
     edges: NDArray[np.float64],
-    fits: NDArray[np.float64],
-    indices: NDArray[np.int32],
-    values: NDArray[np.float32],
+    fits: Written[np.float64],
+    indices: Written[np.int32],
+    values: Written[np.float32],
 ) -> tuple[int, int, int]:
     """Run the stages of a threshold over one block, and select what reaches the last one.
 

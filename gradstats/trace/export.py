@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from gradstats.errors import InputError, first_line
+from gradstats.files import replacing
 from gradstats.trace import Kind, Trace, open_trace
-from gradstats.trace.format import replacing
 
 __all__ = ["save_safetensors"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import math
@@ -10,7 +9,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
+from gradstats.files import replace_file
 
 __all__ = [
     "BINS",
@@ -48,14 +48,12 @@ __all__ = [
     "key_encoding",
     "layout",
     "read_metadata",
-    "replace_file",
-    "replacing",
     "root_attributes",
     "to_bfloat16",
 ]
 
 SCHEMA = 5
-"""Version of the format this module writes, and the newest it reads; it reads all from 1 on."""
+"""Version of the format that is written, and the only one that is read."""
 
 Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -470,56 +468,6 @@ def group_metadata(attributes: Mapping[str, Any]) -> bytes:
     return json.dumps(group, indent=2, allow_nan=False).encode()
 
 
-@contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """Give a file to write in place of another, and put it there when all of it is written.
-
-    Whoever looks sees the old file or the whole new one. After an exception, or when the process is killed, the old
-    file is as it was.
-
-    Parameters
-    ----------
-    path : str or Path
-        File to make or to replace. If it is a link, the file it leads to.
-
-    Yields
-    ------
-    Path
-        Name in the same folder, at which nothing exists.
-    """
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        yield partial
-        if path.exists():
-            partial.chmod(stat.S_IMODE(path.stat().st_mode))
-        with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that at any moment the old one or the whole new one is there.
-
-    Parameters
-    ----------
-    path : str or Path
-        File to make or to replace.
-    content : str or bytes
-        What to write; text as UTF-8.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    path = Path(path)
-    if path.exists() and not path.is_file():  # a terminal or a pipe has no old content to keep
-        path.write_bytes(data)
-        return
-    with replacing(path) as partial:
-        partial.write_bytes(data)
-
-
 def create_trace(
     path: str | Path,
     layers: Sequence[Layer],
@@ -732,10 +680,11 @@ def root_attributes(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path} is not a gradstats trace")
     attributes = read_metadata(path / "zarr.json", path)["attributes"]
     schema = attributes.get("schema")
-    if type(schema) is not int or not 1 <= schema <= SCHEMA:
-        said = repr(schema) if isinstance(schema, str) else schema
+    if type(schema) is not int or schema != SCHEMA:
+        written = repr(schema) if isinstance(schema, str) else str(schema)
         raise TraceError(
-            f"{path} has trace schema {str(said)[:40]}; this gradstats reads 1 to {SCHEMA}"
+            f"{path} was written by another version of gradstats (schema {written[:40]}); this one reads schema "
+            f"{SCHEMA}: open it with the version that wrote it, or capture it again"
         )
     missing = {"world_size", "numel", "layout"} - attributes.keys()
     if missing:
@@ -818,7 +767,7 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     ndarray of uint16
         Bits of the rounded elements.
     """
-    from gradstats.primitives.kernels import block_bfloat16
+    from gradstats.primitives.loops.copies import block_bfloat16
 
     rounded = np.empty(values.shape, np.uint16)
     block_bfloat16(np.ascontiguousarray(values).view(np.uint32), rounded)

@@ -21,7 +21,6 @@ from gradstats.trace.format import (
     WHOLE,
     Kind,
     Layer,
-    count_nonfinite,
     from_bfloat16,
     layout,
     root_attributes,
@@ -304,26 +303,16 @@ class Trace(Shown):
     ) -> NDArray[np.float32]:
         """Return a part of what one rank holds of a gradient; it begins and ends with chunks."""
         row, array = self._row(step, rank), self._rank(rank).array(kind)
-        size, numel = array.chunk[1], array.shape[1]
+        size = array.chunk[1]
         try:
-            first, last, nonfinite = start // size, -(-stop // size), 0
+            first, last = start // size, -(-stop // size)
             present = {i for i in array.chunks(row) if first <= i < last}
-            missing = last - first - len(present)
-            if missing:
-                # Before schema 3 a chunk of nothing but NaN was not written: the count taken at capture tells.
-                if not self._rank(rank).complete:
-                    nonfinite = int(self._rank(rank).column(f"{kind}_nonfinite", [row])[0])
-                if missing * size - (last * size - stop) > nonfinite:
-                    raise self._damaged(kind, step, rank, "chunks are missing")
+            if len(present) < last - first:
+                raise self._damaged(kind, step, rank, "chunks are missing")
             for i in present:
                 array.holds(row, i)
             values = np.asarray(array.zarr[row, start:stop])
             values = from_bfloat16(values) if values.dtype == np.uint16 else values
-            if missing and (
-                count_nonfinite(values) > nonfinite
-                or (stop - start == numel and count_nonfinite(values) < nonfinite)
-            ):
-                raise self._damaged(kind, step, rank, "chunks are missing")
         except TraceError:
             raise
         except Exception as error:
@@ -464,9 +453,7 @@ class Trace(Shown):
         InputError
             If the range is not within the gradient.
         TraceError
-            If it was not captured, or as a sketch only, or its data is damaged. In a trace of schema 1 or 2, a
-            missing chunk goes unnoticed here, unlike in :meth:`read`, if the gradient had as many non-finite elements
-            as the chunks read have now.
+            If it was not captured, or as a sketch only, or its data is damaged.
         """
         if not 0 <= start <= stop <= self.numel:
             raise InputError(f"[{start}, {stop}) is not within the {self.numel} elements")
@@ -668,8 +655,7 @@ class Trace(Shown):
         Returns
         -------
         xarray.DataTree
-            The arrays as they are on the disk, rows that are not committed (step -1) included. In traces of schema 1
-            and 2, which xarray cannot always open, dimensions have the names of schema 3.
+            The arrays as they are on the disk, rows that are not committed (step -1) included.
 
         Raises
         ------
@@ -679,12 +665,7 @@ class Trace(Shown):
         import xarray
 
         try:
-            if not all(found.complete for found in self._ranks.values()):
-                nodes = {f"rank{r:05d}": self._rank(r).dataset() for r in self.ranks}
-                return xarray.DataTree.from_dict({"/": xarray.Dataset(attrs=self.attrs), **nodes})
             return xarray.open_datatree(self.path, engine="zarr", chunks={}, consolidated=False)
-        except TraceError:
-            raise
         except Exception as error:
             raise TraceError(f"{self.path} is damaged: {first_line(error)}") from error
 

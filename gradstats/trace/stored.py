@@ -28,12 +28,10 @@ from gradstats.trace.format import (
 )
 
 if TYPE_CHECKING:
-    import xarray
     import zarr
 
 __all__ = ["RankGroup", "StoredArray"]
 
-_COMPLETE = 3  # from this schema on, all chunks of a committed row exist, but for counts of zero
 _CHECKSUM = 4  # bytes
 
 _OF_COMPRESSORS = ("threshold", "selected", "compression", "layer_compression")
@@ -73,14 +71,13 @@ class StoredArray:
         about = read_metadata(folder / "zarr.json", root)
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
-        separators = {s: key_encoding(s) for s in ("/", spec.separator)}
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
             or not len(shape) == len(grid) == 1 + len(spec.shape)
             or not all(grid)
             or codecs not in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
-            or about["chunk_key_encoding"] not in separators.values()
+            or about["chunk_key_encoding"] != key_encoding(spec.separator)
         ):
             raise ValueError("its metadata is not that of a trace")
         types = [spec.dtype, *(["uint16"] if spec.name in KINDS else [])]
@@ -94,11 +91,8 @@ class StoredArray:
         self.chunk: tuple[int, ...] = tuple(grid)
         self.dtype: str = about["data_type"]
         self._packed = "blosc" in codecs
-        self._separator = next(
-            s for s, said in separators.items() if about["chunk_key_encoding"] == said
-        )
-        attributes = about.get("attributes", {})
-        self.names = [str(n) for n in attributes.get("names", attributes.get("statistics", ()))]
+        self._separator = spec.separator
+        self.names = [str(n) for n in about["attributes"].get("names", ())]
 
     @cached_property
     def zarr(self) -> zarr.Array[Any]:
@@ -210,8 +204,6 @@ class RankGroup:
         Row of every step that is known to be committed, in the order of the rows.
     names : set of str
         Arrays that the group should hold.
-    complete : bool
-        Whether a missing chunk is damage always: until schema 2, chunks of nothing but fill values were not written.
     sharded : bool
         Whether the rank holds a part of the gradient.
     shard_ranks : list of int
@@ -237,7 +229,6 @@ class RankGroup:
         self.gaps: list[str] = []
         self.rows: dict[int, int] = {}
         self.names: set[str] = set()
-        self.complete: bool = attributes["schema"] >= _COMPLETE
         self._arrays: dict[str, StoredArray] = {}
         self._specs: dict[str, ArraySpec] = {}
         self.sharded = False
@@ -255,11 +246,7 @@ class RankGroup:
                 self._specs |= array_specs(
                     len(layers), self._numel, store=store, compression=True, held=held
                 )
-            if self.complete:
-                self.names = {*about["attributes"]["arrays"], "step"}
-            else:
-                self.names = {n for n in self._specs if (folder / n).is_dir()}
-                self.names |= {"loss", "learning_rate", "threshold", "selected", "step"}
+            self.names = {*about["attributes"]["arrays"], "step"}
             if not self._specs.keys() >= self.names:
                 raise ValueError("its list of arrays is not that of a trace")
             self._find_steps()
@@ -403,7 +390,7 @@ class RankGroup:
         steps = self.array("step")
         size = steps.chunk[0]
         expected = steps.chunks()
-        for name in self.scalar_names() if self.complete else ():
+        for name in self.scalar_names():
             try:  # the chunk of `step` is the first file of its rows
                 other = self.array(name)
                 expected |= {i * other.chunk[0] // size for i in other.chunks()}
@@ -453,7 +440,7 @@ class RankGroup:
             places = np.flatnonzero(wanted // size == i)
             try:
                 there = array.holds(i, *[0] * (len(array.chunk) - 1))
-                if self.complete and values[places].size and not there:
+                if values[places].size and not there:
                     raise ValueError("a chunk is missing")
                 low, high = i * size, min((i + 1) * size, array.shape[0])
                 values[places] = np.asarray(array.zarr[low:high])[wanted[places] - low]
@@ -528,26 +515,6 @@ class RankGroup:
             Committed rows by name.
         """
         return _Scalars(self)
-
-    def dataset(self) -> xarray.Dataset:
-        """Return the group as xarray would open it, had its arrays one length and names for their dimensions.
-
-        Returns
-        -------
-        xarray.Dataset
-            The arrays on dask, unchanged but for rows that some of them lack.
-        """
-        import dask.array
-        import xarray
-
-        arrays = {n: self.array(n) for n in self._specs if n in self.names}
-        length = min(array.shape[0] for array in arrays.values())
-        variables = {}
-        for name, array in arrays.items():
-            data = dask.array.from_array(array.zarr, chunks=array.chunk)[:length]  # type: ignore[no-untyped-call]
-            dimensions = self._specs[name].dimensions
-            variables[name] = xarray.Variable(dimensions, data, dict(array.zarr.attrs))
-        return xarray.Dataset(variables)
 
 
 class _Scalars(Mapping[str, NDArray[Any]]):

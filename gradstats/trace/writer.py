@@ -11,8 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, TraceError
+from gradstats.files import write_file, write_link
 from gradstats.primitives.arrays import Array, as_numpy
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import BLOCK
@@ -49,12 +49,6 @@ from gradstats.trace.format import (
 )
 
 __all__ = ["TraceWriter"]
-
-_HERE, _RENAME_EXCHANGE = -100, 2
-"""AT_FDCWD and the flag of Linux's renameat2."""
-_NEW = (
-    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-)
 
 
 class TraceWriter:
@@ -169,7 +163,7 @@ class TraceWriter:
         }
         if store == "sketches" or self._bfloat16:
             # here rather than in the thread that appends, where the first step would wait a second for it
-            import gradstats.primitives.kernels  # noqa: F401
+            import gradstats.primitives.loops.sums  # noqa: F401
         if store == "sketches":  # kinds of the same layers share one
             own: dict[int, _Tally] = {}
             self._tallies = {k: own.setdefault(id(p), _Tally(p)) for k, p in self._places.items()}
@@ -302,8 +296,6 @@ class TraceWriter:
             If the disk refuses.
         """
         try:
-            for column in self._columns.values():
-                column.finish()
             if self._rows < self._capacity:
                 self._resize(self._rows)
         except OSError as error:
@@ -337,15 +329,9 @@ class _Column:
         """Begin the chunk that a row lies in, if it is another than the last."""
         chunk = row // self._spec.rows
         if chunk != self._chunk:
-            self.finish()
             self._values[...] = self._spec.fill
             self._write(chunk)
             self._chunk = chunk
-
-    def finish(self) -> None:
-        """Remove what :func:`_write_file` keeps beside the chunk being filled."""
-        Path(f"{self._folder}/{self._chunk}{self._within}.partial").unlink(missing_ok=True)
-        self._chunk = -1
 
     def put(self, row: int, value: Any) -> None:
         """Write a row. One that equals the fill value is there already."""
@@ -363,10 +349,7 @@ class _Column:
 
     def _write(self, chunk: int) -> None:
         if all(self._spec.shape):
-            again = chunk == self._chunk and self._spec.codec is None
-            _write_chunk(
-                f"{self._folder}/{chunk}{self._within}", self._values, self._spec, again=again
-            )
+            _write_chunk(f"{self._folder}/{chunk}{self._within}", self._values, self._spec)
 
 
 def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
@@ -379,7 +362,7 @@ def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
     return whole
 
 
-def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec, *, again: bool = False) -> None:
+def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
     """Write one chunk with its checksum: all of it or nothing."""
     from google_crc32c import value as crc32c
 
@@ -394,14 +377,14 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec, *, again: boo
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
     try:
-        _write_file(file, *parts, again=again)
+        write_file(file, *parts)
     except FileNotFoundError:
         # Folders of chunks are made as they are needed. That of the array is there, or the trace has vanished, which
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
         if spec.separator != "/":
             raise
         _make_folder(os.path.dirname(file), len(spec.dimensions))
-        _write_file(file, *parts)
+        write_file(file, *parts)
 
 
 def _make_folder(folder: str, levels: int) -> None:
@@ -415,58 +398,6 @@ def _make_folder(folder: str, levels: int) -> None:
         os.mkdir(folder)
 
 
-def _write_file(file: str | Path, *parts: bytes | memoryview, again: bool = False) -> None:
-    """Write a file beside its place and rename it there.
-
-    By few calls: each lets go of Python's lock, for which the training has to wait while it is taken again. One that is
-    written `again` and again, and always as long, changes places with its last version, which the next one overwrites:
-    to replace a file makes ext4 find place for it on the disk at once, which takes longer than all the rest.
-    """
-    partial = f"{file}.partial"
-    try:
-        place = os.open(partial, _NEW & ~os.O_TRUNC if again else _NEW, 0o666)
-        try:
-            left = [memoryview(part) for part in parts]
-            while left:  # at most two gigabytes at a time, and what the disk has room for
-                written = _write_some(place, left)
-                while left and written >= len(left[0]):
-                    written -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][written:]
-        finally:
-            os.close(place)
-        if not (again and _exchanged(partial, file)):
-            os.replace(partial, file)
-    except OSError:
-        Path(partial).unlink(missing_ok=True)
-        raise
-
-
-def _write_some(place: int, parts: Sequence[memoryview]) -> int:
-    """Write as much of some parts as goes in one call; return how many bytes. Windows takes one part at a time."""
-    return os.writev(place, parts) if hasattr(os, "writev") else os.write(place, parts[0])
-
-
-def _exchanged(one: str | Path, other: str | Path) -> bool:
-    """Let two files change places, at once for everyone; tell whether that was done: not all systems can."""
-    rename = _renameat2()
-    if rename is None:
-        return False
-    names = os.fsencode(one), os.fsencode(other)
-    return bool(rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0)
-
-
-@cache
-def _renameat2() -> Callable[..., int] | None:
-    """Return the C library's function, where there is one: Python has none for it."""
-    import ctypes
-
-    try:
-        return ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError, TypeError):
-        return None
-
-
 def _lay_out(
     group: Path, specs: Mapping[str, ArraySpec], capacity: int, about: Mapping[str, Any]
 ) -> None:
@@ -478,7 +409,7 @@ def _lay_out(
             for name in specs:
                 (partial / name).mkdir(parents=True)
             _write_metadata(partial, specs, capacity)
-            _write_file(partial / "zarr.json", group_metadata(about))
+            write_file(partial / "zarr.json", group_metadata(about))
             partial.rename(group)
             return
         except OSError as error:
@@ -493,7 +424,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.E
 
 def _write_metadata(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
     for name, spec in specs.items():
-        _write_file(group / name / "zarr.json", _json(spec, capacity))
+        write_file(group / name / "zarr.json", _json(spec, capacity))
 
 
 def _json(spec: ArraySpec, capacity: int) -> bytes:
@@ -514,8 +445,8 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
         for capacity in (before, after):
             (home / f"layout-{capacity}").mkdir(exist_ok=True)
             for name, spec in specs.items():
-                _write_file(home / f"layout-{capacity}" / f"{name}.json", _json(spec, capacity))
-        _link(f"layout-{before}", home / "layout")
+                write_file(home / f"layout-{capacity}" / f"{name}.json", _json(spec, capacity))
+        write_link(f"layout-{before}", home / "layout")
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -525,8 +456,8 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
         return False
     for name in specs:
         target = f"layout/{name}.json" if name == "step" else f"../step/layout/{name}.json"
-        _link(target, group / name / "zarr.json")
-    _link(f"layout-{after}", home / "layout")
+        write_link(target, group / name / "zarr.json")
+    write_link(f"layout-{after}", home / "layout")
     return True
 
 
@@ -537,17 +468,6 @@ def _settle(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
     (home / "layout").unlink()
     for left in home.glob("layout-*"):
         shutil.rmtree(left, ignore_errors=True)
-
-
-def _link(target: str, place: Path) -> None:
-    """Put a symbolic link in the place of a file or another link."""
-    partial = place.with_name(f"{place.name}.partial")
-    try:
-        partial.symlink_to(target)
-        partial.replace(place)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 class _Tally:
@@ -576,7 +496,8 @@ class _Tally:
         return {chunk: self._counts[chunk] for chunk in used}, moments
 
     def _count(self, given: Array) -> NDArray[np.float64]:
-        from gradstats.primitives.kernels import histograms_of_parts, moments_of_parts
+        from gradstats.primitives.loops.counts import histograms_of_parts
+        from gradstats.primitives.loops.sums import moments_of_parts
 
         values, sums = as_numpy(given), np.empty((len(self._parts), len(STATISTICS)))
         bits = values.view(np.uint32)

@@ -9,7 +9,7 @@ from gradstats.hooks import gradient
 from gradstats.hooks.gradient import FlatGradient
 from gradstats.hooks.layout import ParameterLayout
 from gradstats.hooks.memory import NoMemory
-from gradstats.primitives import kernels
+from gradstats.primitives.loops import copies
 
 LARGE = gradient._LARGE
 
@@ -41,8 +41,8 @@ def test_past_the_caches_goes_what_a_copy_writes(monkeypatch, widest, scale):
     flat.dense.normal_()
     mean = torch.randn(layout.numel, dtype=layout.dtype)
     calls = []
-    copy = kernels.copy_past_caches
-    monkeypatch.setattr(kernels, "copy_past_caches", lambda *a: (calls.append(a[0].size), copy(*a)))
+    copy = copies.copy_past_caches
+    monkeypatch.setattr(copies, "copy_past_caches", lambda *a: (calls.append(a[0].size), copy(*a)))
     written = []
     for beyond in (layout.numel, layout.numel + 1):
         monkeypatch.setattr(gradient, "_BEYOND_CACHES", beyond)

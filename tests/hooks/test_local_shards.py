@@ -59,7 +59,7 @@ def test_stop_and_resume_through_a_distributed_checkpoint(resumed_four, name):
         expected, resumed, refused = results[name]
         assert resumed == expected
         another, damaged, shape, ranks, optimizer, fragment = refused
-        assert f"this is rank{rank}, and the checkpoint holds rank{(rank + 1) % 4}" in another
+        assert f"this is rank {rank}, and the checkpoint holds rank{(rank + 1) % 4}" in another
         assert damaged.startswith("the checkpoint's outer optimizer cannot be read: ")
         assert "0.weight has another shape" in shape
         assert ranks.startswith("the checkpoint is of an exchange among ranks [0, 1], and this is")

@@ -15,7 +15,7 @@ from gradstats.hooks import (
     ErrorFeedback,
     MomentumCorrection,
 )
-from gradstats.hooks.state import _outside
+from gradstats.hooks.step import outside
 
 MOMENTUM = [1, 1.9, 2.71, 3.439]
 NESTEROV = {"dgc": [1.9, 2.71, 3.439, 4.0951], "redsync": [2, 2.9, 3.71, 4.439]}
@@ -134,6 +134,6 @@ def test_options_out_of_range():
 
 def test_positions_outside_of_layers():
     positions = torch.tensor([0, 3, 4, 9, 10, 14, 15])
-    assert _outside(positions, [slice(0, 4), slice(10, 15)]).tolist() == [4, 9, 15]
-    assert _outside(positions, [slice(4, 10)]).tolist() == [0, 3, 10, 14, 15]
-    assert _outside(None, [slice(0, 4)]) is None
+    assert outside(positions, [slice(0, 4), slice(10, 15)]).tolist() == [4, 9, 15]
+    assert outside(positions, [slice(4, 10)]).tolist() == [0, 3, 10, 14, 15]
+    assert outside(None, [slice(0, 4)]) is None

@@ -10,10 +10,10 @@ import torch
 from ranks import run_ranks
 from workers import state as cases
 
-from gradstats.compressors import DenseCompressor, RandomK, SignSGD, TopK
+from gradstats.compressors import DenseCompressor, RandomK, SignSGD, TopK, make_compressor
 from gradstats.errors import InputError
-from gradstats.hooks import CompressionState, dgc_warm_up
-from gradstats.hooks.memory import MomentumCorrection
+from gradstats.hooks import CompressionState, MomentumCorrection, dgc_warm_up
+from gradstats.hooks.checkpoint import pack_state
 
 pytestmark = pytest.mark.distributed
 
@@ -176,6 +176,18 @@ def test_a_checkpoint_that_is_not_plain_gets_no_advice():
             state.load_state_dict({"rank0": {**own, "compressor": damaged}})
         assert "weights_only" not in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_compressor_that_cannot_load_is_left_as_it_was():
+    model = torch.nn.Linear(9, 9)
+    compressor = make_compressor("micro", 0.1)
+    state = CompressionState(compressor, named_parameters=model.named_parameters())
+    own, before = state.state_dict()["rank0"], compressor.state_dict()
+    half = pack_state({"step": 7})
+    with pytest.raises(KeyError, match="controller"):
+        state.load_state_dict({"rank0": {**own, "step": 7, "compressor": half}})
+    assert compressor.state_dict() == before
+    assert state.step == 0
 
 
 def test_hostile_schedules():

@@ -189,7 +189,7 @@ def test_a_schedule_of_none_leaves_the_compressors_ratio():
     warm = TopK(0.001)
     state = CompressionState(warm, ratio_at=lambda step: 0.25 if step < 100 else None)
     assert warm.ratio == 0.25
-    state._schedule.begin(100)
+    state._setup.schedule.begin(100)
     assert warm.ratio == 0.001
 
 

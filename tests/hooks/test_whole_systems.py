@@ -38,9 +38,11 @@ def test_dgc_is_layer_by_layer_with_vectors_dense_and_momentum_corrected():
     assert isinstance(state.compressor, Layerwise)
     assert isinstance(state.memory, MomentumCorrection)
     assert (state.memory.momentum, state.memory.masking) == (0.9, True)
-    assert state._layout.names == ["0.weight", "2.weight", "3.weight"]
+    assert state._setup.layout.names == ["0.weight", "2.weight", "3.weight"]
     assert chosen(state, "2.weight").estimator.name == "dgc"
-    assert make_state("dgc", 0.01, model().named_parameters(), exclude=["3.*"])._layout.names == [
+    assert make_state(
+        "dgc", 0.01, model().named_parameters(), exclude=["3.*"]
+    )._setup.layout.names == [
         "0.weight",
         "2.weight",
     ]
@@ -77,8 +79,8 @@ def test_redsync_has_four_classes_of_size_and_an_exact_output_layer(name):
 )
 def test_dgc_never_warms_up_through_less_than_its_ratio(ratio, ratios):
     state = dgc(model().named_parameters(), ratio, steps_per_epoch=3)
-    assert [state._schedule.of(step) for step in range(0, 15, 3)] == ratios
-    state._schedule.begin(3)
+    assert [state._setup.schedule.of(step) for step in range(0, 15, 3)] == ratios
+    state._setup.schedule.begin(3)
     assert state.compressor.ratio == ratios[1]
 
 
@@ -88,7 +90,7 @@ def test_a_ratio_of_every_layer_follows_a_schedule():
     )
     first = state.compressor._selector("0.weight", 12_000)
     assert (first.ratio, first.target(12_000)) == (0.5, 6000)
-    state._schedule.begin(1)
+    state._setup.schedule.begin(1)
     assert first.ratio == state.compressor._selector("2.weight", 90_000).ratio == 0.2
     assert Layerwise(lambda name, numel: first).ratio is None
 
@@ -100,7 +102,7 @@ def test_a_bare_rule_has_a_name_of_its_own(name):
     assert isinstance(bare, SparseCompressor)
     state = make_state(RULE + name, 0.01, model().named_parameters())
     assert isinstance(state.memory, ErrorFeedback)
-    assert not state._layout.dense_slots
+    assert not state._setup.layout.dense_slots
 
 
 def test_unknown_names_and_options():

@@ -25,7 +25,7 @@ from gradstats.primitives import (
 )
 from gradstats.primitives.arrays import CHUNK
 from gradstats.primitives.histogram import Histogram, bin_edges
-from gradstats.primitives.kernels import descend
+from gradstats.primitives.loops.counts import descend
 from gradstats.primitives.moments import rounded_sums
 from gradstats.primitives.ratio import RATIOS, check_seed
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradstats.primitives import backend, kernels, moments
+from gradstats.primitives import backend, moments
+from gradstats.primitives.loops import counts as loops
 from gradstats.primitives.tails import Tails, tails
 
 
@@ -115,8 +116,8 @@ def test_counts_from_a_bin_on_are_those_of_the_histogram(size, family, monkeypat
     magnitudes = np.sort(np.abs(x[np.isfinite(x)]).astype(np.float64))
     for least in (0.0, 1e-45, *magnitudes[:: max(magnitudes.size // 4, 1)].tolist(), 3e38):
         found = []
-        for counts in (kernels._counts_of_all, kernels.block_counts):
-            monkeypatch.setattr(kernels, "block_counts", counts)
+        for counts in (loops.counts_of_all, loops.block_counts):
+            monkeypatch.setattr(loops, "block_counts", counts)
             found.append(tails(x, least))
             monkeypatch.undo()
         for each in found[1:]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradstats.primitives.sketch import sketch
 from gradstats.trace import (
     COMPRESSION,
     KINDS,
@@ -15,7 +14,6 @@ from gradstats.trace import (
     TraceWriter,
     create_trace,
 )
-from gradstats.trace.format import BIN_CHUNK, BINS, STATISTICS
 
 LAYERS = [Layer("a.weight", 0, (30, 20)), Layer("a.bias", 600, (20,))]
 
@@ -153,96 +151,4 @@ def heavy_trace(path, store="gradients", steps=3, seed=0):
             g[rng.random(numel) < 0.05] = 0
             writer.append(step, {"gradient": g, "corrected": g * 2}, loss=float(step))
         writer.close()
-    return path
-
-
-def old_trace(path, schema, steps, *, unused=0, shorter=()):
-    """Write a trace as schema 1 or 2 had it, with zarr; `shorter` arrays are as a kill in mid-growth left them."""
-    import zarr
-    from zarr.codecs import BloscCodec, Crc32cCodec
-
-    layout = [{"name": la.name, "offset": la.offset, "shape": list(la.shape)} for la in LAYERS]
-    attributes = {"format": "gradstats-trace", "schema": schema, "world_size": 1, "numel": NUMEL}
-    zarr.create_group(path, attributes={**attributes, "layout": layout, "model": "linear"})
-    rank = zarr.create_group(
-        path / "rank00000", attributes={"rank": 0, "store": "gradients", "dtype": "float32"}
-    )
-    rows, layers = len(steps) + unused, len(LAYERS)
-
-    def array(name, dtype, fill, shape=(), chunk=None, dimensions=(), packed=None, **attributes):
-        length = rows - (1 if name in shorter else 0)
-        codecs = [BloscCodec(cname="zstd", clevel=packed, shuffle="bitshuffle")] if packed else []
-        return rank.create_array(
-            name,
-            shape=(length, *shape),
-            chunks=chunk or (64, *shape),
-            dtype=dtype,
-            fill_value=fill,
-            dimension_names=("step", *dimensions),
-            compressors=[*codecs, Crc32cCodec()],
-            attributes=attributes,
-        )
-
-    nan = float("nan")
-    gradients = array("gradient", "float32", nan, (NUMEL,), (1, NUMEL), ("element",))
-    scalars = {n: array(n, "float64", nan) for n in ("loss", "learning_rate", "threshold")} | {
-        n: array(n, "int64", 0) for n in ("gradient_zeros", "gradient_nonfinite")
-    }
-    scalars["selected"] = array("selected", "int64", -1)
-    if schema == 2:
-        kept = array(
-            "compression",
-            "float64",
-            nan,
-            (len(COMPRESSION),),
-            dimensions=("statistic",),
-            statistics=list(COMPRESSION),
-        )
-        diagnosed = array(
-            "layer_compression",
-            "float64",
-            nan,
-            (layers, len(LAYER_COMPRESSION)),
-            (1, layers, len(LAYER_COMPRESSION)),
-            ("layer", "statistic"),
-            statistics=list(LAYER_COMPRESSION),
-        )
-        counts = array(
-            "corrected_counts",
-            "uint32",
-            0,
-            (layers, BINS),
-            (1, layers, BIN_CHUNK),
-            ("layer", "bin"),
-            5,
-            bits=7,
-        )
-        moments = array(
-            "corrected_moments",
-            "float64",
-            nan,
-            (layers, len(STATISTICS)),
-            (1, layers, len(STATISTICS)),
-            ("layer", "statistic"),
-            5,
-            statistics=list(STATISTICS),
-        )
-        for name in ("corrected_zeros", "corrected_nonfinite"):
-            scalars[name] = array(name, "int64", 0)
-    numbers = array("step", "int64", -1)
-    for row, step in enumerate(steps):
-        gradients[row] = gradient(step)
-        scalars["loss"][row], scalars["selected"][row] = step / 2, step
-        if schema == 2:
-            columns = said(step)
-            kept[row] = [columns["compression"].get(n, nan) for n in COMPRESSION]
-            if table := columns.get("layer_compression"):
-                diagnosed[row] = np.stack([table[n] for n in LAYER_COMPRESSION], axis=1)
-            for i, layer in enumerate(LAYERS):
-                one = sketch(gradient(step, 0, "corrected")[layer.slice], 7)
-                whole = np.zeros(BINS, np.uint32)
-                whole[one.bins] = one.counts
-                counts[row, i] = whole
-                moments[row, i] = [getattr(one.moments, n) for n in STATISTICS]
-        numbers[row] = step
     return path

@@ -129,7 +129,7 @@ def train(rank, world, steps, error_feedback, ragged, named):
         sent[message.indices] = message.values
         # sent + residual = gradient + old residual, to the last bit
         for p in net.parameters():
-            slot = state._layout.slots[id(p)]
+            slot = state._setup.layout.slots[id(p)]
             after = state.residual(p)
             total = sent[slot].view_as(p) + (torch.zeros_like(p) if after is None else after)
             if error_feedback:
@@ -137,7 +137,7 @@ def train(rank, world, steps, error_feedback, ragged, named):
         dense = sent.clone()
         dist.all_reduce(dense)
         for p in net.parameters():
-            expected = dense[state._layout.slots[id(p)]].view_as(p) / world
+            expected = dense[state._setup.layout.slots[id(p)]].view_as(p) / world
             worst = max(worst, float((p.grad - expected).abs().max()))
         optimizer.step()
     parameters = torch.cat([p.detach().reshape(-1) for p in net.parameters()])

@@ -20,8 +20,14 @@ from gradstats.compressors import (
     make_selector,
 )
 from gradstats.errors import InputError
-from gradstats.hooks import CompressionState, compression_hook, dgc_warm_up
-from gradstats.hooks.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from gradstats.hooks import (
+    CompressionState,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoMemory,
+    compression_hook,
+    dgc_warm_up,
+)
 
 MEMORIES = {
     "none": NoMemory,
@@ -284,7 +290,7 @@ def resume(rank, world, name, folder):
         try:
             target = fresh()[1]
             target.load_state_dict(wrong)
-            target._allocate(torch.device("cpu"))
+            target._setup.allocate(torch.device("cpu"))
         except InputError as error:
             messages.append(str(error))
         assert target.step == 0 or "another model" in messages[-1]

@@ -175,7 +175,7 @@ def sparse_embedding(rank, world):
     )
     streams.register_comm_hook(streaming, compression_hook)
     message = refusal(lambda: streams(torch.zeros(2, 3, dtype=torch.long)).sum().backward())
-    return agree, state._layout.names, message
+    return agree, state._setup.layout.names, message
 
 
 def other_dtype(rank, world, name, dtype):
@@ -425,7 +425,7 @@ def frozen(rank, world):
     net[0].weight.requires_grad_(False)
     ddp, state = wrapped(net)
     loss_of(ddp, rank, 0).backward()
-    first = state._layout.numel
+    first = state._setup.layout.numel
     del ddp
     net[0].weight.requires_grad_(True)
     ddp, state = wrapped(net)
@@ -439,7 +439,7 @@ def frozen(rank, world):
     message = refusal(lambda: loss_of(ddp, rank, 0).backward())
     return (
         first,
-        state._layout.numel,
+        state._setup.layout.numel,
         same_on_all_ranks([p.grad for p in net.parameters()]),
         message,
     )

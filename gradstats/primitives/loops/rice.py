@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.kernels import _compiled, _lowest
+from gradstats.primitives.loops.compiled import Written, compiled
+from gradstats.primitives.loops.words import lowest
 
 __all__ = ["decode_gaps", "encode_gaps", "gap_sums"]
 
 
-@_compiled(nogil=True)
-def gap_sums(indices: NDArray[np.int64], least: int, sums: NDArray[np.int64]) -> bool:
+def _gap_sums(indices: Any, least: Any, sums: Any) -> Any:
+    gaps = np.diff(indices) - 1
+    sums[:] = [(gaps >> b).sum() for b in range(least, least + 3)]
+    return (gaps >= 0).all()
+
+
+@compiled(_gap_sums, nogil=True)
+def gap_sums(indices: NDArray[np.int64], least: int, sums: Written[np.int64]) -> bool:
     """Add gap div 2ᵇ for three parameters from `least` on; return whether the positions ascend.
 
     Parameters
@@ -36,8 +45,15 @@ def gap_sums(indices: NDArray[np.int64], least: int, sums: NDArray[np.int64]) ->
     return ascending
 
 
-@_compiled(nogil=True)
-def encode_gaps(indices: NDArray[np.int64], parameter: int, words: NDArray[np.uint32]) -> None:
+def _encode(indices: Any, parameter: Any, words: Any) -> None:
+    gaps, bits = np.diff(indices) - 1, np.zeros(32 * words.size, bool)
+    bits[: parameter * gaps.size] = (gaps[:, None] >> np.arange(parameter) & 1).ravel()
+    bits[parameter * gaps.size - 1 + ((gaps >> parameter) + 1).cumsum()] = True
+    words[:] = np.packbits(bits, bitorder="little").view("<u4")
+
+
+@compiled(_encode, nogil=True)
+def encode_gaps(indices: NDArray[np.int64], parameter: int, words: Written[np.uint32]) -> None:
     """Write the gaps of ascending positions.
 
     Parameters
@@ -73,9 +89,18 @@ def encode_gaps(indices: NDArray[np.int64], parameter: int, words: NDArray[np.ui
         words[at] |= np.uint32(word & np.uint64(0xFFFFFFFF))
 
 
-@_compiled(nogil=True)
+def _decode(words: Any, parameter: Any, numel: Any, indices: Any) -> Any:
+    bits, n = np.unpackbits(words.view(np.uint8), bitorder="little"), indices.size - 1
+    low = bits[: parameter * n].reshape(n, parameter) @ (1 << np.arange(parameter))
+    ends = np.flatnonzero(bits[parameter * n :])[:n]
+    gaps = (np.diff(ends, prepend=-1) - 1 << parameter) + low
+    indices[1:] = indices[0] + (gaps + 1).cumsum()
+    return -(-(parameter * n + ends.max(initial=-1) + 1) // 32)
+
+
+@compiled(_decode, nogil=True)
 def decode_gaps(
-    words: NDArray[np.uint32], parameter: int, numel: int, indices: NDArray[np.int64]
+    words: NDArray[np.uint32], parameter: int, numel: int, indices: Written[np.int64]
 ) -> int:
     """Read gaps behind the first position; return the words used, or −1 if they lead out of words or gradient.
 
@@ -114,7 +139,7 @@ def decode_gaps(
             have = 0
             if at == words.size or zeros > most:
                 return -1
-        end = np.int64(_lowest(window))
+        end = np.int64(lowest(window))
         zeros += end
         window >>= np.uint64(end + 1)
         have -= int(end) + 1

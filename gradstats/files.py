@@ -1,0 +1,130 @@
+"""Files that are replaced whole: whoever looks, at any moment, finds the old one or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["replace_file", "replacing", "write_file", "write_link"]
+
+_NEW = (
+    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+)
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Give a file to write in place of another, and put it there when all of it is written and on the disk.
+
+    After an exception, or when the process is killed, the old file is as it was.
+
+    Parameters
+    ----------
+    path : str or Path
+        File to make or to replace. If it is a link, the file it leads to.
+
+    Yields
+    ------
+    Path
+        Name in the same folder, at which nothing exists.
+    """
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        yield partial
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file in place of another; it is on the disk when this returns.
+
+    Parameters
+    ----------
+    path : str or Path
+        File to make or to replace.
+    content : str or bytes
+        What to write; text as UTF-8.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a terminal or a pipe has no old content to keep
+        path.write_bytes(data)
+        return
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def write_file(path: str | Path, *parts: bytes | memoryview) -> None:
+    """Write a file in place of another, without waiting for the disk, for those who write many.
+
+    By few system calls: each lets go of Python's lock, for which the training has to wait while it is taken again.
+
+    Parameters
+    ----------
+    path : str or Path
+        File to make or to replace, which nobody else writes: it is written as ``PATH.partial``.
+    *parts : bytes or memoryview
+        What to write, one after the other.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; the old file is as it was.
+    """
+    partial = f"{path}.partial"
+    try:
+        descriptor = os.open(partial, _NEW, 0o666)
+        try:
+            left = [memoryview(part) for part in parts]
+            while left:  # at most two gigabytes at a time, and what the disk has room for
+                written = _write_some(descriptor, left)
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][written:]
+        finally:
+            os.close(descriptor)
+        os.replace(partial, path)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _write_some(descriptor: int, parts: Sequence[memoryview]) -> int:
+    """Write as much of some parts as goes in one call; return how many bytes. Windows takes one part at a time."""
+    return os.writev(descriptor, parts) if hasattr(os, "writev") else os.write(descriptor, parts[0])
+
+
+def write_link(target: str, path: Path) -> None:
+    """Put a symbolic link in the place of a file or of another link.
+
+    Parameters
+    ----------
+    target : str
+        What the link leads to.
+    path : Path
+        The link to make or to replace.
+
+    Raises
+    ------
+    OSError
+        If the file system has no links, or refuses; what was at `path` stays.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.symlink_to(target)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

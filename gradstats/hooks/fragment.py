@@ -1,0 +1,336 @@
+"""A part of a model whose pseudo-gradient the ranks exchange: sent, waited for, applied."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradstats.collectives.background import Background, Pending
+from gradstats.collectives.plain import all_gather_flags
+from gradstats.errors import ExchangeError, InputError
+from gradstats.hooks.gradient import Pair
+from gradstats.hooks.layout import check_patterns
+from gradstats.hooks.shards import bad_in_replica, exchange
+from gradstats.hooks.state import CompressionState
+from gradstats.hooks.units import as_sharded, local_part, stand_in
+from gradstats.primitives.ratio import check_count, check_several, shown
+
+__all__ = ["Fragment", "Named", "divide", "local_values"]
+
+Named = list[tuple[str, torch.Tensor]]
+"""Names and parameters."""
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, which shares its memory, for arithmetic that autograd does not see.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        A tensor, sharded or not.
+    """
+    return local_part(tensor.detach())
+
+
+class Fragment:
+    """Parameters that are exchanged together.
+
+    An exchange is :meth:`pseudogradients`, :meth:`send` and :meth:`apply`, the last when its step has come.
+
+    Parameters
+    ----------
+    named : list of (str, torch.Tensor)
+        Names and parameters.
+    offset : int
+        Local steps into an interval after which it is exchanged, from 1 to the length of the interval.
+    within : torch.distributed.ProcessGroup, optional
+        Ranks that hold the shards of one replica; None if the model is not sharded.
+    build : callable
+        Makes the state of compression, given ``named_parameters``.
+
+    Attributes
+    ----------
+    named : list of (str, torch.Tensor)
+        Names and parameters.
+    offset : int
+        As given.
+    state : CompressionState
+        Memory and compressor.
+    anchors : dict of str to tensor
+        The parameters at the last exchange, what this rank holds of them, by name.
+    pairs : list of (parameter, pseudo-gradient)
+        What is exchanged, and the mean once that is done; empty if no exchange is under way.
+    sent : int
+        Local step of the last exchange.
+    due : int
+        Local step at which the exchange under way is applied.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        offset: int,
+        within: dist.ProcessGroup | None,
+        build: Callable[..., CompressionState],
+    ) -> None:
+        self.named = named
+        self.offset = offset
+        # of sharded parameters the state knows what this rank holds
+        self._known = {id(p): stand_in(p) for _, p in named}
+        self.state = build(named_parameters=[(n, self._known[id(p)]) for n, p in named])
+        self.anchors: dict[str, torch.Tensor] = {}
+        self.pairs: list[Pair] = []
+        self.sent = self.due = 0
+        self._within = within
+        self._pending: Pending[None] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.named[0][1].device
+
+    def anchor(self) -> None:
+        """Take the parameters as they are for those of the last exchange."""
+        self.anchors = {n: local_values(p).clone() for n, p in self.named}
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter is one of the fragment's.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            Parameter of the model.
+        """
+        return id(parameter) in self._known
+
+    def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what will be compressed of a parameter's pseudo-gradient: with the memory, the same bits.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the fragment's.
+        gradient : torch.Tensor
+            What this rank holds of its pseudo-gradient.
+        """
+        return self.state.corrected(self._known[id(parameter)], gradient)
+
+    def pseudogradients(self) -> list[Pair]:
+        """Return the parameters with how far this rank took them: those of the last exchange less those now."""
+        return [(p, self.anchors[n] - local_values(p)) for n, p in self.named]
+
+    def send(self, pairs: list[Pair], step: int, delay: int, background: Background) -> None:
+        """Exchange pseudo-gradients, now or in the background.
+
+        Parameters
+        ----------
+        pairs : list of (parameter, pseudo-gradient)
+            What :meth:`pseudogradients` returned; the mean over the ranks takes their place.
+        step : int
+            Local steps taken.
+        delay : int
+            Local steps after which :meth:`apply` is called; 0 for an exchange now.
+        background : Background
+            What runs it otherwise.
+
+        Raises
+        ------
+        NonFiniteGradientError, ExchangeError, InputError
+            As :func:`gradstats.hooks.compression_hook` says; of an exchange in the background, when it is waited for.
+        """
+        # in this thread: the replica's ranks train over the same group
+        bad = self._bad_elsewhere(pairs, step)
+        reduce = partial(self._reduce, pairs, step, bad)
+        if delay:
+            self._pending = background.submit(reduce, self.device)
+        else:
+            reduce()
+        self.pairs, self.sent, self.due = pairs, step, step + delay
+
+    def average(self, pairs: list[Pair], step: int) -> None:
+        """Put the mean over the ranks into gradients, now.
+
+        Parameters
+        ----------
+        pairs : list of (parameter, gradient)
+            Of all parameters.
+        step : int
+            Local steps taken.
+        """
+        self._reduce(pairs, step, self._bad_elsewhere(pairs, step))
+
+    def wait(self) -> None:
+        """Wait for an exchange in the background; what it raised is raised here, and there is nothing to apply then."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except BaseException:
+                self.pairs = []
+                raise
+
+    @torch.no_grad()
+    def apply(self, outer: torch.optim.Optimizer, step: int, mix: float) -> None:
+        """Step the outer optimizer from the parameters of the last exchange, with the mean as their gradient.
+
+        Parameters
+        ----------
+        outer : torch.optim.Optimizer
+            Optimizer of all parameters of the model.
+        step : int
+            Local steps taken.
+        mix : float
+            Weight of the parameters now, if steps were taken since the exchange was sent.
+        """
+        self.wait()
+        late = step > self.sent
+        local = [local_values(p).clone() for p, _ in self.pairs] if late else []
+        # the outer optimizer passes over what has no gradient: all but this fragment
+        gradients = [(p, p.grad) for group in outer.param_groups for p in group["params"]]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for (name, parameter), (_, mean) in zip(self.named, self.pairs, strict=True):
+            local_values(parameter).copy_(self.anchors[name])
+            parameter.grad = as_sharded(parameter, mean)
+        outer.step()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for i, (name, parameter) in enumerate(self.named):
+            values = local_values(parameter)
+            self.anchors[name].copy_(values)
+            if late:
+                if self.state.nonfinite in ("skip", "zero"):  # nor may it stay on this rank
+                    local[i] = torch.where(local[i].isfinite(), local[i], values)
+                values.lerp_(local[i], mix)
+        self.pairs = []
+
+    def is_behind(self, step: int, delay: int, group: dist.ProcessGroup | None) -> bool:
+        """Tell whether some rank has taken steps that it has not exchanged, on all ranks.
+
+        Parameters
+        ----------
+        step : int
+            Local steps taken.
+        delay : int
+            Local steps that an exchange is applied late, after which ranks differ.
+        group : torch.distributed.ProcessGroup, optional
+            The ranks.
+        """
+        left = step - self.sent + (delay > 0)
+        with _naming_step(step):
+            return any(all_gather_flags(left, group, self.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs besides the parameters and the anchors; no exchange may be running."""
+        zeros = [(p, torch.zeros_like(local_values(p))) for _, p in self.named]
+        return {
+            "names": [n for n, _ in self.named],
+            "sent": self.sent,
+            "due": self.due,
+            "under_way": bool(self.pairs),
+            "pending": [mean.clone() for _, mean in self.pairs or zeros],
+            **self.state.state_dict(),
+        }
+
+    def restore(self, saved: Mapping[str, Any], anchors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned, but for the state of compression.
+
+        Parameters
+        ----------
+        saved : mapping
+            Entry of a checkpoint, checked.
+        anchors : mapping of str to tensor
+            The parameters at the last exchange then.
+        """
+        self.sent, self.due, self._pending = saved["sent"], saved["due"], None
+        self.pairs = [
+            (p, mean.to(p.device, copy=True))
+            for (_, p), mean in zip(self.named, saved["pending"], strict=True)
+            if saved["under_way"]
+        ]
+        for name, anchor in self.anchors.items():
+            anchor.copy_(anchors[name])
+
+    def _bad_elsewhere(self, pairs: list[Pair], step: int) -> int:
+        """Count what is not finite on ranks with other shards."""
+        if self._within is None:
+            return 0
+        with _naming_step(step):
+            return bad_in_replica(self.state, [each for _, each in pairs], self._within)
+
+    def _reduce(self, pairs: list[Pair], step: int, bad: int) -> None:
+        """Put the mean of the ranks' pseudo-gradients into them."""
+        with _naming_step(step):
+            exchange(self.state, [(self._known[id(p)], each) for p, each in pairs], bad)
+
+
+@contextmanager
+def _naming_step(step: int) -> Iterator[None]:
+    """Say in errors of the exchange after which local step it was."""
+    try:
+        yield
+    except ExchangeError as error:
+        why = str(error)
+        if why.startswith("step "):  # of the exchange, which nobody has counted
+            why = why.partition(": ")[2]
+        raise ExchangeError(f"after local step {step}: {why}") from error
+
+
+def divide(named: Named, fragments: int | Sequence[Sequence[str]]) -> list[Named]:
+    """Divide the parameters of a model into fragments, each in the model's order.
+
+    Parameters
+    ----------
+    named : list of (str, torch.Tensor)
+        Names and parameters.
+    fragments : int or sequence of sequences of str
+        Number of parts of about equal size, or name patterns (``fnmatch``) of each.
+
+    Returns
+    -------
+    list of list
+        Names and parameters of each fragment.
+
+    Raises
+    ------
+    InputError
+        If a fragment would be empty, or a parameter in none.
+    """
+    if isinstance(fragments, int):
+        return _divide_evenly(named, check_count(fragments, "fragments"))
+    patterns = [
+        check_patterns(each, "each of fragments") for each in check_several(fragments, "fragments")
+    ]
+    parts: list[Named] = [[] for _ in patterns]
+    for name, parameter in named:
+        places = (i for i, p in enumerate(patterns) if any(fnmatch.fnmatchcase(name, e) for e in p))
+        place = next(places, None)
+        if place is None:
+            raise InputError(f"{name} is in none of the fragments: add a pattern such as '*'")
+        parts[place].append((name, parameter))
+    if not all(parts):
+        raise InputError(f"no parameter is in fragment {parts.index([])}: {shown(fragments)}")
+    return parts
+
+
+def _divide_evenly(named: Named, count: int) -> list[Named]:
+    """Return as many parts of about as many elements each, none of them empty."""
+    if count > len(named):
+        raise InputError(f"{count} fragments of {len(named)} parameters")
+    total, before, at = sum(p.numel() for _, p in named), 0, 0
+    parts: list[Named] = [[] for _ in range(count)]
+    for i, (name, parameter) in enumerate(named):
+        middle = before + parameter.numel() / 2
+        # as far as the elements go, but leaving a parameter for each fragment behind
+        wanted = min(int(count * middle / max(total, 1)), count - 1)
+        if parts[at] and (wanted > at or len(named) - i <= count - 1 - at):
+            at += 1
+        parts[at].append((name, parameter))
+        before += parameter.numel()
+    return parts

@@ -1,0 +1,111 @@
+"""Every loop with arguments over a block: what warming up compiles, and tests compare with the references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.console import messages, progress_bar
+from gradstats.primitives.loops import copies, counts, rice, selection, signs, sums
+from gradstats.primitives.loops.compiled import Compiling, Loop, has
+from gradstats.primitives.loops.words import INFINITY, PART, WORD
+
+__all__ = ["calls", "warm_up"]
+
+
+def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[Any, ...]]]:
+    """Yield every loop with arguments for a block, also those that this processor does not have.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    low : int
+        Bits of a threshold, at least 1.
+    """
+    n, bits, above = x.size, x.view(np.uint32), np.int32(low).view(np.float32)
+    words, zeros = np.full((2, -(-n // WORD)), 7, np.uint64)
+    parts = np.array([(0, n // 3), (n // 3, n)])
+    largest, low32 = np.full(-(-n // PART), -1, np.float32), np.int32(low)
+    for log in (False, True):
+        yield sums.block_moments, (x, np.float32(0), log)
+    yield sums.block_moments, (x, above, True)
+    yield sums.block_signed, (x,)
+    yield sums.block_tail, (x, low32)
+    yield sums.block_sum, (x, low32)
+    yield sums.block_sum_log, (x,)
+    yield sums.block_norm, (x, largest)
+    yield sums.moments_of_parts, (x, parts, np.full((2, 7), 9.0))
+    weight = np.arange(n, dtype=np.float64)
+    yield sums.tail_sums, (weight, np.sqrt(weight), np.zeros((n + 1, 4)))
+
+    yield counts.block_count, (x, low32)
+    yield counts.block_histogram, (bits, 16, np.full(1 << 15, 2, np.uint32))
+    first = low >> 16
+    for loop in (counts.counts_of_all, counts.counts_of_tail):
+        yield loop, (bits, first, 16)
+    room = np.full((INFINITY >> 16) - first + 1, 5, np.uint32)
+    yield counts.block_tail_histogram, (bits, max(first << 16, 1), 16, room)
+    of_parts, found = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)
+    sums.moments_of_parts.reference(x, parts, of_parts)
+    used = np.arange(8) % 3 == 0
+    found[used] = 0
+    yield (
+        counts.histograms_of_parts,
+        (bits, parts, of_parts, 1, 16, int(INFINITY) >> 16, found, used),
+    )
+    for dtype in (np.uint32, np.int64):
+        yield counts.descend, (np.arange(n).astype(dtype), n / 2)
+
+    for positions in (np.int64, np.int32):
+        indices, values = np.zeros(n + 3, positions), np.zeros(n + 3, np.float32)
+        for loop in (selection.select_anywhere, selection.select_compressing):
+            yield loop, (x, low32, 7, indices, values, 3)
+        yield selection.keep_at_least, (np.arange(n, dtype=positions), x.copy(), above)
+    for high in (low32, INFINITY):
+        yield selection.block_under, (x, high, np.zeros(n, np.int32))
+
+    yield signs.block_signs, (x, words, zeros)
+    packed = np.packbits(x > 0, bitorder="little")
+    yield signs.block_spread_signs, (packed, np.float32(0.3), x.copy(), np.empty_like(x))
+    yield (
+        signs.block_stochastic_signs,
+        (np.nan_to_num(x), 2.0, np.ones_like(largest), np.uint64(1), words),
+    )
+
+    for factor in (1, 1024):
+        yield copies.copy_past_caches, (np.zeros_like(x), x, np.float32(factor))
+    yield copies.block_bfloat16, (bits, np.zeros(n, np.uint16))
+    yield copies.round_to_bfloat16, (x.copy(), np.zeros(n, np.uint16))
+    yield copies.mean_of_bfloat16, ((bits >> 16).astype(np.uint16), np.float32(3), x.copy())
+
+    indices = np.append(3, np.flatnonzero(x > above) + 4)
+    for b in (0, 2, 7):
+        yield rice.gap_sums, (indices, b, np.zeros(3, np.int64))
+        size = b * (indices.size - 1) + int(((np.diff(indices) - 1 >> b) + 1).sum())
+        words32 = np.zeros(-(-size // 32), np.uint32)
+        yield rice.encode_gaps, (indices, b, words32)
+        coded = words32.copy()
+        rice.encode_gaps.reference(indices, b, coded)
+        yield rice.decode_gaps, (coded, b, n + 4, np.append(3, np.zeros_like(indices[1:])))
+
+
+def warm_up() -> None:
+    """Compile every loop that this processor has, or load it from the cache; a terminal shows how many are left."""
+    Compiling.seconds = 20
+    todo = [each for each in calls(np.ones(2 * WORD + 1, np.float32)) if has(each[0].needs)]
+    with ExitStack() as stack:
+        advance = None
+        for done, (loop, arguments) in enumerate(todo, 1):
+            loop(*arguments)
+            if advance is None and Compiling.said and messages().is_terminal:
+                bar = stack.enter_context(progress_bar())
+                task = bar.add_task("compiling loops", total=len(todo), completed=done - 1)
+                advance = partial(bar.advance, task)
+            if advance:
+                advance()

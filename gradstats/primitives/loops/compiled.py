@@ -1,0 +1,339 @@
+"""The decorator of every compiled loop, and the cache that keeps their code.
+
+What a loop is compiled from is looked up in memory: its own bytecode, that of every function it reaches (also in other
+files), and the constants they name. The cache is keyed by that, so an edited formula is used by the next process,
+wherever it stands, while comments and blank lines compile nothing anew.
+
+What Numba does not promise is in this file alone, as read in Numba 0.68.1: ``Dispatcher.compile`` and ``_cache``,
+``FunctionCache`` with ``_cache_file``, ``_impl.filename_base``, ``_index_key`` and ``_load_overload``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import pickle
+import re
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeAlias, TypeVar
+
+import llvmlite
+import numba
+import numpy as np
+from numba import types
+from numba.core import sigutils
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.serialize import dumps
+from numpy.typing import NDArray
+
+from gradstats.console import messages
+
+__all__ = ["LOOPS", "Compiling", "Loop", "Written", "compiled", "has"]
+
+_T = TypeVar("_T", bound=np.generic)
+
+Written: TypeAlias = NDArray[_T]
+"""An array that a loop writes to. All others are compiled as read-only, which arrays that may be written convert to."""
+
+LOOPS: list[Loop] = []
+"""The loops that have a reference, with the variants that need some processor."""
+
+_NUMBERS = {
+    "bool": types.boolean,
+    "float": types.float64,
+    "int": types.int64,
+    "np.float32": types.float32,
+    "np.int32": types.int32,
+    "np.uint32": types.uint32,
+    "np.uint64": types.uint64,
+}
+"""Types that numbers are compiled as, by their annotations, whatever is given at first."""
+
+_FOREIGN = ("builtins", "llvmlite", "math", "numba", "numpy")
+"""Packages whose code changes with their version alone."""
+
+
+@cache
+def has(feature: str) -> bool:
+    """Return whether the processor that code is compiled for has a feature.
+
+    Parameters
+    ----------
+    feature : str
+        LLVM's name of it, such as ``avx512f``; every processor has ``""``.
+    """
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    mentions = [name[0] == "+" for name in features if name[1:] == feature]
+    return not feature or (bool(mentions) and mentions[-1])  # the last mention counts
+
+
+def compiled(
+    reference: Callable[..., Any] | None = None,
+    *,
+    within: float = 0.0,
+    needs: str = "",
+    counted: bool = False,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Loop]:
+    """Compile a function when it is first called, for one kind of arguments, and keep the code on disk.
+
+    Parameters
+    ----------
+    reference : callable, optional
+        The same in NumPy: it takes the same arguments, writes the same arrays, and returns the same, but for a sum its
+        terms.
+    within : float
+        Error of a sum, as a part of the sum of its terms' magnitudes.
+    needs : str
+        The processor's feature without which the loop cannot be run, see :func:`has`.
+    counted : bool
+        The last number returned says how far arrays are written; what lies behind is left open.
+    **options : object
+        Options of ``numba.njit``, such as ``fastmath`` or ``inline``.
+    """
+    always = {"nopython": True, "boundscheck": None, "no_cfunc_wrapper": True}
+
+    def decorate(function: Callable[..., Any]) -> Loop:
+        loop = Loop(function, targetoptions=always | options)
+        loop.reference, loop.within, loop.needs, loop.counted = reference, within, needs, counted
+        if reference:
+            LOOPS.append(loop)
+        return loop
+
+    return decorate
+
+
+class Loop(CPUDispatcher):
+    """A compiled function, with one signature where Numba has one for each kind of array it is called with.
+
+    Parameters
+    ----------
+    py_func : callable
+        The function.
+    *args, **options : object
+        What Numba's dispatcher takes.
+    """
+
+    reference: Callable[..., Any] | None = None
+    within = 0.0
+    needs = ""
+    counted = False
+
+    def __init__(self, py_func: Callable[..., Any], *args: Any, **options: Any) -> None:
+        super().__init__(py_func, *args, **options)
+        names = py_func.__code__.co_varnames[: py_func.__code__.co_argcount]
+        self._annotations = [str(py_func.__annotations__.get(name, "")) for name in names]
+        self._looked = False  # for a folder
+
+    def compile(self, sig: Any) -> Any:
+        """Compile for the annotated numbers and for arrays that are read-only but where written, or load the code.
+
+        Parameters
+        ----------
+        sig : tuple of types or signature
+            Of the arguments of a call.
+        """
+        arguments, _ = sigutils.normalize_signature(sig)
+        own = tuple(map(_declared, arguments, self._annotations))
+        with global_compiler_lock, _without_collector():
+            if not self._looked:
+                self._looked = True
+                try:
+                    self._cache = _Cache(self)
+                except RuntimeError:  # Numba found no folder that it may write to
+                    _warn_of_no_folder()
+            entry = super().compile(own)
+            if own != tuple(
+                arguments
+            ):  # the next call with such arguments finds the code as fast as one with its own
+                self._insert([kind._code for kind in arguments], entry, False)
+        return entry
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the collector from looking through what a compiler makes again and again: a tenth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _declared(kind: Any, annotation: str) -> Any:
+    """Return the type that an argument is compiled as."""
+    kind = types.unliteral(kind)
+    if isinstance(kind, types.Array) and "Written" not in annotation:
+        return kind.copy(readonly=True)
+    return (
+        _NUMBERS.get(annotation, kind) if isinstance(kind, types.Number | types.Boolean) else kind
+    )
+
+
+@cache
+def _warn_of_no_folder() -> None:
+    warnings.warn(
+        "no folder for compiled code is writable, so every process compiles anew, which takes seconds: "
+        "set NUMBA_CACHE_DIR to one that is",
+        stacklevel=4,
+    )
+
+
+class Compiling:
+    """What is said of compiling: once in a process, by the first process of a machine."""
+
+    seconds = 5
+    """How long it takes, about; whoever is about to compile all says so before."""
+    said = False
+
+    @classmethod
+    def say(cls) -> None:
+        """Say that loops are compiled now."""
+        if not cls.said and os.environ.get("LOCAL_RANK", "0") == "0":
+            messages().print(f"compiling loops, once, about {cls.seconds} s")
+        cls.said = True
+
+
+class _Cache(FunctionCache):
+    """Numba's cache of one function, in the folder that Numba chooses, with files named by what they are made of."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop.py_func)
+        # without the line number, which moves
+        name = re.sub(r"-\d+(?=\.py)", "", self._impl.filename_base)
+        self._loop, self._cache_file = loop, _Files(Path(self.cache_path), name)
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[str, str]:
+        kinds = sigutils.normalize_signature(sig)[0]
+        functions = [kind.dispatcher for kind in _leaves(kinds) if hasattr(kind, "dispatcher")]
+        signature = re.sub(r" at 0x\w+", "", str(kinds))
+        closure = [_named(cell.cell_contents) for cell in self._py_func.__closure__ or ()]
+        content = [numba.__version__, llvmlite.__version__, *_content([self._loop, *functions])]
+        return _digest([signature, *map(str, codegen.magic_tuple()), *closure]), _digest(content)
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super()._load_overload(sig, target_context)
+        if found is None:
+            Compiling.say()
+        return found
+
+
+class _Files:
+    """The files of one loop: one for each signature and processor, of the newest content."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def load(self, key: tuple[str, str]) -> Any:
+        """Return the code of a key, None if there is none."""
+        try:
+            return pickle.loads((self._folder / f"{self._name}-{key[0]}-{key[1]}.nbc").read_bytes())
+        except OSError:
+            return None
+
+    def save(self, key: tuple[str, str], data: Any) -> None:
+        """Keep the code of a key, and delete what an earlier content of the loop was compiled to."""
+        path = self._folder / f"{self._name}-{key[0]}-{key[1]}.nbc"
+        part = self._folder / f"{path.name}.{uuid.uuid4().hex}"
+        part.write_bytes(dumps(data))
+        part.replace(path)
+        for old in self._folder.glob(f"{self._name}-{key[0]}-*.nbc"):
+            if old != path:
+                with contextlib.suppress(OSError):  # another process was first
+                    old.unlink()
+
+    def flush(self) -> None:
+        """Delete all."""
+        for path in self._folder.glob(f"{self._name}-*.nbc"):
+            path.unlink(missing_ok=True)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _leaves(kinds: Iterable[Any]) -> Iterator[Any]:
+    for kind in kinds:
+        if isinstance(kind, types.BaseTuple):
+            yield from _leaves(kind.types)
+        else:
+            yield kind
+
+
+def _named(value: Any) -> str:
+    """Return what tells a constant or a function from others, the same in every process."""
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return _constant(value) or str(getattr(value, "_name", type(value).__name__))
+
+
+def _constant(value: Any) -> str:
+    """Return a constant as text; empty for what is none."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}{value.tobytes().hex()}"
+    if isinstance(value, tuple):
+        return f"({','.join(map(_constant, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{{{','.join(sorted(map(_constant, value)))}}}"
+    if isinstance(value, dict):
+        return _constant(tuple(sorted((str(k), _constant(v)) for k, v in value.items())))
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        return f"{type(value).__name__}:{value!r}"
+    return ""
+
+
+def _content(roots: Iterable[Any]) -> list[str]:
+    """Return all that some functions are compiled from, as texts in an order that does not depend on the process."""
+    texts, seen = set(), set()
+    todo = list(roots)
+    while todo:
+        value = todo.pop()
+        if isinstance(value, CPUDispatcher):
+            texts.add(_named(value.py_func) + _constant(value.targetoptions))
+            value = value.py_func
+        value = getattr(value, "_defn", value)  # of an intrinsic
+        if not isinstance(value, FunctionType) or value in seen or _is_foreign(value.__module__):
+            continue
+        seen.add(value)
+        names: set[str] = set()
+        code = "".join(_code(value.__code__, names))
+        constants = {f"default {value.__defaults__!r}"}
+        reached = {name: value.__globals__[name] for name in names if name in value.__globals__}
+        for module in [each for each in reached.values() if isinstance(each, ModuleType)]:
+            if not _is_foreign(module.__name__):
+                reached |= {name: vars(module)[name] for name in names if name in vars(module)}
+        free = value.__code__.co_freevars
+        for name, cell in zip(free, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a name not bound yet
+                reached[name] = cell.cell_contents
+        for name, other in reached.items():
+            constants.add(f"{name}={_constant(other) or _named(other)}")
+            todo.append(other)
+        texts.add("\n".join([_named(value), code, *sorted(constants)]))
+    return sorted(texts)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.split(".")[0] in _FOREIGN
+
+
+def _code(code: CodeType, names: set[str]) -> Iterator[str]:
+    """Yield what code does, without where it stands, and collect the names it uses."""
+    names.update(code.co_names)
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code(constant, names)
+        else:
+            yield _constant(constant)
