@@ -33,7 +33,7 @@ from capture.lab.run import measure_network
 from capture.workloads import RunConfig
 from capture.workloads.training import thread_count
 from gradstats.compressors import LAGS, make_compressor
-from gradstats.compressors.lags import pipelining_bound
+from gradstats.compressors.hiding import pipelining_bound
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.network.plan import plan
 

@@ -23,6 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from bounds import (
+    cascading_bound,
+    compensation_bound,
+    convergence_bound,
+    rate_iterations,
+    residual_bound,
+    within_tolerance,
+)
 from records import DOCS, RESULTS, ROOT, Row, put, store, stored
 from rich.console import Console
 from rich.progress import track
@@ -35,16 +43,7 @@ import gradstats
 from capture.workloads import RunConfig, run
 from capture.workloads.launch import RunFailedError
 from gradstats.compressors import make_compressor, make_selector
-from gradstats.compressors.contraction import (
-    cascading_bound,
-    compensation_bound,
-    contraction,
-    convergence_bound,
-    random_ratio,
-    rate_iterations,
-    residual_bound,
-    within_tolerance,
-)
+from gradstats.compressors.contraction import contraction, random_ratio
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.statistics.compressibility import CONTROLS

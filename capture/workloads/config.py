@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from capture.schedule import Schedule, at, every
 from capture.workloads.registry import LearningRates, WorkloadInfo, workload_info
 from gradstats.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from gradstats.hooks.systems import System
 
 __all__ = [
     "BASELINES",
@@ -276,11 +279,11 @@ class RunConfig:
         return self.initial_learning_rate * rise * factor
 
     @property
-    def whole_system(self) -> bool:
-        """Whether the compressor's name is a system with momentum, clipping and warm-up of its own."""
+    def whole_system(self) -> System | None:
+        """The system with momentum, clipping and warm-up of its own that the compressor's name is, if any."""
         from gradstats.hooks.systems import SYSTEMS
 
-        return self.compressor in SYSTEMS
+        return SYSTEMS.get(self.compressor)
 
     def training(self) -> Training:
         """Return momentum, clipping and warm-up as they are in this run, every default filled in."""
@@ -290,7 +293,7 @@ class RunConfig:
             momentum = _SYSTEM_MOMENTUM if system else self._chosen("momentum")
         nesterov = self.nesterov
         if nesterov is None:
-            published = system and self.compressor.startswith("redsync") and momentum > 0
+            published = system and system.nesterov and momentum > 0
             nesterov = "dgc" if published else self._chosen("nesterov") or "none"
         warm_up = self._chosen("warm_up")
         if warm_up is None:

@@ -20,7 +20,6 @@ from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
 from gradstats.hooks import CompressionState, Diagnosis, LocalSteps, ShardHook, compression_hook
-from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.hooks.systems import diloco, make_state, sparseloco
 
 if TYPE_CHECKING:
@@ -202,16 +201,14 @@ def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
         "clip": training.clip if training.clip_kind == "local" else None,
     }
     named = model.named_parameters()
-    if config.whole_system:
+    if whole := config.whole_system:
         system: dict[str, Any] = {
             "momentum": training.momentum,
             "nesterov": training.nesterov or False,
             "weight_decay": training.weight_decay,
         }
-        if warm_up and config.compressor == "dgc":
-            system["steps_per_epoch"] = -(-warm_up // len(DGC_RATIOS[:-1]))
-        elif warm_up:
-            system["dense_steps"] = warm_up
+        if warm_up:
+            system |= whole.warm_up(warm_up)
         given = dict(config.options)
         state = make_state(
             config.compressor,

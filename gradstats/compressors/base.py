@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from gradstats.errors import InputError
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import target_count
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+    from gradstats.compressors.cost import Exchange, Load
 
 __all__ = ["Activity", "Compressor", "Lane", "NamedSlice", "Reduced", "Selector"]
 
@@ -191,6 +194,8 @@ class Compressor(_Checkpointed, ABC):
         Whether it takes layers as they become ready (:meth:`push`), and so needs their names.
     has_ratio : bool
         Whether it sends a fraction of the elements. Sign compressors and dense averaging do not.
+    always : mapping of str to object
+        Options with which it compresses in every step and at every size, as a measurement needs.
     codecs : tuple of str
         What a :class:`gradstats.collectives.Codec` may change of what it sends: ``"indices"``, ``"values"``.
     one_union : bool
@@ -208,6 +213,7 @@ class Compressor(_Checkpointed, ABC):
     has_ratio: ClassVar[bool] = True
     one_union: ClassVar[bool] = False
     codecs: ClassVar[tuple[str, ...]] = ()
+    always: ClassVar[Mapping[str, Any]] = {}
     ratio: float | None = None
     settling: int = 0
     timeline: list[Activity] = []  # noqa: RUF012 — replaced, never added to
@@ -233,6 +239,27 @@ class Compressor(_Checkpointed, ABC):
         Reduced
             The update, the residual, and what the exchange took.
         """
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return what one step's exchange takes in a steady state, by which :mod:`gradstats.network` prices it.
+
+        Parameters
+        ----------
+        load : Load
+            What the exchange carries.
+
+        Returns
+        -------
+        Exchange
+            Bytes sent, and the work in its order.
+
+        Raises
+        ------
+        InputError
+            If the class does not say.
+        """
+        raise InputError(f"no cost formula for {load.name!r}; give {cls.__name__} an exchange")
 
     def push(
         self,

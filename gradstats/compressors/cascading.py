@@ -11,6 +11,8 @@ import torch.distributed as dist
 from gradstats.collectives import all_gather_flags
 from gradstats.collectives.ring import Ring, split
 from gradstats.compressors.base import Reduced
+from gradstats.compressors.cost import FLAG, Exchange, Load, Work
+from gradstats.compressors.micro import partition
 from gradstats.compressors.signs import (
     SCALE_BYTES,
     SignCompressor,
@@ -57,6 +59,21 @@ class Cascading(SignCompressor):
     def __init__(self, stochastic: bool = True, seed: int = 0) -> None:
         self.stochastic = stochastic
         super().__init__(seed)
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return the hops of a ring all-reduce, each with a scale and one bit for each element of a part."""
+        numel, world = load.numel, load.world
+        ends = [partition(numel, world, i) for i in range(world)]
+        parts = [SCALE_BYTES + -(-(e.stop - e.start) // 8) for e in ends if e.stop > e.start]
+        hops = 2 * (world - 1)
+        return load.exchange(
+            numel,
+            hops / world * sum(parts),
+            select=(load.selecting._replace(size=numel / world, times=world),),
+            communicate=(FLAG, Work("hop", max(parts), hops)),
+            unpack=(Work("unpack_signs", numel / world, 2 * world - 1),),
+        )
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0

@@ -14,6 +14,7 @@ from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.collectives.ragged import damaged
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FLAG, FULL, WORD, Exchange, Load, Work, coding
 from gradstats.compressors.selectors import TopK
 
 __all__ = ["CLTk"]
@@ -56,6 +57,20 @@ class CLTk(Compressor):
 
     one_union = True
     codecs = ("indices",)
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return a broadcast of the leader's positions, and an all-reduce of the values there."""
+        k, codec = load.counts[0], load.codec
+        positions = WORD * (1 + codec.index_words(k, load.numel))
+        return load.exchange(
+            k,
+            FLAG.size + FULL * k + positions / load.world,
+            select=(load.selecting,),
+            pack=tuple(coding(codec, "encode", k)),
+            communicate=(FLAG, Work("broadcast", positions), Work("all_reduce", FULL * k)),
+            unpack=(Work("unpack", k), *coding(codec, "decode", k)),
+        )
 
     def __init__(self, ratio: float, codec: Codec = PLAIN) -> None:
         self._top = TopK(ratio)

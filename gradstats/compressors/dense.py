@@ -11,9 +11,13 @@ import torch.distributed as dist
 from gradstats.collectives.codec import CHUNK, SCALED, Codec, as_codec
 from gradstats.collectives.plain import all_gather, all_gather_flags, all_reduce, all_to_all
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FLAG, FULL, WORD, Exchange, Load, Work, coding, dense
 from gradstats.primitives.blocks import map_blocks
 
 __all__ = ["DenseCompressor"]
+
+_HALF = 2
+"""Bytes of a bfloat16."""
 
 
 class DenseCompressor(Compressor):
@@ -55,6 +59,17 @@ class DenseCompressor(Compressor):
             values = torch.zeros(1)
             if _in_loops(values, self._codec):
                 self._mean_by_loop(self._rounded_by_loop(values), 1)
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-reduce; of 8-bit floats, two all-to-alls of parts. DDP's own average has no flags."""
+        rounded = {"dense-bf16": _bfloat16, "dense-fp8": _eight_bits}
+        if load.name in rounded:
+            return rounded[load.name](load)
+        if load.name == "none":
+            size = FULL * load.numel
+            return load.exchange(load.numel, size, communicate=(Work("all_reduce", size),))
+        return dense(load)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the number of elements, as all of them are sent."""
@@ -139,6 +154,32 @@ def _in_loops(corrected: torch.Tensor, codec: Codec) -> bool:
     """Tell whether compiled loops round the gradient where it lies."""
     plain = corrected.dtype == torch.float32 and corrected.is_contiguous()
     return codec.values == "bfloat16" and corrected.is_cpu and plain
+
+
+def _bfloat16(load: Load) -> Exchange:
+    size = _HALF * load.numel
+    return load.exchange(
+        load.numel,
+        size,
+        select=(load.selecting,),
+        communicate=(FLAG, Work("all_reduce", size)),
+        unpack=(Work("average", load.numel),),
+    )
+
+
+def _eight_bits(load: Load) -> Exchange:
+    codec, world = Codec(values="float8_e4m3fn"), load.world
+    part = CHUNK * -(-load.numel // (CHUNK * world))
+    message = WORD * codec.value_words(part)
+    # an all-to-all of parts puts as many bytes on every link as an all-gather of one
+    hop = Work("all_gather", message)
+    return load.exchange(
+        load.numel,
+        (world + 1) * message,
+        select=(load.selecting,),
+        communicate=(FLAG, hop, hop),
+        unpack=(*coding(codec, "encode", part), *coding(codec, "decode", (world + 1) * part)),
+    )
 
 
 def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.Tensor, int]:

@@ -16,6 +16,7 @@ from gradstats.collectives.packed import GatheredSelections, SparseAllGather
 from gradstats.collectives.plain import all_reduce
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Activity, Compressor, Lane, NamedSlice, Reduced, Selector
+from gradstats.compressors.cost import Exchange, Load, sparse
 from gradstats.primitives import Selection
 from gradstats.primitives.ratio import check_count, check_ratio
 
@@ -128,6 +129,11 @@ class Layerwise(Compressor):
         self._background = Background()
         self._update = SparseUpdate()
         self._reset()
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return the exchange of one message; :func:`gradstats.network.deliveries` prices layer by layer."""
+        return sparse(load)
 
     def _reset(self) -> None:
         """Forget the step in progress."""

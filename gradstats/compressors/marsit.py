@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
 from gradstats.collectives.ring import Merge, one_bit_ring
 from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FLAG, FULL, Exchange, Load, Work
 from gradstats.compressors.signs import (
     RandomStream,
     bernoulli_bits,
@@ -108,6 +109,39 @@ class Marsit(Compressor):
     """
 
     has_ratio = False
+    always: ClassVar[Mapping[str, Any]] = {"full_every": None}
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return the hops of a one-bit ring or torus, and the full-precision average in every K-th round."""
+        numel, world = load.numel, load.world
+        ring = load.topology == "ring"
+        rows, columns = (1, world) if ring else (load.shape or most_square(world))
+        check_torus((rows, columns), world)
+        packed = -(-numel // 8)
+        along_row = -(-packed // columns)
+        along_column = -(-along_row // rows)
+        moved = 2 * packed * (rows * (columns - 1) + rows - 1) / world
+        scale = 8 if world > 1 else 0
+        full = 1 / load.full_every if load.full_every else 0.0
+        one_bit = 1 - full
+        return load.exchange(
+            numel,
+            full * (2 * (world - 1) * numel * FULL // world) + one_bit * (moved + scale),
+            select=(load.selecting._replace(times=one_bit),),
+            communicate=(
+                FLAG,
+                Work("all_reduce", FULL * numel, full),
+                Work("all_gather", scale, one_bit),
+                Work("hop", along_row, one_bit * 2 * (columns - 1)),
+                Work("hop", along_column, one_bit * 2 * (rows - 1)),
+            ),
+            unpack=(
+                Work("merge_signs", 8 * along_row, one_bit * (columns - 1)),
+                Work("merge_signs", 8 * along_column, one_bit * (rows - 1)),
+                Work("unpack_signs", numel, one_bit),
+            ),
+        )
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from gradstats.collectives.codec import PLAIN, Codec, check_codec
 from gradstats.collectives.indices import GatheredIndices, IndexAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FULL, Exchange, Load, Work, coding, ragged_bytes
 from gradstats.primitives import select, top_candidates
 from gradstats.primitives.ratio import check_ratio, target_count
 from gradstats.thresholds.micro import Rule
@@ -88,6 +89,31 @@ class MiCRO(Compressor):
 
     one_union = True
     codecs = ("indices",)
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-gather of the positions in every partition, and an all-reduce of the values at all of them."""
+        world, numel, codec = load.world, load.numel, load.codec
+        counts = load.selected
+        if counts is None:
+            parts = (partition(load.k, world, i) for i in range(world))
+            counts = [p.stop - p.start for p in parts]
+        union, part = sum(counts), -(-numel // world)
+
+        def words(count: int) -> int:
+            return (1 if codec == PLAIN else 2) + codec.index_words(count, part, numel)
+
+        steps = [[words(c) for c in counts]] * 2
+        messages = ragged_bytes(steps, words(-(-5 * load.k // (4 * world))))[-1]
+        values = [Work("all_reduce", FULL * union)] if union else []
+        return load.exchange(
+            union / world,
+            sum(messages) + FULL * union,
+            select=(load.selecting._replace(size=numel / world),),
+            pack=(Work("pack", max(counts)), *coding(codec, "encode", max(counts))),
+            communicate=(*(Work("all_gather", m) for m in messages), *values),
+            unpack=(Work("unpack", union), *coding(codec, "decode", union)),
+        )
 
     def __init__(
         self,

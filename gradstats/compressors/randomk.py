@@ -12,6 +12,7 @@ import torch
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FLAG, FULL, Exchange, Load, Work
 from gradstats.primitives.ratio import check_ratio, check_seed, target_count
 
 if TYPE_CHECKING:
@@ -51,6 +52,18 @@ class RandomK(Compressor):
     """
 
     one_union = True
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-reduce of the values at positions that every rank draws for itself."""
+        k = load.counts[0]
+        return load.exchange(
+            k,
+            FLAG.size + FULL * k,
+            select=(load.selecting,),
+            communicate=(FLAG, Work("all_reduce", FULL * k)),
+            unpack=(Work("unpack", k),),
+        )
 
     def __init__(self, ratio: float, unbiased: bool = False, seed: int = 0) -> None:
         self.ratio: float = check_ratio(ratio)  # now, not in the first backward pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradstats import thresholds
 from gradstats.collectives.codec import PLAIN, Codec, as_codec
 from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
+from gradstats.compressors.cost import Exchange, Load, dense, sparse
 from gradstats.compressors.dense import DenseCompressor
 from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
@@ -168,6 +169,7 @@ class RedSync(Compressor):
     """
 
     codecs = ("indices", "values")
+    always: ClassVar[Mapping[str, Any]] = {"dense_below": 0}
 
     def __init__(
         self,
@@ -193,6 +195,11 @@ class RedSync(Compressor):
         self.codec = as_codec(codec)
         self._chosen: Compressor | None = None
         self._restored: Mapping[str, Any] | None = None
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return the exchange of a quantised message, which is dense if it is small."""
+        return dense(load) if load.numel < DENSE_BELOW else sparse(load, single=True)
 
     @property
     def ratio(self) -> float:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.collectives.ragged import GatheredWords, RaggedAllGather
 from gradstats.compressors.base import Reduced
+from gradstats.compressors.cost import Exchange, Load
 from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
 from gradstats.primitives import Histogram, histogram
@@ -50,6 +51,11 @@ class GlobalHistogram(SparseCompressor):
 
     A rank sends its upper bins alone, until they hold n·k elements: the common threshold cannot lie below them.
     """
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Refuse: nobody has said yet what the histograms take."""
+        return super(SparseCompressor, cls).exchange(load)
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from gradstats.collectives import all_gather_flags
 from gradstats.collectives.plain import all_gather
 from gradstats.collectives.ring import pack_bits
 from gradstats.compressors.base import Compressor, Reduced
+from gradstats.compressors.cost import FLAG, Exchange, Load, Work
 from gradstats.primitives import operators
 from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
@@ -518,6 +519,18 @@ class SignCompressor(Compressor):
 
 class SignGathering(SignCompressor):
     """All-gather of one message from every rank: a float32 scale and the signs. Subclasses say which."""
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-gather of a scale and one bit for each element."""
+        message = SCALE_BYTES + -(-load.numel // 8)
+        return load.exchange(
+            load.numel,
+            message,
+            select=(load.selecting,),
+            communicate=(FLAG, Work("all_gather", message)),
+            unpack=(Work(f"decode:{load.name}", load.numel),),
+        )
 
     @abstractmethod
     def _compress(

@@ -17,6 +17,7 @@ from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced, Selector, WithSelector
+from gradstats.compressors.cost import Exchange, Load, sparse
 from gradstats.errors import InputError
 from gradstats.primitives import Selection
 from gradstats.primitives.codec import rice_decode, rice_encode
@@ -96,6 +97,11 @@ class SparseCompressor(WithSelector, Compressor):
         self._update = SparseUpdate()
         self._last = 0
         """Number of elements that all ranks together sent in the last step."""
+
+    @classmethod
+    def exchange(cls, load: Load) -> Exchange:
+        """Return an all-gather of positions and values, or an all-reduce where these are too many."""
+        return sparse(load)
 
     def warm_up(self) -> None:
         """Compile the loops of the selector and of coded positions, or load them."""

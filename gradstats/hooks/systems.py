@@ -1,12 +1,17 @@
-"""Whole systems of papers, put together from their parts: one call returns the state of the hook."""
+"""Whole systems of papers, put together from their parts: one call returns the state of the hook.
+
+What a system does to each layer is in one function, from which the hook's state is built and by which
+:func:`gradstats.network.plan` prices it.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,13 +34,44 @@ from gradstats.errors import InputError, options_of
 from gradstats.hooks import CompressionState, LocalSteps, dgc_warm_up
 from gradstats.hooks.corrections import MomentumCorrection, Nesterov
 from gradstats.hooks.layout import check_patterns
-from gradstats.hooks.memory import ErrorFeedback
+from gradstats.hooks.memory import ErrorFeedback, Memory
 from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.primitives.ratio import check_count, check_number, check_ratio
 
-__all__ = ["SYSTEMS", "dgc", "diloco", "make_state", "output_from", "redsync", "sparseloco"]
+__all__ = ["SYSTEMS", "System", "dgc", "diloco", "make_state", "redsync", "sparseloco"]
+
+Choice: TypeAlias = Callable[[str, int], Selector]
+"""Function of a parameter's name and number of elements that returns the selector for it."""
 
 _SPARSELOCO = Codec("chunk", "int2")
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A paper's whole system.
+
+    Attributes
+    ----------
+    build : callable
+        Function of named parameters, a ratio and options that returns the hook's state.
+    choose : callable
+        Function of the number of dimensions of every parameter, by name and in the order of the model, and of a ratio.
+        It returns how `build` selects in each parameter: a function of its name and number of elements that returns a
+        :class:`gradstats.compressors.Selector`, one of everything where the parameter is averaged densely. A parameter
+        that has no number of dimensions is taken for a matrix in the middle of the model.
+    memory : type
+        Class of the memory that `build` puts before the selection.
+    nesterov : bool
+        Whether the paper trains with Nesterov's momentum.
+    warm_up : callable
+        Function of a number of steps that returns the options of `build` for a warm-up of that many.
+    """
+
+    build: Callable[..., CompressionState]
+    choose: Callable[[Mapping[str, int], float], Choice]
+    memory: type[Memory]
+    nesterov: bool
+    warm_up: Callable[[int], dict[str, int]]
 
 
 def dgc(
@@ -99,19 +135,27 @@ def dgc(
     the accumulation, where the program gives it a momentum of its own afterwards.
     """
     named = list(named_parameters)
-    vectors = [glob.escape(name) for name, p in named if p.dim() < 2]
+    choose = _dgc_choice({name: p.dim() for name, p in named}, ratio)
+    vectors = [glob.escape(name) for name, p in named if choose(name, p.numel()).whole]
     if steps_per_epoch is not None:
         options.setdefault("ratio_at", dgc_warm_up(steps_per_epoch, DGC_RATIOS[:-1], ratio))
     return CompressionState(
-        Layerwise(
-            lambda name, numel: make_selector("dgc", ratio), merge=merge, codec=codec, ratio=ratio
-        ),
+        Layerwise(choose, merge=merge, codec=codec, ratio=ratio),
         memory=MomentumCorrection(momentum, nesterov=nesterov),
         named_parameters=named,
         exclude=[*check_patterns(exclude, "exclude"), *vectors],
         clip=clip,
         **options,
     )
+
+
+def _dgc_choice(dimensions: Mapping[str, int], ratio: float) -> Choice:
+    """Return how DGC treats each parameter: vectors are averaged densely."""
+
+    def choose(name: str, numel: int) -> Selector:
+        return Everything() if dimensions.get(name, 2) < 2 else make_selector("dgc", ratio)
+
+    return choose
 
 
 def redsync(
@@ -192,24 +236,17 @@ def redsync(
     """
     check_ratio(ratio)  # now, not in the first backward pass
     named = list(named_parameters)
-    if output_layer is None:
-        last = output_from([p.dim() for _, p in named])
-        output_layer = [glob.escape(name) for name, _ in named[last:]]
-    output_layer = check_patterns(output_layer, "output_layer")
-    topk_below = check_count(topk_below, "topk_below", 0)
-    search_above = check_count(search_above, "search_above", 0)
-    dense_below = check_count(dense_below, "dense_below", 0)
+    choose = _redsync_choice(
+        {name: p.dim() for name, p in named},
+        ratio,
+        quantise,
+        output_layer=output_layer,
+        topk_below=topk_below,
+        search_above=search_above,
+        dense_below=dense_below,
+    )
     if dense_steps := check_count(dense_steps, "dense_steps", 0):
         options.setdefault("ratio_at", lambda step: 1.0 if step < dense_steps else None)
-
-    def choose(name: str, numel: int) -> Selector:
-        if numel < dense_below:
-            return Everything()
-        output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
-        return redsync_selector(
-            numel, ratio, quantise and not output, search_above, topk_below=topk_below
-        )
-
     return CompressionState(
         Layerwise(choose, merge=merge, codec=codec, ratio=ratio),
         memory=MomentumCorrection(momentum, nesterov=nesterov),
@@ -219,20 +256,35 @@ def redsync(
     )
 
 
-def output_from(dimensions: Sequence[int]) -> int:
-    """Return where the output layer begins: at the last parameter of at least two dimensions.
+def _redsync_choice(
+    dimensions: Mapping[str, int],
+    ratio: float,
+    quantise: bool = False,
+    *,
+    output_layer: Sequence[str] | None = None,
+    topk_below: int = DENSE_BELOW,
+    search_above: int = SEARCH_ABOVE,
+    dense_below: int = DENSE_BELOW,
+) -> Choice:
+    """Return how RedSync treats each parameter: by its size, and without quantising the output layer."""
+    if output_layer is None:
+        names = list(dimensions)
+        matrices = [i for i, name in enumerate(names) if dimensions[name] > 1]
+        output_layer = [glob.escape(name) for name in names[max(matrices, default=len(names)) :]]
+    output_layer = check_patterns(output_layer, "output_layer")
+    topk_below = check_count(topk_below, "topk_below", 0)
+    search_above = check_count(search_above, "search_above", 0)
+    dense_below = check_count(dense_below, "dense_below", 0)
 
-    Parameters
-    ----------
-    dimensions : sequence of int
-        Number of dimensions of every parameter, in the order of the model.
+    def choose(name: str, numel: int) -> Selector:
+        if numel < dense_below:
+            return Everything()
+        output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
+        return redsync_selector(
+            numel, ratio, quantise and not output, search_above, topk_below=topk_below
+        )
 
-    Returns
-    -------
-    int
-        Number of the parameter; how many there are if none has two dimensions.
-    """
-    return max((i for i, n in enumerate(dimensions) if n > 1), default=len(dimensions))
+    return choose
 
 
 def _quantised(*args: Any, **options: Any) -> CompressionState:
@@ -368,12 +420,26 @@ def sparseloco(
     )
 
 
-SYSTEMS: dict[str, Callable[..., CompressionState]] = {
-    "dgc": dgc,
-    "redsync": redsync,
-    "redsync-quantised": _quantised,
+def _dgc_warm_up(steps: int) -> dict[str, int]:
+    return {"steps_per_epoch": -(-steps // len(DGC_RATIOS[:-1]))}
+
+
+def _redsync_warm_up(steps: int) -> dict[str, int]:
+    return {"dense_steps": steps}
+
+
+SYSTEMS: dict[str, System] = {
+    "dgc": System(dgc, _dgc_choice, MomentumCorrection, False, _dgc_warm_up),
+    "redsync": System(redsync, _redsync_choice, MomentumCorrection, True, _redsync_warm_up),
+    "redsync-quantised": System(
+        _quantised,
+        lambda dimensions, ratio: _redsync_choice(dimensions, ratio, quantise=True),
+        MomentumCorrection,
+        True,
+        _redsync_warm_up,
+    ),
 }
-"""Whole systems by name: the function that builds each."""
+"""Whole systems by name."""
 
 
 def make_state(
@@ -414,7 +480,7 @@ def make_state(
     if name in SYSTEMS:
         given = with_codec(name, given)
         with options_of("system", name):
-            return SYSTEMS[name](named_parameters, ratio, **given, **options)
+            return SYSTEMS[name].build(named_parameters, ratio, **given, **options)
     compressor = make_compressor(name, ratio, **given)
     if compressor is None:
         raise InputError("none is PyTorch's own averaging: register its allreduce_hook")

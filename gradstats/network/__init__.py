@@ -4,9 +4,10 @@
 command line.
 """
 
+from gradstats.compressors.cost import Exchange, Work
 from gradstats.network.advice import advice, local_advice
-from gradstats.network.exchange import Exchange, break_even, exchange
-from gradstats.network.model import ALGORITHMS, Interval, Line, Network, Work, fit_line, interval
+from gradstats.network.exchange import break_even, exchange
+from gradstats.network.model import ALGORITHMS, Interval, Line, Network, fit_line, interval
 from gradstats.network.plan import HELD, TARGETS, plan
 from gradstats.network.timeline import (
     LayerTime,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from gradstats.compressors.cost import Work
 from gradstats.errors import InputError
 from gradstats.files import replace_file
 
@@ -20,7 +21,6 @@ __all__ = [
     "Interval",
     "Line",
     "Network",
-    "Work",
     "fit_line",
     "interval",
     "middle_95",
@@ -69,24 +69,6 @@ reduce-scatter or broadcast, and one rank's message in an all-gather or a hop. I
 and receives from the one before. ``busy_all_gather`` is an all-gather during which every rank computes with as many
 threads as in training. The first algorithm of each collective is the default.
 """
-
-
-class Work(NamedTuple):
-    """Calls of one operation.
-
-    Attributes
-    ----------
-    operation : str
-        A collective of :data:`ALGORITHMS`, or local work.
-    size : float
-        Size of one call: bytes of a collective's argument, elements of local work.
-    times : float
-        Number of calls, made one after the other.
-    """
-
-    operation: str
-    size: float
-    times: float = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,12 @@ from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.plain import all_gather, all_reduce, broadcast
 from gradstats.collectives.ring import Ring, pack_bits
 from gradstats.collectives.update import SparseUpdate
-from gradstats.compressors import Compressor, DenseCompressor, make_compressor
+from gradstats.compressors import (
+    Compressor,
+    DenseCompressor,
+    compressor_class,
+    make_compressor,
+)
 from gradstats.compressors.marsit import transient_merge
 from gradstats.compressors.signs import SignGathering, sign_message, signed
 from gradstats.hooks.memory import ErrorFeedback
@@ -192,7 +197,4 @@ def compressing(name: str, ratio: float) -> Compressor:
     ratio : float
         Kept fraction k/d, in (0, 1].
     """
-    options: dict[str, Any] = {"full_every": None} if name == "marsit" else {}
-    if name == "redsync-quantised":
-        options["dense_below"] = 0
-    return make_compressor(name, ratio, **options) or DenseCompressor()
+    return make_compressor(name, ratio, **compressor_class(name).always) or DenseCompressor()

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.compressors.base import Activity
-from gradstats.compressors.lags import (
+from gradstats.compressors.cost import Work, coding, ragged_bytes, selection_words
+from gradstats.compressors.hiding import (
     Costs,
     Delivery,
     Timeline,
@@ -21,8 +22,7 @@ from gradstats.compressors.lags import (
     ways,
 )
 from gradstats.compressors.layerwise import MERGE, sends_dense
-from gradstats.network.exchange import coding, ragged_bytes, selection_words
-from gradstats.network.model import Network, Work
+from gradstats.network.model import Network
 from gradstats.primitives.ratio import target_count
 
 __all__ = [

@@ -16,8 +16,8 @@ from gradstats.collectives.indices import IndexAllGather
 from gradstats.collectives.packed import pack, unpack
 from gradstats.collectives.ragged import GatheredWords
 from gradstats.compressors import COMPRESSORS, codecs, make_compressor
+from gradstats.compressors.cost import selection_words
 from gradstats.errors import ExchangeError, InputError
-from gradstats.network.exchange import selection_words
 from gradstats.primitives import Selection
 
 CODECS = [Codec(*names) for names in itertools.product(INDICES, VALUES)]

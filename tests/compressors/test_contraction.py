@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 
+import bounds
 import numpy as np
 import pytest
 import torch
-
-from gradstats.compressors import SELECTORS, make_selector
-from gradstats.compressors.contraction import (
+from bounds import (
     cascading_bound,
     compensation_bound,
-    contraction,
     convergence_bound,
-    random_ratio,
     rate_iterations,
     residual_bound,
     within_tolerance,
 )
+
+from gradstats.compressors import SELECTORS, make_selector
+from gradstats.compressors.contraction import contraction, random_ratio
 from gradstats.errors import InputError
 
 D = 100_000
@@ -114,6 +115,12 @@ def test_the_bounds_in_closed_form():
     ):
         with pytest.raises(InputError):
             call()
+
+
+def test_the_examples_of_the_bounds():
+    found = doctest.testmod(bounds)
+    assert found.attempted
+    assert not found.failed
 
 
 def test_error_feedback_on_a_quadratic_keeps_its_bound():

@@ -13,8 +13,9 @@ from ranks import run_ranks
 from workers import layerwise as cases
 
 from gradstats.collectives import SparseAllGather
-from gradstats.compressors import LAGS, Layerwise, TopK, lags
-from gradstats.compressors.lags import (
+from gradstats.collectives.codec import PLAIN
+from gradstats.compressors import LAGS, Layerwise, TopK, calibration
+from gradstats.compressors.hiding import (
     Costs,
     Delivery,
     Way,
@@ -167,13 +168,13 @@ def test_costs_are_measured_at_the_sizes_in_question(monkeypatch):
             time.sleep(1e-3 + 1e-6 * len(selections[0]))
             return SimpleNamespace(selections=[])
 
-    monkeypatch.setattr(lags, "SparseAllGather", Slow)
-    monkeypatch.setattr(lags, "all_reduce", lambda x, group: time.sleep(2e-3 + 4e-7 * len(x)))
-    monkeypatch.setattr(lags, "all_reduce_mean", lambda x, group: x)
-    compressor = LAGS(0.001)
+    monkeypatch.setattr(calibration, "SparseAllGather", Slow)
+    monkeypatch.setattr(
+        calibration, "all_reduce", lambda x, group: time.sleep(2e-3 + 4e-7 * len(x))
+    )
+    monkeypatch.setattr(calibration, "all_reduce_mean", lambda x, group: x)
     # at the least ratio its message has 100 elements, from which nothing follows of 50,000
-    compressor.deliveries = [Delivery(("a",), 100_000, 100, 0, 0, 0)]
-    costs = compressor._probe(torch.zeros(200_000), None)
+    costs = calibration.probe(torch.zeros(200_000), 100_000, PLAIN, None)
     assert 1e-3 < costs.latency < 4e-3
     assert costs.sparse(50_000) == pytest.approx(51e-3, rel=0.25)
     assert costs.dense(200_000) - costs.latency == pytest.approx(82e-3, rel=0.25)

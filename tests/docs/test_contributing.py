@@ -105,6 +105,9 @@ assert int((sent != 0).sum()) > 500  # six blocks of 102
 again = CompressionState(make_compressor("block", 0.05), named_parameters=net.named_parameters())
 again.load_state_dict(state.state_dict())
 assert again.compressor.state_dict() == {"step": 6}
+from gradstats.network import Network, plan
+rows = plan(torch.zeros(2040), Network.of_link(1e-5, 1e-9), 0.01, [2], [0.05], ["block"])
+assert {r["compressor"]: r["bytes"] for r in rows}["block"] == state.last.bytes_sent
 """
     (code,) = recipe("Add a compressor")
     trains(tmp_path, "block", code, check)

@@ -14,9 +14,9 @@ from workers import network as cases
 
 from gradstats.collectives import Codec
 from gradstats.compressors import COMPRESSORS, SELECTORS, codecs
+from gradstats.compressors.cost import ragged_bytes, selection_words
 from gradstats.errors import InputError
 from gradstats.network import Network, break_even, exchange, interval
-from gradstats.network.exchange import ragged_bytes, selection_words
 from gradstats.primitives.ratio import target_count
 
 EXACT = ("topk", "exact", "warm-exact", "redsync-trimmed", "lags", "redsync-quantised")

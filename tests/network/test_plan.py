@@ -22,7 +22,7 @@ import gradstats
 from gradstats import plots
 from gradstats.cli import main
 from gradstats.collectives import Codec
-from gradstats.compressors import COMPRESSORS
+from gradstats.compressors import COMPRESSORS, Compressor
 from gradstats.errors import InputError
 from gradstats.network import (
     ALGORITHMS,
@@ -167,6 +167,54 @@ def test_whole_systems_are_planned_as_they_train(ratio):
         assert found["redsync-quantised"]["basis"] == "assumed"
         one = exchange("redsync-quantised", sum(x.size for x in layers.values()), ratio, 2)
         assert found["redsync-quantised"]["bytes"] > 1.2 * one.bytes_sent
+
+
+OUTSIDE = '''
+"""The first k elements of every gradient, averaged."""
+from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
+from gradstats.compressors import COMPRESSORS, Compressor, Reduced
+from gradstats.compressors.cost import FLAG, Work
+
+
+class First(Compressor):
+    one_union = True
+
+    def __init__(self, ratio):
+        self.ratio = ratio
+
+    @classmethod
+    def exchange(cls, load):
+        return load.exchange(load.k, 4 * load.k, communicate=(FLAG, Work("all_reduce", 4 * load.k)))
+
+    def reduce(self, corrected, group, flag=0):
+        flags, k = all_gather_flags(flag, group, corrected.device), self.target(corrected.numel())
+        mean = corrected.new_zeros(corrected.shape)
+        mean[:k] = all_reduce_mean(corrected[:k].clone(), group)
+        corrected[:k] = 0
+        return Reduced(flags, mean, corrected, None, selected=k, union=k, bytes_sent=4 * k)
+
+
+COMPRESSORS["first"] = First
+'''
+
+
+def test_a_compressor_from_outside_is_planned_by_what_its_class_says(monkeypatch):
+    assert len(OUTSIDE.strip().splitlines()) <= 25
+    monkeypatch.setitem(COMPRESSORS, "first", None)  # leaves it again afterwards
+    exec(OUTSIDE, {})
+    for compressors in (["first"], ()):
+        first = by_name(plan(ZEROS, link(), COMPUTE, [4], [0.01], compressors))["first"]
+        k = target_count(0.01, D)
+        reduce = 6 * ALPHA + 6 / 4 * 4 * k * BETA
+        assert first["seconds"] == pytest.approx(COMPUTE + 3 * (ALPHA + 4 * BETA) + reduce)
+        assert (first["bytes"], first["union"], first["basis"]) == (4 * k, k, "exact")
+
+
+def test_a_compressor_that_says_no_cost_is_not_planned(monkeypatch):
+    silent = type("Silent", (Compressor,), {"reduce": None})
+    monkeypatch.setitem(COMPRESSORS, "silent", silent)
+    with pytest.raises(InputError, match="no cost formula for 'silent'; give Silent an exchange"):
+        plan(ZEROS, link(), COMPUTE, [4], [0.01], ["silent"])
 
 
 def test_correcting_momentum_costs_more_passes_than_a_residual():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.networks import ALPHA, BETA, reports
 from workers import network as cases
 
-from gradstats.compressors.lags import Delivery, pipelining_bound
+from gradstats.compressors.hiding import Delivery, pipelining_bound
 from gradstats.network import (
     LayerTime,
     Line,

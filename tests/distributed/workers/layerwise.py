@@ -16,8 +16,8 @@ from workers.hook import model
 from workers.state import batch
 
 from capture import Capture
-from gradstats.compressors import LAGS, Layerwise, SparseCompressor, TopK, lags
-from gradstats.compressors.lags import Costs
+from gradstats.compressors import LAGS, Layerwise, SparseCompressor, TopK, calibration
+from gradstats.compressors.hiding import Costs
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.hooks.systems import dgc, make_state, redsync
 
@@ -127,16 +127,16 @@ def adapt(rank, world):
 
 def try_all(rank, world, double_sampling):
     """Let LAGS try every way to send; return the ways, and for each step what was lost, its bytes and its counts."""
-    lags._WORTH_A_TRIAL = np.inf
+    calibration._WORTH_A_TRIAL = np.inf
+    agreed = calibration._agreed
 
-    def probe(compressor, *_):
+    def decided(*given):
         """Decide by no clock: eq. 19 gets a ratio between the smallest and one half."""
-        compressor.deliveries = [
-            replace(d, backward=0.005, select=0.001) for d in compressor.deliveries
-        ]
-        return Costs(0, 0.005 / 900, 0, 1)
+        step, whole, deliveries = agreed(*given)
+        return step, whole, [replace(d, backward=0.005, select=0.001) for d in deliveries]
 
-    LAGS._probe = probe
+    calibration._agreed = decided
+    calibration.probe = lambda *_: Costs(0, 0.005 / 900, 0, 1)
     layers = [("c", slice(0, 9_000)), ("b", slice(9_000, 9_500)), ("a", slice(9_500, 20_000))]
     compressor = LAGS(0.01, calibrate=1, merge=1, double_sampling=double_sampling)
     residual, rows = torch.zeros(20_000), []

@@ -1,0 +1,162 @@
+"""What a source says to a plan: its layers, how many elements rules keep, and how much ranks' selections overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gradstats.analysis.compression import compression
+from gradstats.analysis.quality import quality
+from gradstats.compressors import RULE, compressor_class
+from gradstats.hooks.systems import SYSTEMS
+from gradstats.network.question import Choice, Question
+from gradstats.network.timeline import LayerTime
+from gradstats.network.union import union_growth
+from gradstats.primitives.ratio import target_count
+from gradstats.thresholds import ESTIMATORS
+from gradstats.trace import Kind, Layer
+from gradstats.trace.sources import Source, TraceSource
+
+__all__ = ["Evidence", "evidence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a source says.
+
+    Attributes
+    ----------
+    layers : sequence of Layer
+        Its layers, in the order of the model.
+    times : sequence of LayerTime
+        The same in the order of the backward pass, which is spread in proportion to their elements.
+    qualities : mapping of (str, float) to float
+        k̂/k by threshold rule and ratio.
+    unions : mapping of float to callable
+        For each ratio the union of the ranks' top-k selections, as a function of the number of workers.
+    """
+
+    layers: Sequence[Layer]
+    times: Sequence[LayerTime]
+    qualities: Mapping[Choice, float]
+    unions: Mapping[float, Callable[[int], float]]
+
+    def quality(self, name: str, ratio: float | None) -> float:
+        """Return k̂/k of a compressor; NaN for one that chooses ratios itself.
+
+        Parameters
+        ----------
+        name : str
+            Name of the compressor.
+        ratio : float or None
+            Its ratio.
+        """
+        if ratio is not None and compressor_class(name).streams:
+            return math.nan
+        return self.qualities.get((name, ratio), 1.0)
+
+    def basis(self, name: str, ratio: float | None) -> str:
+        """Return where the number of elements that a compressor selects comes from.
+
+        Parameters
+        ----------
+        name : str
+            Name of the compressor.
+        ratio : float or None
+            Its ratio.
+        """
+        if (name, ratio) in self.qualities:
+            return "trace"
+        return "assumed" if name in ESTIMATORS or name in SYSTEMS else "exact"
+
+    @property
+    def of_k(self) -> Evidence:
+        """The same, if every rule kept k elements."""
+        return replace(self, qualities={})
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all layers."""
+        return sum(layer.numel for layer in self.layers)
+
+    def union(self, name: str, ratio: float | None, world: int) -> float:
+        """Return how many positions all workers send together; NaN if unknown.
+
+        Parameters
+        ----------
+        name : str
+            Name of the compressor.
+        ratio : float or None
+            Its ratio.
+        world : int
+            Number of workers.
+        """
+        if ratio is None:
+            return self.numel
+        if compressor_class(name).one_union:
+            return target_count(ratio, self.numel)
+        return self.unions[ratio](world) if ratio in self.unions else math.nan
+
+
+def evidence(source: Source, question: Question) -> Evidence:
+    """Return what a source says of the compressors that a question asks for.
+
+    Parameters
+    ----------
+    source : Source
+        Source whose layers are sent.
+    question : Question
+        Question of a plan.
+    """
+    times = [
+        LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
+        for layer in reversed(source.layers)
+    ]
+    qualities = _qualities(source, question.names, question.ratios)
+    return Evidence(source.layers, times, qualities, _unions(source, question.ratios))
+
+
+def _kind(source: Source) -> Kind:
+    """Return the kind of vector that a compressor sees: the corrected one, or what is exchanged without a memory."""
+    kinds = {k for _, k, _ in source.entries()}
+    seen: tuple[Kind, ...] = ("corrected", "pseudogradient", "gradient")
+    return next((kind for kind in seen if kind in kinds), "local")
+
+
+def _qualities(
+    source: Source, names: Iterable[str], ratios: Sequence[float]
+) -> dict[Choice, float]:
+    """Return k̂/k by threshold rule and ratio: recorded by the run that made the trace, else replayed."""
+    # Where all ranks share one selection, one rank's gradient does not say how many elements it has.
+    rules = [name for name in names if name in ESTIMATORS and not compressor_class(name).one_union]
+    if not rules or not source.entries():
+        return {}
+    replayed = quality(source, ratios, rules, kinds=[_kind(source)])
+    found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
+    if isinstance(source, TraceSource):
+        name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
+        run: Any = (name, source.trace.attrs.get("ratio"))
+        recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
+        if recorded:
+            found[run] = float(np.mean(recorded))
+    return found
+
+
+def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[int], float]]:
+    """Return for each ratio the union of top-k selections by workers; empty if the source has not several ranks."""
+    if not isinstance(source, TraceSource) or len(source.trace.ranks) < 2:
+        return {}
+    trace, kind = source.trace, _kind(source)
+    common = set.intersection(*(set(trace.steps(rank)) for rank in trace.ranks))
+    if not common or not all(trace.has_gradients(rank, kind) for rank in trace.ranks):
+        return {}
+
+    def mean(ratio: float) -> Callable[[int], float]:
+        growths = union_growth(trace, ratio, kind=kind)
+        return lambda world: float(np.mean([growth(world) for growth in growths]))
+
+    return {ratio: mean(ratio) for ratio in ratios}
