@@ -15,7 +15,16 @@ from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
 from gradstats.primitives.histogram import bin_edges, histogram
 
-__all__ = ["BITS", "DeviceTails", "Tails", "first_reaching", "middles", "part_above", "tails"]
+__all__ = [
+    "BITS",
+    "DeviceTails",
+    "Tails",
+    "first_reaching",
+    "middles",
+    "part_above",
+    "tails",
+    "tails_of_block",
+]
 
 _SHARE = 1 / 8
 """Share of a tail's number, and of its sum of squares, up to which a cell's middle stands for what lies in it."""
@@ -222,10 +231,33 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         return DeviceTails(left, right, operators.tail_sums(weight, middles(left, right)))
     counts = _counts_from(x, bits, lowest)
     if lowest:  # from a threshold on most cells have a count; from zero on few
-        left, right = (edges[lowest + i : lowest + i + counts.size] for i in (0, 1))
-    else:
-        bins = np.flatnonzero(counts != 0)
-        left, right, counts = edges[bins], edges[bins + 1], counts[bins]
+        return _of_counts(counts, lowest, bits, known)
+    bins = np.flatnonzero(counts != 0)
+    left, right, counts = edges[bins], edges[bins + 1], counts[bins]
+    return Tails.of_cells(left, left if known else right, counts.astype(np.float64))
+
+
+def tails_of_block(x: NDArray[np.float32], least: float) -> Tails:
+    """Return what :func:`tails` does of a block in memory, with fewer questions.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (n,)
+        Block.
+    least : float
+        Least threshold that will be looked up, above 0.
+    """
+    from gradstats.primitives.loops.counts import block_counts
+
+    lowest = max(int(bin_edges(BITS).searchsorted(least, side="right")) - 1, 0)
+    counts = block_counts(x.view(np.uint32), lowest, 23 - BITS)
+    return _of_counts(counts, lowest, BITS, known=False)
+
+
+def _of_counts(counts: NDArray[Any], lowest: int, bits: int, known: bool) -> Tails:
+    """Add up the cells of a histogram from one on."""
+    edges = bin_edges(bits)
+    left, right = (edges[lowest + i : lowest + i + counts.size] for i in (0, 1))
     return Tails.of_cells(left, left if known else right, counts.astype(np.float64))
 
 

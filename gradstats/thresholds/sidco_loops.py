@@ -19,7 +19,7 @@ from gradstats.primitives.loops.compiled import compiled, method, unit
 from gradstats.primitives.loops.selection import block_select, keep_at_least
 from gradstats.primitives.loops.sums import block_sum, block_tail
 from gradstats.primitives.moments import SHORT, least_bits, rounded_sums
-from gradstats.primitives.tails import first_reaching, part_above, tails
+from gradstats.primitives.tails import first_reaching, part_above, tails_of_block
 from gradstats.statistics.stages import (
     MOST_STAGES,
     Sums,
@@ -117,7 +117,7 @@ class Block(NamedTuple):
         least = several
         if second[0]:
             least += stage_excess(self.pareto, second, several, later)[0]
-        return Trial(tails(self.x, min(one, least)), several, second)
+        return Trial(tails_of_block(self.x, min(one, least)), several, second)
 
 
 def _as_usual(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -180,6 +180,14 @@ def test_an_edited_formula_is_used_by_the_next_process(tmp_path):
     loop = run()
     assert loop[:2] == pytest.approx(2 * formula[:2], rel=1e-3)
     assert loop[4] == pytest.approx(2 * before[4], rel=1e-3)
+    edit(  # a view's method, which a loop reaches through its argument
+        "thresholds/sidco_loops.py",
+        "low = max(np.float32(threshold).view(np.int32), np.int32(1))\n        if self.state",
+        "low = max(np.float32(2 * threshold).view(np.int32), np.int32(1))\n        if self.state",
+    )
+    view = run()
+    assert view[2] > 1.2 * loop[2]
+    assert view[[0, 1, 3, 4]] == pytest.approx(loop[[0, 1, 3, 4]])
     assert len([*cache.rglob("*.nbc")]) == files  # of what was compiled before nothing is left
 
 
@@ -197,7 +205,7 @@ def test_nothing_is_compiled_after_warming_up(dtype):
     select(x, 2.0)
     make_estimator("sidco-gp").select(x[:100_000], 0.01)
     # loops that others call are inlined into them, and have signatures of their own once compiled
-    called = ("block_", "keep_", "descend", "best_")
+    called = ("block_", "keep_", "descend", "best_", "run_")
     assert [
         after
         for k, b in zip(COMPILED, before, strict=True)
