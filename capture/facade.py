@@ -269,7 +269,13 @@ class Capture:
             )
         self._watch.stop()
         tap = ExchangeTap(
-            self._recorder, self._layout, self._kinds, self, local_steps, self._sharding
+            self._recorder,
+            self._layout,
+            self._kinds,
+            self,
+            local_steps,
+            self._sharding,
+            self._ddp,
         )
         self._tap = tap
         if not self._closed:

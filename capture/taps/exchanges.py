@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Contents, Phase, Recorder
 from capture.states import usual_kinds
 from capture.taps.layout import Layout
 from capture.taps.shards import Sharding
-from capture.taps.tap import Tap
+from capture.taps.tap import Tap, check_no_hook
 from gradstats.hooks import LocalSteps
 from gradstats.hooks.gradient import Pair
 from gradstats.trace import Kind
@@ -35,6 +37,8 @@ class ExchangeTap(Tap):
         The local steps.
     sharding : Sharding, optional
         What this rank holds of a sharded model.
+    ddp : weak reference to DistributedDataParallel, optional
+        DDP model that the capture was given.
     """
 
     def __init__(
@@ -45,10 +49,12 @@ class ExchangeTap(Tap):
         owner: object,
         local_steps: LocalSteps,
         sharding: Sharding | None = None,
+        ddp: weakref.ref[DistributedDataParallel] | None = None,
     ) -> None:
         super().__init__(recorder, layout, kinds, local_steps)
         self._owner = owner
         self._sharding = sharding
+        self._ddp = ddp
         self._loss: float | torch.Tensor | None = None
         self._learning_rate: float | None = None
 
@@ -98,7 +104,8 @@ class ExchangeTap(Tap):
         self._loss, self._learning_rate = loss, learning_rate
 
     def check(self) -> None:
-        """Refuse a hook that was registered on a sharded model after the capture was made."""
+        """Refuse a hook that was registered after the capture was made."""
+        check_no_hook(self._ddp)
         if self._sharding is not None:
             self._sharding.check()
 

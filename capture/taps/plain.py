@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Phase, Recorder
 from capture.taps.layout import Layout, module_of
-from capture.taps.tap import Tap
+from capture.taps.tap import Tap, check_no_hook
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
-from gradstats.hooks.torch_private import comm_hooks, scaler_stages
+from gradstats.hooks.torch_private import scaler_stages
 from gradstats.trace import Kind
 
 __all__ = ["PlainTap"]
@@ -86,14 +86,7 @@ class PlainTap(Tap):
 
     def check(self) -> None:
         """Refuse a hook on the DDP model: the gradients would be what it left."""
-        ddp = None if self._ddp is None else self._ddp()
-        names = [] if ddp is None else [getattr(h, "__name__", "hook") for h, _ in comm_hooks(ddp)]
-        if names:
-            raise InputError(
-                f"the DDP model has a communication hook, {names[0]}, and its result would be captured instead of the "
-                "gradient: make the Capture first, and register the hook by "
-                f"ddp.register_comm_hook(*capture.wrap(state, {names[0]}))"
-            )
+        check_no_hook(self._ddp)
 
     def _source(self, model: torch.nn.Module | None) -> torch.nn.Module:
         """Return the model whose gradients are copied."""

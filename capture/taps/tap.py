@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Contents, Phase, Recorder
 from capture.states import Reports, records_steps, step_columns, unnamed, usual_kinds
 from capture.taps.layout import Layout
 from gradstats.errors import InputError
+from gradstats.hooks.torch_private import comm_hooks
 from gradstats.trace import Kind
 
-__all__ = ["Tap"]
+__all__ = ["Tap", "check_no_hook"]
+
+
+def check_no_hook(ddp: weakref.ref[DistributedDataParallel] | None) -> None:
+    """Refuse a hook on a DDP model: its gradients would be what the hook left.
+
+    Parameters
+    ----------
+    ddp : weak reference to DistributedDataParallel, optional
+        DDP model of the training, if there is one.
+
+    Raises
+    ------
+    InputError
+        If a communication hook is registered on it.
+    """
+    model = None if ddp is None else ddp()
+    names = [] if model is None else [getattr(h, "__name__", "hook") for h, _ in comm_hooks(model)]
+    if names:
+        raise InputError(
+            f"the DDP model has a communication hook, {names[0]}, and its result would be captured instead of the "
+            "gradient: make the Capture first, and register the hook by "
+            f"ddp.register_comm_hook(*capture.wrap(state, {names[0]}))"
+        )
 
 
 class Tap(ABC):

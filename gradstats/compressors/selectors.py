@@ -16,8 +16,8 @@ from gradstats.thresholds import Estimator, Exact
 
 __all__ = ["ChunkTopK", "Everything", "ThresholdSelector", "TopK"]
 
-_TRIED = (1 << 10, 1 << 15, (1 << 20) + 1)
-"""Numbers of elements: sorted, counted, and more than a block."""
+_TRIED = (1 << 10, 1 << 15, 1 << 21)
+"""Numbers of elements: sorted, counted, and from where on SIDCo takes a histogram."""
 
 
 class Everything(Selector):
@@ -69,7 +69,16 @@ class ThresholdSelector(Selector):
         return Selection(kept.indices, kept.values, estimate.threshold)
 
     def warm_up(self) -> None:
-        """Run a copy of the rule on few elements and on many: rules read them by different loops."""
+        """Run a copy of the rule on few elements and on many, which rules read by different loops.
+
+        A rule from outside may have parts that cannot be copied, or draw from a generator of the training's: it is not
+        run, and all loops are compiled.
+        """
+        if not all(
+            type(each).__module__.startswith("gradstats.") for each in (self, self.estimator)
+        ):
+            super().warm_up()
+            return
         for numel in _TRIED:
             copy.deepcopy(self).select(torch.linspace(-1, 1, numel).exp())
 

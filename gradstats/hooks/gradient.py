@@ -21,6 +21,7 @@ __all__ = [
     "logical",
     "pairs_of",
     "real_view",
+    "warm_up_writing",
     "zero_bad",
 ]
 
@@ -325,6 +326,13 @@ class FlatGradient:
                 return f" (here first in parameter {name})"
         dense = torch.isfinite(self.dense).all()
         return "" if dense else " (here in a densely averaged parameter)"
+
+
+def warm_up_writing() -> None:
+    """Compile what writes a large update, or load it."""
+    from gradstats.primitives.loops.copies import copy_past_caches
+
+    copy_past_caches(np.zeros(1, np.float32), np.zeros(1, np.float32), np.float32(1))
 
 
 def _plain(x: torch.Tensor) -> bool:

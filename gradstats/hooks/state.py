@@ -14,7 +14,7 @@ from gradstats.compressors import Compressor, Selector, as_compressor
 from gradstats.errors import ExchangeError, InputError
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.diagnostics import Diagnosis
-from gradstats.hooks.gradient import FlatGradient, flatten
+from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
@@ -117,40 +117,53 @@ class CompressionState:
         exclude = check_patterns(exclude, "exclude")
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
-        self.compressor = as_compressor(compressor)
-        self.compressor.warm_up()  # here, where it stalls nobody, and not in the first backward pass
-        name = type(self.compressor).__name__
-        if self.compressor.streams and named_parameters is None:
+        made = as_compressor(compressor)
+        # here, where it stalls nobody, and not in the first backward pass
+        made.warm_up()
+        warm_up_writing()
+        name = type(made).__name__
+        if made.streams and named_parameters is None:
             raise InputError(f"{name} sends layer by layer and needs named_parameters")
-        wanted = self.compressor.feedback if error_feedback is None else error_feedback
-        self.memory = memory or (ErrorFeedback() if wanted else NoMemory())
-        if not self.compressor.feedback and (self.memory.needs_residual or error_feedback):
+        wanted = made.feedback if error_feedback is None else error_feedback
+        memory = memory or (ErrorFeedback() if wanted else NoMemory())
+        if not made.feedback and (memory.needs_residual or error_feedback):
             raise InputError(f"{name} leaves no residual to feed back")
-        clip = None if clip is None else check_number(clip, "clip", 0, math.inf)
-        diagnose_every = check_count(diagnose_every, "diagnose_every", 0)
-        schedule = RatioSchedule(self.compressor, ratio_at)
         layout = ParameterLayout(check_count(dense_below, "dense_below", 0), exclude)
         weight_decay = check_number(weight_decay, "weight_decay", 0, math.inf, "[)")
-        gradient = FlatGradient(layout, self.memory, weight_decay)
+        gradient = FlatGradient(layout, memory, weight_decay)
         self.scaler = scaler
-        self.process_group = process_group
         self.step = 0
         self.last: StepRecord | None = None
         self.diagnosis: Diagnosis | None = None
         self._setup = Setup(
-            self.compressor,
+            made,
             gradient,
-            schedule,
+            RatioSchedule(made, ratio_at),
             guard,
             Usage(gradient),
-            Checkpoint(self.compressor, gradient, process_group),
-            clip,
-            diagnose_every,
+            Checkpoint(made, gradient, process_group),
+            None if clip is None else check_number(clip, "clip", 0, math.inf),
+            check_count(diagnose_every, "diagnose_every", 0),
             process_group,
         )
         self._current: Step | None = None
         if named_parameters is not None:
             self._setup.add((n, p) for n, p in named_parameters if p.requires_grad)
+
+    @property
+    def compressor(self) -> Compressor:
+        """How gradients are averaged."""
+        return self._setup.compressor
+
+    @property
+    def memory(self) -> Memory:
+        """What this rank remembers."""
+        return self._setup.gradient.memory
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group to average over; None for the default group."""
+        return self._setup.process_group
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -159,7 +172,7 @@ class CompressionState:
 
     @property
     def current(self) -> Step:
-        """The step in progress; one without gradients where a capture asks before the first of them. The hook's."""
+        """The step in progress; one without gradients if a capture asks before the first bucket. The hook's."""
         if self._current is None:
             self._current = Step(self._setup, self.step, loss_scale(self.scaler))
         return self._current

@@ -238,7 +238,7 @@ def tails(x: Array, least: float = 0.0) -> Tails:
 
 
 def tails_of_block(x: NDArray[np.float32], least: float) -> Tails:
-    """Return what :func:`tails` does of a block in memory, with fewer questions.
+    """Return what :func:`tails` does of a block in memory, without the checks for other dtypes and devices.
 
     Parameters
     ----------

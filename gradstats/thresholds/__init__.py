@@ -21,6 +21,7 @@ from gradstats.thresholds.micro import MiCRO
 from gradstats.thresholds.redsync import RedSync, RedSyncTrimmed
 from gradstats.thresholds.sampled import DGC
 from gradstats.thresholds.sidco import SIDCoE, SIDCoGP, SIDCoP
+from gradstats.thresholds.sidco import warm_up as warm_up_sidco
 
 __all__ = [
     "DGC",
@@ -135,11 +136,9 @@ def threshold(
 def warm_up() -> None:
     """Compile the loops of primitives and thresholds (seconds, once per installation) or load them from the cache.
 
-    Without this call the first use of a loop waits for it. Building the state of a live compressor calls it, so that no
-    hook has to wait. It is of the compiled loops alone: Triton compiles a kernel when it is first launched
-    (see :func:`gradstats.backend`).
+    Without this call the first use of a loop waits for it. Building a :class:`gradstats.hooks.CompressionState`
+    compiles the loops of its compressor. It is of the compiled loops alone: Triton compiles a kernel when it is first
+    launched (see :func:`gradstats.backend`).
     """
-    from gradstats.thresholds import sidco_loops
-
     warm_up_primitives()
-    sidco_loops.warm_up()
+    warm_up_sidco()

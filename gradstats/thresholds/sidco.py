@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -75,7 +74,7 @@ def run_stages(
         Share δₘ of every later stage.
     stages : int
         Number of stages M.
-    fits : ndarray of float64, shape (MOST_STAGES, 5)
+    fits : ndarray of float64, shape (at least `stages`, 5)
         Written, from the second row on: magnitudes modelled, share of them wanted, threshold, and the law's parameters.
     """
     for m in range(1, stages):  # for each stage m in (1, M)
@@ -138,12 +137,39 @@ def best_stages(
     return best
 
 
-@cache
-def _compiled() -> ModuleType:
-    """Return both functions compiled, and the view of a block: loaded when used, for Numba takes its time."""
-    from gradstats.thresholds import sidco_loops
+class Compiled(NamedTuple):
+    """The algorithm as Numba compiles it.
 
-    return sidco_loops
+    Attributes
+    ----------
+    block : type
+        :class:`gradstats.thresholds.sidco_loops.Block`, the view of one block in memory.
+    run_stages, best_stages : Loop
+        The functions of these names, for that view and for a trial.
+    """
+
+    block: Any
+    run_stages: Any
+    best_stages: Any
+
+
+@cache
+def compiled_algorithm() -> Compiled:
+    """Return the algorithm compiled: made when first used, for Numba takes its time to load."""
+    from gradstats.primitives.loops.compiled import compiled, unit
+    from gradstats.thresholds.sidco_loops import Block
+
+    unit(run_stages)  # the trial calls it
+    return Compiled(Block, compiled(nogil=True)(run_stages), compiled(nogil=True)(best_stages))
+
+
+def warm_up() -> None:
+    """Compile the algorithm, or load it from the cache."""
+    algorithm, fits = compiled_algorithm(), np.empty((MOST_STAGES, 5))
+    block = algorithm.block.of(np.ones(2, np.float32), False)
+    trial = block.trial(1.0, 1.0, 1.0)
+    algorithm.best_stages(trial, False, 2, 1, 0.25, 1.0, fits)
+    algorithm.run_stages(block, False, 2.0, 1.0, 1.0, 1, fits)
 
 
 class SIDCo(Estimator):
@@ -231,7 +257,7 @@ class SIDCo(Estimator):
         few = not is_tensor(x) and numel_of(x) <= min(BLOCK, _MANY - 1)
         flat = flat_blocks(x, BLOCK) if few else None
         if flat is not None and flat[0].dtype.type is np.float32:
-            block = _compiled().Block.of(flat[0], self._pareto)
+            block = compiled_algorithm().block.of(flat[0], self._pareto)
             return self._sparsify(block, k, adapts)
         large = numel_of(x) >= _MANY and wide_dtype(x) != np.float64
         if large and (adapts or self.stages > self._passes):
@@ -254,7 +280,7 @@ class SIDCo(Estimator):
         stages, own, later = split_ratio(ratio, self.stages, self.first_ratio)
         threshold, parameters = self._first(whole, logs, own)  # stage m = 1, with η₀ = 0
         found = [{"count": count, "ratio": own, "threshold": threshold, **parameters}]
-        run = run_stages if isinstance(view, Whole) else _compiled().run_stages
+        run = run_stages if isinstance(view, Whole) else compiled_algorithm().run_stages
         fits = np.empty((stages, 5))
         stages, chosen = run(view, self._pareto, count * own, threshold, later, stages, fits)
         for count, share, threshold, one, two in fits[1:stages].tolist() if stages > 1 else ():
@@ -269,7 +295,7 @@ class SIDCo(Estimator):
         return excess, self._parameters(one, two)
 
     def _parameters(self, one: float, two: float) -> dict[str, Any]:
-        """Return the parameters of a later stage's law by name."""
+        """Return the parameters of a stage's law by name."""
         return genpareto_parameters(one, two) if self._pareto else {"scale": one}
 
     def _best_stages(self, view: Gradient, whole: Sums, logs: float, k: int) -> int:
@@ -277,7 +303,7 @@ class SIDCo(Estimator):
         ratio, first = k / whole[0], self.first_ratio
         one, several = (self._first(whole, logs, share)[0] for share in (ratio, first))
         trial = view.trial(one, several, split_ratio(ratio, most_stages(ratio), first)[2])
-        choose = best_stages if is_tensor(trial.tails.sums) else _compiled().best_stages
+        choose = best_stages if is_tensor(trial.tails.sums) else compiled_algorithm().best_stages
         fits = np.empty((MOST_STAGES, 5))
         return int(choose(trial, self._pareto, whole[0], k, first, one, fits))
 

@@ -1,4 +1,4 @@
-"""SIDCo's algorithm, compiled over one block in memory and over the cells of a trial.
+"""What SIDCo's algorithm is compiled with: the view of one block in memory, and the formulas.
 
 Of some hundred thousand elements the calls from Python cost as much as the passes, and a trial asks for up to two
 thousand look-ups. Algorithm, views and formulas are compiled from their own source.
@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.primitives import Selection
-from gradstats.primitives.loops.compiled import compiled, method, unit
+from gradstats.primitives.loops.compiled import method, unit
 from gradstats.primitives.loops.selection import block_select, keep_at_least
 from gradstats.primitives.loops.sums import block_sum, block_tail
 from gradstats.primitives.moments import SHORT, least_bits, rounded_sums
 from gradstats.primitives.tails import first_reaching, part_above, tails_of_block
 from gradstats.statistics.stages import (
-    MOST_STAGES,
     Sums,
     exponential,
     genpareto,
@@ -30,10 +29,9 @@ from gradstats.statistics.stages import (
     split_ratio,
     stage_excess,
 )
-from gradstats.thresholds import sidco
 from gradstats.thresholds.views import FEW, Trial, sorted_tails, worth_collecting
 
-__all__ = ["Block", "best_stages", "run_stages", "warm_up"]
+__all__ = ["Block", "sums_from"]
 
 _ROOM = local()
 
@@ -121,7 +119,7 @@ class Block(NamedTuple):
 
 
 def _as_usual(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return an array as loops are compiled for: of aligned memory, and one that may be written, which nothing does."""
+    """Return the array, aligned and marked as writable: loops are compiled for one kind. Nothing writes to it."""
     if x.flags.carray:
         return x
     if not x.flags.aligned:
@@ -167,18 +165,3 @@ for _each in (
 method("above", lambda self, threshold, m, expected, passes: self.instance_class.above)
 method("selected", lambda self, threshold: self.instance_class.selected)
 method("tail", lambda self, threshold: self.instance_class.tail)
-
-run_stages = compiled(nogil=True)(sidco.run_stages)
-"""The stages of :class:`Block`, compiled, and of a :class:`gradstats.thresholds.views.Trial`."""
-unit(sidco.run_stages)
-best_stages = compiled(nogil=True)(sidco.best_stages)
-"""The trial of every number of stages, compiled."""
-
-
-def warm_up() -> None:
-    """Compile the loops, or load them from the cache."""
-    fits = np.empty((MOST_STAGES, 5))
-    block = Block.of(np.ones(2, np.float32), False)
-    trial = block.trial(1.0, 1.0, 1.0)
-    best_stages(trial, False, 2, 1, 0.25, 1.0, fits)
-    run_stages(block, False, 2.0, 1.0, 1.0, 1, fits)

@@ -1,8 +1,8 @@
 """What SIDCo's algorithm asks of a gradient: sums of all magnitudes, sums of those that reach a threshold, and these.
 
-A view answers ``whole()``, ``above(eta, expected, passes)`` and ``selected(eta)``. A :class:`Whole` array takes a pass
-for each, a :class:`Cells` view looks sums up in a histogram, and :class:`gradstats.thresholds.sidco_loops.Block` is
-the view of one block in memory, compiled.
+A :class:`View` answers ``above(threshold, …)`` and ``selected(threshold)``, a :class:`Gradient` also ``whole(log)``,
+``trial(…)`` and ``selection(…)``. A :class:`Whole` array takes a pass for each, :class:`Cells` look sums up in a
+histogram, and :class:`gradstats.thresholds.sidco_loops.Block` is the view of one block in memory, compiled.
 """
 
 from __future__ import annotations

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 from ranks import run_ranks
 from workers import state as cases
 
-from gradstats.compressors import DenseCompressor, RandomK, SignSGD, TopK, make_compressor
+from gradstats.compressors import (
+    DenseCompressor,
+    RandomK,
+    SignSGD,
+    ThresholdSelector,
+    TopK,
+    make_compressor,
+)
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, MomentumCorrection, dgc_warm_up
 from gradstats.hooks.checkpoint import pack_state
+from gradstats.thresholds import Estimator
 
 pytestmark = pytest.mark.distributed
 
@@ -221,3 +232,58 @@ def test_refusals():
     with pytest.raises(InputError, match="memory holds velocity where this one holds residual"):
         state.load_state_dict({"rank0": {**own, "step": 3, "memory": {"velocity": {}}}})
     assert state.step == 0
+
+
+FIRST_STEP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from gradstats.compressors import make_compressor
+from gradstats.hooks import CompressionState, compression_hook
+from gradstats.primitives.loops.compiled import Loop
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+state = CompressionState(make_compressor(sys.argv[1], 0.01))
+compiled, compile_ = [], Loop.compile
+Loop.compile = lambda loop, sig: (compiled.append(loop.py_func.__name__), compile_(loop, sig))[1]
+ddp = DistributedDataParallel(torch.nn.Linear(2100, 2100))
+ddp.register_comm_hook(state, compression_hook)
+for _ in range(2):
+    ddp(torch.randn(2, 2100)).square().mean().backward()
+print(compiled)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["topk", "sidco-e", "sidco-gp", "redsync", "signsgd", "dense-bf16"]
+)
+def test_the_first_step_of_a_large_model_compiles_nothing(name):
+    """Every name in a process of its own: what one has loaded, the next would find."""
+    command = [sys.executable, "-c", FIRST_STEP, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_what_a_state_was_made_of_cannot_be_replaced():
+    state = CompressionState(TopK(0.1))
+    for name in ("compressor", "memory", "process_group"):
+        with pytest.raises(AttributeError):
+            setattr(state, name, None)
+
+
+class FromOutside(Estimator):
+    """A rule that cannot be copied, and that must not be run before the training is."""
+
+    name = "from-outside"
+
+    def __init__(self):
+        self.group = threading.Lock()
+
+    def _find(self, x, k):
+        raise AssertionError("run")
+
+
+def test_a_rule_from_outside_is_not_run_when_a_state_is_made():
+    assert CompressionState(ThresholdSelector(FromOutside(), 0.1)).step == 0

@@ -26,14 +26,15 @@ from gradstats.primitives.loops import copies, counts, rice, selection, signs, s
 from gradstats.primitives.loops.calls import calls
 from gradstats.primitives.loops.compiled import LOOPS, has
 from gradstats.primitives.select import _FEW, _SORTED
-from gradstats.thresholds import make_estimator, sidco_loops, warm_up
+from gradstats.thresholds import make_estimator, sidco, warm_up
 
 COMPILED = [
     loop
-    for module in (copies, counts, rice, selection, signs, sums, sidco_loops)
+    for module in (copies, counts, rice, selection, signs, sums)
     for loop in vars(module).values()
     if hasattr(loop, "signatures")
 ]
+COMPILED += sidco.compiled_algorithm()[1:]
 
 
 SIZES = (1, 2, 63, 64, 65, 129, 257, 1023, 2047, 2048, 2049, 2113, 5000)

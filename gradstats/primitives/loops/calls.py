@@ -102,13 +102,13 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
 
 def warm_up() -> None:
     """Compile every loop that this processor has, or load it from the cache; a terminal shows how many are left."""
-    Compiling.seconds = 20
+    said = Compiling.said
     todo = [each for each in calls(np.ones(2 * WORD + 1, np.float32)) if has(each[0].needs)]
-    with ExitStack() as stack:
+    with Compiling.of_all(), ExitStack() as stack:
         advance = None
         for done, (loop, arguments) in enumerate(todo, 1):
             loop(*arguments)
-            if advance is None and Compiling.said and messages().is_terminal:
+            if advance is None and Compiling.said and not said and messages().is_terminal:
                 bar = stack.enter_context(progress_bar())
                 task = bar.add_task("compiling loops", total=len(todo), completed=done - 1)
                 advance = partial(bar.advance, task)

@@ -14,7 +14,6 @@ import contextlib
 import gc
 import hashlib
 import os
-import pickle
 import re
 import sys
 import uuid
@@ -33,7 +32,7 @@ from numba.core import sigutils
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
-from numba.core.serialize import dumps
+from numba.core.serialize import dumps, loads
 from numba.extending import overload_method, register_jitable
 from numpy.typing import NDArray
 
@@ -228,11 +227,21 @@ def _warn_of_no_folder() -> None:
 
 
 class Compiling:
-    """What is said of compiling: once in a process, by the first process of a machine."""
+    """The note that loops are being compiled: once in a process, and only where LOCAL_RANK is 0."""
 
     seconds = 5
-    """How long it takes, about; whoever is about to compile all says so before."""
+    """How long it takes, about."""
     said = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_all(cls) -> Iterator[None]:
+        """Say how long it takes to compile all loops, if any is compiled meanwhile."""
+        cls.seconds, before = 20, cls.seconds
+        try:
+            yield
+        finally:
+            cls.seconds = before
 
     @classmethod
     def say(cls) -> None:
@@ -276,16 +285,20 @@ class _Files:
     def load(self, key: tuple[str, str]) -> Any:
         """Return the code of a key, None if there is none."""
         try:
-            return pickle.loads((self._folder / f"{self._name}-{key[0]}-{key[1]}.nbc").read_bytes())
-        except OSError:
+            return loads((self._folder / f"{self._name}-{key[0]}-{key[1]}.nbc").read_bytes())
+        except Exception:  # none, or one that was cut short: then whatever pickle raises
             return None
 
     def save(self, key: tuple[str, str], data: Any) -> None:
         """Keep the code of a key, and delete what an earlier content of the loop was compiled to."""
         path = self._folder / f"{self._name}-{key[0]}-{key[1]}.nbc"
         part = self._folder / f"{path.name}.{uuid.uuid4().hex}"
-        part.write_bytes(dumps(data))
-        part.replace(path)
+        try:
+            part.write_bytes(dumps(data))
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
         for old in self._folder.glob(f"{self._name}-{key[0]}-*.nbc"):
             if old != path:
                 with contextlib.suppress(OSError):  # another process was first
@@ -313,8 +326,8 @@ def _methods(kinds: Iterable[Any]) -> Iterator[FunctionType]:
     """Yield the compiled methods of named tuples among some types, which a loop reaches through its arguments."""
     for kind in kinds:
         if isinstance(kind, types.NamedTuple):
-            members = vars(kind.instance_class)
-            yield from (members[name] for name in _METHODS if name in members)
+            members = (getattr(kind.instance_class, name, None) for name in sorted(_METHODS))
+            yield from (each for each in members if isinstance(each, FunctionType))
         if isinstance(kind, types.BaseTuple):
             yield from _methods(kind.types)
 
@@ -331,7 +344,7 @@ def _constant(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{value.shape}{value.tobytes().hex()}"
     if isinstance(value, tuple):
-        return f"({','.join(map(_constant, value))})"
+        return f"({','.join(_constant(each) or _named(each) for each in value)})"
     if isinstance(value, set | frozenset):
         return f"{{{','.join(sorted(map(_constant, value)))}}}"
     if isinstance(value, dict):
@@ -356,18 +369,22 @@ def _content(roots: Iterable[Any]) -> list[str]:
         seen.add(value)
         names: set[str] = set()
         code = "".join(_code(value.__code__, names))
-        constants = {f"default {value.__defaults__!r}"}
+        constants = {f"defaults {value.__defaults__!r} {value.__kwdefaults__!r}"}
         reached = {name: value.__globals__[name] for name in names if name in value.__globals__}
-        for module in [each for each in reached.values() if isinstance(each, ModuleType)]:
-            if not _is_foreign(module.__name__):
-                reached |= {name: vars(module)[name] for name in names if name in vars(module)}
+        modules = [each for each in reached.values() if isinstance(each, ModuleType)]
+        for module in modules:  # grows by the modules inside them
+            for name in names & vars(module).keys() if not _is_foreign(module.__name__) else ():
+                other = vars(module)[name]
+                reached[f"{module.__name__}.{name}"] = other
+                if isinstance(other, ModuleType) and other not in modules:
+                    modules.append(other)
         free = value.__code__.co_freevars
         for name, cell in zip(free, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a name not bound yet
                 reached[name] = cell.cell_contents
         for name, other in reached.items():
             constants.add(f"{name}={_constant(other) or _named(other)}")
-            todo.append(other)
+            todo += other if isinstance(other, tuple) else [other]
         texts.add("\n".join([_named(value), code, *sorted(constants)]))
     return sorted(texts)
 
