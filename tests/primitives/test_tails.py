@@ -122,3 +122,16 @@ def test_counts_from_a_bin_on_are_those_of_the_histogram(size, family, monkeypat
             assert np.array_equal(each.sums, found[0].sums)
         reach = magnitudes[(magnitudes >= found[0].left.min(initial=math.inf)) & (magnitudes > 0)]
         assert found[0].tail(0.0)[0] == reach.size
+
+
+@pytest.mark.parametrize("first", [0, 1, 4000, 8190])
+def test_counts_of_all_are_those_of_each_block_alone(first):
+    """Whatever was counted before, in the same memory: NaN and infinities are in no bin, and zeros neither."""
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 2, 5000):
+        x = rng.laplace(size=size).astype(np.float32)
+        x[::7], x[3::11], x[5::13] = 0, np.nan, -np.inf
+        magnitude = (x.view(np.uint32) & 0x7FFFFFFF)[np.isfinite(x) & (x != 0)]
+        bins = np.bincount(magnitude >> 17, minlength=first)[first:]
+        counts = loops.counts_of_all(x.view(np.uint32), first, 17)
+        np.testing.assert_array_equal(counts, np.trim_zeros(bins, "b"))

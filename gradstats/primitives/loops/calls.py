@@ -52,8 +52,7 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     yield counts.block_count, (x, low32)
     yield counts.block_histogram, (bits, 16, np.full(1 << 15, 2, np.uint32))
     first = low >> 16
-    for loop in (counts.counts_of_all, counts.counts_of_tail):
-        yield loop, (bits, first, 16)
+    yield counts.counts_of_tail, (bits, first, 16)
     room = np.full((INFINITY >> 16) - first + 1, 5, np.uint32)
     yield counts.block_tail_histogram, (bits, max(first << 16, 1), 16, room)
     of_parts, found = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)

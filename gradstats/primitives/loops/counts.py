@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ __all__ = [
 
 _PAIRS = LINE // 2
 """Pairs of elements of a cache line."""
+_ROOM = local()
+"""A thread's counters, all 0 between calls: of new memory, every page would be asked for again."""
 
 
 def _count(x: Any, low: Any) -> Any:
@@ -184,8 +187,8 @@ def _counts(bits: Any, first: Any, shift: Any) -> Any:
     return np.bincount((kept >> shift) - first)
 
 
-@compiled(_counts, nogil=True)
-def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[np.uint32]:
+@compiled(_counts, needs="avx512f", nogil=True)
+def counts_of_tail(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[np.uint32]:
     """Return the counts of a block's bins from one on, to the last that is not empty.
 
     Parameters
@@ -196,25 +199,6 @@ def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[n
         Number of the first bin; zeros are in none.
     shift : int
         Trailing bits that do not tell bins apart.
-    """
-    counts = np.zeros(1 << (31 - shift), np.uint32)
-    block_histogram(bits, shift, counts)
-    for i in range(bits.size if first == 0 else 0):
-        counts[0] -= np.uint32(bits[i] & np.uint32(MASK) == 0)  # zeros are no magnitudes
-    last = np.int64(INFINITY) >> shift
-    while last > first and counts[last - 1] == 0:
-        last -= 1
-    return counts[first:last]
-
-
-@compiled(_counts, needs="avx512f", nogil=True)
-def counts_of_tail(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[np.uint32]:
-    """Return what :func:`counts_of_all` does.
-
-    Parameters
-    ----------
-    bits, first, shift : object
-        The same.
     """
     counts = np.empty((np.int64(INFINITY) >> shift) - first, np.uint32)
     return counts[: block_tail_histogram(bits, max(first << shift, 1), shift, counts)]
@@ -319,6 +303,29 @@ def descend(counts: NDArray[np.int64], k: float) -> tuple[int, int]:
         if above > k:
             return i, above
     return -1, above
+
+
+def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[np.uint32]:
+    """Return what :func:`counts_of_tail` does, on any processor.
+
+    Parameters
+    ----------
+    bits, first, shift : object
+        The same.
+    """
+    room: NDArray[np.uint32] | None = getattr(_ROOM, "counts", None)
+    if room is None or room.size != 1 << (31 - shift):
+        room = _ROOM.counts = np.zeros(1 << (31 - shift), np.uint32)
+    block_histogram(bits, shift, room)
+    if first == 0:
+        room[0] -= np.uint32(bits.size - np.count_nonzero(bits & np.uint32(MASK)))
+    last = int(INFINITY) >> shift
+    some = room[first:last] != 0
+    if some.any():
+        last -= int(some[::-1].argmax())
+    counts = room[first:last].copy() if some.any() else room[:0].copy()
+    room.fill(0)
+    return counts
 
 
 block_counts = counts_of_tail if has("avx512f") else counts_of_all
