@@ -319,12 +319,15 @@ def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[n
     block_histogram(bits, shift, room)
     if first == 0:
         room[0] -= np.uint32(bits.size - np.count_nonzero(bits & np.uint32(MASK)))
-    last = int(INFINITY) >> shift
-    some = room[first:last] != 0
-    if some.any():
-        last -= int(some[::-1].argmax())
-    counts = room[first:last].copy() if some.any() else room[:0].copy()
-    room.fill(0)
+    # from the top on, two counters at a time: most of them are beyond any gradient's largest
+    above = int(INFINITY) >> shift
+    pairs = room[:above].view(np.uint64)[first // 2 :] != 0
+    empty = int(pairs[::-1].argmax()) if pairs.size else 0
+    last = above - 2 * empty if pairs[pairs.size - 1 - empty :].any() else first
+    last -= last > first and room[last - 1] == 0
+    counts = room[first : max(last, first)].copy()
+    room[: max(last, first)] = 0
+    room[above:] = 0  # NaN and infinities
     return counts
 
 
