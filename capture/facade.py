@@ -33,6 +33,7 @@ from gradstats.trace import KINDS, STORES, Kind, Store, create_trace
 __all__ = ["Capture"]
 
 
+# Over 300 lines: a third explains the options, where users look them up.
 class Capture:
     """Record per-step gradients of a training run, before and after error feedback.
 

@@ -27,6 +27,7 @@ from gradstats.trace.record import StepRecord
 __all__ = ["CompressionState"]
 
 
+# Over 300 lines: a third explains the options, where users look them up.
 class CompressionState:
     """State of :func:`gradstats.hooks.compression_hook`: memory, compressor, step. One for every DDP model.
 
