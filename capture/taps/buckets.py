@@ -135,9 +135,8 @@ class BucketTap(Tap):
             )
 
     def _begin_step(self) -> None:
-        if (
-            self._recorder.phase is not Phase.IDLE
-        ):  # the user did not end the last one, or it failed
+        # the user did not end the last step, or it failed
+        if self._recorder.phase is not Phase.IDLE:
             self._conclude()
         self._reached = True
         self._begin(self._recorder.wanted())

@@ -153,7 +153,9 @@ class Measured:
         return {
             "scale": b / a if a else math.nan,
             # last bits of the sums, which differ between processors, are cut: parallel vectors have 1
-            "cosine": round(v.dot(v.a, v.b) / (a * b), 12) if a * b else math.nan,
+            "cosine": round(min(max(v.dot(v.a, v.b) / (a * b), -1.0), 1.0), 12)
+            if a * b
+            else math.nan,
             "error": v.error,
             "signs": c.agree / c.either if c.either else math.nan,
         }
