@@ -177,6 +177,9 @@ class Estimator(ABC):
             return estimate, selection
         return estimate, selection_like(x, selection.indices, selection.values)
 
+    def warm_up(self) -> None:  # noqa: B027 — most rules have nothing more
+        """Compile what a training uses and a few thresholds do not; nothing unless a rule says otherwise."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically; empty for a rule without state."""
         return {}
