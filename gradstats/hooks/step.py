@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.header import Moment, at_moment
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced
 from gradstats.errors import InputError
+from gradstats.hooks.agreement import Agreement, check_applied
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
 from gradstats.hooks.gradient import FlatGradient, Pair, zero_bad
@@ -69,6 +72,10 @@ class Setup:
         Distance of diagnosed steps, 0 for none.
     process_group : torch.distributed.ProcessGroup or None
         Ranks to average over.
+    agreement : Agreement
+        What all ranks must agree on.
+    verify_every : int
+        Distance of steps whose update is compared over the ranks, 0 for none.
     """
 
     compressor: Compressor
@@ -80,6 +87,8 @@ class Setup:
     clip: float | None
     diagnose_every: int
     process_group: dist.ProcessGroup | None
+    agreement: Agreement
+    verify_every: int
 
     @property
     def layout(self) -> ParameterLayout:
@@ -101,6 +110,7 @@ class Setup:
         """
         named = list(named_parameters)
         self.layout.add(named)
+        self.agreement.add(named)
         self.usage.watch(parameter for _, parameter in named)
 
     def allocate(self, device: torch.device) -> None:
@@ -192,6 +202,28 @@ class Step:
         self.bad_elsewhere = 0
         self.problem = ""
         self._setup = setup
+        self._open = False
+
+    def at(self) -> AbstractContextManager[None]:
+        """Return a context in which headers say which step this is, and what must agree in it."""
+        setup = self._setup
+        ratio = 1.0 if setup.schedule.dense(self.number) else setup.compressor.ratio
+        shown = {} if ratio is None else {"ratio": f"{ratio:.9g}"}
+        return at_moment(Moment(self.number, {**shown, **setup.agreement.details}))
+
+    def open(self, device: torch.device) -> None:
+        """Before the first message, see that all ranks have the same options, and are about to do the same.
+
+        Parameters
+        ----------
+        device : torch.device
+            Device of the gradients.
+        """
+        setup, group = self._setup, self._setup.process_group
+        setup.agreement.check(self.number, setup.compressor.state_dict, group, device)
+        if not self._open and (self._streams() or self.pairs):
+            self._open = True
+            setup.agreement.announce(group, device)
 
     def average_sparse(
         self, buffer: torch.Tensor, parameters: Iterable[torch.Tensor]
@@ -252,7 +284,8 @@ class Step:
         self.pairs += pairs
         if self._streams():
             self._setup.layout.require(parameter for parameter, _ in pairs)
-            self._push(pairs, self._take(pairs))
+            with self.at():
+                self._push(pairs, self._take(pairs))
 
     def complete(self) -> Outcome:
         """Exchange, put the average into the gradients, and settle the memory.
@@ -278,6 +311,7 @@ class Step:
             return Outcome()
         if not setup.gradient.allocated:
             setup.allocate(pairs[0][1].device)
+        self.open(pairs[0][1].device)
         dense_step, flag = setup.schedule.dense(self.number), 0
         if not self._streams():
             flag = self._take(pairs)
@@ -304,6 +338,8 @@ class Step:
         over = count_bad([g for _, g in pairs if g.dtype == torch.float16])
         if over:
             return self._refuse(Reduced([over] * len(reduced.flags)))
+        if setup.verify_every and self.number % setup.verify_every == 0:
+            check_applied([(layout.name(p), g) for p, g in pairs], group)
         diagnosis = None if comparison is None else self._diagnosis(comparison, reduced)
         if compressor.feedback:
             memory.settle(reduced.residual, outside(reduced.sent, dense_layers))
