@@ -101,8 +101,9 @@ class Shown:
 
         rows = joined(self._rows())
         names, said = _said_once(list(rows[0]) if rows else [], rows)
-        labels = {name: _header(name, names) for name in names}
-        frame = pd.DataFrame(rows, columns=names).rename(columns=labels)
+        labels = {name: visible(_header(name, names)) for name in names}
+        shown = [{n: visible(v) if isinstance(v, str) else v for n, v in r.items()} for r in rows]
+        frame = pd.DataFrame(shown, columns=names).rename(columns=labels)
         table: str = frame.to_html(max_rows=60, index=False)
         return f"<p>{escape(said)}</p>\n{table}" if said else table
 
@@ -428,7 +429,7 @@ def _csv(records: Sequence[Record]) -> str:
         return ""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(records[0])
+    writer.writerow(map(_csv_value, records[0]))
     for record in records:
         writer.writerow(map(_csv_value, record.values()))
     return stream.getvalue().rstrip("\n")
@@ -442,7 +443,11 @@ def _csv_value(value: Any) -> Any:
     # a spreadsheet takes a text that begins so for a formula, and runs it
     formula = value.startswith(("\t", "\r")) or value.lstrip().startswith(("=", "+", "-", "@"))
     # the csv module leaves a lone carriage return unquoted, and does not read it back
-    return ("'" if formula else "") + value.replace("\r", "\n")
+    lines = value.replace("\r", "\n").split("\n")
+    # a file is shown in a terminal, too
+    return ("'" if formula else "") + "\n".join(
+        "\t".join(map(visible, line.split("\t"))) for line in lines
+    )
 
 
 def format_value(value: Any) -> str:

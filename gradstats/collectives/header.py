@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 from gradstats.errors import ExchangeError, InputError
@@ -197,12 +198,12 @@ class Header:
         """
         kind = _signed(_MAGIC << 16 | WIRE << 8 | self.kind)
         fields = (kind, self.step, self.length, self.flag, self.details, 0)
-        made = torch.tensor([*fields, _check(fields), 0], dtype=torch.int32)
+        known = [*fields, _check(fields)]
         if body.is_cpu:
-            made[-1] = checksum(body)
-            return made
+            return torch.tensor([*known, _sum(body)], dtype=torch.int32)
+        made = torch.tensor(known, dtype=torch.int32, device=body.device)
         # without waiting for the device
-        return torch.cat([made[:-1].to(body.device), checksum(body)[None]])
+        return torch.cat([made, checksum(body)[None]])
 
 
 def _signed(number: int) -> int:
@@ -315,6 +316,9 @@ def by_rank(values: Sequence[str], most: int = 4) -> str:
     return ", ".join(shown) + (" and others" if len(ranks) > most else "")
 
 
+_BLOCK = 1 << 18
+"""Words whose weights are kept."""
+_WEIGHTS = (2 * np.arange(_BLOCK, dtype=np.uint32) + 1) * np.uint32(_ODD)
 _weights: dict[torch.device, torch.Tensor] = {}
 
 
@@ -334,12 +338,31 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     int32 tensor, shape (…)
         Checksums, on the same device.
     """
-    n, device = words.shape[-1], words.device
-    weights = _weights.get(device)
-    if weights is None or weights.numel() < n:
-        odd = 2 * torch.arange(max(1024, 2 * n), dtype=torch.int64, device=device) + 1
-        weights = _weights[device] = _narrow(odd * _ODD)
-    return _narrow((words * weights[:n]).sum(-1, dtype=torch.int64) + _NOT_ZERO)
+    if words.is_cpu:
+        rows = words.reshape(-1, words.shape[-1]) if words.dim() > 1 else words[None]
+        sums = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
+        return sums.view(words.shape[:-1])
+    weights = _weights.get(words.device)
+    if weights is None:
+        weights = torch.from_numpy(_WEIGHTS.view(np.int32)).to(words.device)
+        _weights[words.device] = weights
+    total = torch.full(words.shape[:-1], _NOT_ZERO, dtype=torch.int64, device=words.device)
+    for i, start in enumerate(range(0, words.shape[-1], _BLOCK)):
+        block = words[..., start : start + _BLOCK]
+        part = (block * weights[: block.shape[-1]]).sum(-1, dtype=torch.int64)
+        total += (part & 0xFFFFFFFF) * (2 * i + 1)
+    return _narrow(total)
+
+
+def _sum(words: torch.Tensor) -> int:
+    """Return the checksum of a vector in this machine's memory, as an int32."""
+    numbers = words.contiguous().numpy().view(np.uint32)
+    total = _NOT_ZERO
+    for i, start in enumerate(range(0, numbers.size, _BLOCK)):
+        block = numbers[start : start + _BLOCK]
+        # in 32 bits, and without a temporary of the block's size
+        total += int(np.dot(block, _WEIGHTS[: block.size])) * (2 * i + 1)
+    return _signed(total)
 
 
 def _narrow(numbers: torch.Tensor) -> torch.Tensor:
@@ -403,8 +426,10 @@ def check_bodies(bodies: Sequence[torch.Tensor], sums: Sequence[int]) -> None:
     ExchangeError
         If one did not.
     """
-    # one transfer from a device for all ranks
-    found = torch.stack([checksum(body) for body in bodies]).tolist()
+    if all(body.is_cpu for body in bodies):
+        found = [_sum(body) for body in bodies]
+    else:  # one transfer from a device for all ranks
+        found = torch.stack([checksum(body) for body in bodies]).tolist()
     for rank, (expected, actual) in enumerate(zip(sums, found, strict=True)):
         if expected != actual:
             raise damaged(rank, "what it carries does not have its checksum")
