@@ -104,7 +104,8 @@ class LocalSteps:
     Raises
     ------
     InputError
-        For options that do not go together or are out of range.
+        For options that do not go together or are out of range; on all ranks, if they were given different ones, or
+        other models.
     ExchangeError
         Out of the optimizer's ``step()``, or the end of the ``with`` block, if a rank is lost. Parameters and memories
         stay as they were.
