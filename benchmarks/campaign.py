@@ -84,7 +84,7 @@ PARTS = {
         "faults.wire.between_ranks", "damaged messages between two ranks, verified", 200, 3, 20, 60
     ),
     "options": Part("faults.options.trial", "ranks that were given different things", 600, 12, 50),
-    "checkpoints": Part("faults.checkpoints.mutated", "altered checkpoints", 5500, 90, 500),
+    "checkpoints": Part("faults.checkpoints.mutated", "altered checkpoints", 5200, 26, 650),
     "soak": Part("faults.soak.soak", "100,000 captured steps", 1, 0, 1, 7200),
     "outputs": Part("faults.outputs.replaced", "a command killed while it writes", 100, 2, 10, 300),
     "tables": Part("faults.names.tables", "hostile names in every table format", 5000, 60, 500),

@@ -226,7 +226,6 @@ class Fragment:
                     local[i] = torch.where(local[i].isfinite(), local[i], values)
                 values.lerp_(local[i], mix)
         self.pairs = []
-        self.state.verify([*self.anchors.items()])
 
     def is_behind(self, step: int, delay: int) -> bool:
         """Tell whether some rank has taken steps that it has not exchanged, on all ranks.

@@ -380,7 +380,7 @@ class LocalSteps:
         self.step += 1
         for fragment in self._fragments:
             if fragment.pairs and self.step >= fragment.due:
-                fragment.apply(self._outer, self.step, self.mix)
+                self._apply(fragment)
             if (self.step - fragment.offset) % self.steps == 0:
                 self._send(fragment, self.delay)
                 if fragment is self._fragments[-1]:
@@ -392,13 +392,18 @@ class LocalSteps:
         self._watcher.before(pairs)
         fragment.send(pairs, self.step, delay, self._background, self._details(self._handles))
         if not delay:
-            fragment.apply(self._outer, self.step, self.mix)
+            self._apply(fragment)
+
+    def _apply(self, fragment: Fragment) -> None:
+        """Apply what came of a fragment's exchange; if it is to be verified, compare what became of it."""
+        fragment.apply(self._outer, self.step, self.mix)
+        # not in the group of exchanges, in which another one may be running in the background
+        fragment.state.verify([*fragment.anchors.items()], self._group)
 
     def _details(self, counted: object = True) -> dict[str, str]:
         """Return what must be the same on all ranks in an exchange; the last one takes what is left on each."""
-        step = str(self.step) if counted else "the last"
         return {
-            "local steps": step,
+            "local steps": str(self.step) if counted else "the last",
             "the outer optimizer's options": optimizer_options(self._outer),
         }
 
@@ -414,7 +419,7 @@ class LocalSteps:
         """Exchange what some rank has not exchanged yet, so that all end with the same parameters."""
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
-                fragment.apply(self._outer, self.step, self.mix)
+                self._apply(fragment)
         for fragment in self._fragments:
             if fragment.is_behind(self.step, self.delay):
                 self._send(fragment, 0)

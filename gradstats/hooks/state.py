@@ -393,13 +393,17 @@ class CompressionState:
         self.step += 1
         return outcome.fill
 
-    def verify(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def verify(
+        self, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None
+    ) -> None:
         """After a step that is to be verified, check that what was made of its update is the same on all ranks.
 
         Parameters
         ----------
         named : sequence of (str, torch.Tensor)
             Names and tensors.
+        group : torch.distributed.ProcessGroup or None
+            The ranks.
 
         Raises
         ------
@@ -408,7 +412,7 @@ class CompressionState:
         """
         every = self._setup.verify_every
         if every and (self.step - 1) % every == 0:
-            check_applied(named, self.process_group)
+            check_applied(named, group)
 
     def _drop_step(self) -> None:
         self._current = None

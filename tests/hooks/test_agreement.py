@@ -89,3 +89,18 @@ def test_an_update_that_differs_is_found_where_it_is_verified(world):
             f"ExchangeError: step 2: 1.weight did not become the same on all ranks: {who}",
             True,
         ]
+
+
+@pytest.mark.distributed
+def test_local_steps_that_differ_are_named():
+    reports = run_ranks(2, cases.local_steps)
+    said = reports[0]
+    assert reports[1] == said
+    assert "differ in steps, 4 on rank 0, 3 on rank 1" in said["steps"]
+    assert "differ in the outer optimizer's options in step" in said["a scheduler of one rank"]
+    assert "lr 0.5" in said["a scheduler of one rank"]
+    for name in ("two steps more", "two steps more, late"):
+        assert "the ranks send different things" in said[name]
+        assert "the end of local steps on rank 0" in said[name]
+    assert "1.bias did not become the same on all ranks: ranks 0 and 1 differ" in said["verified"]
+    assert (said["well"], said["a step more"]) == ("", "")

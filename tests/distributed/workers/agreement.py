@@ -5,7 +5,7 @@ from torch import nn
 
 from gradstats.compressors import TopK, make_compressor
 from gradstats.errors import GradstatsError
-from gradstats.hooks import CompressionState
+from gradstats.hooks import CompressionState, LocalSteps
 from gradstats.hooks.shards import exchange
 
 
@@ -69,4 +69,37 @@ def verified(rank, world):
         if said[-1]:
             said.append(torch.equal(before, state.residual(net[0].weight)))
             return said
+    return said
+
+
+def local_steps(rank, world):
+    """Return what is said where ranks differ in local steps, and where anchors differ that are verified."""
+    said = {}
+
+    def train(total=8, rate=None, spoil=False, **options):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        outer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+        with LocalSteps(net, optimizer, outer, **options) as local:
+            for step in range(total):
+                if rate is not None and step == 3:
+                    outer.param_groups[0]["lr"] = rate
+                if spoil and step == 5:
+                    local._fragments[-1].anchors["1.bias"][0] += 1e-3
+                optimizer.zero_grad()
+                net(torch.ones(1, 6) + rank).square().mean().backward()
+                optimizer.step()
+        return ""
+
+    for name, options in (
+        ("steps", {"steps": 3 if rank else 4}),
+        ("a scheduler of one rank", {"steps": 2, "rate": 0.1 if rank else None}),
+        ("two steps more", {"steps": 2, "total": 10 if rank else 8}),
+        ("two steps more, late", {"steps": 2, "delay": 1, "total": 10 if rank else 8}),
+        ("verified", {"steps": 2, "verify_every": 1, "spoil": rank == 1, "fragments": 2}),
+        ("well", {"steps": 2, "verify_every": 1, "delay": 1, "fragments": 2}),
+        ("a step more", {"steps": 2, "total": 9 if rank else 8}),
+    ):
+        said[name] = _refusal(lambda options=options: train(**options))
     return said
