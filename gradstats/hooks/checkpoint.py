@@ -271,9 +271,12 @@ class Checkpoint:
     def _check_tensors(self, entry: Mapping[str, Any]) -> None:
         """Check that what was saved of the memory is vectors of finite values."""
         for part in self._gradient.memory_parts():
-            for kind, tensors in (entry.get(part.key) or {}).items():
+            # a distributed checkpoint leaves out what is empty
+            saved = field({part.key: {}, **entry}, part.key, Mapping)  # type: ignore[type-abstract]
+            for kind in saved:
                 if kind not in part.kinds:
                     raise InputError(f"the checkpoint's {part.key} holds {kind}, and this one not")
+                tensors = field(saved, kind, Mapping)  # type: ignore[type-abstract]
                 # squares
                 low = 0.0 if kind == "second_moment" else None
                 for name, values in tensors.items():

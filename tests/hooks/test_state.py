@@ -233,6 +233,10 @@ def test_refusals():
             CompressionState(compressor, error_feedback=True)
     state = CompressionState(TopK(0.1), named_parameters=torch.nn.Linear(2, 2).named_parameters())
     own = state.state_dict()["rank0"]
+    for key in ("memory", "dense_memory"):
+        for odd in ([], None, {"residual": []}):
+            with pytest.raises(InputError, match="the checkpoint's"):
+                state.load_state_dict(resealed(0, own, step=3, **{key: odd}))
     with pytest.raises(InputError, match="memory holds velocity where this one holds residual"):
         state.load_state_dict(resealed(0, own, step=3, memory={"velocity": {}}))
     assert state.step == 0

@@ -206,7 +206,7 @@ def test_a_compressor_from_outside_is_planned_by_what_its_class_says(monkeypatch
         first = by_name(plan(ZEROS, link(), COMPUTE, [4], [0.01], compressors))["first"]
         k = target_count(0.01, D)
         reduce = 6 * ALPHA + 6 / 4 * 4 * k * BETA
-        assert first["seconds"] == pytest.approx(COMPUTE + 3 * (ALPHA + 4 * BETA) + reduce)
+        assert first["seconds"] == pytest.approx(COMPUTE + 3 * (ALPHA + 32 * BETA) + reduce)
         assert (first["bytes"], first["union"], first["basis"]) == (4 * k, k, "exact")
 
 
