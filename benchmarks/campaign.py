@@ -81,7 +81,7 @@ PARTS = {
     "files": Part("faults.files.mutated", "mutated files and traces", 100_000, 180, 2000),
     "messages": Part("faults.wire.message", "damaged messages", 20_000, 150, 1000),
     "messages of ranks": Part(
-        "faults.wire.between_ranks", "damaged messages between two ranks, verified", 200, 3, 20, 60
+        "faults.wire.between_ranks", "damaged messages between two ranks, verified", 100, 3, 20, 60
     ),
     "options": Part("faults.options.trial", "ranks that were given different things", 600, 12, 50),
     "checkpoints": Part("faults.checkpoints.mutated", "altered checkpoints", 5200, 26, 650),

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import textwrap
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from numbers import Integral, Real
@@ -409,7 +410,13 @@ def visible(text: str) -> str:
     str
         The same in one line, without escape sequences, line ends and changes of the writing direction.
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    # a space that does not break a line is harmless, and in texts of our own
+    return "".join(
+        c
+        if c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def _plain(record: Record) -> dict[str, Any]:
