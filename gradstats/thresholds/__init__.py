@@ -12,7 +12,7 @@ from gradstats.errors import InputError, options_of, unknown
 from gradstats.primitives import Array
 from gradstats.primitives import warm_up as warm_up_primitives
 from gradstats.primitives.ratio import target_count
-from gradstats.thresholds.base import Estimate, Estimator
+from gradstats.thresholds.base import Estimate, Estimator, Result
 from gradstats.thresholds.exact import Exact, WarmExact
 from gradstats.thresholds.gaussiank import GaussianK
 from gradstats.thresholds.hard import Hard
@@ -35,6 +35,7 @@ __all__ = [
     "MiCRO",
     "RedSync",
     "RedSyncTrimmed",
+    "Result",
     "SIDCoE",
     "SIDCoGP",
     "SIDCoP",
