@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gradstats.errors import InputError, first_line
 
-__all__ = ["Registry", "entries", "load"]
+__all__ = ["Registry", "entries", "load", "load_file", "loaded_files"]
 
 T = TypeVar("T")
+
+_FILES: dict[str, None] = {}
+"""Files that have been imported by their paths, in order."""
 
 
 @cache
@@ -51,6 +59,51 @@ def load(entry: EntryPoint) -> Any:
         raise InputError(
             f"{entry.group} {entry.name!r}{brought} cannot be loaded from {entry.value}: {first_line(error)}"
         ) from error
+
+
+def load_file(path: str | Path) -> None:
+    """Import a Python file, so that what it puts into registries is there: laws, rules, compressors, commands.
+
+    It finds modules beside it, as a program does.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or imported. The message says in which line.
+    """
+    file = Path(path).resolve()
+    name = f"load_{file.stem}"  # of no module that somebody else might mean
+    loader = SourceFileLoader(name, str(file))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    sys.modules[name] = module = module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # anybody's code, which may do anything
+        del sys.modules[name]
+        if isinstance(error, OSError) and error.filename == str(file):
+            raise InputError(f"cannot load {path}: {error.strerror}") from None
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)
+        ]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines = [error.lineno]
+        where = f", line {lines[-1]}" if lines else ""
+        what = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"cannot load {path}{where}: {what}{first_line(error)}") from error
+    _FILES[str(file)] = None
+
+
+def loaded_files() -> list[str]:
+    """Return the files that :func:`load_file` has imported, for other processes to do the same."""
+    return list(_FILES)
 
 
 class Registry(MutableMapping[str, T], Generic[T]):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,8 +22,8 @@ from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
-from gradstats.errors import GradstatsError
-from gradstats.registry import entries, load
+from gradstats.errors import GradstatsError, InputError
+from gradstats.registry import entries, load, load_file
 
 __all__ = ["app", "main"]
 
@@ -76,6 +77,14 @@ def _root(
             callback=_drop_color,
         ),
     ] = False,
+    load: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--load",
+            help="Import this Python file first: laws, threshold rules and compressors of your own (repeatable).",
+            metavar="FILE.py",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -109,11 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         terminated.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    # typer accepts a global option before the command only; people write it anywhere
-    anywhere = [a for a in given if a in ("--quiet", "-q", "--no-color")]
-    given = [*anywhere, *(a for a in given if a not in anywhere)]
     try:
         _load_plugins()
+        given, files = _global_first(given)
+        for file in files:  # now: what they bring may be a command
+            load_file(file)
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
         if code > 128 and arguments is None:
             _ignore_signals()
@@ -133,6 +142,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code > 128:
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)
+
+
+def _global_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments with global options first, and the files to load.
+
+    typer accepts a global option before the command only; people write it anywhere.
+    """
+    first, others, files = [], [], []
+    each = iter(arguments)
+    for argument in each:
+        name, _, file = argument.partition("=")
+        if argument in ("--quiet", "-q", "--no-color"):
+            first.append(argument)
+        elif name == "--load":
+            files.append(file or next(each, ""))
+            if not files[-1]:
+                raise InputError("--load takes a file: --load FILE.py")
+            first += ["--load", files[-1]]
+        else:
+            others.append(argument)
+    return [*first, *others], files
 
 
 def _ignore_signals() -> None:
