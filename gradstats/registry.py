@@ -132,14 +132,18 @@ class Registry(MutableMapping[str, T], Generic[T]):
     def __init__(
         self, group: str, own: Mapping[str, str], check: Callable[[str, object], None]
     ) -> None:
-        self._group, self._own, self._check = group, own, check
+        self.own = tuple(own)
+        """Names of the package's own."""
+        self._group, self._homes, self._check = group, own, check
         self._loaded: dict[str, T] = {}
         self._places: dict[str, EntryPoint] | None = None
 
     def _entries(self) -> dict[str, EntryPoint]:
         """Return the places of what is not there until it is asked for, found the first time they are needed."""
         if self._places is None:
-            self._places = {n: EntryPoint(n, place, self._group) for n, place in self._own.items()}
+            self._places = {
+                n: EntryPoint(n, place, self._group) for n, place in self._homes.items()
+            }
             for entry in entries(self._group):
                 self._places.setdefault(entry.name, entry)
         return self._places
