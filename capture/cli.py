@@ -349,7 +349,6 @@ def _tables(out: Path) -> None:
     from gradstats.analysis import decay, quality
     from gradstats.cli.statistics import DECAY
     from gradstats.cli.thresholds import QUALITY
-    from gradstats.thresholds import ESTIMATORS
     from gradstats.trace.sources import open_sources
 
     steps = sorted({key[2] for source in open_sources(out) for key in source.select()})
@@ -358,5 +357,5 @@ def _tables(out: Path) -> None:
         analyse("decay", out, decay.compressibility_records, steps=few, ranks=[0]), "table", None
     )
     typer.echo()
-    work = one_by_one(quality.quality, estimators=tuple(ESTIMATORS))
+    work = one_by_one(quality.quality)
     QUALITY.emit(analyse("quality", out, work), "table", None)

@@ -19,7 +19,7 @@ from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
 from gradstats.tables import Quality, Records
-from gradstats.thresholds import Estimate, Estimator, make_estimator
+from gradstats.thresholds import ESTIMATORS, Estimate, Estimator, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
@@ -37,8 +37,6 @@ __all__ = [
 ]
 
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
-_ESTIMATORS = ("exact", "dgc", "sidco-e")
-_STAGED = ("sidco-e", "sidco-gp", "sidco-p")
 _FEWEST_FOR_QUANTILES = 20
 """Values below which the 5 % and 95 % quantiles lie between the two outermost ones."""
 
@@ -124,7 +122,7 @@ def spread_of(count: int) -> str:
 def quality_series(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _ESTIMATORS,
+    estimators: Iterable[str] | None = None,
     *,
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -145,7 +143,7 @@ def quality_series(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     steps, ranks : sequence of int, optional
         Steps and ranks to look at; all by default.
     kinds : sequence of Kind, optional
@@ -180,7 +178,7 @@ def series_of(
     source: Source,
     subset: Subset,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _ESTIMATORS,
+    estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
     on_progress: Callable[[], None] = lambda: None,
@@ -196,7 +194,7 @@ def series_of(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     options : dict of dict, optional
         Options by estimator's name.
     on_progress : callable, optional
@@ -241,12 +239,13 @@ def _replay(
     source: Source,
     subset: Subset,
     ratios: Sequence[float],
-    estimators: Iterable[str],
+    estimators: Iterable[str] | None,
     options: Options | None,
     on_progress: Callable[[], None],
 ) -> Iterator[_Played]:
     """Run estimators over the gradients of a source, steps in order, each with one instance per series."""
-    names, ratios = check_several(estimators, "estimators"), check_ratios(ratios)
+    names = list(ESTIMATORS) if estimators is None else check_several(estimators, "estimators")
+    ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
     for rank, kind, step in followed(subset.keys(source), "gradients"):
@@ -298,7 +297,7 @@ def _energy(values: NDArray[np.float64]) -> float:
 def quality(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _ESTIMATORS,
+    estimators: Iterable[str] | None = None,
     *,
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -317,7 +316,7 @@ def quality(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     steps, ranks : sequence of int, optional
         Steps and ranks to look at; all by default.
     kinds : sequence of Kind, optional
@@ -491,7 +490,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
 def stage_budget(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _STAGED,
+    estimators: Iterable[str] | None = None,
     *,
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -513,7 +512,7 @@ def stage_budget(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`. Those without stages have no records.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default. Those without stages have no records.
     steps, ranks : sequence of int, optional
         Steps and ranks to look at; all by default.
     kinds : sequence of Kind, optional

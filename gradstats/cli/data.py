@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradstats.cli.options import FormatOption, OutputOption, RatioOption, SourceArgument
-from gradstats.cli.output import Table, note
+from gradstats.cli.output import Table, given, note
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def report(  # numpydoc ignore=PR01
         if not workers or not compute:
             raise InputError("--network takes --workers and --compute, too")
         for each in sources:
-            plans = cluster.plan(each, network, compute, workers, ratio or (0.01, 0.001))
+            plans = cluster.plan(each, network, compute, workers, **given(ratios=ratio))
             for n in dict.fromkeys(workers):
                 advice.append(
                     f"{each.name}: {cluster.advice([r for r in plans if r['workers'] == n])}"

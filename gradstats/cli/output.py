@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gradstats.trace import Kind
 
 __all__ = [
-    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "note", "note_statuses", "one_by_one"),
-    "worst_first",
+    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "given", "note", "note_statuses"),
+    *("one_by_one", "worst_first"),
 ]
 
 Records: TypeAlias = list[dict[str, Any]]
@@ -217,6 +217,22 @@ def worst_first(records: Records, name: str, first: Sequence[str] = ("all",)) ->
         layers.sort(key=lambda r: -r[name] if r[name] == r[name] else math.inf)
         shown += layers[:MOST_ROWS]
     return shown
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given, so that the function that takes them has the say about the others.
+
+    Parameters
+    ----------
+    **options : Any
+        Options; None, or an empty list, for what was not given.
+
+    Returns
+    -------
+    dict
+        Those that were.
+    """
+    return {name: value for name, value in options.items() if value not in (None, [])}
 
 
 def one_by_one(

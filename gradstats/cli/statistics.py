@@ -28,6 +28,7 @@ from gradstats.cli.output import (
     Records,
     Table,
     analyse,
+    given,
     note,
     note_statuses,
     one_by_one,
@@ -352,15 +353,9 @@ def drift(  # numpydoc ignore=PR01
     --store sketches --every 1).
     """
     from gradstats.analysis import drift
-    from gradstats.primitives.ratio import RATIOS
 
-    work = one_by_one(
-        drift.drift,
-        quantity or (),
-        models=_models(model),
-        ratios=ratio or RATIOS,
-        per_layer=per_layer,
-    )
+    asked = given(quantities=quantity, models=_models(model), ratios=ratio)
+    work = one_by_one(drift.drift, **asked, per_layer=per_layer)
     records = analyse(
         "measuring",
         source,

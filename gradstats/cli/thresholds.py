@@ -20,7 +20,7 @@ from gradstats.cli.options import (
     StepOption,
     one_of,
 )
-from gradstats.cli.output import Table, analyse, note, one_by_one
+from gradstats.cli.output import Table, analyse, given, note, one_by_one
 from gradstats.errors import InputError
 from gradstats.tables import Records
 
@@ -73,7 +73,6 @@ CHANGES = Table(
     ),
     ("threads", "cache", "gradient", "layers", "numel"),
 )
-_NUMELS = (260_000, 2_600_000, 26_000_000)
 
 
 def _tails() -> tuple[str, ...]:
@@ -114,7 +113,6 @@ def quality(  # numpydoc ignore=PR01
     from math import isfinite
 
     from gradstats.analysis import quality
-    from gradstats.primitives.ratio import RATIOS
     from gradstats.thresholds import ESTIMATORS
 
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
@@ -125,8 +123,10 @@ def quality(  # numpydoc ignore=PR01
         table, records_of = BY_STAGE, quality.stage_budget
     elif versus:
         table, records_of = DIFFERENCES, quality.quality_series
-    names = list(dict.fromkeys([*(estimator or ESTIMATORS), *([versus] if versus else [])]))
-    work = one_by_one(records_of, ratio or RATIOS, names, options=options, per_layer=per_layer)
+    if estimator and versus and versus not in estimator:
+        estimator = [*estimator, versus]
+    asked = given(ratios=ratio, estimators=estimator)
+    work = one_by_one(records_of, **asked, options=options, per_layer=per_layer)
     records = analyse("quality", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
     if versus:
         records = quality.differences(records, versus)
@@ -196,11 +196,9 @@ def bench(  # numpydoc ignore=PR01
     output: OutputOption = None,
 ) -> None:
     """Time estimation and selection, and compare with top-k and with one read of the data."""
-    import os
-
     from gradstats.console import progress_bar
     from gradstats.primitives.ratio import RATIOS, check_ratio
-    from gradstats.thresholds import ESTIMATORS, bench
+    from gradstats.thresholds import bench
 
     if repeats < 1 or any(n < 1 for n in numel or ()):
         raise InputError("numel and repeats must be at least 1")
@@ -211,9 +209,9 @@ def bench(  # numpydoc ignore=PR01
     if source is not None:
         gradients = _gradients(source, step, rank, kind, per_layer, repeats + 1)
     layouts = {name: _sizes(name) for name in layout or ()}
-    numels = numel or (() if gradients or layouts else _NUMELS)
-    ratios, tails = [check_ratio(r) for r in ratio or RATIOS], tail or ["layered"]
-    counts = threads or sorted({1, os.cpu_count() or 1})
+    numels = numel or (() if gradients or layouts else bench.NUMELS)
+    ratios, tails = [check_ratio(r) for r in ratio or RATIOS], tail or bench.USUAL
+    counts = threads or bench.numbers_of_threads()
     with progress_bar() as bar:
         cases = len(tails) * (len(numels) + len(layouts)) + len(gradients or ())
         total = cases * len(ratios) * len(counts) * (repeats + 1)
@@ -221,8 +219,8 @@ def bench(  # numpydoc ignore=PR01
         records = bench.bench(
             numels,
             ratios,
-            estimators=estimator or tuple(ESTIMATORS),
-            threads=counts,
+            estimators=estimator or None,
+            threads=threads or None,
             repeats=repeats,
             references=references,
             published=published,

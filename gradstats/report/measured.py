@@ -20,7 +20,6 @@ from gradstats.primitives.ratio import target_count
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.pot.peaks import MODEL
 from gradstats.tables import Records
-from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource
 
@@ -144,7 +143,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     fits += [r | UNTESTED for r in fit_records(source, controls, **here)]
     fits.sort(key=lambda r: (r["kind"], r["step"]))
     advance()
-    series = series_of(source, Subset(steps), estimators=tuple(ESTIMATORS))
+    series = series_of(source, Subset(steps))
     advance()
     training = dataset_of(
         source,
