@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from gradstats.cli.options import (
     EstimatorOption,
+    EverythingOption,
     FormatOption,
     KindOption,
     LayerOption,
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["BENCH", "BY_STAGE", "CHANGES", "DIFFERENCES", "QUALITY", "bench", "quality"]
 
 QUALITY = Table(
-    "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; "
-    "floor: 1.96/√k, for independent elements of a known law; floor fitted: of a Laplace fitted to the same elements; "
-    "in clusters of ten both are 3.2 times as wide",
+    "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; fresh: of rules without a past; "
+    "floor: 1.96/√k, what chance does to a known law of independent elements; design: how many times as much the "
+    "counts of runs of neighbours vary, by whose root the floor widens",
     (
-        *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "min", "max"),
-        *("energy_error", "n", "floor", "floor_fitted"),
+        *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "fresh"),
+        *("energy_error", "n", "floor", "design"),
     ),
     ("trace", "kind"),
 )
@@ -49,7 +50,7 @@ BY_STAGE = Table(
     ("trace", "kind"),
 )
 DIFFERENCES = Table(
-    "k̂/k minus that of another rule, step by step, 95 % intervals; error: of |k̂/k − 1|, below 0 is closer to k",
+    "k̂/k minus that of another rule, step by step, 95 % intervals; error: of |ln k̂/k|, below 0 is closer to k",
     (
         *("trace", "estimator", "versus", "ratio", "kind", "layer", "n"),
         *("difference", "difference_low", "difference_high"),
@@ -57,6 +58,8 @@ DIFFERENCES = Table(
     ),
     ("trace", "kind"),
 )
+_RULE = ("trace", "kind", "layer", "estimator")
+"""Fields that tell the rules of a table apart."""
 BENCH = Table(
     "Estimation + selection; streams: times torch.sum of the same data, low–high: quartiles of the rounds",
     (
@@ -102,13 +105,16 @@ def quality(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    everything: EverythingOption = False,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Compare how many elements thresholds keep with how many they should: k̂/k.
 
-    Rules with a state (reuse, feedback, warm start, adaptive stages) see the captured steps in order, as if they were
-    adjacent. From twenty steps on the mean has a 95 % interval, by blocks of neighbouring steps.
+    The table has the rules nearest to k first; --all and the other formats have those that count elements, and those
+    that are more than twofold off, too. Rules with a state (reuse, feedback, warm start, adaptive stages) see the
+    captured steps in order, as if they were adjacent: fresh is what they do without a past. From twenty steps on the
+    mean has a 95 % interval, by blocks of neighbouring steps.
     """
     from math import isfinite
 
@@ -118,25 +124,53 @@ def quality(  # numpydoc ignore=PR01
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
     if by_stage and versus:
         raise InputError("--by-stage and --versus are two tables: ask for one of them")
-    table, records_of = QUALITY, quality.quality
+    table, records_of = QUALITY, quality.quality_series
     if by_stage:
         table, records_of = BY_STAGE, quality.stage_budget
     elif versus:
-        table, records_of = DIFFERENCES, quality.quality_series
+        table = DIFFERENCES
     if estimator and versus and versus not in estimator:
         estimator = [*estimator, versus]
     asked = given(ratios=ratio, estimators=estimator)
     work = one_by_one(records_of, **asked, options=options, per_layer=per_layer)
     records = analyse("quality", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
+    answers: list[str] = []
     if versus:
         records = quality.differences(records, versus)
-    elif not by_stage and any(isfinite(r["mean_low"]) for r in records):
-        intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
-        table = QUALITY.extended(intervals, "mean_low", "mean_high")
-    table.emit(records, format, output)
+    elif not by_stage:
+        answers, records = _answered(records, brief=format == "table" and not everything)
+        if any(isfinite(r["mean_low"]) for r in records):
+            intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
+            table = QUALITY.extended(intervals, "mean_low", "mean_high")
+    table.emit(records, format, output, answers)
     if versus and format == "table":
         for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):
             note(f"no interval: {status}")
+
+
+def _answered(
+    series: list[dict[str, Any]], *, brief: bool
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return which rule hits k, in sentences, and the summary of the series with the nearest rules first."""
+    from gradstats.analysis.quality import summarise
+    from gradstats.analysis.rules import judged_rules
+    from gradstats.analysis.verdicts import left_out, which_rule
+
+    rules = judged_rules(series)
+    place = {tuple(r[n] for n in _RULE): i for i, r in enumerate(rules)}
+    gradients: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for rule in rules:
+        if rule["layer"] == "all":
+            gradients.setdefault((rule["trace"], rule["kind"]), []).append(rule)
+    answers, hidden = [], set()
+    for (trace, kind), each in gradients.items():
+        answers.append(f"{trace}, {kind}: {which_rule(each)}")
+        names, said = left_out(each) if brief else ((), "")
+        hidden |= {(trace, kind, name) for name in names}
+        answers[-1] += f" {said}" if said else ""
+    shown = [r for r in summarise(series) if (r["trace"], r["kind"], r["estimator"]) not in hidden]
+    shown.sort(key=lambda r: place[tuple(r[n] for n in _RULE)])
+    return answers, shown
 
 
 def bench(  # numpydoc ignore=PR01

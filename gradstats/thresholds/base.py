@@ -96,6 +96,8 @@ class Estimator(ABC):
         Name on the command line and in tables.
     feedback : bool
         Whether the rule learns from the number of elements that its last threshold kept, see :meth:`observe`.
+    learns_first : bool
+        Whether it takes its threshold from the first gradient exactly: tables judge it on the later ones.
 
     Examples
     --------
@@ -109,6 +111,7 @@ class Estimator(ABC):
 
     name: ClassVar[str]
     feedback: ClassVar[bool] = False
+    learns_first: ClassVar[bool] = False
 
     @abstractmethod
     def find(self, x: Array, k: int) -> float | Result:

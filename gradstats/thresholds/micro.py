@@ -42,6 +42,7 @@ class MiCRO(Estimator):
     """
 
     name = "micro"
+    learns_first = True
     feedback = True
 
     def __init__(self, rule: Rule = "corrected", threshold: float | None = None) -> None:
