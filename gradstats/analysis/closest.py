@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +35,7 @@ _FEWEST_OF_LAYER = 10
 class _Thresholds:
     """The work of :func:`law_pairs` on the sketches of one gradient; it travels to a worker.
 
-    Thresholds are in units of the mean magnitude, so that those of one step can be used at another.
+    Thresholds are in units of the geometric mean magnitude, so that those of one step can be used at another.
     """
 
     models: tuple[str, ...]
@@ -45,15 +46,16 @@ class _Thresholds:
         whole, *layers = (each.magnitudes for each in sketches.values())
         finite = sketches["all"].numel - sketches["all"].moments.nonfinite
         counts = {ratio: target_count(ratio, finite) for ratio in self.ratios}
+        scale = math.exp(whole.mean_log) if whole.count else math.nan
         exact = {
-            ratio: whole.upper_quantile(k) / whole.mean
+            ratio: whole.upper_quantile(k) / scale
             for ratio, k in counts.items()
             if _FEWEST <= k <= whole.count
         }
         laws = {}
         if exact:
             for name, thresholds in self._candidates(whole, layers, counts):
-                laws[name] = {r: t / whole.mean for r, t in thresholds.items() if r in exact}
+                laws[name] = {r: t / scale for r, t in thresholds.items() if r in exact}
         chance = {ratio: _chance(whole, counts[ratio]) for ratio in exact}
         return [labels | {"counts": counts, "exact": exact, "chance": chance, "laws": laws}]
 
@@ -145,8 +147,8 @@ def law_pairs(
     """Fit laws at every captured step, and compare their thresholds with the exact ones of the next captured step.
 
     A law is fitted to the gradient of one step. Its threshold at the next one is that of its fit times the quotient of
-    the two mean magnitudes, which any rule can measure: what is judged is the law's form. Every law competes by its own
-    method and by likelihood, and as a mixture with a fit for each layer.
+    the two geometric means of the magnitudes, which exist for any tail: what is judged is the law's form. Every law
+    competes by its own method and by likelihood, and as a mixture with a fit for each layer.
 
     Parameters
     ----------
@@ -245,19 +247,24 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
     Returns
     -------
     Records
-        One record per trace, kind, model, method and by_layer: tail_error, the median over pairs and ranks, and worst;
-        pairs, their number; ratios, those judged; k and chance, as there; predictive, whether laws were judged at
-        other steps than they were fitted to.
+        One record per trace, kind, model, method and by_layer: tail_error, the median over pairs and ranks, and worst,
+        infinite where a law has no fit; pairs, their number; ratios, those judged; k and chance, as there; predictive,
+        whether laws were judged at other steps than they were fitted to.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in pairs:
         key = tuple(record[n] for n in ("trace", "kind", "model", "method", "by_layer"))
         groups.setdefault(key, []).append(record)
+    most: Counter[tuple[Any, ...]] = Counter()
+    for key, rows in groups.items():
+        most[key[:2]] = max(most[key[:2]], len(rows))
     found = Records()
     for (trace, kind, model, method, by_layer), rows in groups.items():
-        errors = np.array([r["tail_error"] for r in rows])
+        # a law without a fit has no threshold, which is as wrong as can be
+        missing = [math.inf] * (most[trace, kind] - len(rows))
+        errors = np.array([r["tail_error"] for r in rows] + missing)
         labels = {"trace": trace, "kind": kind, "model": model, "method": method}
-        labels |= {"by_layer": by_layer, "pairs": len(rows)}
+        labels |= {"by_layer": by_layer, "pairs": errors.size}
         labels |= {"ratios": list(rows[0]["log_quantile"]), "k": min(r["k"] for r in rows)}
         predictive = all(r["fitted"] != r["judged"] for r in rows)
         numbers = {"tail_error": float(np.median(errors)), "worst": float(errors.max())}

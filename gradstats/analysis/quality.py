@@ -443,7 +443,7 @@ def judged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     records : sequence of dict
         Records of :func:`quality_series` of one rule.
     """
-    learns = getattr(ESTIMATORS[records[0]["estimator"]], "learns_first", False)
+    learns = getattr(ESTIMATORS.get(records[0]["estimator"]), "learns_first", False)
     return [r for r in records if r["seen"] or not learns] or list(records)
 
 

@@ -64,7 +64,7 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
 
 def _judged(estimator: str, ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the verdict on one rule."""
-    learns = getattr(ESTIMATORS[estimator], "learns_first", False)
+    learns = getattr(ESTIMATORS.get(estimator), "learns_first", False)
     mean, low, high, nothing = {}, {}, {}, {}
     n, hits = 0, []
     for ratio, rows in ratios.items():

@@ -19,6 +19,8 @@ FITS = math.log(1.05)
 """Median |ln| of a law's thresholds over the exact ones up to which it fits, where these are known that well."""
 _EXACT = 0.01
 """|ln k̂/k| up to which a rule that counts elements has done so."""
+_FAR = math.log(2)
+"""|ln| of a law's thresholds, or of a rule's k̂/k, from which on it is warned of, or left out of a short table."""
 _POWERLESS = math.log(1.2)
 """What chance may do to exact thresholds before they cannot tell laws apart."""
 
@@ -66,7 +68,7 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     known = [r for r in laws if math.isfinite(r["tail_error"])]
     if not known:
         numbers = "No ratio leaves the ten non-zero elements that a threshold is judged by."
-        return Verdict("No law can be judged", numbers, bool(laws))
+        return Verdict("No law can be judged", numbers)
     chance = known[0]["chance"]
     if chance > _POWERLESS:
         numbers = f"Chance alone moves the exact threshold of {known[0]['k']:,} elements by {_percent(chance)}."
@@ -89,7 +91,7 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     numbers += f", or {_percent(chance)}, which chance does to {best['k']:,} elements." * (
         chance > FITS
     )
-    return Verdict(headline, numbers + "." * (chance <= FITS), not fitting)
+    return Verdict(headline, numbers + "." * (chance <= FITS), best["tail_error"] > _FAR)
 
 
 def _how(law: Mapping[str, Any]) -> str:
@@ -104,8 +106,9 @@ def _how(law: Mapping[str, Any]) -> str:
     return f"Judged on the gradient that it was fitted to, by the largest error of the thresholds at {ratios}."
 
 
-def _parameters(law: Mapping[str, Any]) -> tuple[bool, int, float]:
-    return law["by_layer"], len(LAWS[law["model"]].parameters), law["tail_error"]
+def _parameters(law: Mapping[str, Any]) -> tuple[bool, int, bool, float]:
+    own = law["method"] == LAWS[law["model"]].default_method
+    return law["by_layer"], len(LAWS[law["model"]].parameters), not own, law["tail_error"]
 
 
 def _name(law: Mapping[str, Any]) -> str:
@@ -156,7 +159,7 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     worst = max(known, key=lambda r: max(abs(math.log(m)) for m in r["mean"].values()))
     if worst is not best:
         numbers += f" Farthest off: {worst['estimator']}, {_span(worst)}."
-    return Verdict(headline, numbers + missing, not hitting and best["hits"] is False)
+    return Verdict(headline, numbers + missing, best["far"] > _FAR)
 
 
 def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
@@ -168,7 +171,7 @@ def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
         Records of :func:`gradstats.analysis.rules.judged_rules` of one trace, kind and layer.
     """
     exact = [r for r in rules if r["estimator"] in COUNTING and r["far"] <= _EXACT]
-    far = [r for r in rules if r["estimator"] not in COUNTING and r["far"] > math.log(2)]
+    far = [r for r in rules if r["estimator"] not in COUNTING and r["far"] > _FAR]
     if len(exact) + len(far) == len(rules):  # a table has to have something
         return [], ""
     said = []
@@ -207,7 +210,7 @@ def _percent(error: float) -> str:
     """Return an error of a logarithm in per cent."""
     if error > 5:
         return "more than 100-fold"
-    if error > math.log(2):
+    if error > _FAR:
         return f"{math.exp(error):.2g}-fold"
     return f"{100 * math.expm1(error):.2g}\N{NO-BREAK SPACE}%"
 

@@ -138,7 +138,7 @@ def quality(  # numpydoc ignore=PR01
     if versus:
         records = quality.differences(records, versus)
     elif not by_stage:
-        answers, records = _answered(records, brief=format == "table" and not everything)
+        answers, records = _answered(records, table=format == "table", brief=not everything)
         if any(isfinite(r["mean_low"]) for r in records):
             intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
             table = QUALITY.extended(intervals, "mean_low", "mean_high")
@@ -149,13 +149,16 @@ def quality(  # numpydoc ignore=PR01
 
 
 def _answered(
-    series: list[dict[str, Any]], *, brief: bool
+    series: list[dict[str, Any]], *, table: bool, brief: bool
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return which rule hits k, in sentences, and the summary of the series with the nearest rules first."""
+    """Return which rule hits k, in sentences, and the summary of the series; of a table the nearest rules first."""
     from gradstats.analysis.quality import summarise
     from gradstats.analysis.rules import judged_rules
     from gradstats.analysis.verdicts import left_out, which_rule
 
+    summary = summarise(series)
+    if not table:
+        return [], summary
     rules = judged_rules(series)
     place = {tuple(r[n] for n in _RULE): i for i, r in enumerate(rules)}
     gradients: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -168,7 +171,7 @@ def _answered(
         names, said = left_out(each) if brief else ((), "")
         hidden |= {(trace, kind, name) for name in names}
         answers[-1] += f" {said}" if said else ""
-    shown = [r for r in summarise(series) if (r["trace"], r["kind"], r["estimator"]) not in hidden]
+    shown = [r for r in summary if (r["trace"], r["kind"], r["estimator"]) not in hidden]
     shown.sort(key=lambda r: place[tuple(r[n] for n in _RULE)])
     return answers, shown
 

@@ -34,7 +34,7 @@ FUNCTIONS = {
     "info run.zarr": "gradstats.analysis.info:info_records",
     f"plan run.zarr {PLAN}": "gradstats.network:plan",
     "pot run.zarr --all": "gradstats.analysis.peaks:pot",
-    "quality run.zarr": "gradstats.analysis.quality:quality",
+    "quality run.zarr": "gradstats.analysis.quality:quality_series",
     "quality run.zarr --by-stage": "gradstats.analysis.quality:stage_budget",
     "quality run.zarr --versus exact": "gradstats.analysis.quality:quality_series",
     "report run.zarr -o report.html": "gradstats.report:write_report",
@@ -108,6 +108,15 @@ def test_the_terminal_has_the_defaults_of_python(line, folder, monkeypatch):
     given = {name for name in asked if defaults[name] is not inspect.Parameter.empty}
     for name in given - OF_THE_RUN:
         assert plain(asked[name]) == plain(defaults[name]), name
+
+
+def test_a_summary_has_the_defaults_of_its_series():
+    whole, series = (
+        inspect.signature(f).parameters for f in (gradstats.quality, gradstats.quality_series)
+    )
+    assert [*whole] == [*series]
+    for name in whole.keys() - {"on_progress"}:
+        assert whole[name].default == series[name].default
 
 
 def test_tables_have_the_same_rows(folder, monkeypatch):
