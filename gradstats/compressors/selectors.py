@@ -79,6 +79,7 @@ class ThresholdSelector(Selector):
         ):
             super().warm_up()
             return
+        self.estimator.warm_up()
         for numel in _TRIED:
             copy.deepcopy(self).select(torch.linspace(-1, 1, numel).exp())
 

@@ -234,7 +234,6 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     stream, small = io.BytesIO(), io.BytesIO()
     figure.savefig(stream, format="png", dpi=dpi)
     with Image.open(stream) as image:
-        image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1).save(
-            small, format="png", optimize=True
-        )
+        colours = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+        colours.save(small, format="png", optimize=True)
     return small.getvalue()

@@ -175,7 +175,7 @@ def part_above(
         middle = (left + threshold) / 2
         count -= under
         total -= under * middle
-        squares -= under * middle**2
+        squares -= under * (middle * middle)
     # a part of an element is none; mean and variance stay as they are, or a threshold's last bits would count
     whole = round(count)
     share = whole / count if count > 0 else 0.0

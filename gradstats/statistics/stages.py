@@ -132,7 +132,7 @@ def genpareto(
         Share δ of them to keep.
     """
     mean = max(mean - threshold, 0.0)
-    if variance <= 1e-12 * mean**2 or mean == 0:
+    if variance <= 1e-12 * (mean * mean) or mean == 0:
         return mean, -math.inf, 0.0
     shape, scale = genpareto_by_moments(mean, variance)
     logarithm = math.log(1 / ratio)
@@ -152,7 +152,7 @@ def genpareto_by_moments(mean: float, variance: float) -> tuple[float, float]:
     variance : float
         Variance of the excesses, above 0.
     """
-    squared = mean**2 / variance
+    squared = mean * mean / variance
     return 0.5 * (1 - squared), 0.5 * mean * (squared + 1)
 
 
@@ -252,7 +252,7 @@ def stage_excess(
     count, total, squares = sums
     mean = total / count
     if pareto:
-        return genpareto(mean, max(squares / count - mean**2, 0.0), threshold, ratio)
+        return genpareto(mean, max(squares / count - mean * mean, 0.0), threshold, ratio)
     excess, scale = exponential(mean, threshold, ratio)
     return excess, scale, 0.0
 

@@ -220,6 +220,9 @@ class Estimator(ABC):
             return estimate, selection
         return estimate, selection_like(x, selection.indices, selection.values)
 
+    def warm_up(self) -> None:  # noqa: B027 — most rules have nothing more
+        """Compile what a training uses and a few thresholds do not; nothing unless a rule says otherwise."""
+
     def _result(self, x: Array, k: int) -> Result:
         """Return what :meth:`find` found, checked: a rule may be anybody's."""
         found: Any = self.find(x, k)

@@ -43,6 +43,9 @@ Adaptation: TypeAlias = Literal["corrected", "paper", "program", "program-3"]
 _ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
 _MANY = 1 << 21
 """Elements from which one histogram costs less than the passes of the stages."""
+_SOME = 100
+"""Gradients of a process whose stages Python runs, some tenths of a millisecond slower, before seconds go to compile
+them. A training compiles them before its first step."""
 _FROM_COUNTS = ("paper", "program", "program-3")
 """Adaptations that learn from the counts of past steps."""
 
@@ -137,39 +140,52 @@ def best_stages(
     return best
 
 
-class Compiled(NamedTuple):
-    """The algorithm as Numba compiles it.
+class Algorithm(NamedTuple):
+    """The algorithm, as it stands here or as Numba compiles it: the same numbers, to the last bit.
 
     Attributes
     ----------
-    block : type
-        :class:`gradstats.thresholds.sidco_loops.Block`, the view of one block in memory.
-    run_stages, best_stages : Loop
-        The functions of these names, for that view and for a trial.
+    run_stages, best_stages : callable
+        The functions of these names; compiled, for the view of a block and for a trial.
     """
 
-    block: Any
     run_stages: Any
     best_stages: Any
 
 
+class _Gradients:
+    """How many gradients more of this process have their stages run by Python."""
+
+    left = _SOME
+
+
 @cache
-def compiled_algorithm() -> Compiled:
+def compiled_algorithm() -> Algorithm:
     """Return the algorithm compiled: made when first used, for Numba takes its time to load."""
     from gradstats.primitives.loops.compiled import compiled, unit
-    from gradstats.thresholds.sidco_loops import Block
 
     unit(run_stages)  # the trial calls it
-    return Compiled(Block, compiled(nogil=True)(run_stages), compiled(nogil=True)(best_stages))
+    return Algorithm(compiled(nogil=True)(run_stages), compiled(nogil=True)(best_stages))
 
 
 def warm_up() -> None:
     """Compile the algorithm, or load it from the cache."""
+    from gradstats.thresholds.sidco_loops import Block
+
     algorithm, fits = compiled_algorithm(), np.empty((MOST_STAGES, 5))
-    block = algorithm.block.of(np.ones(2, np.float32), False)
+    block = Block.of(np.ones(2, np.float32), False)
     trial = block.trial(1.0, 1.0, 1.0)
     algorithm.best_stages(trial, False, 2, 1, 0.25, 1.0, fits)
     algorithm.run_stages(block, False, 2.0, 1.0, 1.0, 1, fits)
+    _Gradients.left = 0
+
+
+_PLAIN = Algorithm(run_stages, best_stages)
+
+
+def _algorithm() -> Algorithm:
+    """Return the algorithm for gradients in memory."""
+    return _PLAIN if _Gradients.left > 0 else compiled_algorithm()
 
 
 class SIDCo(Estimator):
@@ -258,8 +274,10 @@ class SIDCo(Estimator):
         few = not is_tensor(x) and numel_of(x) <= min(BLOCK, _MANY - 1)
         flat = flat_blocks(x, BLOCK) if few else None
         if flat is not None and flat[0].dtype.type is np.float32:
-            block = compiled_algorithm().block.of(flat[0], self._pareto)
-            return self._sparsify(block, k, adapts)
+            from gradstats.thresholds.sidco_loops import Block
+
+            _Gradients.left -= 1
+            return self._sparsify(Block.of(flat[0], self._pareto), k, adapts)
         large = numel_of(x) >= _MANY and wide_dtype(x) != np.float64
         if large and (adapts or self.stages > self._passes):
             cells = Cells(x, self._pareto)
@@ -281,9 +299,11 @@ class SIDCo(Estimator):
         stages, own, later = split_ratio(ratio, self.stages, self.first_ratio)
         threshold, parameters = self._first(whole, logs, own)  # stage m = 1, with η₀ = 0
         found = [{"count": count, "ratio": own, "threshold": threshold, **parameters}]
-        run = run_stages if isinstance(view, Whole) else compiled_algorithm().run_stages
+        algorithm = _PLAIN if isinstance(view, Whole) else _algorithm()
         fits = np.empty((stages, 5))
-        stages, chosen = run(view, self._pareto, count * own, threshold, later, stages, fits)
+        stages, chosen = algorithm.run_stages(
+            view, self._pareto, count * own, threshold, later, stages, fits
+        )
         for count, share, threshold, one, two in fits[1:stages].tolist() if stages > 1 else ():
             fit = {"count": int(count), "ratio": share, "threshold": threshold}
             found.append(fit | self._parameters(one, two))
@@ -304,9 +324,9 @@ class SIDCo(Estimator):
         ratio, first = k / whole[0], self.first_ratio
         one, several = (self._first(whole, logs, share)[0] for share in (ratio, first))
         trial = view.trial(one, several, split_ratio(ratio, most_stages(ratio), first)[2])
-        choose = best_stages if is_tensor(trial.tails.sums) else compiled_algorithm().best_stages
+        algorithm = _PLAIN if is_tensor(trial.tails.sums) else _algorithm()
         fits = np.empty((MOST_STAGES, 5))
-        return int(choose(trial, self._pareto, whole[0], k, first, one, fits))
+        return int(algorithm.best_stages(trial, self._pareto, whole[0], k, first, one, fits))
 
     def observe(self, kept: int, k: int, numel: int) -> None:
         """Adapt the number of stages, where that goes by counts."""
@@ -329,6 +349,10 @@ class SIDCo(Estimator):
         elif quality < 1 - low:
             self.stages += self._direction
         self.stages = min(max(self.stages, 1), most_stages(k / numel))
+
+    def warm_up(self) -> None:
+        """Compile the stages, which Python runs for the first gradients of a process otherwise."""
+        warm_up()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of stages and what its adaptation depends on."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 from gradstats.files import replace_file
+from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS, Column
 
 __all__ = [
     "BINS",
@@ -63,19 +64,9 @@ WHOLE: tuple[Kind, ...] = ("local",)
 Store: TypeAlias = Literal["gradients", "sketches"]
 STORES: tuple[Store, ...] = ("gradients", "sketches")
 
-COMPRESSION = (
-    "target",
-    "numel",
-    "bytes_sent",
-    "union",
-    "select_seconds",
-    "communicate_seconds",
-    "overlapped_seconds",
-    "residual_norm",
-    "matching_rate",
-)
+COMPRESSION = tuple(column.name for column in OF_STEPS)
 """Columns of a step's compression, NaN where unknown; gradstats.hooks' StepRecord and Diagnosis say what they are."""
-LAYER_COMPRESSION = ("selected", "target", "delta")
+LAYER_COMPRESSION = tuple(column.name for column in OF_LAYERS)
 """Columns of a layer's compression, NaN where unknown."""
 
 FORMAT = "gradstats-trace"
@@ -108,12 +99,7 @@ _LONG_NAMES = {
     "pseudogradient": "parameters at the last exchange less those now",
     "counts": "elements by magnitude",
     "moments": "sums over the elements",
-    "zeros": "zero elements",
-    "nonfinite": "NaN and infinite elements",
-    "loss": "training loss",
-    "learning_rate": "learning rate",
-    "threshold": "selection threshold",
-    "selected": "elements selected",
+    **{column.name: column.label for column in (*COUNTS, *OF_RUN)},
     "step": "training step",
     "compression": "what the compressor said of the step",
     "layer_compression": "what the compressor said of each parameter",
@@ -355,8 +341,8 @@ def array_specs(
     nan, found = float("nan"), []
     rows = min(max(expected, GROW), _ROWS)
 
-    def scalar(name: str, dtype: str, fill: float) -> None:
-        found.append(ArraySpec(name, ("step",), (), rows, (), dtype, fill))
+    def scalar(name: str, column: Column) -> None:
+        found.append(ArraySpec(name, ("step",), (), rows, (), column.dtype, column.fill))
 
     for kind in kinds:
         if store == "sketches":
@@ -404,11 +390,10 @@ def array_specs(
                     {"encoding": "bfloat16"} if bfloat16 else {},
                 )
             )
-        scalar(f"{kind}_zeros", "int64", 0)
-        scalar(f"{kind}_nonfinite", "int64", 0)
-    for name in ("loss", "learning_rate", "threshold"):
-        scalar(name, "float64", nan)
-    scalar("selected", "int64", -1)
+        for column in COUNTS:
+            scalar(f"{kind}_{column.name}", column)
+    for column in OF_RUN:
+        scalar(column.name, column)
     if compression:
         for name, dimensions, shape, names in (
             ("compression", ("step", "column"), (), COMPRESSION),
@@ -428,7 +413,7 @@ def array_specs(
                     {"names": list(names)},
                 )
             )
-    scalar("step", "int64", -1)
+    found.append(ArraySpec("step", ("step",), (), rows, (), "int64", -1))
     return {
         spec.name: replace(spec, attributes={**spec.attributes, **_labels(spec.name)})
         for spec in found

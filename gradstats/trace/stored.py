@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import TraceError, first_line
+from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
 from gradstats.trace.format import (
     CHUNK,
     KINDS,
@@ -34,9 +35,14 @@ __all__ = ["RankGroup", "StoredArray"]
 
 _CHECKSUM = 4  # bytes
 
-_OF_COMPRESSORS = ("threshold", "selected", "compression", "layer_compression")
-_ADDED = ("target", "numel", "bytes_sent", "union", "selected")
-"""Columns of a compressor that add up over the ranks of a sharded gradient; of seconds the longest counts."""
+_SCALARS = {column.name: column for column in OF_RUN} | {
+    f"{kind}_{column.name}": column for kind in KINDS if kind not in WHOLE for column in COUNTS
+}
+_TABLES = {
+    name: {column.name: column for column in columns}
+    for name, columns in (("compression", OF_STEPS), ("layer_compression", OF_LAYERS))
+}
+"""Columns by the array that holds them, and by their names in it."""
 
 
 class StoredArray:
@@ -461,40 +467,31 @@ class RankGroup:
         Returns
         -------
         ndarray, shape (rows, …)
-            Counts are summed; of seconds the longest, of norms the root of the squares. NaN where the ranks' values do
-            not make one.
+            As the :class:`~gradstats.trace.columns.Column` says; NaN where the ranks' values do not make one.
 
         Raises
         ------
         TraceError
             If one of them is damaged.
         """
-        what, _, counted = name.rpartition("_")
-        summed = counted in ("zeros", "nonfinite") and what not in WHOLE
-        if name in _OF_COMPRESSORS and self.shard_ranks[0] != self._rank:
+        one = _SCALARS.get(name)
+        if (name in _TABLES or (one and one.of_compressor)) and self.shard_ranks[0] != self._rank:
             # of some shards alone: the whole is read under another rank
-            return np.full_like(self.column(name), -1 if name == "selected" else np.nan)
-        if len(self.mates) == 1 or not (summed or name in _OF_COMPRESSORS):
+            return np.full_like(self.column(name), one.fill if one else np.nan)
+        if len(self.mates) == 1 or not (name in _TABLES or (one and one.joined)):
             return self.column(name)
         parts: NDArray[Any] = np.stack(
             [m.column(name, [m.rows[s] for s in self.rows]) for m in self.mates]
         )
-        total: NDArray[Any] = parts.sum(axis=0)
-        if name == "threshold":
-            total = np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
-        if name == "selected":
-            total = np.where((parts < 0).any(axis=0), -1, total)
-        if not total.shape[1:]:
-            return total
-        names = self.array(name).names
-        for i, column in enumerate(names):
-            if column == "residual_norm":
-                total[..., i] = np.sqrt(np.square(parts[..., i]).sum(axis=0))
-            elif column.endswith("_seconds"):
-                total[..., i] = parts[..., i].max(axis=0)
-            elif column not in _ADDED:
-                total[..., i] = np.nan
-        return total
+        if one and one.joined:
+            return one.joined(parts)
+        known = _TABLES[name]
+        joins = [known[n].joined if n in known else None for n in self.array(name).names]
+        whole = [
+            parts[0, ..., i] * np.nan if j is None else j(parts[..., i])
+            for i, j in enumerate(joins)
+        ]
+        return np.stack(whole, axis=-1)
 
     def scalar_names(self) -> list[str]:
         """Return the names of the arrays that hold one number a step.

@@ -34,7 +34,7 @@ COMPILED = [
     for loop in vars(module).values()
     if hasattr(loop, "signatures")
 ]
-COMPILED += sidco.compiled_algorithm()[1:]
+COMPILED += sidco.compiled_algorithm()
 
 
 SIZES = (1, 2, 63, 64, 65, 129, 257, 1023, 2047, 2048, 2049, 2113, 5000)

@@ -690,8 +690,9 @@ class TestAdaptiveStages:
 
     @pytest.mark.parametrize("stages", [1, 2, 3, 5, "corrected"])
     @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
-    def test_one_compiled_loop_does_what_the_passes_do(self, name, stages, family):
+    def test_one_compiled_loop_does_what_the_passes_do(self, name, stages, family, monkeypatch):
         """The same loops and models, so but for the last bits of an exponential function the same numbers."""
+        monkeypatch.setattr(sidco._Gradients, "left", 0)
         x = family.copy()
         x[::1000], x[1::1000], x[2::1000] = np.nan, np.inf, 0.0
         for cut, ratio in itertools.product((x, x[:5000], x[:50]), (1.0, 0.6, 0.3, *RATIOS)):
@@ -708,6 +709,31 @@ class TestAdaptiveStages:
                 assert [type(v) for v in ours.values()] == [type(v) for v in theirs.values()]
             if found.selection is not None:
                 assert_same(found.selection, select(cut, found.threshold))
+
+    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    def test_stages_run_by_python_have_the_bits_of_compiled_ones(self, name, family, monkeypatch):
+        """A process runs its first gradients in Python: which code a threshold is from must not be seen."""
+        x = family.copy()
+        x[::1000], x[1::1000], x[2::1000] = np.nan, np.inf, 0.0
+        stages = (1, 2, 5, "corrected")
+        for cut, ratio, many in itertools.product((x, x[:5000], x[:50]), (0.6, *RATIOS), stages):
+            found = []
+            for left in (2, 0):
+                monkeypatch.setattr(sidco._Gradients, "left", left)
+                found.append(make_estimator(name, stages=many).select(cut, ratio))
+            (plain, chosen), (compiled, expected) = found
+            assert plain == compiled
+            assert_same(chosen, expected)
+
+    def test_a_process_compiles_the_stages_after_some_gradients(self, family, monkeypatch):
+        asked = []
+        monkeypatch.setattr(sidco._Gradients, "left", 3)
+        monkeypatch.setattr(sidco, "compiled_algorithm", lambda: asked.append(1) or sidco._PLAIN)
+        for _ in range(4):
+            make_estimator("sidco-e", stages=2).select(family, 0.01)
+            if not asked:
+                assert sidco._Gradients.left > 0
+        assert len(asked) == 2  # the third gradient leaves none
 
     @pytest.mark.parametrize("level", [0.5, 0.1, 3e-20])
     @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
@@ -737,7 +763,7 @@ class TestAdaptiveStages:
         for estimate, selection in others:
             assert estimate == first
             assert_same(selection, chosen)
-        for loop in sidco.compiled_algorithm()[1:]:
+        for loop in sidco.compiled_algorithm():
             assert len(loop.signatures) == 1
 
     def test_trial_and_application_have_one_gamma_shape(self, family):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.primitives.loops.compiled import Written, compiled
-from gradstats.primitives.loops.words import INFINITY, LINE, MASK, fence, store_past_caches
+from gradstats.primitives.loops.words import INFINITY, LINE, MASK, fence, store_past_caches, view
 
 __all__ = ["block_bfloat16", "copy_past_caches", "mean_of_bfloat16", "round_to_bfloat16"]
 
@@ -97,10 +97,10 @@ def round_to_bfloat16(x: Written[np.float32], rounded: Written[np.uint16]) -> No
         Written: the bits of the rounded elements. NaN stays NaN; what is too large, or infinite, becomes the largest
         number.
     """
-    infinity, bits = np.uint32(INFINITY), x.view(np.uint32)
+    infinity, bits = np.uint32(INFINITY), view(x, np.uint32)
     # in an array of its own, or the compiler could not tell that the second pass does not change what the first reads
     back = np.empty(_ROW, np.float32)
-    back_bits = back.view(np.uint32)
+    back_bits = view(back, np.uint32)
     for start in range(0, x.size, _ROW):
         row = bits[start : start + _ROW]
         values = x[start : start + _ROW]
@@ -138,7 +138,7 @@ def mean_of_bfloat16(
         Written.
     """
     back = np.empty(_ROW, np.float32)
-    back_bits = back.view(np.uint32)
+    back_bits = view(back, np.uint32)
     for start in range(0, sums.size, _ROW):
         row, out = sums[start : start + _ROW], mean[start : start + _ROW]
         for i in range(row.size):

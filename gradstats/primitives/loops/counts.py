@@ -17,6 +17,7 @@ from gradstats.primitives.loops.words import (
     WORD,
     compress,
     fetch_ahead,
+    view,
     within,
 )
 
@@ -55,7 +56,7 @@ def block_count(x: NDArray[np.float32], low: np.int32) -> int:
     """
     if low >= INFINITY:
         return 0
-    bits = x.view(np.uint32)
+    bits = view(x, np.uint32)
     least, width, mask = np.uint32(low), np.uint32(INFINITY - 1 - low), np.uint32(MASK)
     count = 0
     for start in range(0, x.size, SUMMED):

@@ -17,6 +17,7 @@ from gradstats.primitives.loops.words import (
     fetch_ahead,
     lowest,
     ones,
+    view,
     within,
 )
 
@@ -60,7 +61,7 @@ def _put_all(
     n: int,
 ) -> None:
     """Write out all elements that a word marks, as :func:`compress_places` does."""
-    into = values.view(np.int32)
+    into = view(values, np.int32)
     at = np.uint64(n)
     end = at + ones(word)
     while at < end:
@@ -105,7 +106,7 @@ def _selecting(put_many: Any, needs: str = "") -> Loop:
         found : int
             Elements already there.
         """
-        bits = x.view(np.int32)
+        bits = view(x, np.int32)
         n = np.uint64(found)
         whole = bits.size - bits.size % WORD
         # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
@@ -163,7 +164,7 @@ def block_under(
     found : ndarray of int32, shape (n,)
         Written: the bits of the magnitudes.
     """
-    bits = values.view(np.int32)
+    bits = view(values, np.int32)
     n = np.uint64(0)
     infinite = np.int64(0)
     for i in range(bits.size):

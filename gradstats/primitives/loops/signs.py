@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gradstats.primitives.loops.compiled import Written, compiled
 from gradstats.primitives.loops.sums import FAST
-from gradstats.primitives.loops.words import INFINITY, MASK, PART, WORD, fetch, within
+from gradstats.primitives.loops.words import INFINITY, MASK, PART, WORD, fetch, view, within
 
 __all__ = ["block_signs", "block_spread_signs", "block_stochastic_signs"]
 
@@ -44,7 +44,7 @@ def block_signs(
     zeros : ndarray of uint64, shape (⌈n/64⌉,)
         Where the zeros are marked.
     """
-    bits = x.view(np.int32)
+    bits = view(x, np.int32)
     nothing, one, width = np.uint32(0), np.uint32(1), np.uint32(INFINITY - 1)
     magnitude, signed = np.uint32(MASK), np.uint32(0xFFFFFFFF)
     found = False
@@ -107,7 +107,7 @@ def block_spread_signs(
     size = np.int32(np.float32(scale).view(np.int32))
     for start in range(0, x.size, PART):
         part = spread[start : start + PART]
-        bits, given = part.view(np.int32), packed[start // 8 :]
+        bits, given = view(part, np.int32), packed[start // 8 :]
         for i in range(part.size // 8):
             minus = ~np.uint32(given[i])
             for j in range(8):

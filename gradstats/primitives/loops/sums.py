@@ -20,6 +20,7 @@ from gradstats.primitives.loops.words import (
     fetch_ahead,
     ones,
     sum_from,
+    view,
 )
 
 __all__ = [
@@ -143,7 +144,7 @@ def block_sum(x: NDArray[np.float32], low: np.int32) -> tuple[int, float]:
     (int, float)
         The sum is not finite where some element is not, or a sum of 1,024 leaves float32's range.
     """
-    bits = x.view(np.int32)
+    bits = view(x, np.int32)
     count = 0
     total = 0.0
     whole = bits.size - bits.size % WORD
@@ -191,7 +192,7 @@ def block_sum_log(x: NDArray[np.float32]) -> tuple[int, float, float]:
     total = 0.0
     logs = 0.0
     for start in range(0, x.size, PART):
-        part = x[start : start + PART].view(np.int32)
+        part = view(x[start : start + PART], np.int32)
         top = np.int32(0)
         none = np.int32(0)
         tiny = np.int32(0)
@@ -246,7 +247,7 @@ def block_tail(x: NDArray[np.float32], low: np.int32) -> tuple[int, float, float
     """
     if low >= INFINITY:
         return 0, 0.0, 0.0
-    bits = x.view(np.int32)
+    bits = view(x, np.int32)
     least, width, mask = np.uint32(low), np.uint32(INFINITY - 1 - low), np.uint32(MASK)
     count = 0
     total = 0.0
@@ -296,7 +297,7 @@ def _all_moments(
         top, none = np.int32(0), np.int32(0)
         for begin in range(0, part.size, PIECE):
             fetch_ahead(x, start + begin, PIECE)
-            peak, empty = _extremes(part[begin : begin + PIECE].view(np.int32))
+            peak, empty = _extremes(view(part[begin : begin + PIECE], np.int32))
             top = max(top, peak)
             none += empty
         zeros += none
@@ -311,7 +312,7 @@ def _all_moments(
                     kept[n] = a
                     n += 1
             part = kept[:n]
-            top, none = _extremes(part.view(np.int32))
+            top, none = _extremes(view(part, np.int32))
             if n == 0:
                 continue
         if above > 0:
@@ -433,7 +434,7 @@ def block_norm(x: NDArray[np.float32], largest: Written[np.float32]) -> float:
     largest : ndarray of float32, shape (⌈n/2048⌉,)
         Written: the largest magnitude of every 2,048 elements; NaN if one of them is NaN.
     """
-    bits = x.view(np.int32)
+    bits = view(x, np.int32)
     squares = 0.0
     for start in range(0, x.size, PART):
         part = bits[start : start + PART]
