@@ -159,7 +159,7 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     worst = max(known, key=lambda r: max(abs(math.log(m)) for m in r["mean"].values()))
     if worst is not best:
         numbers += f" Farthest off: {worst['estimator']}, {_span(worst)}."
-    return Verdict(headline, numbers + missing, best["far"] > _FAR)
+    return Verdict(headline, numbers + missing)
 
 
 def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
