@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from capture.recorder import Recorder, Storage, at_exit
+from capture.recorder import Recorder, Storage, at_exit, warn
 from capture.schedule import Schedule, as_schedule
 from capture.states import name_parameters, records_steps, usual_kinds
 from capture.taps.buckets import BucketTap, Hook
@@ -21,11 +21,11 @@ from capture.taps.exchanges import ExchangeTap
 from capture.taps.layout import Layout
 from capture.taps.plain import PlainTap
 from capture.taps.shards import Sharding, ShardTap
-from capture.taps.tap import Tap
+from capture.taps.tap import Tap, several
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
 from gradstats.hooks import LocalSteps, Scaler
-from gradstats.hooks.torch_private import GradBucket, unwrap
+from gradstats.hooks.torch_private import GradBucket, backward_pass, unwrap
 from gradstats.hooks.units import is_sharded
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.trace import KINDS, STORES, Kind, Store, create_trace
@@ -107,9 +107,15 @@ class Capture:
 
     Notes
     -----
-    A parameter without a gradient (unused in the step) is recorded as zeros. With gradient accumulation under
-    ``no_sync`` one step is recorded per synchronised backward pass, holding the accumulated sum. Under DDP without a
-    wrapped hook the gradient is the average over the ranks, the same on all of them.
+    A parameter without a gradient (unused in the step) is recorded as zeros. One that has a gradient which cannot be
+    seen (an optimizer in the backward pass takes it, its module was replaced by another shape) is NaN, with a warning
+    that names it; one of the same name and shape takes its place. Parameters that DDP or FSDP2 is told to ignore are
+    left out, with a warning.
+
+    A step is one of the optimizer. With gradient accumulation under ``no_sync`` it is recorded at the synchronised
+    backward pass, with the accumulated sum. Where every backward pass exchanges, and adds to the ``.grad`` of the one
+    before, it is the sum of this rank's own gradients, too. Under DDP without a wrapped hook the gradient is the average
+    over the ranks, the same on all of them.
 
     Elements are in the logical order of their parameters, whatever the memory format, as float32 (or bfloat16), also
     those of float64 models. Of a complex parameter real and imaginary parts are recorded: its shape in the trace has a
@@ -193,6 +199,11 @@ class Capture:
 
         _create_on_rank_zero(create, self.path, self.rank, process_group, distributed)
         self._watch.start(self._layout.parameters if active else ())
+        if self._layout.ignored and active:
+            warn(
+                f"not captured: {several(self._layout.ignored)}, which "
+                f"{'DDP' if ddp is not None else 'fully_shard()'} leaves alone, so that each rank has its own gradient"
+            )
         self._closed = False
         at_exit(weakref.WeakMethod(self.close))
 
@@ -231,6 +242,8 @@ class Capture:
                 if callable(state) and not records_steps(state)
                 else f"a communication hook is a function of a state and a bucket, not {shown(hook)}"
             )
+        adopted = self._layout.adopt()
+        self._watch.add(adopted if self.active else ())
         name_parameters(state, self._layout.model.named_parameters())
         tap = BucketTap(
             self._recorder, self._layout, self._kinds, self._watch, self._ddp, state, hook
@@ -309,11 +322,16 @@ class Capture:
         Raises
         ------
         InputError
-            If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; or if the
-            scaler has unscaled the gradients already.
+            If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; if the
+            scaler has unscaled the gradients already; or within a backward pass.
         """
         if self._closed:
             return
+        if backward_pass() >= 0:
+            raise InputError(
+                "capture.step() is called within a backward pass, which has computed a part of the gradient: call it "
+                "after backward()"
+            )
         self._tap.check()
         if self.active:
             self._tap.end(model, loss, learning_rate)

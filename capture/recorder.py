@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -219,6 +220,51 @@ class Recorder:
         array = self.arrays.get(kind)
         if array is not None:
             self.copies.put(parameter, array[place], self.scale if scale is None else scale)
+
+    def add(self, kind: Kind, place: slice, gradient: torch.Tensor) -> None:
+        """Add a gradient to what was copied of the step, if it is recorded and this kind is written.
+
+        Parameters
+        ----------
+        kind : Kind
+            What it is.
+        place : slice
+            Its place in the flat vector of this kind.
+        gradient : torch.Tensor
+            As :meth:`capture.copies.Copies.copy` takes it, with the loss scale.
+        """
+        array: Any = self.arrays.get(kind)
+        if array is not None:
+            self._settle()
+            values = self.copies.zeros(array[place].shape[0])
+            self.copies.copy(gradient, values, self.scale, wait=True)
+            array[place] += values
+
+    def absent(self, place: slice, kinds: Collection[Kind] | None = None) -> None:
+        """Mark what nobody has shown of the step: NaN stands there, not a number.
+
+        Parameters
+        ----------
+        place : slice
+            Its place in the flat vector.
+        kinds : collection of Kind, optional
+            Kinds in which it is missing; all if None.
+        """
+        self._settle()
+        for kind, array in self.arrays.items():
+            if kinds is None or kind in kinds:
+                array[place] = math.nan
+
+    def _settle(self) -> None:
+        """Wait for the copies of the step that are on their way: what is written now is not to be overwritten."""
+        wait = self.copies.mark()
+        if wait is not None:
+            wait()
+
+    def reopen(self) -> None:
+        """Note that gradients are added to what the training has sent: it is to send them again."""
+        if self.phase is Phase.SENT:
+            self.phase = Phase.OPEN
 
     def sent(self) -> None:
         """Note that the training has sent the step's gradients."""

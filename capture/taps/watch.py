@@ -1,12 +1,13 @@
-"""Whether a backward pass has reached a model's parameters: what tells a misplaced ``capture.step()``."""
+"""Backward passes as a model's parameters see them: what tells a misplaced ``capture.step()``, and accumulation."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from gradstats.hooks.torch_private import version
 from gradstats.hooks.units import local_part
@@ -21,6 +22,7 @@ class BackwardWatch:
         self._versions: dict[int, int] = {}
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._handles: list[Any] = []
+        self._shown: list[Any] = []
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         """Put hooks on parameters.
@@ -31,34 +33,97 @@ class BackwardWatch:
             Parameters that require gradients.
         """
         watched = list(parameters)
+        self.add(watched)
+        self.restart(watched)
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Put hooks on more parameters.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters that require gradients.
+        """
         versions = self._versions  # alone: a parameter must not keep the watch alive
 
         def notice(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             versions[id(parameter)] = -1 if gradient is None else version(gradient)
 
-        for parameter in watched:
+        for parameter in parameters:
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(notice))
-        self.restart(watched)
+
+    def show(
+        self,
+        parameters: Iterable[torch.Tensor],
+        see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
+    ) -> None:
+        """Show a method what a backward pass is about to add to each parameter's ``.grad``; nothing to the one before.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters that require gradients.
+        see : weak reference to a method
+            Called with a parameter and a gradient.
+        """
+        self._remove(self._shown)
+        for parameter in parameters:
+            # of the node: hooks of the tensor are called by autograd.grad() too, which accumulates nothing
+            self._shown.append(
+                get_gradient_edge(parameter).node.register_prehook(_Showing(parameter, see))
+            )
 
     @property
     def fired(self) -> bool:
         """Whether a backward pass has reached a parameter since the last :meth:`restart`."""
         return bool(self._versions)
 
-    def restart(self, parameters: Iterable[torch.Tensor]) -> None:
+    def reached(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a backward pass has reached a parameter since the last :meth:`restart`.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            A watched parameter.
+        """
+        return id(parameter) in self._versions
+
+    def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Begin a step.
 
         Parameters
         ----------
-        parameters : iterable of torch.Tensor
-            Parameters, whose gradients are old from now on.
+        parameters : iterable of torch.Tensor, optional
+            Parameters, whose gradients are old from now on; what is old stays so if None.
         """
         self._versions.clear()
+        if parameters is not None:
+            self.age(parameters)
+
+    def age(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take note of gradients that are old from now on.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters.
+        """
         self._known = {
             id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None
         }
+
+    def carries(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Tell whether a backward pass that begins adds to the gradients that :meth:`age` saw.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters. The first one that had a gradient tells: in DDP's buckets they share one count of changes.
+        """
+        known = next((p for p in parameters if id(p) in self._known), None)
+        return known is not None and known.grad is not None and self._old(known)
 
     def has_gradient(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Tell whether the parameters' ``.grad`` come from this step.
@@ -84,9 +149,14 @@ class BackwardWatch:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        self._remove(self._handles)
+        self._remove(self._shown)
+
+    @staticmethod
+    def _remove(handles: list[Any]) -> None:
+        for handle in handles:
             handle.remove()
-        self._handles.clear()
+        handles.clear()
 
     def _untouched(self, parameter: torch.Tensor) -> bool:
         assert parameter.grad is not None
@@ -100,6 +170,22 @@ class BackwardWatch:
             and reference() is parameter.grad
             and before == version(parameter.grad)
         )
+
+
+class _Showing:
+    """A hook of autograd that keeps neither the parameter nor what it shows it to alive."""
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
+    ) -> None:
+        self._parameter, self._see = weakref.ref(parameter), see
+
+    def __call__(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        parameter, see = self._parameter(), self._see()
+        if parameter is not None and see is not None and gradients[0] is not None:
+            see(parameter, gradients[0])
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

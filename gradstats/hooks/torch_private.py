@@ -23,6 +23,7 @@ __all__ = [
     "Unwrapped",
     "after_backward",
     "all_reduce_hook",
+    "backward_pass",
     "before_thread_pools_end",
     "comm_hooks",
     "copy_all",
@@ -107,6 +108,11 @@ def scaler_stages(scaler: object) -> list[str]:
     """
     states = getattr(scaler, "_per_optimizer_states", {})
     return [getattr(state.get("stage"), "name", "READY") for state in states.values()]
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that is under way in this thread, a new one for each; -1 if none is."""
+    return torch._C._current_graph_task_id()
 
 
 def after_backward(call: Callable[[], None]) -> bool:
