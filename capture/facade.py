@@ -114,8 +114,8 @@ class Capture:
 
     A step is one of the optimizer. With gradient accumulation under ``no_sync`` it is recorded at the synchronised
     backward pass, with the accumulated sum. Where every backward pass exchanges, and adds to the ``.grad`` of the one
-    before, it is the sum of this rank's own gradients, too. Under DDP without a wrapped hook the gradient is the average
-    over the ranks, the same on all of them.
+    before, it is the sum of this rank's own gradients, too. Under DDP without a wrapped hook the gradient is the
+    average over the ranks, the same on all of them.
 
     Elements are in the logical order of their parameters, whatever the memory format, as float32 (or bfloat16), also
     those of float64 models. Of a complex parameter real and imaginary parts are recorded: its shape in the trace has a

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 
-from capture.taps.layout import Layout
-from capture.taps.watch import BackwardWatch
-from gradstats.hooks.torch_private import GradBucket, after_backward, backward_pass
+import torch
+
+from gradstats.hooks.torch_private import GradBucket, after_backward, backward_pass, version
 
 __all__ = ["Accumulation"]
 
@@ -18,9 +19,7 @@ class Accumulation:
 
     Parameters
     ----------
-    watch : BackwardWatch
-        Knows gradients that are old.
-    layout : Layout
+    parameters : sequence of torch.Tensor
         Captured parameters.
 
     Attributes
@@ -33,12 +32,12 @@ class Accumulation:
         Whether the last backward pass is known to have ended well.
     """
 
-    def __init__(self, watch: BackwardWatch, layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.exchanged = False
         self.carried = False
         self.ended = False
-        self._watch = watch
-        self._layout = layout
+        self._parameters = sorted((p for p in parameters if p.numel()), key=torch.Tensor.numel)
+        self._result: _Result | None = None
         self._pass = -1
         self._exchanging = -1
 
@@ -59,8 +58,8 @@ class Accumulation:
         if number == self._pass:
             return False
         self._pass, self.ended = number, False
-        self.exchanged = self.exchanged and self._watch.carries(self._layout.parameters)
-        self.carried = self.exchanged
+        self.carried = self.exchanged and self._result is not None and self._result.stands()
+        self.exchanged = self.carried
         after_backward(leave)
         return self.carried
 
@@ -83,5 +82,32 @@ class Accumulation:
         """End a backward pass: its results are in the gradients. Return whether it has exchanged them."""
         self.ended = True
         if self.exchanged:
-            self._watch.age(self._layout.parameters)
+            self._result = next(
+                (_Result(p, p.grad) for p in self._parameters if p.grad is not None), None
+            )
         return self._exchanging == self._pass
+
+
+class _Result:
+    """What an exchange has put into the gradient of one parameter: a small one, for its values are kept."""
+
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._gradient = weakref.ref(gradient)
+        self._version = version(gradient)
+        self._values = gradient.detach().clone()
+
+    def stands(self) -> bool:
+        """Tell whether it is still there, as it was."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return False
+        if gradient is self._gradient():
+            return version(gradient) == self._version
+        # DDP has made new buckets, and moved the gradients into them; zeros say nothing
+        values = self._values
+        return (
+            gradient.layout == values.layout == torch.strided
+            and bool(values.any())
+            and torch.equal(gradient, values)
+        )

@@ -74,7 +74,7 @@ class BucketTap(Tap):
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._copies: dict[int, _BucketCopy] = {}
         self._seen: set[int] = set()  # parameters in the buckets of a step that is recorded
-        self._accumulation = Accumulation(watch, layout)
+        self._accumulation = Accumulation(layout.parameters)
         self._reached = False
         self._passed = 0
         if recorder.scaler is None:
@@ -117,8 +117,8 @@ class BucketTap(Tap):
     def _see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Look at what a backward pass is about to add to a parameter's ``.grad``.
 
-        Where that holds the result of an exchange, the bucket will hold the sum of both, and this rank's own gradient is
-        seen here alone.
+        Where that holds the result of an exchange, the bucket will hold the sum of both, and this rank's own gradient
+        is seen here alone.
         """
         if self._accumulation.enter(self._leave):
             if self._recorder.phase is Phase.IDLE:  # the user has ended a step in between
@@ -151,7 +151,7 @@ class BucketTap(Tap):
             self._recorder.misplaced()
         else:  # a backward pass under no_sync: the step goes on; or one that failed
             self._passed += 1
-        self._watch.restart()
+        self._watch.restart(())
 
     def check(self) -> None:
         """Refuse a DDP model on which something else than the wrapped hook is registered."""

@@ -72,7 +72,9 @@ class Layout:
                 raise InputError("DDP or FSDP2 ignores all parameters that are to be captured")
             raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
         self.names = [layer.name for layer in self.layers]
-        self.parameters = [p for p in self.model.parameters() if id(p) in self.slots]
+        self.parameters: list[torch.Tensor] = [
+            p for p in self.model.parameters() if id(p) in self.slots
+        ]
         self._trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
 
     def replaced(self) -> list[tuple[Layer, torch.Tensor | None]]:

@@ -23,9 +23,7 @@ TAKEN = (
     "a backward pass reached them, and capture.step() found no gradient: an optimizer in the backward pass has taken "
     "it, or it was set to None before"
 )
-_GONE = (
-    "the model has no parameter of that name and shape any more; make a Capture of the model as it is now"
-)
+_GONE = "the model has no parameter of that name and shape any more; make a Capture of the model as it is now"
 
 
 class PlainTap(Tap):

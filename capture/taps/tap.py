@@ -178,8 +178,8 @@ class Tap(ABC):
             )
         return step_columns(observed, self._layout.names)
 
-    def _mark_absent(self) -> None:
-        """Mark what of a recorded step was not seen."""
+    def _mark_absent(self) -> None:  # noqa: B027
+        """Mark what of a recorded step was not seen, if that is known only at its end."""
 
     def _absent(self, names: Sequence[str], why: str) -> None:
         """Warn of layers that are marked."""

@@ -90,40 +90,18 @@ class BackwardWatch:
         """
         return id(parameter) in self._versions
 
-    def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+    def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin a step.
 
         Parameters
         ----------
-        parameters : iterable of torch.Tensor, optional
-            Parameters, whose gradients are old from now on; what is old stays so if None.
+        parameters : iterable of torch.Tensor
+            Parameters, whose gradients are old from now on.
         """
         self._versions.clear()
-        if parameters is not None:
-            self.age(parameters)
-
-    def age(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take note of gradients that are old from now on.
-
-        Parameters
-        ----------
-        parameters : iterable of torch.Tensor
-            Parameters.
-        """
         self._known = {
             id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None
         }
-
-    def carries(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Tell whether a backward pass that begins adds to the gradients that :meth:`age` saw.
-
-        Parameters
-        ----------
-        parameters : iterable of torch.Tensor
-            Parameters. The first one that had a gradient tells: in DDP's buckets they share one count of changes.
-        """
-        known = next((p for p in parameters if id(p) in self._known), None)
-        return known is not None and known.grad is not None and self._old(known)
 
     def has_gradient(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Tell whether the parameters' ``.grad`` come from this step.

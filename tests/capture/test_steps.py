@@ -1,0 +1,175 @@
+"""What a step is, and what of it is there: exchanges that are no steps, gradients that are not where they were."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from workers import captures, steps
+
+from capture import Capture
+from gradstats import open_trace
+from gradstats.errors import InputError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*slower than the training:capture.CaptureWarning"),
+]
+
+
+def near(path, rank, gradients):
+    """Check that a trace holds these gradients, in which NaN is what is marked, to the order of the sums."""
+    trace = open_trace(path)
+    assert trace.steps(rank) == list(range(len(gradients)))
+    for step, gradient in enumerate(gradients):
+        np.testing.assert_allclose(trace.read(step, rank), gradient, rtol=1e-4, atol=1e-6)
+    return trace
+
+
+@contextmanager
+def recording():
+    """Return the list that warnings come into."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    return folder, run_ranks(2, steps.trainings, str(folder))
+
+
+def results(trained, name):
+    """Yield the trace's folder, the rank, and what the training returned."""
+    folder, everyone = trained
+    for rank, each in enumerate(everyone):
+        assert not (isinstance(each[name], str) and "Traceback" in each[name]), each[name]
+        yield folder, rank, each[name]
+
+
+@pytest.mark.distributed
+def test_a_step_is_the_optimizers_however_often_gradients_are_exchanged(trained):
+    for folder, rank, ways in results(trained, "accumulations"):
+        for way, (gradients, said) in ways.items():
+            trace = near(folder / f"{way}.zarr", rank, gradients)
+            if way == "compressed":
+                assert len(said) == 1
+                assert "exchange once a step" in said[0]
+            else:
+                assert said == [], way
+            if way not in ("never ended", "step of each"):
+                assert trace.scalars(rank)["loss"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.distributed
+def test_buckets_that_ddp_skips_are_zero(trained):
+    for folder, rank, (gradients, said) in results(trained, "skipping"):
+        near(folder / "skipping.zarr", rank, gradients)
+        assert said == []
+
+
+@pytest.mark.distributed
+def test_parameters_that_ddp_ignores_are_left_out_by_name(trained):
+    for folder, rank, (gradients, said) in results(trained, "ignored"):
+        trace = near(folder / "ignored.zarr", rank, gradients)
+        assert len(said) == 1
+        assert said[0].startswith("not captured: scale, 4.bias, which DDP leaves alone")
+        assert {"scale", "4.bias"}.isdisjoint(la.name for la in trace.layers)
+
+
+@pytest.mark.distributed
+def test_parameters_that_fsdp_ignores_are_left_out_by_name(trained):
+    folder, everyone = trained
+    own = [each["sharded"][0] for each in everyone]
+    for _, rank, (gradient, said) in results(trained, "sharded"):
+        trace = open_trace(folder / "sharded.zarr")
+        assert len(said) == 1
+        assert said[0].startswith("not captured: 4.bias, which fully_shard() leaves alone")
+        assert "4.bias" not in [la.name for la in trace.layers]
+        np.testing.assert_allclose(trace.read(0, rank, "local"), gradient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(trace.read(0), np.mean(own, axis=0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.distributed
+def test_a_head_that_ddp_does_not_know_is_marked(trained):
+    for folder, rank, (gradients, said) in results(trained, "swapped"):
+        near(folder / "swapped.zarr", rank, gradients)
+        assert len(said) == 1
+        assert said[0].startswith("4.bias, 4.weight are NaN in the trace")
+
+
+@pytest.mark.distributed
+def test_a_step_within_the_backward_pass_is_refused(trained):
+    for folder, _, said in results(trained, "halfway"):
+        assert said.startswith("InputError: capture.step() is called within a backward pass")
+        assert not open_trace(folder / "halfway.zarr").ranks
+
+
+def test_a_module_that_is_swapped_is_recorded_where_it_was_or_marked(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    with Capture(tmp_path / "a.zarr", net, buffers=8) as capture, recording() as caught:
+        expected = []
+        for step in range(8):
+            if step in (2, 5):  # the same shape, then another
+                net[2] = nn.Linear(5, 3 if step == 2 else 2)
+            if step == 7:
+                net[2] = nn.Linear(5, 3)
+            net.zero_grad()
+            net(torch.randn(9, 4)).square().mean().backward()
+            capture.step()
+            gradient = captures.flat([p.grad for p in net.parameters()])
+            if step in (5, 6):
+                gradient = np.r_[gradient[:25], np.full(18, np.nan)]
+            expected.append(gradient)
+    near(tmp_path / "a.zarr", 0, expected)
+    said = captures.messages(caught)
+    assert len(said) == 1
+    assert said[0].startswith("2.weight, 2.bias are NaN in the trace")
+
+
+def test_gradients_that_an_optimizer_takes_in_the_backward_pass_are_marked(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3), nn.Linear(7, 7))
+
+    def take(parameter):
+        parameter.grad = None
+
+    net[0].weight.register_post_accumulate_grad_hook(take)
+    with Capture(tmp_path / "a.zarr", net, buffers=4) as capture, recording() as caught:
+        net[2].bias.register_post_accumulate_grad_hook(take)  # after the capture's own hook
+        for _ in range(2):
+            net.zero_grad()
+            net[:3](torch.randn(9, 4)).square().mean().backward()
+            capture.step()
+    trace = open_trace(tmp_path / "a.zarr")
+    for step in (0, 1):
+        missing = {la.name for la in trace.layers if np.isnan(trace.read(step)[la.slice]).any()}
+        assert missing == {"0.weight", "2.bias"}
+        assert not trace.read(step)[trace.layers[-1].slice].any()  # not used: zero
+    assert len(captures.messages(caught)) == 1
+
+
+def test_a_step_within_a_plain_backward_pass_is_refused(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    with Capture(tmp_path / "a.zarr", net) as capture:
+        net[1].weight.register_post_accumulate_grad_hook(lambda _: capture.step())
+        with pytest.raises(InputError, match="within a backward pass"):
+            net(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_gradient_of_autograd_grad_is_none_of_the_step(tmp_path):
+    """It is asked for between backward passes, for a penalty say, and adds nothing to `.grad`."""
+    net = nn.Linear(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Capture(tmp_path / "a.zarr", net) as capture:
+            net(torch.ones(2, 4)).sum().backward()
+            torch.autograd.grad(net(torch.ones(2, 4)).sum(), list(net.parameters()))
+            capture.step()
+    near(tmp_path / "a.zarr", 0, [captures.flat([p.grad for p in net.parameters()])])

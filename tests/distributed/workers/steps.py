@@ -1,0 +1,214 @@
+"""Trainings in which an exchange is no step, or a gradient is not where it was; each beside a model without DDP.
+
+No `from __future__ import annotations`: DDP reads the hooks' annotations.
+"""
+
+import traceback
+import warnings
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from workers import sharded
+from workers.captures import alone, messages, plain_loss
+from workers.hook import model
+from workers.trainings import refusal
+
+from capture import Capture
+from gradstats.compressors import TopK
+from gradstats.hooks import CompressionState, compression_hook
+
+STEPS, PARTS = 3, 4
+
+
+def captured(path, net, train, *, hook=None, options=None, **capturing):
+    """Train under DDP with a wrapped hook; return what the training returns, and what was warned of."""
+    ddp = DDP(net, **(options or {}))
+    state, hook = hook or (None, allreduce_hook)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Capture(path, ddp, buffers=12, **capturing) as capture:
+            ddp.register_comm_hook(*capture.wrap(state, hook))
+            result = train(net, ddp, capture)
+    return result, messages(caught)
+
+
+def accumulate(rank, net, ddp, capture, sync=None, zero=True, each=False):
+    """Add up the gradients of several backward passes, of which those in `sync` exchange."""
+    optimizer, gradients = torch.optim.SGD(net.parameters(), 0.01), []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=zero)
+        own = []
+        for part in range(PARTS):
+            number = PARTS * step + part
+            own.append(alone(net, partial(plain_loss, rank=rank, step=number)))
+            ddp.require_backward_grad_sync = sync is None or part in sync  # what no_sync() sets
+            plain_loss(ddp, rank, number).backward()
+            if each:
+                capture.step(loss=float(number))
+        gradients += own if each else [sum(own)]
+        if not each:
+            capture.step(loss=float(step))
+        optimizer.step()
+    return gradients
+
+
+def unended(rank, net, ddp, capture):
+    """Accumulate without ever calling `capture.step()`."""
+
+    class Silent:
+        def step(self, **_):
+            pass
+
+    return accumulate(rank, net, ddp, Silent())
+
+
+def compressed(net):
+    return CompressionState(TopK(0.1), named_parameters=net.named_parameters()), compression_hook
+
+
+def accumulations(rank, folder):
+    """Return, for each way to accumulate, the gradients that the trace should hold, and what was warned of."""
+    ways = {
+        "every backward": {},
+        "zeroed": {"zero": False},
+        "first and last": {"sync": {0, 3}},
+        "middle": {"sync": {1, 3}},
+        "last": {"sync": {3}},
+        "step of each": {"each": True},
+    }
+    results = {}
+    for way, how in ways.items():
+        results[way] = captured(f"{folder}/{way}.zarr", model(), partial(accumulate, rank, **how))
+    results["never ended"] = captured(f"{folder}/never ended.zarr", model(), partial(unended, rank))
+    for name, options in {
+        "view": {"gradient_as_bucket_view": True},
+        "static_graph": {"static_graph": True},
+        "buckets": {"bucket_cap_mb": 0.05},
+    }.items():
+        results[name] = captured(
+            f"{folder}/{name}.zarr", model(), partial(accumulate, rank), options=options
+        )
+    net = model()
+    results["compressed"] = captured(
+        f"{folder}/compressed.zarr", net, partial(accumulate, rank), hook=compressed(net)
+    )
+    return results
+
+
+class Late(nn.Module):
+    """Heads of which some are never used; in reverse order they fill DDP's first and last buckets."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.body = nn.Linear(40, 50), nn.Linear(40, 50)
+        self.head, self.last = nn.Linear(50, 2), nn.Linear(50, 60)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def skipping(rank, folder):
+    """DDP does not exchange buckets of parameters that are never used."""
+
+    def train(net, ddp, capture):
+        gradients = []
+        for step in range(STEPS):
+            ddp.zero_grad()
+            gradients.append(alone(net, partial(plain_loss, rank=rank, step=step)))
+            plain_loss(ddp, rank, step).backward()
+            capture.step()
+        return gradients
+
+    options = {
+        "find_unused_parameters": True,
+        "skip_all_reduce_unused_params": True,
+        "bucket_cap_mb": 0.001,
+    }
+    return captured(f"{folder}/skipping.zarr", Late(), train, options=options)
+
+
+def ignored(rank, folder):
+    """A parameter that DDP ignores, of a module inside, and of the model itself."""
+    net = model()
+    net.scale = nn.Parameter(torch.ones(3))
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["4.bias", ".scale"])
+
+    def train(net, ddp, capture):
+        own = alone(net, partial(plain_loss, rank=rank, step=0))
+        plain_loss(ddp, rank, 0).backward()
+        capture.step()
+        return [own[3:-3]]
+
+    return captured(f"{folder}/ignored.zarr", net, train)
+
+
+def swapped_under_ddp(rank, folder):
+    """A head that is swapped behind DDP's back is not exchanged."""
+
+    def train(net, ddp, capture):
+        gradients = []
+        for step in range(2):
+            if step == 1:
+                net[4] = nn.Linear(300, 3)
+            ddp.zero_grad()
+            gradients.append(alone(net, partial(plain_loss, rank=rank, step=step)))
+            plain_loss(ddp, rank, step).backward()
+            capture.step()
+        gradients[1][-903:] = np.nan
+        return gradients
+
+    return captured(
+        f"{folder}/swapped.zarr", model(), train, options={"find_unused_parameters": True}
+    )
+
+
+def halfway(rank, folder):
+    """`capture.step()` in the middle of the backward pass."""
+    net = model()
+    ddp = DDP(net)
+    with Capture(f"{folder}/halfway.zarr", ddp) as capture:
+        ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+        handle = net[2].weight.register_post_accumulate_grad_hook(lambda _: capture.step())
+        loss = plain_loss(ddp, rank, 0)
+        said = refusal(loss.backward)
+        handle.remove()
+    return said
+
+
+def ignored_by_fsdp(rank, folder):
+    """A parameter that FSDP2 ignores."""
+    net, plain = sharded.network(), sharded.network()
+    fully_shard(net, mesh=sharded.mesh_of(2), ignored_params={net[4].bias})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Capture(f"{folder}/sharded.zarr", net, kinds=["gradient", "local"]) as capture:
+            sharded.loss_of(net, sharded.batch(0, rank, plain)).backward()
+            capture.step()
+    return sharded.own_gradient(plain, 0, rank)[:-1], messages(caught)
+
+
+CASES = {
+    "sharded": ignored_by_fsdp,
+    "accumulations": accumulations,
+    "skipping": skipping,
+    "ignored": ignored,
+    "swapped": swapped_under_ddp,
+    "halfway": halfway,
+}
+
+
+def trainings(rank, world, folder):
+    """Run all; what one raises is its result."""
+    results = {}
+    for name, run in CASES.items():
+        try:
+            results[name] = run(rank, folder)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
