@@ -18,6 +18,7 @@ from capture.schedule import Schedule
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.hooks import Scaler
 from gradstats.hooks.torch_private import before_thread_pools_end
+from gradstats.primitives.ratio import shown
 from gradstats.trace import Kind, Shard, Store, TraceWriter
 
 __all__ = ["CaptureWarning", "Contents", "Phase", "Recorder", "Storage", "at_exit", "warn"]
@@ -286,20 +287,14 @@ class Recorder:
             Learning rate of the step.
         columns : mapping, optional
             What a hook's state reports of the step.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If one of them is no number. The step goes on then.
         """
         snapshot = self._snapshot
         if snapshot is not None:
             scalars = dict(columns or {})
             if "misplaced" not in self._warnings:  # else they may be of another step
-                if loss is not None:
-                    scalars["loss"] = self.copies.number(loss)
-                if learning_rate is not None:
-                    scalars["learning_rate"] = float(learning_rate)
+                for name, value in (("loss", loss), ("learning_rate", learning_rate)):
+                    if value is not None:
+                        self._put_number(scalars, name, value)
             snapshot.scalars = scalars
             snapshot.step = self._step
             snapshot.arrived = self.copies.mark()
@@ -307,6 +302,19 @@ class Recorder:
         self._snapshot, self.phase = None, Phase.IDLE
         if snapshot is not None and self._background is not None:
             self._background.submit(snapshot)
+
+    def _put_number(self, scalars: dict[str, Any], name: str, value: Any) -> None:
+        """Record a number of the step; what is none is left out, with a warning."""
+        try:
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise TypeError
+            scalars[name] = self.copies.number(value)
+        except (TypeError, ValueError):
+            several = isinstance(value, torch.Tensor)
+            what = f"a tensor of {value.numel()}" if several else shown(value)
+            self.warn_once(
+                name, f"capture.step({name}=…) takes one number, not {what}, and does not record it"
+            )
 
     def drop(self) -> None:
         """Forget a step that failed; it does not count."""

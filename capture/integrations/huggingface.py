@@ -108,6 +108,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """Create the trace, and register the hook if there is one."""
+        self._unhook()  # of a training that failed, and begins again
         parallel = PartialState().distributed_type
         if parallel in _SHARDED and not is_sharded(model):
             raise InputError(
@@ -137,6 +138,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
             del trainer.training_step  # the class's own is seen again
             if own is not None:
                 trainer.training_step = own
+            self._unhook = lambda: None
 
         trainer.training_step, self._unhook = training_step, restore
 
