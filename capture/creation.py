@@ -117,7 +117,7 @@ def create_on_all(
     if rank == 0:
         try:
             made = create()
-            message = [None, str(made), _digest(made)]
+            message = [None, made.name, _digest(made)]
         except GradstatsError as error:
             message[0] = str(error)
         except BaseException as error:
@@ -129,7 +129,7 @@ def create_on_all(
         raise interrupt
     if message[0] is not None:
         raise TraceError(message[0])
-    made = Path(message[1])
+    made = path.with_name(message[1])
     if distributed:
         _look(made, message[2], rank, process_group, writes)
     return made
@@ -183,7 +183,7 @@ def _look(
     if blind:
         more = f", nor do {len(blind) - 1} more" if blind[1:] else ""
         raise TraceError(
-            f"{path} is made by rank 0, and {blind[0]} does not find it there{more}: give a path on a disk that all "
+            f"rank 0 has made {path}, and {blind[0]} does not find it there{more}: give a path on a disk that all "
             "ranks share, the same on each, or capture ranks=[…] of one machine"
         )
 

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from torch import nn
 from workers import captures, steps
 
-from capture import Capture
+from capture import Capture, CaptureWarning
 from gradstats import open_trace
-from gradstats.errors import InputError
+from gradstats.errors import InputError, TraceError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*slower than the training:capture.CaptureWarning"),
@@ -108,6 +108,94 @@ def test_a_step_within_the_backward_pass_is_refused(trained):
     for folder, _, said in results(trained, "halfway"):
         assert said.startswith("InputError: capture.step() is called within a backward pass")
         assert not open_trace(folder / "halfway.zarr").ranks
+
+
+@pytest.mark.distributed
+def test_a_capture_on_one_rank_or_on_separate_disks_is_one_line_at_once(trained):
+    for folder, rank, (said, waited, apart, other) in results(trained, "meeting"):
+        if rank == 0:
+            assert said.startswith("InputError: a Capture waited 1 s in vain for rank 1 (of 2)")
+            assert "ranks=[0]" in said
+            assert len(waited) == 1
+            assert "not under `if rank == 0`" in waited[0]
+        for name, message in (("run", apart), ("two", other)):
+            assert message.startswith(f"TraceError: rank 0 has made {folder}/disk{rank}/{name}.zarr")
+            assert "rank 1 on" in message
+
+
+@pytest.mark.distributed
+def test_a_model_in_ddp_with_a_wrapped_capture_can_be_copied_and_saved(trained):
+    for folder, rank, (gradients, states) in results(trained, "copied"):
+        for each in gradients:
+            np.testing.assert_allclose(each, gradients[-1], rtol=1e-5, atol=1e-7)
+        assert states == [(False, True)] * 2
+        assert open_trace(folder / "copied.zarr").steps(rank) == [0, 1]
+
+
+def test_a_loss_that_is_no_number_is_a_warning(tmp_path):
+    net = nn.Linear(4, 3)
+    with Capture(tmp_path / "a.zarr", net, buffers=4) as capture, recording() as caught:
+        for loss in (torch.ones(3), "low", torch.tensor(2.0)):
+            net.zero_grad()
+            net(torch.ones(2, 4)).sum().backward()
+            capture.step(loss=loss, learning_rate=[0.1])
+    scalars = open_trace(tmp_path / "a.zarr").scalars()
+    assert np.isnan(scalars["loss"]).tolist() == [True, True, False]
+    assert np.isnan(scalars["learning_rate"]).all()
+    assert [m.partition(" takes")[0] for m in captures.messages(caught)] == [
+        "capture.step(loss=…)",
+        "capture.step(learning_rate=…)",
+    ]
+
+
+def test_several_ddp_models_in_one_are_refused(tmp_path, monkeypatch):
+    """A pair of networks, of which each has a DDP of its own; one alone is found."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Wrapped(DistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module, self.parameters_to_ignore, self.mixed_precision = module, set(), None
+            self.process_group, self._comm_hooks = None, []
+
+        def __del__(self):
+            pass
+
+    pair = nn.ModuleDict({"a": Wrapped(nn.Linear(2, 2)), "b": Wrapped(nn.Linear(2, 2))})
+    with pytest.raises(InputError, match="ModuleDict has 2 DDP models in it"):
+        Capture(tmp_path / "a.zarr", pair)
+    pair["a"] = pair["a"].module
+    pair["b"]._comm_hooks = [(captures.powersgd_hook, None)]
+    with pytest.raises(InputError, match="has a communication hook, powersgd_hook"):
+        Capture(tmp_path / "a.zarr", torch.compile(pair, backend="eager"))
+
+
+def test_a_number_is_given_to_a_trace_only_where_there_is_one_with_steps(tmp_path, monkeypatch):
+    net = nn.Linear(4, 3)
+
+    def begin(name="run.zarr", steps=1, **options):
+        with Capture(tmp_path / name, net, **options) as capture:
+            for _ in range(steps):
+                net.zero_grad()
+                net(torch.ones(2, 4)).sum().backward()
+                capture.step()
+        return capture.path.name
+
+    with recording() as caught:
+        assert begin(steps=0, overwrite="number") == "run.zarr"
+        assert begin(overwrite="number") == "run.zarr"  # nothing is lost
+        assert captures.messages(caught) == []
+        assert begin(overwrite="number") == "run-2.zarr"
+        assert begin(overwrite="number") == "run-3.zarr"
+        assert begin("plain", overwrite="number") == "plain"
+        assert begin("plain", overwrite="number") == "plain-2"
+    assert len(captures.messages(caught)) == 3
+    with pytest.raises(TraceError, match="overwrite=True"):
+        begin()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.warns(CaptureWarning, match=r"captured in .*run-4\.zarr"):
+        assert begin() == "run-4.zarr"
+    assert open_trace(tmp_path / "run-4.zarr").steps() == [0]
 
 
 def test_a_module_that_is_swapped_is_recorded_where_it_was_or_marked(tmp_path):

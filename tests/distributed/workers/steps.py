@@ -3,24 +3,30 @@
 No `from __future__ import annotations`: DDP reads the hooks' annotations.
 """
 
+import copy
+import io
 import traceback
 import warnings
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from workers import sharded
-from workers.captures import alone, messages, plain_loss
+from workers.captures import alone, flat, messages, plain_loss
 from workers.hook import model
 from workers.trainings import refusal
 
-from capture import Capture
+from capture import Capture, creation
 from gradstats.compressors import TopK
 from gradstats.hooks import CompressionState, compression_hook
+from gradstats.hooks.torch_private import store_of
 
 STEPS, PARTS = 3, 4
 
@@ -193,7 +199,57 @@ def ignored_by_fsdp(rank, folder):
     return sharded.own_gradient(plain, 0, rank)[:-1], messages(caught)
 
 
+def meeting(rank, folder):
+    """A Capture under `if rank == 0`, then one that each rank has in a folder of its own."""
+    group, store = dist.new_group([0, 1]), store_of(None)
+    before, creation._PATIENCE_S, creation._LATE_S = store.timeout, 0.2, 0.5
+    store.set_timeout(timedelta(seconds=1))
+    said, waited = "", []
+    if rank == 0:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said = refusal(lambda: Capture(f"{folder}/0.zarr", model(), process_group=group))
+        waited = messages(caught)
+    store.set_timeout(before)
+    dist.barrier()
+    place = Path(folder, f"disk{rank}")
+    place.mkdir()
+    apart = refusal(lambda: Capture(place / "run.zarr", model()))
+    # one of the ranks is enough where it alone writes
+    Capture(place / "one.zarr", model(), ranks=[0]).close()
+    # another trace at the same path is not the one
+    if rank:
+        Capture(place / "two.zarr", nn.Linear(1, 1), process_group=dist.new_group([1])).close()
+    else:
+        dist.new_group([1])
+    return said, waited, apart, refusal(lambda: Capture(place / "two.zarr", model()))
+
+
+def copied(rank, folder):
+    """A model in DDP with a wrapped capture is copied and saved whole, in mid-training."""
+    net = model()
+    ddp = DDP(net)
+    with Capture(f"{folder}/copied.zarr", ddp) as capture:
+        ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+        plain_loss(ddp, rank, 0).backward()
+        capture.step()
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        twins = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
+        gradients = []
+        for each in (*twins, ddp):
+            each.zero_grad()
+            plain_loss(each, rank, 1).backward()
+            gradients.append(flat([p.grad for p in each.parameters()]))
+        capture.step()
+    states = [state for each in twins for _, state in each._comm_hooks]
+    return gradients, [(state.active, state.path == capture.path) for state in states]
+
+
 CASES = {
+    "meeting": meeting,
+    "copied": copied,
     "sharded": ignored_by_fsdp,
     "accumulations": accumulations,
     "skipping": skipping,
