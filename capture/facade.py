@@ -216,10 +216,10 @@ class Capture:
         self._recorder.storage = replace(storage, path=self.path)
         self._watch.start(self._layout.parameters if active else ())
         if self._layout.ignored and active:
-            warn(
-                f"not captured: {several(self._layout.ignored)}, which "
-                f"{'DDP' if ddp is not None else 'fully_shard()'} leaves alone, so that each rank has its own gradient"
+            why = (
+                "DDP keeps out of its buckets" if ddp is not None else "fully_shard() leaves alone"
             )
+            warn(f"not captured: {several(self._layout.ignored)}, which {why}")
         self._closed = False
         at_exit(weakref.WeakMethod(self.close))
 
@@ -250,13 +250,18 @@ class Capture:
         Raises
         ------
         InputError
-            If the hook is none, as when the two are swapped.
+            If the hook is none, as when the two are swapped, or the DDP model can take none.
         """
         if not callable(hook):
             raise InputError(
                 "capture.wrap(state, hook) takes the state first: the two are swapped"
                 if callable(state) and not records_steps(state)
                 else f"a communication hook is a function of a state and a bucket, not {shown(hook)}"
+            )
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp.mixed_precision is not None:
+            raise InputError(
+                "DDP(mixed_precision=…) averages in a hook of its own, and takes no other: use torch.autocast instead"
             )
         adopted = self._layout.adopt()
         self._watch.add(adopted if self.active else ())

@@ -4,6 +4,7 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 """
 
 import copy
+import inspect
 import io
 import traceback
 import warnings
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from workers import sharded
 from workers.captures import alone, flat, messages, plain_loss
 from workers.hook import model
@@ -247,7 +250,61 @@ def copied(rank, folder):
     return gradients, [(state.active, state.path == capture.path) for state in states]
 
 
+def every_option(net):
+    """Return the options of DDP's constructor, each with a value that is not its default's."""
+    delayed = [("2.weight", net[2].weight), ("2.bias", net[2].bias)]
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        "broadcast_buffers": {"broadcast_buffers": False},
+        "init_sync": {"init_sync": False},
+        "process_group": {"process_group": dist.new_group([0, 1])},
+        "bucket_cap_mb": {"bucket_cap_mb": 0.01},
+        "find_unused_parameters": {"find_unused_parameters": True},
+        "check_reduction": {"check_reduction": True},
+        "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+        "static_graph": {"static_graph": True},
+        "delay_all_reduce_named_params": {
+            "delay_all_reduce_named_params": delayed,
+            "param_to_hook_all_reduce": net[2].weight,
+        },
+        "mixed_precision": {"mixed_precision": _MixedPrecision()},
+        "device_mesh": {"device_mesh": mesh},
+        "skip_all_reduce_unused_params": {
+            "find_unused_parameters": True,
+            "skip_all_reduce_unused_params": True,
+        },
+        "bucket_cap_mb_list": {"bucket_cap_mb_list": [1, 2]},
+        "batched_grad_copy": {"batched_grad_copy": True},
+        "forward_sync_buffers": {"forward_sync_buffers": False},
+    }
+
+
+def options_of_ddp(rank, folder):
+    """Return, for each option, what the trace should hold and what was said, or the error."""
+    known = set(inspect.signature(DDP).parameters)
+    results = {}
+    for name in every_option(model()):
+        net = model()
+        options = {k: v for k, v in every_option(net)[name].items() if k in known}
+
+        def train(net, ddp, capture):
+            gradients = []
+            for step in range(2):
+                ddp.zero_grad()
+                gradients.append(alone(net, partial(plain_loss, rank=rank, step=step)))
+                plain_loss(ddp, rank, step).backward()
+                capture.step()
+            return gradients
+
+        run = partial(captured, f"{folder}/option-{name}.zarr", net, train, options=options)
+        results[name] = []
+        error = refusal(lambda run=run, kept=results[name]: kept.append(run()))
+        results[name] = error or results[name][0]
+    return results, known
+
+
 CASES = {
+    "options": options_of_ddp,
     "meeting": meeting,
     "copied": copied,
     "sharded": ignored_by_fsdp,
