@@ -272,14 +272,8 @@ class Capture:
         self._tap = tap
         return self, capture_hook
 
-    def continue_in(self, later: "Capture") -> None:
-        """Have the hook that is registered record into another capture: DDP takes one hook, and keeps it.
-
-        Parameters
-        ----------
-        later : Capture
-            Capture of the training that goes on with the DDP model, which wraps the same hook.
-        """
+    def _continue_in(self, later: "Capture") -> None:
+        """Have the hook that is registered record into another capture: DDP takes one hook, and keeps it."""
         self._tap = later._tap
 
     def follow(self, local_steps: LocalSteps) -> None:

@@ -48,10 +48,11 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     and clipping, and without the loss scale of fp16. A compressor's state should know that scale too: give it the
     scaler, ``CompressionState(…, scaler=trainer.accelerator.scaler)``.
 
-    Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`. The learning rate is recorded, and the loss of each rank's own micro-batches, which the ``Trainer``
-    shows to no callback: what its ``training_step`` returns if `trainer` is given, else what the model does
-    (``.loss``), and without `trainer` only if no micro-batches are accumulated.
+    Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training. Where there is a
+    trace with steps already, of a training before, the new one gets a number: ``NAME-2.zarr``. The learning rate is
+    recorded, and the loss of each rank's own micro-batches, which the ``Trainer`` shows to no callback: what its
+    ``training_step`` returns if `trainer` is given, else what the model does (``.loss``), and without `trainer` only if
+    no micro-batches are accumulated.
 
     Parameters
     ----------

@@ -78,7 +78,7 @@ class TrainerCapture:
             options = {"process_group": ddp.process_group, **options}
             self.capture = Capture(model=ddp.module, start_step=start_step, **options)
             self.capture.wrap(self._comm_state, hook)
-            earlier.continue_in(self.capture)
+            earlier._continue_in(self.capture)
         else:
             self.capture = Capture(model=model, start_step=start_step, **options)
             ddp.register_comm_hook(*self.capture.wrap(self._comm_state, hook))
