@@ -223,6 +223,10 @@ class BucketTap(Tap):
                     array[layer.slice] = 0
         self._absent(sorted(replaced), _REPLACED)
         self._absent(unseen, _UNSEEN)
+        for parameter in self._layout.model.parameters():
+            # DDP has no bucket for what was unfrozen, or added, after it was made
+            if parameter.grad is not None and id(parameter) not in self._layout.slots:
+                self._note_absent(parameter)
 
     def _copy(self, bucket: GradBucket) -> None:
         """Copy a bucket of a step that is recorded."""

@@ -13,7 +13,7 @@ from torch import nn
 from workers import captures, steps
 
 from capture import Capture, CaptureWarning
-from gradstats import open_trace
+from gradstats import moments, open_trace
 from gradstats.errors import InputError, TraceError
 
 pytestmark = [
@@ -119,6 +119,25 @@ def test_a_head_that_ddp_does_not_know_is_marked(trained):
         near(folder / "swapped.zarr", rank, gradients)
         assert len(said) == 1
         assert said[0].startswith("4.bias, 4.weight are NaN in the trace")
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_is_unfrozen_behind_ddps_back_is_named(trained):
+    for folder, rank, (gradients, said) in results(trained, "unfrozen"):
+        near(folder / "unfrozen.zarr", rank, gradients)
+        assert len(said) == 1
+        assert said[0].startswith("4.bias is not captured")
+
+
+@pytest.mark.distributed
+def test_what_local_steps_do_not_exchange_is_marked(trained):
+    for folder, rank, said in results(trained, "local steps"):
+        assert len(said) == 1
+        assert said[0].startswith("4.weight is NaN in the trace: the local steps do not exchange")
+        trace = open_trace(folder / "local.zarr")
+        for kind in ("gradient", "pseudogradient"):
+            absent = np.isnan(trace.read(0, rank, kind))
+            assert {la.name for la in trace.layers if absent[la.slice].any()} == {"4.weight"}
 
 
 @pytest.mark.distributed
@@ -256,6 +275,9 @@ def test_gradients_that_an_optimizer_takes_in_the_backward_pass_are_marked(tmp_p
             net[:3](torch.randn(9, 4)).square().mean().backward()
             capture.step()
     trace = open_trace(tmp_path / "a.zarr")
+    sums = moments(trace.read(1))
+    assert sums.nonfinite == 23
+    assert 0 < sums.sum_abs < np.inf
     for step in (0, 1):
         missing = {la.name for la in trace.layers if np.isnan(trace.read(step)[la.slice]).any()}
         assert missing == {"0.weight", "2.bias"}

@@ -28,7 +28,7 @@ from workers.trainings import refusal
 
 from capture import Capture, creation
 from gradstats.compressors import TopK
-from gradstats.hooks import CompressionState, compression_hook
+from gradstats.hooks import CompressionState, LocalSteps, compression_hook
 from gradstats.hooks.torch_private import store_of
 
 STEPS, PARTS = 3, 4
@@ -177,6 +177,45 @@ def swapped_under_ddp(rank, folder):
     )
 
 
+def unfrozen_under_ddp(rank, folder):
+    """A parameter that is unfrozen behind DDP's back: each rank trains it by itself."""
+    net = model()
+    net[4].bias.requires_grad_(False)
+
+    def train(net, ddp, capture):
+        gradients = []
+        for step in range(2):
+            net[4].bias.requires_grad_(step == 1)
+            ddp.zero_grad()
+            gradients.append(alone(net, partial(plain_loss, rank=rank, step=step))[:-3])
+            plain_loss(ddp, rank, step).backward()
+            capture.step()
+        return gradients
+
+    return captured(f"{folder}/unfrozen.zarr", net, train)
+
+
+def local_steps(rank, folder):
+    """Local steps that were begun when a parameter was frozen do not exchange it."""
+    net = model()
+    net[4].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    local = LocalSteps(net, optimizer, steps=2)
+    net[4].weight.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Capture(f"{folder}/local.zarr", net) as capture:
+            capture.follow(local)
+            # no longer there, as the local steps have it
+            net[4].weight.requires_grad_(False)
+            with local:
+                for step in range(2):
+                    optimizer.zero_grad()
+                    plain_loss(net, rank, step).backward()
+                    optimizer.step()
+    return messages(caught)
+
+
 def halfway(rank, folder):
     """`capture.step()` in the middle of the backward pass."""
     net = model()
@@ -312,6 +351,8 @@ CASES = {
     "skipping": skipping,
     "ignored": ignored,
     "swapped": swapped_under_ddp,
+    "unfrozen": unfrozen_under_ddp,
+    "local steps": local_steps,
     "halfway": halfway,
 }
 
