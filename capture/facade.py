@@ -190,7 +190,6 @@ class Capture:
             else ShardTap(*common, self._sharding)
         )
         self._tap.check()
-        metadata = {**_origin(storage, self.schedule), **(metadata or {})}
         world_size = dist.get_world_size(process_group) if distributed else 1
         if restarted() and not overwrite:
             overwrite = "number"
@@ -207,7 +206,7 @@ class Capture:
                 path,
                 self._layout.layers,
                 world_size=world_size,
-                metadata=metadata,
+                metadata={**_origin(storage, self.schedule), **(metadata or {})},
                 overwrite=over,
             )
             return path
