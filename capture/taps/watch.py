@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class BackwardWatch:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._handles: list[Any] = []
         self._shown: list[Any] = []
+        self._nodes: list[Any] = []
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         """Put hooks on parameters.
@@ -56,24 +57,24 @@ class BackwardWatch:
 
     def show(
         self,
-        parameters: Iterable[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
     ) -> None:
         """Show a method what a backward pass is about to add to each parameter's ``.grad``; nothing to the one before.
 
         Parameters
         ----------
-        parameters : iterable of torch.Tensor
+        parameters : sequence of torch.Tensor
             Parameters that require gradients.
         see : weak reference to a method
             Called with a parameter and a gradient.
         """
         self._remove(self._shown)
-        for parameter in parameters:
-            # of the node: hooks of the tensor are called by autograd.grad() too, which accumulates nothing
-            self._shown.append(
-                get_gradient_edge(parameter).node.register_prehook(_Showing(parameter, see))
-            )
+        # hooks of tensors are called by autograd.grad() too, which accumulates nothing; of nodes that nobody holds DDP
+        # makes new ones
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        for node, parameter in zip(self._nodes, parameters, strict=True):
+            self._shown.append(node.register_prehook(_Showing(parameter, see)))
 
     @property
     def fired(self) -> bool:
@@ -129,6 +130,7 @@ class BackwardWatch:
         """Remove the hooks."""
         self._remove(self._handles)
         self._remove(self._shown)
+        self._nodes.clear()
 
     @staticmethod
     def _remove(handles: list[Any]) -> None:
