@@ -314,7 +314,7 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
 
     given, scaler = [], torch.amp.GradScaler("cpu", init_scale=4.0)
     model = SimpleNamespace(register_comm_hook=lambda *_: None)
-    monkeypatch.setattr(base, "DistributedDataParallel", SimpleNamespace)
+    monkeypatch.setattr(base, "unwrap", lambda model: SimpleNamespace(module=model, ddp=model))
 
     class Recorder:
         def __init__(self, *, path, model, schedule=1, start_step=0, **options):
@@ -322,6 +322,9 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
 
         def wrap(self, state, hook):
             return state, hook
+
+        def close(self):
+            pass
 
     monkeypatch.setattr(base, "Capture", Recorder)
     trainer = SimpleNamespace(
@@ -332,7 +335,8 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
     for hook in (None, allreduce_hook):
         callback = CaptureCallback(tmp_path / "a.zarr", comm_hook=hook, trainer=trainer)
         callback.on_train_begin(None, SimpleNamespace(global_step=0), None, model=model)
-    assert given == [{}, {"scaler": scaler}]
+    again = {"overwrite": "number"}
+    assert given == [again, {"scaler": scaler, **again}]
 
 
 def test_huggingface_begins_again(tmp_path):
