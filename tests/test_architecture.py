@@ -41,6 +41,7 @@ ROOMS = [
     "capture.writer",
     "capture.recorder",
     "capture.taps",
+    "capture.creation",
     "capture.facade",
     "capture.integrations",
     "capture.workloads",

@@ -18,11 +18,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from gradstats.errors import InputError
+
 __all__ = [
     "GradBucket",
     "Unwrapped",
     "after_backward",
     "all_reduce_hook",
+    "backward_pass",
     "before_thread_pools_end",
     "comm_hooks",
     "copy_all",
@@ -36,6 +39,7 @@ __all__ = [
     "scaler_stages",
     "shard_group",
     "shard_place",
+    "store_of",
     "tree_map",
     "unwrap",
     "values_of_sparse",
@@ -62,7 +66,8 @@ def unwrap(model: object) -> Unwrapped:
     """Find the model behind ``torch.compile``, DDP and ``DataParallel``, in whatever order they were put around it.
 
     ``fully_shard`` and accelerate change a model in place or wrap it by these. ``torch.compile`` keeps the module in
-    ``_orig_mod``, and would put that name into those of all parameters.
+    ``_orig_mod``, and would put that name into those of all parameters. A module of the user's around DDP (a pair of
+    networks, a Lightning module) stays the model, and DDP is found in it.
 
     Parameters
     ----------
@@ -73,6 +78,11 @@ def unwrap(model: object) -> Unwrapped:
     -------
     Unwrapped
         The model and its DDP wrapper.
+
+    Raises
+    ------
+    InputError
+        If there are several DDP models in it.
     """
     ddp = None
     while True:
@@ -83,7 +93,13 @@ def unwrap(model: object) -> Unwrapped:
         elif isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]
         else:
-            return Unwrapped(model, ddp)
+            break
+    if ddp is None and isinstance(model, torch.nn.Module):
+        inside = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        if inside[1:]:
+            raise InputError(f"{type(model).__name__} has {len(inside)} DDP models in it: give one")
+        ddp = inside[0] if inside else None
+    return Unwrapped(model, ddp)
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
@@ -107,6 +123,11 @@ def scaler_stages(scaler: object) -> list[str]:
     """
     states = getattr(scaler, "_per_optimizer_states", {})
     return [getattr(state.get("stage"), "name", "READY") for state in states.values()]
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that is under way in this thread, a new one for each; -1 if none is."""
+    return torch._C._current_graph_task_id()
 
 
 def after_backward(call: Callable[[], None]) -> bool:
@@ -179,6 +200,19 @@ def groups_of_rank() -> int:
     """Return the number of process groups this rank is in: PyTorch names a new one by it, and waits for that name."""
     world: Any = dist.distributed_c10d._world
     return len(world.pg_names)
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """Return the ``torch.distributed.Store`` that the ranks of a group share; None if it has none.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        The ranks; the default group if None.
+    """
+    world: Any = dist.distributed_c10d._world
+    _, store = world.pg_map.get(group or dist.group.WORLD, (None, None))
+    return store
 
 
 def before_thread_pools_end(call: Callable[[], None]) -> None:
