@@ -84,6 +84,8 @@ def compression_hook(
             if fill is not None and each.buffer.is_sparse:
                 values_of_sparse(each.buffer).fill_(fill)
             each.future.set_result(each.buffer)
+        parameters = [parameter for parameter, _ in step.pairs]
+        after_backward(lambda: state.note_filled(parameters))
     return future
 
 

@@ -121,6 +121,19 @@ class ParameterLayout:
         """Return names and places of the densely averaged parameters, in order."""
         return ((self._names[key], slot) for key, slot in self.dense_slots.items())
 
+    def dense_places(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, slice]]:
+        """Return the densely averaged parameters of a step with their places, in order.
+
+        Parameters
+        ----------
+        pairs : iterable of (parameter, gradient)
+            All gradients of the step.
+        """
+        dense = [(p, self.dense_slots[id(p)]) for p, _ in pairs if id(p) in self.dense_slots]
+        return sorted(dense, key=lambda each: each[1].start)
+
     def parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the compressed parameters, in order."""
         return zip(self.names, self.slots.values(), strict=True)

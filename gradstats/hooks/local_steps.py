@@ -163,6 +163,8 @@ class LocalSteps:
         self.mix = check_number(mix, "mix", 0, 1, "[]")
         self.step = self.exchanges = 0
         self.last: StepRecord | None = None
+        # of before the last whole exchange, to take that back
+        self._before: tuple[int, StepRecord | None] = 0, None
         self._group = process_group
         self._named: Named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         parameters = [p for _, p in self._named]
@@ -199,14 +201,13 @@ class LocalSteps:
                 CompressionState,
                 copy.deepcopy(compressor) if i else compressor,
                 memory=copy.deepcopy(memory) if i else memory,
+                discard_unapplied=False,
                 **options,
             )
             offset = (i + 1) * self.steps // len(parts)
             self._fragments.append(Fragment(named, offset, within, build))
-        for values in map(local_values, (*model.parameters(), *model.buffers())):
-            values.copy_(broadcast(values.contiguous(), 0, process_group))
-        for fragment in self._fragments:
-            fragment.anchor()
+        self._model = model
+        self._begin_alike()
         self._handles: list[Any] = []
         self._background = Background()
         self._watcher = _Watcher(lambda pairs: None, lambda: None)
@@ -351,6 +352,28 @@ class LocalSteps:
             fragment.restore(saved, own["anchors"])
         self.step, self.exchanges = own["step"], own["exchanges"]
 
+    def discard(self) -> None:
+        """Take the last exchange of every fragment back: memories, estimators and counters are as before it.
+
+        For a training that goes back to earlier parameters. Put these, and the optimizers' states, back first, on rank
+        0 at least, and call it on all ranks: parameters and buffers of rank 0 become those of all, and the next
+        interval begins with them. An exchange under way is dropped.
+        """
+        for fragment in self._fragments:
+            with suppress(GradstatsError):  # of an exchange that is to be forgotten
+                fragment.wait()
+            fragment.pairs, fragment.sent = [], self.step
+            fragment.state.discard()
+        self.exchanges, self.last = self._before
+        self._begin_alike()
+
+    def _begin_alike(self) -> None:
+        """Begin an interval with the parameters and buffers of rank 0 on all ranks."""
+        for values in map(local_values, (*self._model.parameters(), *self._model.buffers())):
+            values.copy_(broadcast(values.contiguous(), 0, self._group))
+        for fragment in self._fragments:
+            fragment.anchor()
+
     def _stepped(self) -> None:
         """Count a local step, apply what came in, and exchange what is due."""
         self.step += 1
@@ -373,6 +396,7 @@ class LocalSteps:
     def _count_exchange(self) -> None:
         """Count an exchange of all fragments, and put their records together."""
         records = [f.state.last for f in self._fragments if f.state.last is not None]
+        self._before = self.exchanges, self.last
         if not self.delay and records:  # a rank may hold nothing of a fragment
             self.last = together(records, self.exchanges)
         self.exchanges += 1

@@ -13,18 +13,29 @@ import torch.distributed as dist
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced
 from gradstats.errors import InputError
+from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
 from gradstats.hooks.gradient import FlatGradient, Pair, zero_bad
 from gradstats.hooks.guard import Guard, as_flag, count_bad
 from gradstats.hooks.layout import ParameterLayout
+from gradstats.hooks.leftover import Leftover
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.ratio import RatioSchedule
 from gradstats.hooks.torch_private import after_backward
 from gradstats.hooks.usage import Usage
 from gradstats.trace.record import StepRecord
 
-__all__ = ["HeldBucket", "Outcome", "Scaler", "Setup", "Step", "loss_scale", "outside"]
+__all__ = [
+    "HeldBucket",
+    "Outcome",
+    "Scaler",
+    "Setup",
+    "Step",
+    "backed_off",
+    "loss_scale",
+    "outside",
+]
 
 
 class Scaler(Protocol):
@@ -45,6 +56,20 @@ def loss_scale(scaler: Scaler | None) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
+def backed_off(scaler: Scaler | None, before: float, now: float) -> bool:
+    """Tell whether a loss scaler found an overflow and skipped the optimizer's step: it lowers its scale then.
+
+    Parameters
+    ----------
+    scaler : Scaler, optional
+        Scaler of the training. One without ``get_backoff_factor()`` does not tell.
+    before, now : float
+        Its scale in the step, and after it.
+    """
+    factor = getattr(scaler, "get_backoff_factor", None)
+    return factor is not None and now < before and math.isclose(now, before * factor())
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What every step of a training works with: the same objects from the first to the last.
@@ -61,6 +86,10 @@ class Setup:
         Policy for gradients that are not finite.
     usage : Usage
         Which parameters this rank used.
+    leftover : Leftover
+        What earlier exchanges left in the gradients.
+    applied : Applied
+        Whether an optimizer has applied the last update.
     checkpoint : Checkpoint
         Has the memory of a restart until there is room for it.
     clip : float or None
@@ -76,6 +105,8 @@ class Setup:
     schedule: RatioSchedule
     guard: Guard
     usage: Usage
+    leftover: Leftover
+    applied: Applied
     checkpoint: Checkpoint
     clip: float | None
     diagnose_every: int
@@ -101,7 +132,23 @@ class Setup:
         """
         named = list(named_parameters)
         self.layout.add(named)
-        self.usage.watch(parameter for _, parameter in named)
+        parameters = [parameter for _, parameter in named]
+        self.usage.watch(parameters)
+        self.leftover.watch(parameters)
+        self.applied.watch(parameters)
+
+    def further(self, parameter: torch.Tensor) -> bool:
+        """Tell whether an earlier exchange has taken a part of the gradient of the optimizer's step that is coming.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the parameters.
+        """
+        begun = self.leftover.parts or self.leftover.begun
+        if not begun or (self.applied.known and self.applied.stepped):
+            return False
+        return id(parameter) in self.leftover.parts or id(parameter) in self.leftover.begun
 
     def allocate(self, device: torch.device) -> None:
         """Make room for the gradient and the memory, and fill that from a checkpoint loaded before.
@@ -250,6 +297,7 @@ class Step:
             Gradients of one bucket.
         """
         self.pairs += pairs
+        self._setup.leftover.set_aside(pairs)
         if self._streams():
             self._setup.layout.require(parameter for parameter, _ in pairs)
             self._push(pairs, self._take(pairs))
@@ -267,6 +315,13 @@ class Step:
         NonFiniteGradientError, ExchangeError, InputError
             As :func:`gradstats.hooks.compression_hook` says.
         """
+        try:
+            return self._complete()
+        finally:
+            self._setup.leftover.put_back(self.pairs)
+
+    def _complete(self) -> Outcome:
+        """Do so with gradients from which what earlier exchanges left is taken out."""
         setup, layout, memory = self._setup, self._setup.layout, self._setup.memory
         group, pairs = setup.process_group, self.pairs
         if not layout.known:  # numbered in the order of the first backward pass
@@ -297,7 +352,8 @@ class Step:
         dense = setup.gradient.dense
         if layout.dense_numel:
             all_reduce_mean(dense, group)
-            memory.update_dense(dense)
+            further = [s for p, s in layout.dense_places(pairs) if setup.further(p)]
+            memory.update_dense(dense, **({"further": further} if further else {}))
         setup.gradient.write(pairs, reduced.mean, self.scale)
         # the memory is not settled yet, so that this step, too, can be refused as if nothing had happened:
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
@@ -345,11 +401,12 @@ class Step:
     def _take(self, pairs: Sequence[Pair]) -> int:
         """Add the memory to gradients; return the flag for what is not finite after the policy saw to it."""
         gradient = self._setup.gradient
-        bad = count_bad(gradient.take(pairs, self._factor(pairs)))
+        further = self._setup.further
+        bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
         if bad and self._setup.guard.zeroes:
             self.problem = f"{bad} NaN or infinite elements taken as zero{gradient.first_bad()}"
             zero_bad(pairs)
-            bad = count_bad(gradient.take(pairs, self._factor(pairs)))
+            bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
         return as_flag(bad or self.bad_elsewhere)
 
     def _factor(self, pairs: Sequence[Pair]) -> float:

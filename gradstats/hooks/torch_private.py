@@ -29,6 +29,7 @@ __all__ = [
     "divide_factors",
     "fail_when_asked",
     "groups_of_rank",
+    "is_part",
     "original_size",
     "other_micro_steps",
     "parameter_groups",
@@ -162,6 +163,17 @@ def version(tensor: torch.Tensor) -> int:
         Any tensor.
     """
     return tensor._version
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a view of another, as gradients are of buckets (``gradient_as_bucket_view``).
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor.
+    """
+    return tensor._is_view()
 
 
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
