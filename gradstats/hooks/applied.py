@@ -56,6 +56,16 @@ class Applied:
         """
         self._parameters.update(map(id, parameters))
 
+    def forget(self) -> None:
+        """Look for no steps: those of these parameters are not what the updates are for."""
+        self._parameters.clear()
+
+    def __deepcopy__(self, memo: object) -> Applied:
+        """Return one of the same parameters, which sees steps by itself."""
+        other = Applied()
+        other._parameters.update(self._parameters)
+        return other
+
     def begin(self) -> None:
         """Note that there is a new update. Within a closure that an optimizer calls, it is applied as it comes."""
         self._stepped = self._within
@@ -68,6 +78,14 @@ class Applied:
             self._stepped |= not all(bool(each) for each in self._overflows)
             self._overflows.clear()
         return self._stepped
+
+    def adaptive(self) -> list[str]:
+        """Return the kinds of those optimizers that divide by squares of gradients, as Adam does."""
+        return [
+            type(optimizer).__name__
+            for optimizer in self.optimizers
+            if any("exp_avg_sq" in values for values in optimizer.state.values())
+        ]
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer has any of the parameters.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +15,14 @@ from gradstats.compressors import Compressor, Selector, as_compressor
 from gradstats.errors import ExchangeError, InputError
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
+from gradstats.hooks.corrections import AdamCorrection
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.leftover import Leftover
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
+from gradstats.hooks.notices import Notices
 from gradstats.hooks.ratio import RatioSchedule
 from gradstats.hooks.step import Scaler, Setup, Step, backed_off, loss_scale
 from gradstats.hooks.undo import Undo
@@ -167,9 +169,9 @@ class CompressionState:
         # to take the last exchange back, and to take back the one in progress once it is over
         self._undo: Undo | None = None
         self._before: Undo | None = None
-        self._said: set[str] = set()
+        self._notices = Notices()
         if named_parameters is not None:
-            self._setup.add((n, p) for n, p in named_parameters if p.requires_grad)
+            self._setup.add(named_parameters)
 
     @property
     def compressor(self) -> Compressor:
@@ -214,7 +216,7 @@ class CompressionState:
             ``model.named_parameters()``.
         """
         if not self._setup.layout.known:
-            self._setup.add((n, p) for n, p in named_parameters if p.requires_grad)
+            self._setup.add(named_parameters)
 
     def residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the residual that will be added to a parameter's next gradient.
@@ -339,19 +341,30 @@ class CompressionState:
                 and not self._setup.leftover.found()
             ):
                 self.discard()
-                self._say_once(
-                    f"no optimizer took the update of step {undo.step} before its gradient was zeroed, so it is "
-                    "discarded: memory and counters are as before it. If you apply updates without optimizer.step(), "
-                    "pass discard_unapplied=False"
-                )
+                self._notices.discarded(undo.step)
         self._undo = None
 
-    def _say_once(self, text: str) -> None:
-        """Warn, but not twice of the same, whatever the step."""
-        kind = text.partition(" ")[0]
-        if kind not in self._said:
-            self._said.add(kind)
-            warnings.warn(text, stacklevel=4)
+    def _notice(self) -> None:
+        """Say what a training should not do, once of each kind."""
+        setup = self._setup
+        if setup.usage.frozen and (name := setup.usage.unfrozen()) is not None:
+            self._notices.unfrozen(name)
+        if self.compressor.has_ratio and not isinstance(self.memory, NoMemory | AdamCorrection):
+            for kind in setup.applied.adaptive():
+                self._notices.adaptive(kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressionState:
+        """Return a state of its own, which exchanges in the same process group: groups cannot be copied."""
+        if self.process_group is not None:
+            memo[id(self.process_group)] = self.process_group
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        vars(other).update((name, copy.deepcopy(each, memo)) for name, each in vars(self).items())
+        return other
+
+    def forget_optimizers(self) -> None:
+        """Look for no optimizer's steps: the update is not for theirs."""
+        self._setup.applied.forget()
 
     def follow(self, parameters: Iterable[torch.Tensor]) -> None:
         """Look for the steps of optimizers that know parameters by other tensors than the state does.
@@ -422,6 +435,7 @@ class CompressionState:
             self.diagnosis,
             setup.guard.hidden,
         )
+        self._notice()
         setup.schedule.begin(self.step)
         setup.checkpoint.agree(self.step, device)
         if self.compressor.streams and not setup.gradient.allocated:
@@ -438,8 +452,13 @@ class CompressionState:
         """
         self._setup.usage.add(parameters)
 
-    def complete(self) -> float | None:
+    def complete(self, skipped: bool = False) -> float | None:
         """Have the step in progress put the average into its gradients, and go on to the next. The hook's.
+
+        Parameters
+        ----------
+        skipped : bool
+            Whether DDP has passed over buckets that no rank uses (``skip_all_reduce_unused_params``).
 
         Returns
         -------
@@ -451,6 +470,8 @@ class CompressionState:
         NonFiniteGradientError, ExchangeError, InputError
             As :func:`gradstats.hooks.compression_hook` says.
         """
+        if skipped:
+            self.current.add_absent()
         outcome = self.current.complete()
         if outcome.diagnosis is not None:
             self.diagnosis = outcome.diagnosis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -123,14 +124,16 @@ class Setup:
         return self.gradient.memory
 
     def add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give parameters their places, and watch their use.
+        """Give parameters that are trained their places, and watch their use.
 
         Parameters
         ----------
         named_parameters : iterable of (str, torch.Tensor)
             Names and parameters.
         """
-        named = list(named_parameters)
+        every = list(named_parameters)
+        named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
+        self.usage.frozen = {n: weakref.ref(p) for n, p in every if not p.requires_grad}
         self.layout.add(named)
         parameters = [parameter for _, parameter in named]
         self.usage.watch(parameters)
@@ -229,6 +232,10 @@ class Step:
         Elements that are not finite in averaged sparse gradients, or on ranks with other shards.
     problem : str
         What is wrong with the gradients; empty if nothing is.
+    bucket : int
+        Index of DDP's last bucket that has come; -1 before the first.
+    skipped, ended : bool
+        Whether DDP has passed over a bucket before that, and whether the step was completed, whatever it came to.
     """
 
     def __init__(self, setup: Setup, number: int, scale: float) -> None:
@@ -238,6 +245,8 @@ class Step:
         self.pairs: list[Pair] = []
         self.bad_elsewhere = 0
         self.problem = ""
+        self.bucket = -1
+        self.skipped = self.ended = False
         self._setup = setup
 
     def average_sparse(
@@ -301,6 +310,13 @@ class Step:
         if self._streams():
             self._setup.layout.require(parameter for parameter, _ in pairs)
             self._push(pairs, self._take(pairs))
+
+    def add_absent(self) -> None:
+        """Add gradients of zero for parameters that no rank uses and DDP leaves out; their memory will stay."""
+        came = {id(parameter) for parameter, _ in self.pairs}
+        absent = [p for p in self._setup.layout.parameters() if id(p) not in came]
+        # in the order of buckets, which is about that of the backward pass
+        self.ready([(p, torch.zeros_like(p, requires_grad=False)) for p in reversed(absent)])
 
     def complete(self) -> Outcome:
         """Exchange, put the average into the gradients, and settle the memory.

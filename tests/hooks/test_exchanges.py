@@ -6,6 +6,9 @@ import pytest
 from ranks import run_ranks
 from workers import exchanges
 
+from gradstats.compressors import make_compressor
+from gradstats.errors import InputError
+
 pytestmark = pytest.mark.distributed
 
 
@@ -57,3 +60,28 @@ def test_local_steps_go_back():
 def test_a_closure_takes_its_updates():
     for exchanged, evaluated in run_ranks(2, exchanges.within_a_closure):
         assert exchanged == evaluated
+
+
+def test_adam_behind_sparse_error_feedback_is_said_once():
+    for found in run_ranks(2, exchanges.adaptive):
+        for name, messages in found.items():
+            assert len(messages) == (name in ("feedback", "momentum")), (name, messages)
+        assert found["feedback"][0].startswith("AdamW behind sparse error feedback")
+        assert "memory=AdamCorrection() with SGD" in found["feedback"][0]
+
+
+def test_a_state_with_a_group_can_be_copied():
+    assert run_ranks(2, exchanges.copied) == [True, True]
+
+
+def test_a_compressor_without_a_ratio_needs_none():
+    assert make_compressor("none") is None
+    assert make_compressor("dense-bf16").ratio is None
+    assert make_compressor("ef-signsgd").ratio is None
+    for name in ("topk", "micro", "threshold:dgc"):
+        with pytest.raises(InputError, match="give it a ratio"):
+            make_compressor(name)
+
+
+def test_tied_weights_have_one_place():
+    assert run_ranks(2, exchanges.tied) == [[(80, 8, [80])] * 2] * 2

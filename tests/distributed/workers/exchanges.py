@@ -4,6 +4,7 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 """
 
 import contextlib
+import copy
 import warnings
 
 import torch
@@ -17,10 +18,12 @@ from gradstats.compressors import Layerwise, TopK, make_compressor
 from gradstats.errors import GradstatsError
 from gradstats.hooks import (
     AdamCorrection,
+    CompressionState,
     ErrorFeedback,
     LocalSteps,
     MomentumCorrection,
     NoMemory,
+    compression_hook,
     shard_hook,
 )
 
@@ -416,3 +419,79 @@ def within_a_closure(rank, world):
             optimizer.step(closure)
         calls = state.step
     return calls, sum(s["func_evals"] for s in optimizer.state.values())
+
+
+def adaptive(rank, world):
+    """What is said of AdamW behind each memory, dense exchanges, local steps and no optimizer."""
+    found = {}
+    for name, compressor, memory in (
+        ("feedback", TopK(0.1), None),
+        ("momentum", TopK(0.1), MomentumCorrection(0.9)),
+        ("adam", TopK(0.1), AdamCorrection()),
+        ("none", TopK(0.1), NoMemory()),
+        ("dense", make_compressor("dense-bf16"), None),
+    ):
+        net = small()
+        ddp, _ = wrapped(net, compressor, memory=memory)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        found[name] = said(lambda: steps(ddp, optimizer, rank))  # noqa: B023
+    net = small()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    with LocalSteps(net, optimizer, steps=2, compressor=TopK(0.1)):
+        found["local"] = said(lambda: steps(net, optimizer, rank))
+    ddp, _ = wrapped(small())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    found["sgd"] = said(lambda: steps(ddp, optimizer, rank))
+    return found
+
+
+def steps(net, optimizer, rank):
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(net, rank, step).backward()
+        optimizer.step()
+
+
+def said(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught]
+
+
+def copied(rank, world):
+    """Whether a state with a process group, copied in mid-training, goes on as the one it was copied from."""
+    group = dist.new_group([0, 1])
+    ends = []
+    for copies in (False, True):
+        net = small()
+        ddp, state = wrapped(net, TopK(0.2), process_group=group, ddp={"process_group": group})
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        steps(ddp, optimizer, rank)
+        other = copy.deepcopy(state) if copies else state
+        same = other.process_group is group and other.memory is not state.memory
+        kept = other.memory.residual.clone()
+        steps(ddp, optimizer, rank)
+        assert same == copies
+        if copies:  # nothing of it has changed with the other
+            assert torch.equal(kept, other.memory.residual)
+            assert not torch.equal(kept, state.memory.residual)
+        ends.append(flat(net.parameters()))
+    return torch.equal(*ends)
+
+
+def tied(rank, world):
+    """Elements and names of a state that is given tied weights twice, for a whole model and layer by layer."""
+    found = []
+    for compressor in (TopK(0.1), Layerwise(lambda name, numel: TopK(0.1))):
+        embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        head.weight = embedding.weight
+        net = nn.Sequential(embedding, head)
+        named = net.named_parameters(remove_duplicate=False)
+        ddp = DDP(net)
+        state = CompressionState(compressor, named_parameters=named)
+        ddp.register_comm_hook(state, compression_hook)
+        x = torch.arange(10)
+        nn.functional.cross_entropy(ddp(x), x).backward()
+        found.append((state.last.numel, state.last.selected, list(state.memory.residual.shape)))
+    return found
