@@ -60,11 +60,9 @@ class Applied:
         """Look for no steps: those of these parameters are not what the updates are for."""
         self._parameters.clear()
 
-    def __deepcopy__(self, memo: object) -> Applied:
-        """Return one of the same parameters, which sees steps by itself."""
-        other = Applied()
-        other._parameters.update(self._parameters)
-        return other
+    def __reduce__(self) -> tuple[type[Applied], tuple[()]]:
+        """Copy without the optimizers, which are of other parameters or of another process."""
+        return Applied, ()
 
     def begin(self) -> None:
         """Note that there is a new update. Within a closure that an optimizer calls, it is applied as it comes."""

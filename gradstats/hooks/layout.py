@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -78,6 +79,10 @@ class ParameterLayout:
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._dense_below = dense_below
         self._exclude = tuple(exclude)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy the places alone: the parameters are others, or of another process."""
+        return {**vars(self), "_parameters": {}}
 
     def add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give every parameter its place, under the first of its names.

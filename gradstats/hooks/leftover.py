@@ -45,9 +45,9 @@ class Leftover:
         # on a device, whether a part is zero is asked once for many
         self._unsure: set[int] = set()
 
-    def __deepcopy__(self, memo: object) -> Leftover:
-        """Return one that knows of no exchange."""
-        return Leftover()
+    def __reduce__(self) -> tuple[type[Leftover], tuple[()]]:
+        """Copy without the exchanges, which are of other parameters or of another process."""
+        return Leftover, ()
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Look at `.grad` before autograd adds to it.

@@ -56,6 +56,10 @@ class Usage:
         self._used: set[int] = set()
         self.frozen: dict[str, weakref.ref[torch.Tensor]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy without the parameters, which are others or of another process."""
+        return {**vars(self), "frozen": {}}
+
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have autograd note when it accumulates a gradient.
 

@@ -5,6 +5,7 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 
 import contextlib
 import copy
+import io
 import warnings
 
 import torch
@@ -475,6 +476,10 @@ def copied(rank, world):
         assert same == copies
         if copies:  # nothing of it has changed with the other
             assert torch.equal(kept, other.memory.residual)
+            # and the whole model can be saved with the hook, where the group is the default one
+            free, _ = wrapped(small(), TopK(0.2))
+            steps(free, torch.optim.SGD(free.parameters(), 0.05), rank)
+            torch.save(free, io.BytesIO())
             assert not torch.equal(kept, state.memory.residual)
         ends.append(flat(net.parameters()))
     return torch.equal(*ends)
