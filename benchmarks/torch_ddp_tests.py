@@ -1,7 +1,8 @@
 """PyTorch's own tests of DistributedDataParallel, with a hook of this project on every model that has none.
 
 They ship in PyTorch's wheel (``torch.testing._internal.distributed.distributed_test``) and run here on gloo, two
-processes on the CPU. Every DDP model gets a hook before its first forward pass, unless the test registers one:
+processes on the CPU, also where they ask for GPUs. Every DDP model gets a hook before its first forward pass, unless
+the test registers one:
 
 - ``none``: no hook, the tests as they are;
 - ``allreduce``: PyTorch's ``allreduce_hook``, the measure: what a hook may change at all;
@@ -48,6 +49,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
     DistributedTest,
     TestDistBackend,
@@ -115,6 +117,55 @@ def inject(hook):
         DistributedDataParallel._register_builtin_comm_hook = register_builtin
 
 
+class _OnCPU(TorchFunctionMode):
+    """Puts on the CPU what a test would put on a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_gpu(each) else each for each in args)
+        return func(*args, **kwargs)
+
+
+def _is_gpu(device):
+    number = isinstance(device, int) and not isinstance(device, bool)
+    return number or str(device).startswith("cuda")
+
+
+def on_cpu():
+    """Have tests that ask for GPUs run on the CPU: most of them test nothing that a GPU does otherwise."""
+    available, count = torch.cuda.is_available, torch.cuda.device_count
+    init = DistributedDataParallel.__init__
+
+    def asked():  # by a decorator that would skip the test
+        return sys._getframe(2).f_code.co_filename.endswith("common_distributed.py")
+
+    torch.cuda.is_available = lambda: asked() or available()
+    torch.cuda.device_count = lambda: WORLD if asked() else count()
+    torch.cuda.set_device = torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.current_device = lambda: 0
+    torch.nn.Module.cuda = lambda self, *_: self
+    move = torch.nn.Module.to
+
+    def to(self, *args, **options):
+        if _is_gpu(options.get("device")):
+            options["device"] = "cpu"
+        return move(self, *("cpu" if _is_gpu(each) else each for each in args), **options)
+
+    torch.nn.Module.to = to
+
+    @functools.wraps(init)
+    def on_no_device(self, module, device_ids=None, output_device=None, *args, **options):
+        init(self, module, None, None, *args, **options)
+
+    DistributedDataParallel.__init__ = on_no_device
+    _OnCPU().__enter__()
+
+
 def names():
     """Return the names of the tests of DDP."""
     every = (n for n in dir(DDPTests) if n.startswith("test"))
@@ -171,6 +222,7 @@ def main():
                 continue
             pid = os.fork()
             if not pid:
+                on_cpu()
                 inject(hook)
                 end, reason = run(name)
                 row = {"test": name, "hook": hook, "result": end, "reason": reason}

@@ -69,6 +69,11 @@ class Applied:
         self._stepped = self._within
         self._overflows.clear()
 
+    def take(self) -> None:
+        """Count the last update as applied."""
+        self._stepped = True
+        self._overflows.clear()
+
     @property
     def stepped(self) -> bool:
         """Whether an optimizer has applied the last update; asks the device where a fused one may have skipped it."""

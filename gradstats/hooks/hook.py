@@ -24,6 +24,7 @@ from gradstats.hooks.step import HeldBucket, Step
 from gradstats.hooks.torch_private import (
     GradBucket,
     after_backward,
+    backward_under_way,
     before_finalizing,
     fail_when_asked,
     values_of_sparse,
@@ -67,6 +68,10 @@ def compression_hook(
         )
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
+    # in DDP's Join a rank without inputs takes part with zeros: its .grad is not in them, and it takes no step
+    joined = not backward_under_way()
+    if joined:
+        state.join()
     with state.naming_step():
         step = state.current
         # DDP passes over buckets, the first or the last too, with skip_all_reduce_unused_params
@@ -82,6 +87,8 @@ def compression_hook(
         step.held.append(HeldBucket(buffer, future))
     if bucket.is_last():
         _exchange(state, step, step.skipped)
+        if joined:
+            state.join()
     return future
 
 

@@ -389,6 +389,11 @@ class CompressionState:
             begun = {id(p) for p, grad in pairs if grad is not None and bool(grad.any())}
             self._setup.leftover.begun = begun
 
+    def join(self) -> None:
+        """Take part in a step of other ranks without a gradient; it counts as applied. The hook's."""
+        self._setup.leftover.clear()
+        self._setup.applied.take()
+
     def note_filled(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note that DDP has put the update into gradients. The hook's.
 

@@ -24,6 +24,7 @@ __all__ = [
     "Unwrapped",
     "after_backward",
     "all_reduce_hook",
+    "backward_under_way",
     "before_finalizing",
     "before_thread_pools_end",
     "comm_hooks",
@@ -145,6 +146,11 @@ def after_backward(call: Callable[[], None]) -> bool:
         # no backward pass: in DDP's Join a rank without inputs takes part in the others' exchange
         return False
     return True
+
+
+def backward_under_way() -> bool:
+    """Tell whether autograd runs in this thread; in DDP's Join a hook is called without it."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def before_finalizing(call: Callable[[], None]) -> None:
