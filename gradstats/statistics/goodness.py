@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.levels import Levels
 from gradstats.primitives.ratio import (
     RATIOS,
     check_count,
@@ -422,14 +423,16 @@ def bootstrap(
     rng = np.random.default_rng(check_seed(seed))
     sample = as_magnitudes(x).sample(size, rng)
     n = sample.count
-    if sample.zero_fraction:
+    if sample.zero_fraction and not isinstance(sample, Levels):
         sample = Magnitudes.from_cells(sample.left, sample.right, sample.weight)
     fitted = fit(sample, model, method)
     observed = _distance(fitted, sample, statistic)
     law = fitted.magnitude
     farther = failed = 0
     for _ in range(replicates):
-        replicate = Magnitudes.from_values(np.asarray(law.rvs(n, random_state=rng), float))
+        drawn = np.asarray(law.rvs(n, random_state=rng), float)
+        few = isinstance(sample, Levels)
+        replicate = sample.rounded(drawn) if few else Magnitudes.from_values(drawn)
         try:
             refitted = fit(replicate, model, method)
         except FitError:
