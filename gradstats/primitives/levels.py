@@ -28,8 +28,9 @@ _DOMINANT = 4
 _WIDE = 3
 """Successive cells, with none beside them, that may be one level whose last digits differ."""
 
-_EXPECTED = 7.0
-"""Elements expected beyond the largest level from which on their absence (probability e⁻⁷) means clipping."""
+_EXPECTED, _EXPECTED_HERE = 7.0, 2.0
+"""Elements expected beyond the largest value from which on their absence (probability e⁻⁷) means clipping, and from
+which on (e⁻²) the last of some levels counts as clipped: that costs little where it was not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +168,7 @@ def levels_beyond(m: Magnitudes, k: int) -> Levels | None:
     tail = slice(max(i, 0), None)
     fewest = _FEWEST if known else _FEWEST_COUNTED
     enough = max(fewest, _SHARE * float(weight[tail].sum()))
-    clipped = bool(alone[-1]) and _is_bound(weight)
+    clipped = bool(alone[-1]) and _is_bound(weight, _EXPECTED)
     if not (clipped or np.any(alone[tail] & (weight[tail] >= enough))):
         return None
     return _around(value, weight, m.zero_fraction)
@@ -220,11 +221,11 @@ def _around(
     left = value - np.append(half[0], half)
     right = value + np.append(half, half[-1])
     left[0] = max(left[0], 0.0)
-    return Levels.of(left, right, weight, _is_bound(weight), zero_fraction)
+    return Levels.of(left, right, weight, _is_bound(weight, _EXPECTED_HERE), zero_fraction)
 
 
-def _is_bound(weight: NDArray[np.float64]) -> bool:
+def _is_bound(weight: NDArray[np.float64], expected: float) -> bool:
     """Tell whether there should be elements beyond the last pile, if they fall off as from the one before."""
     if weight.size < 2:
         return False
-    return bool(weight[-1] * min(weight[-1] / weight[-2], 1.0) > _EXPECTED)
+    return bool(weight[-1] * min(weight[-1] / weight[-2], 1.0) > expected)

@@ -42,7 +42,7 @@ class Flag(StrEnum):
     IRREGULAR = "shape below -1/2: standard errors do not hold"
     BOUNDARY = "shape at the end of the range searched"
     LEVELS = "few different values: fitted to the intervals around them"
-    BOUNDED = "clipped: the largest value counts as anything from there on"
+    BOUNDED = "as if clipped: the largest value counts as anything from there on"
     COUNTED = "counted and modelled quantiles differ by more than a quarter"
 
 
