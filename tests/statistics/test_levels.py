@@ -138,3 +138,27 @@ def test_counted_and_modelled_quantiles_that_disagree_are_flagged():
     assert Flag.COUNTED.value in row.flags
     assert Flag.COUNTED.value not in pot.parameter_stability(laplace(), [0.1])[0].flags
     assert Flag.COUNTED.value in pot.tail_quantile(spiked, 2e-3, at=0.1).flags
+
+
+def test_wasserstein_is_finite_however_far_the_largest_lies():
+    from gradstats.statistics.goodness import goodness
+
+    g = laplace()
+    distances = []
+    for largest in (690, 700, 720, 745, 760):
+        u = g.copy()
+        u[0] = largest
+        distances.append(goodness(fit(u, "laplace"), u).wasserstein)
+    assert np.isfinite(distances).all()
+    assert np.all(np.diff(distances) > 0)
+    assert distances[-1] < 0.013
+
+
+def test_float64_below_the_range_of_float32_is_refused():
+    from gradstats.errors import InputError
+
+    x = np.random.default_rng(0).laplace(size=N)
+    for factor in (1e-40, 1e-42, 1e-60):
+        with pytest.raises(InputError, match="rescale"):
+            pot.parameter_stability(x * factor, [0.1])
+    assert abs(pot.parameter_stability(x * 1e-34, [0.1])[0].c) < 0.05

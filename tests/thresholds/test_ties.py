@@ -99,3 +99,16 @@ def test_a_threshold_of_all_ranks_is_reached_by_ties_at_the_largest():
     words = compressor._upper_bins(x, 600)
     threshold = compressor._quantile(SimpleNamespace(words=[words, words]), 600)
     assert len(select(x, threshold)) >= 6000
+
+
+def test_quality_says_why_a_count_is_not_what_was_asked_for():
+    from gradstats import quality
+
+    sparse = np.where(np.arange(100_000) % 1000 == 0, np.float32(1.5), np.float32(0))
+    (exact,) = quality(sparse, [0.01], ["exact"])
+    assert exact["mean"] == pytest.approx(0.1)
+    assert "all non-zero elements were kept" in exact["status"]
+    (beyond,) = quality(clipped(0.02), [0.001], ["sidco-p"])
+    assert "no element reaches the rule's threshold: the largest replaces it" in beyond["status"]
+    (plain,) = quality(clipped(0.0), [0.01], ["exact"])
+    assert plain["status"] == "ok"
