@@ -155,7 +155,9 @@ def main() -> None:
         if row["covered"] is not None and row["covered"] < 0.85:
             print(row)
     given = [r["covered"] for r in rows if r["covered"] is not None]
-    print(f"{len(rows)} cells, {len(given)} with intervals, coverage {np.mean(given):.3f} on the mean")
+    print(
+        f"{len(rows)} cells, {len(given)} with intervals, coverage {np.mean(given):.3f} on the mean"
+    )
 
 
 if __name__ == "__main__":

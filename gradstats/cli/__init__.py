@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from gradstats.cli.compare import agreement, compare
-from gradstats.cli.data import info, report
+from gradstats.cli.data import import_, info, report
 from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
@@ -34,14 +34,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Data": (info, report),
+    "Data": (info, import_, report),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 

@@ -194,7 +194,9 @@ def _piles(
         left, right, weight = left[:-1], right[:-1], np.append(weight[:-2], weight[-2] + weight[-1])
     value = (left + right) / 2
     if right[-1] == m.max and weight[-1] > _FEWEST_COUNTED:
-        value[-1] = m.max  # of many that share a cell with the largest most are as large, if they are a level
+        value[-1] = (
+            m.max
+        )  # of many that share a cell with the largest most are as large, if they are a level
     apart = np.append(True, left[1:] > right[:-1])
     run = np.cumsum(apart) - 1
     length = np.bincount(run)[run]

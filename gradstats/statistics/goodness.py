@@ -238,7 +238,9 @@ class Distances:
             return math.inf
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             log_ratio = np.log(high / low)
-            far = np.isinf(log_ratio) & (low > 0)  # the quotient overflows where its logarithm does not
+            far = np.isinf(log_ratio) & (
+                low > 0
+            )  # the quotient overflows where its logarithm does not
             log_ratio = np.where(far, np.log(high) - np.log(low), log_ratio)
             logs = np.where(level > 0, level**2 * log_ratio, 0.0)
         pieces = (high**2 - low**2) / 2 - 2 * level * (high - low) + logs
@@ -435,8 +437,9 @@ def bootstrap(
     farther = failed = 0
     for _ in range(replicates):
         drawn = np.asarray(law.rvs(n, random_state=rng), float)
-        few = isinstance(sample, Levels)
-        replicate = sample.rounded(drawn) if few else Magnitudes.from_values(drawn)
+        replicate = (
+            sample.rounded(drawn) if isinstance(sample, Levels) else Magnitudes.from_values(drawn)
+        )
         try:
             refitted = fit(replicate, model, method)
         except FitError:

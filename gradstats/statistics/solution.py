@@ -28,7 +28,9 @@ class Reason(StrEnum):
     )
     RANGE = "squares of these magnitudes leave the range of numbers: rescale them"
     NO_MOMENTS = "no shape has these moments"
-    LEVELS = "fewer than three different values beyond the threshold: no shape can be told from them"
+    LEVELS = (
+        "fewer than three different values beyond the threshold: no shape can be told from them"
+    )
     GROUPED = "few different values: only maximum likelihood (method mle) takes the intervals between them"
 
 

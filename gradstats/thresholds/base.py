@@ -57,9 +57,9 @@ class Estimate:
     numel : int
         Elements of the gradient.
     details : mapping of str to object
-        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own. ``beyond`` is the
-        rule's threshold where no element reaches it: `threshold` is then the largest magnitude, or that of a published
-        rule, which keeps nothing.
+        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own. ``beyond`` is
+        the rule's threshold where no element reaches it: `threshold` is then the largest magnitude, or that of a
+        published rule, which keeps nothing.
     """
 
     threshold: float

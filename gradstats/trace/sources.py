@@ -6,10 +6,9 @@ unpickled. Several arrays in a file are the layers of one gradient.
 
 from __future__ import annotations
 
-import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -20,12 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import GradstatsError, InputError, first_line, unknown
+from gradstats.errors import InputError, first_line
 from gradstats.primitives import Array
 from gradstats.primitives.arrays import check, flat_chunks, is_tensor, numel_of
 from gradstats.primitives.ratio import check_several, shown
 from gradstats.primitives.sketch import Sketch
 from gradstats.trace import KINDS, Kind, Layer, Trace, is_trace, open_trace
+from gradstats.trace.files import READ, SUFFIXES, file_and_key, read_file, some, suffix_of
+from gradstats.trace.remote import local
 
 __all__ = [
     "SKETCHED",
@@ -45,11 +46,6 @@ SKETCHED = (
     "sizes are good to half a percent; signs and positions, where a rule asks for them, are made up"
 )
 """What tables and reports say about a source that keeps only sketches."""
-
-_NESTED = (".pt", ".pth")
-SUFFIXES = (".npy", ".npz", ".safetensors", *_NESTED)
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of batch norm's statistics, which a ``state_dict`` has beside the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,18 +351,13 @@ def chosen(
     found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
     if not found:
         listed = ", ".join(patterns)
-        raise InputError(f"no layer of {where} matches {listed}; it has {_some(names)}")
+        raise InputError(f"no layer of {where} matches {listed}; it has {some(names)}")
     return found
 
 
 def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
-    ranks, kinds, steps = (_some(column) for column in zip(*keys, strict=True))
+    ranks, kinds, steps = (some(column) for column in zip(*keys, strict=True))
     return f"steps {steps}; ranks {ranks}; kinds {kinds}"
-
-
-def _some(values: Iterable[Any]) -> str:
-    distinct = sorted(set(values))
-    return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
 
 
 def layer_parts(
@@ -571,14 +562,14 @@ def open_source(source: object) -> Source:
         raise InputError(
             f"not a source of gradients: {type(source).__name__}; give a path, a trace or arrays"
         )
-    path = Path(source)
+    path = local(source)
     try:
         folder, file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # a name too long, a null character
         raise InputError(
             f"no path of a source: {shown(str(source))}: {first_line(error)[:80]}"
         ) from None
-    if folder or _file_and_key(path)[0].suffix not in SUFFIXES:
+    if folder or suffix_of(file_and_key(path)[0]) not in READ:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         return TraceSource(open_trace(path))
@@ -587,36 +578,9 @@ def open_source(source: object) -> Source:
 
 def _opened(path: Path) -> ArraySource:
     """Read a gradient file."""
-    file, key = _file_and_key(path)
-    arrays, about = _load(file, key)
-    kept = {n: a for n, a in arrays.items() if _is_gradient(n, a)}
-    if not kept:
-        kept = arrays  # whose error says what is wrong with them
-    left_out = [name for name in arrays if name not in kept]
-    remark = f"left out of {path.name}, as no gradients: {_some(left_out)}" if left_out else ""
-    return ArraySource(
-        {_plain_name(n): a for n, a in kept.items()}, path.name, path, _key_of(about), remark
-    )
-
-
-def _file_and_key(path: Path) -> tuple[Path, str]:
-    """Split ``checkpoint.pt:model`` into the file and the name of what in it is meant."""
-    file, colon, key = str(path).rpartition(":")
-    if colon and Path(file).suffix in _NESTED and not path.exists():
-        return Path(file), key
-    return path, ""
-
-
-def _is_gradient(name: str, array: Any) -> bool:
-    """Tell whether a tensor can be a gradient: batch norm's statistics and whole numbers are none."""
-    if name.rpartition(".")[2] in _BUFFERS:
-        return False
-    return not any(kind in str(array.dtype) for kind in ("int", "bool"))
-
-
-def _plain_name(name: str) -> str:
-    """Return a parameter's name without what torch.compile and DDP put into it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    file, key = file_and_key(path)
+    held = read_file(file, key)
+    return ArraySource(held.arrays, path.name, path, _key_of(held.about), held.remark)
 
 
 def _key_of(about: Mapping[str, str]) -> tuple[int, Kind, int]:
@@ -635,7 +599,7 @@ def open_sources(path: str | Path) -> list[Source]:
     Parameters
     ----------
     path : str or Path
-        Trace, gradient file, or folder of traces.
+        Trace, gradient file, folder of traces, of gradient files or of a sharded checkpoint, or the address of one.
 
     Returns
     -------
@@ -647,30 +611,30 @@ def open_sources(path: str | Path) -> list[Source]:
     GradstatsError
         If nothing can be read there. The message has one line, and names what is near and can be read.
     """
-    path = Path(path)
+    path = local(path)
     if path.is_dir() and not is_trace(path):
         traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
-        if files := _readable(path):
-            raise InputError(
-                f"{path} holds no trace, but the files {_some(files)}; give one of them"
-            )
+        from gradstats.trace.dumps import Dumps, dumps_of, holds_dumps
+
+        if holds_dumps(path):
+            return [Dumps(dumps_of([path]), path.name)]
     if (
-        not _file_and_key(path)[0].exists()
+        not file_and_key(path)[0].exists()
         and path.parent.is_dir()
         and (names := _readable(path.parent))
     ):
         near = get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise InputError(f"no such trace: {path}; {path.parent} holds {_some(names)}{hint}")
+        raise InputError(f"no such trace: {path}; {path.parent} holds {some(names)}{hint}")
     return [open_source(path)]
 
 
 def _readable(folder: Path) -> list[str]:
     """Return the names of the traces and gradient files in a folder."""
     return [
-        p.name for p in folder.iterdir() if is_trace(p) or (p.is_file() and p.suffix in SUFFIXES)
+        p.name for p in folder.iterdir() if is_trace(p) or (p.is_file() and suffix_of(p) in READ)
     ]
 
 
@@ -724,76 +688,5 @@ def matching(
         if absent := set(asked or ()).difference(there):
             names = ", ".join(source.name for source in sources)
             held = _held([key for source in sources for key in source.entries()])
-            raise InputError(f"nothing in {names} matches {what} {_some(absent)}; there are {held}")
+            raise InputError(f"nothing in {names} matches {what} {some(absent)}; there are {held}")
     return found
-
-
-def _load(path: Path, key: str = "") -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a gradient file into named arrays, and the file's metadata."""
-    if not path.is_file():
-        raise InputError(f"no such file: {path}")
-    arrays: dict[str, Any]
-    about: dict[str, str] = {}
-    try:
-        if path.suffix == ".npy":
-            # np.load would take any other file for a pickle, and advise to open it
-            arrays = {"gradient": np.lib.format.open_memmap(path, mode="r")}
-        elif path.suffix == ".npz":
-            # np.load leaves a file that it cannot read open; `with` closes it
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-                arrays = dict(archive)
-        elif path.suffix == ".safetensors":
-            from safetensors import safe_open
-
-            with safe_open(path, "pt") as archive:
-                about = archive.metadata() or {}
-                names = archive.keys()
-                order = json.loads(about.get("layers", "[]"))  # the file itself sorts them
-                names = [*(n for n in order if n in names), *(n for n in names if n not in order)]
-                arrays = {name: archive.get_tensor(name) for name in names}
-        else:
-            arrays = _load_torch(path, key)
-    except GradstatsError:
-        raise
-    except Exception as error:  # each format has its own errors for a damaged file
-        raise InputError(f"cannot read {path}: {first_line(error)}") from None
-    arrays = {name: array for name, array in arrays.items() if numel_of(array)}
-    if not arrays:
-        raise InputError(f"{path} holds no elements")
-    return arrays, about
-
-
-def _load_torch(path: Path, key: str) -> dict[str, Any]:
-    import torch
-
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    inner = dict(_nested(loaded))
-    if key not in inner:
-        if key:
-            raise unknown(f"dictionary of tensors in {path}", key, [name for name in inner if name])
-        if inner:
-            offered = ", ".join(
-                f"{path}:{name} ({len(t)} tensors)" for name, t in [*inner.items()][:5]
-            )
-            raise InputError(
-                f"{path} holds its tensors in dictionaries; give one of them: {offered}"
-            )
-        raise InputError(
-            f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
-        )
-    return inner[key]
-
-
-def _nested(loaded: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dictionaries of tensors in what a file holds, by name; the outermost one's is empty."""
-    import torch
-
-    if isinstance(loaded, torch.Tensor):
-        yield name, {"gradient": loaded}
-    elif isinstance(loaded, dict) and depth:
-        tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
-        if tensors:
-            yield name, tensors
-        for key, value in loaded.items():
-            if isinstance(value, dict):
-                yield from _nested(value, f"{name}.{key}" if name else str(key), depth - 1)

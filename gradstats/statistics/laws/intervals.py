@@ -133,7 +133,7 @@ def interval_region(
 
     def above(length: NDArray[np.float64]) -> NDArray[np.bool_]:
         points = c + length * rays[0], log_scale + length * rays[1]
-        return ~(_loss(*points, m, unit) <= limit) | (points[0] <= -1)
+        return np.asarray(~(_loss(*points, m, unit) <= limit) | (points[0] <= -1))
 
     inside, outside = np.zeros(_RAYS), np.ones(_RAYS)
     for _ in range(8):
