@@ -18,7 +18,7 @@ from gradstats.primitives import Array
 from gradstats.primitives.arrays import numel_of
 from gradstats.trace import Kind, Layer, is_trace
 from gradstats.trace.files import READ, Contents, read_file, some, suffix_of
-from gradstats.trace.sources import ArraySource, Captured, Source
+from gradstats.trace.source import ArraySource, Captured, Source
 
 __all__ = ["Dumps", "dumps_of", "holds_dumps"]
 
@@ -294,6 +294,8 @@ class _Unpickler(pickle.Unpickler):
         ("torch._utils", "_rebuild_tensor_v2"),
         ("collections", "OrderedDict"),
         ("builtins", "set"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -64,7 +64,8 @@ def import_dumps(
         missing = [step for step in steps if step not in there]
         if missing and there and missing[0] < max(there):
             raise InputError(
-                f"step {missing[0]} of rank {rank} comes before step {max(there)}, which {out} holds: choose another name"
+                f"step {missing[0]} of rank {rank} comes before step {max(there)}, which {out} holds: choose "
+                "another name"
             )
         for _ in range(len(steps) - len(missing)):
             on_progress()

@@ -79,9 +79,8 @@ def _fetch(address: str) -> Path:
 def _copy_folder(system: Any, inner: str, home: Path) -> None:
     """Copy the files below an address, none to a place beside it."""
     home.mkdir()
-    root = system._strip_protocol(inner).rstrip("/")
     for each in system.find(inner):
-        part = each.removeprefix(root).lstrip("/")
+        part = each.removeprefix(inner).lstrip("/")
         target = home / part
         if ".." in Path(part).parts or not part:
             raise InputError(f"{inner} holds a file with a name that leads out of it")

@@ -7,7 +7,6 @@ unpickled. Several arrays in a file are the layers of one gradient.
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,12 +20,14 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, first_line
 from gradstats.primitives import Array
-from gradstats.primitives.arrays import check, flat_chunks, is_tensor, numel_of
+from gradstats.primitives.arrays import is_tensor
 from gradstats.primitives.ratio import check_several, shown
 from gradstats.primitives.sketch import Sketch
-from gradstats.trace import KINDS, Kind, Layer, Trace, is_trace, open_trace
-from gradstats.trace.files import READ, SUFFIXES, file_and_key, read_file, some, suffix_of
+from gradstats.trace import Kind, Trace, is_trace, open_trace
+from gradstats.trace.dumps import Dumps, dumps_of, holds_dumps
+from gradstats.trace.files import READ, SUFFIXES, file_and_key, some, suffix_of
 from gradstats.trace.remote import local
+from gradstats.trace.source import ArraySource, Captured, Source, held, opened
 
 __all__ = [
     "SKETCHED",
@@ -46,199 +47,6 @@ SKETCHED = (
     "sizes are good to half a percent; signs and positions, where a rule asks for them, are made up"
 )
 """What tables and reports say about a source that keeps only sketches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """One gradient vector and where it comes from.
-
-    Attributes
-    ----------
-    trace : str
-        Name of the source.
-    step, rank : int
-        Training step and rank of the gradient.
-    kind : Kind
-        One of :data:`gradstats.trace.KINDS`.
-    values : ndarray or torch.Tensor, shape (d,)
-        Elements of the gradient. Made up from a sketch where the source keeps only sketches
-        (:meth:`Source.sketched`).
-    """
-
-    trace: str
-    step: int
-    rank: int
-    kind: Kind
-    values: Array
-
-
-class Source(ABC):
-    """Something that holds gradients by rank, kind and step.
-
-    Attributes
-    ----------
-    name : str
-        Name of the source in tables.
-    layers : list of Layer
-        Parameters in the order of the flat gradient.
-    """
-
-    name: str
-    layers: list[Layer]
-    remark = ""
-    """What was left out when the source was read, in a sentence."""
-
-    @abstractmethod
-    def entries(self) -> list[tuple[int, Kind, int]]:
-        """Return (rank, kind, step) of every gradient; steps ascend within a rank and kind."""
-
-    @abstractmethod
-    def read(self, rank: int, kind: Kind, step: int) -> Captured:
-        """Return one gradient.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-
-        Returns
-        -------
-        Captured
-            The gradient with its labels.
-        """
-
-    @abstractmethod
-    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
-        """Return elements [start, stop) of one flat gradient, and read no more than these.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-        start, stop : int
-            First element, and the one after the last.
-
-        Returns
-        -------
-        ndarray or torch.Tensor, shape (stop − start,)
-            The elements.
-        """
-
-    def sketched(self, rank: int, kind: Kind) -> bool:
-        """Return whether only sketches are kept: magnitudes to half a percent, neither signs nor positions.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-
-        Returns
-        -------
-        bool
-            True for sketches, False for whole gradients.
-        """
-        return False
-
-    def stored_sketches(self, rank: int, kind: Kind, step: int) -> list[Sketch]:
-        """Return the sketches of one gradient, from a source that keeps only sketches.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-
-        Returns
-        -------
-        list of Sketch
-            One sketch per parameter, in the order of :attr:`layers`.
-
-        Raises
-        ------
-        InputError
-            If the source keeps gradients.
-        """
-        raise InputError(f"{self.name} keeps no sketches")
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of a gradient, d."""
-        return sum(layer.numel for layer in self.layers)
-
-    def labels(self, rank: int, kind: Kind, step: int) -> dict[str, Any]:
-        """Return the columns that identify one gradient in a table.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-
-        Returns
-        -------
-        dict
-            trace, step, rank and kind.
-        """
-        return {"trace": self.name, "step": step, "rank": rank, "kind": kind}
-
-    def select(
-        self,
-        *,
-        steps: Sequence[int] | None = None,
-        ranks: Sequence[int] | None = None,
-        kinds: Sequence[str] | None = None,
-    ) -> list[tuple[int, Kind, int]]:
-        """Return the keys of the gradients that match.
-
-        A value that matches nothing beside others that do is no error here: another source may hold it
-        (:func:`matching`).
-
-        Parameters
-        ----------
-        steps, ranks : sequence of int, optional
-            Steps and ranks to keep; all by default.
-        kinds : sequence of str, optional
-            Kinds to keep; all by default.
-
-        Returns
-        -------
-        list of (rank, kind, step)
-            Keys in the order of :meth:`entries`.
-
-        Raises
-        ------
-        InputError
-            If nothing matches. The message lists what the source holds.
-        """
-        keys = self.entries()
-        found = [
-            (rank, kind, step)
-            for rank, kind, step in keys
-            if (not steps or step in steps)
-            and (not ranks or rank in ranks)
-            and (not kinds or kind in kinds)
-        ]
-        if not found:
-            if not keys:
-                raise InputError(f"{self.name} holds no committed step")
-            raise InputError(f"nothing in {self.name} matches; it holds {_held(keys)}")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,11 +163,6 @@ def chosen(
     return found
 
 
-def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
-    ranks, kinds, steps = (some(column) for column in zip(*keys, strict=True))
-    return f"steps {steps}; ranks {ranks}; kinds {kinds}"
-
-
 def layer_parts(
     source: Source, captured: Captured, parameters: Collection[str]
 ) -> Iterator[tuple[str, Array]]:
@@ -455,82 +258,6 @@ def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
-class ArraySource(Source):
-    """A single gradient in memory.
-
-    Parameters
-    ----------
-    layers : mapping of str to array_like
-        Arrays by layer name, in the order of the flat gradient.
-    name : str, optional
-        Name of the source in tables.
-    path : pathlib.Path, optional
-        The file it was read from. A worker of a cluster then reads the file itself; otherwise every task carries the
-        gradient.
-    key : (int, Kind, int), optional
-        Rank, kind and step of the gradient.
-    remark : str, optional
-        What was left out when it was read.
-    """
-
-    def __init__(
-        self,
-        layers: Mapping[str, Array],
-        name: str = "array",
-        path: Path | None = None,
-        key: tuple[int, Kind, int] = (0, "gradient", 0),
-        remark: str = "",
-    ) -> None:
-        self.name, self.remark = name, remark
-        self._path, self._key = path, key
-        self._token = uuid.uuid4().hex
-        self.layers, offset = [], 0
-        checked = {n: check(a) for n, a in layers.items()}
-        for layer, array in checked.items():
-            self.layers.append(Layer(layer, offset, tuple(array.shape)))
-            offset += numel_of(array)
-        self._values = _flatten(list(checked.values()), offset)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._path is None:
-            layers = {la.name: self._values[la.slice].reshape(la.shape) for la in self.layers}
-            return ArraySource, (layers, self.name, None, self._key)
-        return _reread, (str(self._path.resolve()), self._token)
-
-    def entries(self) -> list[tuple[int, Kind, int]]:
-        """Return the only key."""
-        return [self._key]
-
-    def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
-        """Return the array."""
-        return Captured(self.name, step, rank, kind, self._values)
-
-    def elements(
-        self, rank: int, kind: Kind, step: int, start: int, stop: int
-    ) -> Array:  # numpydoc ignore=PR01
-        """Return a view of some elements."""
-        return self._values[start:stop]
-
-
-@lru_cache(maxsize=8)
-def _reread(path: str, token: str) -> ArraySource:
-    """Read a file in a worker, once for each analysis."""
-    return _opened(Path(path))
-
-
-def _flatten(arrays: list[Array], numel: int) -> Array:
-    if len(arrays) == 1:
-        return arrays[0].reshape(-1)
-    double = any("float64" in str(a.dtype) for a in arrays)
-    flat = np.empty(numel, np.float64 if double else np.float32)
-    position = 0
-    for array in arrays:
-        for offset, chunk in flat_chunks(array):
-            flat[position + offset : position + offset + chunk.size] = chunk
-        position += numel_of(array)
-    return flat
-
-
 def open_source(source: object) -> Source:
     """Open one source of gradients.
 
@@ -573,24 +300,7 @@ def open_source(source: object) -> Source:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         return TraceSource(open_trace(path))
-    return _opened(path)
-
-
-def _opened(path: Path) -> ArraySource:
-    """Read a gradient file."""
-    file, key = file_and_key(path)
-    held = read_file(file, key)
-    return ArraySource(held.arrays, path.name, path, _key_of(held.about), held.remark)
-
-
-def _key_of(about: Mapping[str, str]) -> tuple[int, Kind, int]:
-    """Return rank, kind and step by the metadata of a file that :func:`gradstats.save_safetensors` wrote."""
-    try:
-        kind: Any = about.get("kind", "gradient")
-        rank, step = int(about.get("rank", 0)), int(about.get("step", 0))
-    except ValueError:  # of another program
-        return 0, "gradient", 0
-    return rank, kind if kind in KINDS else "gradient", step
+    return opened(path)
 
 
 def open_sources(path: str | Path) -> list[Source]:
@@ -616,8 +326,6 @@ def open_sources(path: str | Path) -> list[Source]:
         traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
-        from gradstats.trace.dumps import Dumps, dumps_of, holds_dumps
-
         if holds_dumps(path):
             return [Dumps(dumps_of([path]), path.name)]
     if (
@@ -687,6 +395,6 @@ def matching(
     for what, asked, there in zip(("ranks", "kinds", "steps"), wanted, columns, strict=True):
         if absent := set(asked or ()).difference(there):
             names = ", ".join(source.name for source in sources)
-            held = _held([key for source in sources for key in source.entries()])
-            raise InputError(f"nothing in {names} matches {what} {some(absent)}; there are {held}")
+            there = held([key for source in sources for key in source.entries()])
+            raise InputError(f"nothing in {names} matches {what} {some(absent)}; there are {there}")
     return found
