@@ -28,8 +28,8 @@ _DOMINANT = 4
 _WIDE = 3
 """Successive cells, with none beside them, that may be one level whose last digits differ."""
 
-_EXPECTED, _EXPECTED_HERE = 7.0, 2.0
-"""Elements expected beyond the largest value from which on their absence (probability e⁻⁷) means clipping, and from
+_EXPECTED, _EXPECTED_HERE = 4.0, 2.0
+"""Elements expected beyond the largest value from which on their absence (probability e⁻⁴) means clipping, and from
 which on (e⁻²) the last of some levels counts as clipped: that costs little where it was not."""
 
 
