@@ -5,6 +5,7 @@ Commands import what they need when they run, so that ``--help`` and completion 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -112,11 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # typer accepts a global option before the command only; people write it anywhere
     anywhere = [a for a in given if a in ("--quiet", "-q", "--no-color")]
     given = [*anywhere, *(a for a in given if a not in anywhere)]
+    for stream in (sys.stdout, sys.stderr):
+        if "utf" not in (getattr(stream, "encoding", None) or "utf").lower():
+            stream.reconfigure(errors="replace")  # of a terminal without Greek letters
     try:
         _load_plugins()
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
         if code > 128 and arguments is None:
             _ignore_signals()
+        sys.stdout.flush()
+    except OSError as error:  # a full disk; a pipe that was closed ends the program before
+        _fail(
+            f"gradstats: {error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        )
+        code = 2
+        if error.errno == errno.ENOSPC and error.filename is None:
+            with suppress(OSError, ValueError):  # what is left would be tried again at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except GradstatsError as error:
         _fail(f"gradstats: {error}")
         code = 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import os
 import shutil
 import tempfile
 from functools import lru_cache
@@ -11,6 +13,7 @@ from typing import Any
 
 from gradstats.errors import InputError, first_line
 from gradstats.files import address_of
+from gradstats.primitives.ratio import shown
 
 __all__ = ["local"]
 
@@ -36,6 +39,15 @@ def local(path: str | Path) -> Path:
     """
     address = address_of(path)
     if address is None:
+        try:
+            os.lstat(path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # a name too long, a null character
+            if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
+                raise InputError(
+                    f"no path of a source: {shown(str(path))}: {first_line(error)[:80]}"
+                ) from None
         return Path(path)
     return _fetch(address)
 

@@ -113,8 +113,8 @@ def test_an_error_names_what_is_near(tmp_path, trace_path):
     save(tmp_path / "step10.npy")
     save(tmp_path / "step20.pt")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(InputError) as caught:  # both are steps of one training, and differ
-        (source,) = open_sources(tmp_path)
+    (source,) = open_sources(tmp_path)  # both are steps of one training, and differ
+    with pytest.raises(InputError) as caught:
         source.read(0, "gradient", 20)
     assert "step20.pt has other layers than" in str(caught.value)
     with pytest.raises(InputError, match=r"did you mean .*/step10\.npy\?"):
