@@ -6,6 +6,7 @@ All of it is read one gradient at a time.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -318,6 +319,7 @@ class _Unpickler(pickle.Unpickler):
 def _load_dcp(folder: Path) -> Contents:
     """Read the tensors of a DCP checkpoint, without a process group."""
     import torch
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -334,6 +336,18 @@ def _load_dcp(folder: Path) -> Contents:
         about: Metadata = found
         items = about.state_dict_metadata.items()
         tensors = {n: m for n, m in items if isinstance(m, TensorStorageMetadata)}
+        held = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+        asked = [
+            math.prod(m.size) * m.properties.dtype.itemsize
+            for m in tensors.values()
+            if m.properties.dtype.is_floating_point
+        ]
+        if min(asked, default=0) < 0 or sum(asked) > held:
+            raise InputError(f"{folder}: its index says more than its files hold")
+        for place in (found.storage_data or {}).values():
+            name = place.relative_path
+            if Path(name).name != name or (folder / name).is_symlink():
+                raise InputError(f"{folder}: its index names a file that is not in it")
         arrays: dict[str, Any] = {
             n: torch.empty(m.size, dtype=m.properties.dtype)
             for n, m in tensors.items()
@@ -344,6 +358,9 @@ def _load_dcp(folder: Path) -> Contents:
         load(arrays, storage_reader=Reader(folder), no_dist=True)
     except GradstatsError:
         raise
+    except CheckpointException as problem:  # which is no Exception
+        cause = next((each[0] for each in problem.failures.values()), problem)
+        raise InputError(f"cannot read {folder}: {first_line(cause)}") from None
     except Exception as error:
         raise InputError(f"cannot read {folder}: {first_line(error)}") from None
     left_out = [name for name, _ in items if name not in arrays]
