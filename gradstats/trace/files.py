@@ -40,8 +40,8 @@ READ = (*SUFFIXES, _INDEX)
 """Endings of what is read: gradient files, and the index of sharded ones."""
 _LARGEST_INDEX = 1 << 26
 _INFLATED = 1 << 30
-"""Bytes up to which a compressed member of an archive is unpacked where it is more than 200 times as large."""
-_RATIO = 200
+"""Bytes up to which a compressed member of an archive is unpacked where it is more than 50 times as large."""
+_RATIO = 50
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -249,13 +249,20 @@ class ArraySource(Source):
         for layer, array in checked.items():
             self.layers.append(Layer(layer, offset, tuple(array.shape)))
             offset += numel_of(array)
-        self._values = _flatten(list(checked.values()), offset)
+        self._arrays = list(checked.values())
+        self._numel = offset
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._path is None:
             layers = {la.name: self._values[la.slice].reshape(la.shape) for la in self.layers}
             return ArraySource, (layers, self.name, None, self._key)
         return _reread, (str(self._path.resolve()), self._token)
+
+    @cached_property
+    def _values(self) -> Array:
+        """The flat gradient: made when it is first read, for what lists a file needs no elements."""
+        arrays, self._arrays = self._arrays, []
+        return _flatten(arrays, self._numel)
 
     def entries(self) -> list[tuple[int, Kind, int]]:
         """Return the only key."""
@@ -280,7 +287,12 @@ def _reread(path: str, token: str) -> ArraySource:
 
 def _flatten(arrays: list[Array], numel: int) -> Array:
     if len(arrays) == 1:
-        return arrays[0].reshape(-1)
+        first = arrays[0]
+        mapped = isinstance(getattr(first, "base", None), np.memmap)
+        if isinstance(first, np.ndarray) and mapped and first.flags.f_contiguous:
+            # in the order of the file, in which no element is copied; whose place an element has, nothing depends on
+            return first.reshape(-1, order="F")
+        return first.reshape(-1)
     double = any("float64" in str(a.dtype) for a in arrays)
     flat = np.empty(numel, np.float64 if double else np.float32)
     position = 0

@@ -143,3 +143,39 @@ def test_advice_gives_the_gradient_that_was_meant():
         threshold(done, 0.5)
     with pytest.raises(InputError, match=r"np.stack\(\[x.real, x.imag\], -1\)"):
         threshold(np.ones(4, complex), 0.5)
+
+
+def test_files_take_the_memory_that_is_promised(tmp_path):
+    import tracemalloc
+
+    from gradstats import quality
+
+    x = np.random.default_rng(0).laplace(size=(16384, 1024)).astype(np.float32)
+    np.save(tmp_path / "f.npy", np.asfortranarray(x))
+    save_file({c: torch.from_numpy(x).bfloat16() for c in "ab"}, tmp_path / "b.safetensors")
+    quality(x[:64], [0.01], ["exact"])  # what is imported late is imported now
+    tracemalloc.start()
+    (row,) = quality(tmp_path / "f.npy", [0.01], ["exact"])
+    half = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    source = open_source(tmp_path / "b.safetensors")
+    assert source.numel == 2 * x.size
+    assert source.entries() == [(0, "gradient", 0)]
+    opened = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert row["mean"] == 1
+    assert half < x.nbytes / 2
+    assert opened < x.nbytes / 2
+
+
+def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path):
+    header = {"descr": "<f4", "fortran_order": False, "shape": (300 << 20,)}
+    with (
+        zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("a.npy", "w", force_zip64=True) as member,
+    ):
+        np.lib.format.write_array_header_1_0(member, header)
+        for _ in range(300):
+            member.write(bytes(4 << 20))
+    with pytest.raises(InputError, match=r"unpacks .* bytes to 1,258,"):
+        open_source(tmp_path / "x.npz")
