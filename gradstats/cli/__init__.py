@@ -6,6 +6,7 @@ Commands import what they need when they run, so that ``--help`` and completion 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     anywhere = [a for a in given if a in ("--quiet", "-q", "--no-color")]
     given = [*anywhere, *(a for a in given if a not in anywhere)]
     for stream in (sys.stdout, sys.stderr):
-        if "utf" not in (getattr(stream, "encoding", None) or "utf").lower():
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="replace")  # of a terminal without Greek letters
     try:
         _load_plugins()

@@ -395,6 +395,8 @@ def matching(
     for what, asked, there in zip(("ranks", "kinds", "steps"), wanted, columns, strict=True):
         if absent := set(asked or ()).difference(there):
             names = ", ".join(source.name for source in sources)
-            there = held([key for source in sources for key in source.entries()])
-            raise InputError(f"nothing in {names} matches {what} {some(absent)}; there are {there}")
+            all_of_it = held([key for source in sources for key in source.entries()])
+            raise InputError(
+                f"nothing in {names} matches {what} {some(absent)}; there are {all_of_it}"
+            )
     return found

@@ -119,8 +119,10 @@ def interval_region(
 
     Returns
     -------
-    c, scale : ndarray of float64
-        Shapes and scales on the border.
+    c : ndarray of float64
+        Shapes on the border.
+    scale : ndarray of float64
+        Scales beside them.
     """
     from scipy.special import chdtri
 
