@@ -161,7 +161,7 @@ def quality_series(
     -------
     Records
         trace, step, rank, kind, layer, estimator, ratio, numel, k, selected (k̂), quality (k̂/k), energy_error
-        (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold.
+        (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold, status.
 
     Raises
     ------
@@ -220,6 +220,7 @@ def series_of(
                 "quality": kept / k if k else float("nan"),
                 "energy_error": best.energy_error(played.selection, k),
                 "threshold": played.estimate.threshold,
+                "status": _status(played, kept),
             }
         )
     return records
@@ -263,6 +264,16 @@ def _replay(
 
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
+
+
+def _status(played: _Played, kept: int) -> str:
+    """Return what there is to say of a count beside its number, or ``ok``."""
+    if kept < played.estimate.k and played.estimate.threshold == 0:
+        return "all non-zero elements were kept: there are fewer than asked for"
+    if "beyond" in played.estimate.details:
+        largest = "the largest replaces it" if kept else "nothing is kept"
+        return f"no element reaches the rule's threshold: {largest}"
+    return "ok"
 
 
 class _BestK:
@@ -340,7 +351,8 @@ def quality(
         (of fewer than 20 gradients, all of them: ``spread`` says which); min, max, n (gradients); k; energy_error, the
         mean of ‖g − C(g)‖/σ_k − 1; floor, the noise floor 1.96/√k of a known law and independent elements, and
         floor_low and floor_high, 1 ∓ floor; floor_fitted, that of a Laplace fitted to the same sample. With elements in
-        clusters of ten both are √10 times as wide.
+        clusters of ten both are √10 times as wide. status is ``ok``, or says of the first gradient where it is so that
+        all non-zero elements were kept, or that none reaches the rule's threshold.
 
     Raises
     ------
@@ -415,6 +427,7 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "floor_low": 1 - floor,
         "floor_high": 1 + floor,
         "floor_fitted": fitted_floor(k, records[0]["ratio"]),
+        "status": next((r["status"] for r in records if r.get("status", "ok") != "ok"), "ok"),
     }
 
 

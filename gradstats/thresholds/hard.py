@@ -22,6 +22,7 @@ class Hard(Estimator):
     """
 
     name = "hard"
+    clamps = False  # a constant, whatever the gradient
 
     def __init__(self, threshold: float | None = None) -> None:
         self.threshold = None if threshold is None else check_magnitude(threshold)
