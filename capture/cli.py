@@ -56,6 +56,7 @@ from gradstats.cli.options import (
 )
 from gradstats.cli.output import Table, analyse, note, one_by_one
 from gradstats.errors import InputError
+from gradstats.files import refuse_address
 
 __all__ = ["register"]
 
@@ -216,6 +217,8 @@ def _run(config: RunConfig) -> None:
     from capture.workloads import run
 
     config.check()
+    if config.out is not None:
+        refuse_address(config.out)
     if config.out is not None and config.out.exists() and not config.overwrite:
         raise InputError(f"{config.out} exists; choose another name or give --overwrite")
     steps = config.setting("steps")
@@ -314,6 +317,7 @@ def demo(  # numpydoc ignore=PR01
     traces = []
     for error_feedback in (False, True):
         name = "topk-ef" if error_feedback else "topk"
+        refuse_address(out)
         note(f"Training {'with' if error_feedback else 'without'} error feedback")
         config = run_config(
             "resnet20-digits",

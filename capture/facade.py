@@ -26,6 +26,7 @@ from capture.taps.shards import Sharding, ShardTap
 from capture.taps.tap import Tap, several
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
+from gradstats.files import refuse_address
 from gradstats.hooks import LocalSteps, Scaler
 from gradstats.hooks.torch_private import GradBucket, backward_pass, unwrap
 from gradstats.hooks.units import is_sharded
@@ -158,6 +159,7 @@ class Capture:
         self._closed = True  # until there is something to close
         _check_options(kinds, store, dtype)
         check_count(buffers, "buffers")
+        refuse_address(path)  # before any rank waits for another
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
         self._layout = Layout(model, parameters)

@@ -166,7 +166,7 @@ def quality_series(
         (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold, seen (gradients
         that the instance had seen before), fresh (k̂/k of an instance that has seen none), design (how many times the
         variance of the k largest elements' numbers in runs of 512 neighbours is that of independent elements: what
-        is said of k elements holds of k/design; NaN of fewer than 20 runs).
+        is said of k elements holds of k/design; NaN of fewer than 20 runs), status.
 
     Raises
     ------
@@ -228,6 +228,7 @@ def series_of(
                 "seen": played.seen,
                 "fresh": played.fresh / k if k else float("nan"),
                 "design": best.design(k),
+                "status": _status(played, kept),
             }
         )
     return records
@@ -293,6 +294,16 @@ _RUN, _FEWEST_RUNS = 512, 20
 """Neighbours whose number among the k largest is counted together, and runs from which their variance is known."""
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
+
+
+def _status(played: _Played, kept: int) -> str:
+    """Return what there is to say of a count beside its number, or ``ok``."""
+    if kept < played.estimate.k and played.estimate.threshold == 0:
+        return "all non-zero elements were kept: there are fewer than asked for"
+    if "beyond" in played.estimate.details:
+        largest = "the largest replaces it" if kept else "nothing is kept"
+        return f"no element reaches the rule's threshold: {largest}"
+    return "ok"
 
 
 class _BestK:
@@ -389,7 +400,8 @@ def quality(
         energy_error, the mean of ‖g − C(g)‖/σ_k − 1; design, the median design effect: the floors widen by its root;
         floor, the noise floor 1.96/√k of a known law and independent elements, and
         floor_low and floor_high, 1 ∓ floor; floor_fitted, that of a Laplace fitted to the same sample. With elements in
-        clusters of ten both are √10 times as wide.
+        clusters of ten both are √10 times as wide. status is ``ok``, or says of the first gradient where it is so that
+        all non-zero elements were kept, or that none reaches the rule's threshold.
 
     Raises
     ------
@@ -480,6 +492,7 @@ def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
         "floor_low": 1 - floor,
         "floor_high": 1 + floor,
         "floor_fitted": fitted_floor(k, records[0]["ratio"]),
+        "status": next((r["status"] for r in records if r.get("status", "ok") != "ok"), "ok"),
     }
 
 

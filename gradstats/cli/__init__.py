@@ -5,6 +5,8 @@ Commands import what they need when they run, so that ``--help`` and completion 
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from gradstats.cli.compare import agreement, compare
-from gradstats.cli.data import info, report
+from gradstats.cli.data import import_, info, report
 from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
@@ -35,14 +37,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Data": (info, report),
+    "Data": (info, import_, report),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 
@@ -118,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         terminated.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="replace")  # of a terminal without Greek letters
     try:
         _load_plugins()
         given, files = _global_first(given)
@@ -126,6 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
         if code > 128 and arguments is None:
             _ignore_signals()
+        sys.stdout.flush()
+    except OSError as error:  # a full disk; a pipe that was closed ends the program before
+        _fail(
+            f"gradstats: {error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        )
+        code = 2
+        if error.errno == errno.ENOSPC and error.filename is None:
+            with suppress(OSError, ValueError):  # what is left would be tried again at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except GradstatsError as error:
         _fail(f"gradstats: {error}")
         code = 2

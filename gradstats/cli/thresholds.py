@@ -146,6 +146,10 @@ def quality(  # numpydoc ignore=PR01
     if versus and format == "table":
         for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):
             note(f"no interval: {status}")
+    elif not by_stage and format == "table":
+        for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):
+            rules = dict.fromkeys(r["estimator"] for r in records if r["status"] == status)
+            note(f"{', '.join(rules)}: {status}")
 
 
 def _answered(

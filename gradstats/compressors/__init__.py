@@ -285,7 +285,7 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     return ThresholdSelector(make_estimator(name, **options), ratio)
 
 
-def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
+def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Compressor | None:
     """Build the compressor called `name`.
 
     Parameters
@@ -296,8 +296,8 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
         rule alone is ``threshold:micro``, and every other rule has such a name too. The systems ``dgc``, ``redsync``
         and ``redsync-quantised`` are more than a compressor: :func:`gradstats.hooks.systems.make_state` builds them,
         and this function only the compressor of the whole gradient that goes by their name.
-    ratio : float
-        Kept fraction k/d, in (0, 1]. Compressors that send signs ignore it.
+    ratio : float, optional
+        Kept fraction k/d, in (0, 1]. Compressors that send signs, and dense ones, ignore it.
     **options : Any
         Options of the compressor or of its estimator. Every compressor takes ``indices`` and ``values``, what these
         are on the wire (:class:`gradstats.collectives.Codec`), but only that which it sends may be coded.
@@ -310,19 +310,21 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     Raises
     ------
     InputError
-        If the name or an option is unknown, or the ratio is outside (0, 1].
+        If the name or an option is unknown, or the ratio is missing or outside (0, 1].
     """
     cls = compressor_class(name)
     options = with_codec(name, options)
-    rule = COMPRESSORS.rule(name)
+    variant, rule = cls.variants.get(name, {}), COMPRESSORS.rule(name)
+    if variant is None:
+        return None
+    if ratio is None and cls.has_ratio:
+        raise InputError(f"{name} sends a fraction of the elements: give it a ratio, such as 0.01")
     if rule is not None:
         from gradstats.compressors.sparse import as_compressor
 
+        assert ratio is not None
         codec = {"codec": options.pop("codec")} if "codec" in options else {}
         return as_compressor(make_selector(rule, ratio, **options), **codec)
-    variant = cls.variants.get(name, {})
-    if variant is None:
-        return None
     build: Any = cls
     with options_of("compressor", name):
         given = {**variant, **options}

@@ -309,6 +309,16 @@ class Compressor(_Checkpointed, ABC):
     def abandon(self) -> None:
         """Drop a step that will not be completed."""
 
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go back to before the last step, whose update is not applied.
+
+        Parameters
+        ----------
+        state : mapping
+            What :meth:`state_dict` returned then. It is asked for in every step, and no later step may change it.
+        """
+        self.load_state_dict(state)
+
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the number of elements that a rank aims to send.
 

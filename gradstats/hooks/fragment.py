@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +83,8 @@ class Fragment:
         # of sharded parameters the state knows what this rank holds
         self._known = {id(p): stand_in(p) for _, p in named}
         self.state = build(named_parameters=[(n, self._known[id(p)]) for n, p in named])
+        # the optimizer steps between exchanges, and an outer one takes the update
+        self.state.forget_optimizers()
         self.anchors: dict[str, torch.Tensor] = {}
         self.pairs: list[Pair] = []
         self.sent = self.due = 0
@@ -146,7 +147,11 @@ class Fragment:
         """
         # in this thread: the replica's ranks train over the same group
         bad = self._bad_elsewhere(pairs, step)
-        reduce = partial(self._reduce, pairs, step, bad)
+
+        def reduce() -> None:
+            self._agree(step)
+            self._reduce(pairs, step, bad)
+
         if delay:
             self._pending = background.submit(reduce, self.device)
         else:
@@ -210,8 +215,8 @@ class Fragment:
                 values.lerp_(local[i], mix)
         self.pairs = []
 
-    def is_behind(self, step: int, delay: int, group: dist.ProcessGroup | None) -> bool:
-        """Tell whether some rank has taken steps that it has not exchanged, on all ranks.
+    def is_behind(self, step: int, delay: int) -> bool:
+        """Tell whether some rank has taken steps that it has not exchanged, on all ranks, at the end of a training.
 
         Parameters
         ----------
@@ -219,12 +224,16 @@ class Fragment:
             Local steps taken.
         delay : int
             Local steps that an exchange is applied late, after which ranks differ.
-        group : torch.distributed.ProcessGroup, optional
-            The ranks.
+
+        Raises
+        ------
+        InputError
+            If ranks have taken other numbers of steps.
         """
+        self._agree(step, ended=True)
         left = step - self.sent + (delay > 0)
         with _naming_step(step):
-            return any(all_gather_flags(left, group, self.device))
+            return any(all_gather_flags(left, self.state.process_group, self.device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs besides the parameters and the anchors; no exchange may be running."""
@@ -263,6 +272,21 @@ class Fragment:
             return 0
         with _naming_step(step):
             return bad_in_replica(self.state, [each for _, each in pairs], self._within)
+
+    def _agree(self, step: int, ended: bool = False) -> None:
+        """Check that all ranks have come to the same exchange: what one sends, others would take for something else."""
+        with _naming_step(step):
+            own = -step - 1 if ended else step
+            ranks = all_gather_flags(own, self.state.process_group, self.device)
+        if len(set(ranks)) > 1:
+            came = ", ".join(
+                f"rank {i} has ended after {-n - 1}" if n < 0 else f"rank {i} is at {n}"
+                for i, n in enumerate(ranks)
+            )
+            raise InputError(
+                f"the ranks have taken different numbers of local steps ({came}): each must call optimizer.step() as "
+                "often as the others, also where it has no batch"
+            )
 
     def _reduce(self, pairs: list[Pair], step: int, bad: int) -> None:
         """Put the mean of the ranks' pseudo-gradients into them."""

@@ -6,6 +6,7 @@ Each entry says what it is for. All were read in torch 2.13, and those with a br
 # No `from __future__ import annotations` here: DDP reads the annotations of hooks, and GradBucket must be the class.
 
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
@@ -26,12 +27,15 @@ __all__ = [
     "after_backward",
     "all_reduce_hook",
     "backward_pass",
+    "before_finalizing",
     "before_thread_pools_end",
     "comm_hooks",
     "copy_all",
     "divide_factors",
     "fail_when_asked",
     "groups_of_rank",
+    "innermost_optimizer",
+    "is_part",
     "original_size",
     "other_micro_steps",
     "parameter_groups",
@@ -102,6 +106,22 @@ def unwrap(model: object) -> Unwrapped:
     return Unwrapped(model, ddp)
 
 
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's wrapper, which is an ``Optimizer`` without its attributes.
+
+    Parameters
+    ----------
+    optimizer : object
+        Optimizer, as the training has it. Any other is returned as it is.
+    """
+    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
+        optimizer, "_optimizer_step_post_hooks"
+    ):
+        inner: Any = optimizer
+        optimizer = inner.optimizer
+    return optimizer
+
+
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
     """Return the communication hooks that users registered on a DDP model, with their states.
 
@@ -126,7 +146,10 @@ def scaler_stages(scaler: object) -> list[str]:
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass that is under way in this thread, a new one for each; -1 if none is."""
+    """Return the number of the backward pass that is under way in this thread, a new one for each; -1 if none is.
+
+    In DDP's Join a hook is called without one.
+    """
     return torch._C._current_graph_task_id()
 
 
@@ -146,6 +169,19 @@ def after_backward(call: Callable[[], None]) -> bool:
         # no backward pass: in DDP's Join a rank without inputs takes part in the others' exchange
         return False
     return True
+
+
+def before_finalizing(call: Callable[[], None]) -> None:
+    """Call something when the backward pass is over, before DDP waits for its buckets.
+
+    Parameters
+    ----------
+    call : callable
+        Called without arguments, unless no backward pass is under way. DDP queues its own callback when the last
+        bucket is ready, and so after this one.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def fail_when_asked(
@@ -183,6 +219,17 @@ def version(tensor: torch.Tensor) -> int:
         Any tensor.
     """
     return tensor._version
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a view of another, as gradients are of buckets (``gradient_as_bucket_view``).
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor.
+    """
+    return tensor._is_view()
 
 
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:

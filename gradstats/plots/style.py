@@ -9,7 +9,9 @@ from zlib import crc32
 
 import numpy as np
 import seaborn as sns
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 
 from gradstats.primitives.sketch import Magnitudes
@@ -17,7 +19,7 @@ from gradstats.statistics.laws import LAWS
 from gradstats.thresholds import ESTIMATORS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.artist import Artist
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
@@ -156,7 +158,23 @@ def tidy(ax: Axes, title: str | None) -> Axes:
         ax.set_title(title)
     ax.grid(alpha=0.3)
     sns.despine(ax=ax)
+    _plain_text(ax)
     return ax
+
+
+def _plain_text(artist: Artist) -> None:
+    """Show every text as it is: a dollar in a parameter's name begins no formula. Ticks of numbers keep theirs."""
+    axes = [a for a in artist.findobj(Axes) if isinstance(a, Axes)]
+    numbers = {
+        id(label)
+        for ax in axes
+        for axis in (ax.xaxis, ax.yaxis)
+        if isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter)
+        for label in axis.get_ticklabels(which="both")
+    }
+    for text in artist.findobj(Text):
+        if isinstance(text, Text) and id(text) not in numbers:
+            text.set_parse_math(False)
 
 
 def plain_log(axis: Axis) -> None:
@@ -231,6 +249,7 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     """
     from PIL import Image
 
+    _plain_text(figure)
     stream, small = io.BytesIO(), io.BytesIO()
     figure.savefig(stream, format="png", dpi=dpi)
     with Image.open(stream) as image:

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, Selection, numel_of
+from gradstats.primitives import Array, Selection, moments, numel_of
 from gradstats.primitives import select as select_elements
-from gradstats.primitives.arrays import is_tensor, wide_dtype
-from gradstats.primitives.backend import readable
+from gradstats.primitives.arrays import flat_chunks, is_tensor, wide_dtype
+from gradstats.primitives.backend import device_code, readable
 from gradstats.primitives.ratio import check_seed, shown, target_count
 from gradstats.primitives.select import selection_like
 
@@ -57,7 +57,9 @@ class Estimate:
     numel : int
         Elements of the gradient.
     details : mapping of str to object
-        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own.
+        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own. ``beyond`` is
+        the rule's threshold where no element reaches it: `threshold` is then the largest magnitude, or that of a
+        published rule, which keeps nothing.
     """
 
     threshold: float
@@ -98,6 +100,8 @@ class Estimator(ABC):
         Whether the rule learns from the number of elements that its last threshold kept, see :meth:`observe`.
     learns_first : bool
         Whether it takes its threshold from the first gradient exactly: tables judge it on the later ones.
+    clamps : bool
+        Whether a threshold that no element reaches becomes the largest magnitude; a published formula stays as it is.
 
     Examples
     --------
@@ -112,6 +116,7 @@ class Estimator(ABC):
     name: ClassVar[str]
     feedback: ClassVar[bool] = False
     learns_first: ClassVar[bool] = False
+    clamps: bool = True
 
     @abstractmethod
     def find(self, x: Array, k: int) -> float | Result:
@@ -208,14 +213,22 @@ class Estimator(ABC):
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
         wide = wide_dtype(read).type
         threshold = float(wide(min(found.threshold, _LARGEST[wide])))
-        estimate = Estimate(threshold, k, numel, dict(found.details))
-        if not select:
-            return estimate, None
+        details = dict(found.details)
         # what reaches a threshold beyond the largest number is not what reaches that
-        selection = found.selection if found.threshold <= _LARGEST[wide] else None
-        if selection is None:
+        selection = found.selection if select and found.threshold <= _LARGEST[wide] else None
+        if select and selection is None:
             selection = select_elements(read, threshold)
-        self.observe(len(selection), k, numel)
+        kept = 0 if selection is None else len(selection)
+        if threshold > 0 and not (kept if select else _is_reached(read, threshold)):
+            details["beyond"] = threshold
+            largest = moments(read, log=False).max if self.clamps else 0.0
+            if largest > 0:
+                threshold = largest
+                selection = select_elements(read, threshold) if select else None
+        estimate = Estimate(threshold, k, numel, details)
+        if selection is None:
+            return estimate, None
+        self.observe(kept, k, numel)
         if is_tensor(read) or not is_tensor(x):
             return estimate, selection
         return estimate, selection_like(x, selection.indices, selection.values)
@@ -248,6 +261,13 @@ class Estimator(ABC):
             raise InputError(
                 f"{self.name} keeps no state, got {sorted(state)}: was it saved by another estimator?"
             )
+
+
+def _is_reached(x: Array, threshold: float) -> bool:
+    """Tell whether an element reaches a threshold; on the CPU the first chunk mostly shows it."""
+    if device_code(x) is not None:
+        return len(select_elements(x, threshold)) > 0
+    return any(len(select_elements(chunk, threshold)) for _, chunk in flat_chunks(x))
 
 
 class RandomEstimator(Estimator):

@@ -23,6 +23,7 @@ class Hard(Estimator):
 
     name = "hard"
     learns_first = True
+    clamps = False  # a constant, whatever the gradient
 
     def __init__(self, threshold: float | None = None) -> None:
         self.threshold = None if threshold is None else check_magnitude(threshold)

@@ -12,6 +12,9 @@ from gradstats.thresholds.base import Estimator, Result
 
 __all__ = ["HistogramQuantile"]
 
+_NORMAL = float(np.finfo(np.float32).tiny)
+"""Least number that float32 holds with all its bits."""
+
 
 class HistogramQuantile(Estimator):
     """Interpolated quantile of a histogram with fine bins: k̂/k within 0.5 % on float32 data without ties.
@@ -36,7 +39,7 @@ class HistogramQuantile(Estimator):
         """Find the quantile of a histogram."""
         bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
         threshold, nonfinite = histogram_quantile(x, k, bits)
-        if wide_dtype(x) == np.float64 and (nonfinite or threshold == 0):
+        if wide_dtype(x) == np.float64 and (nonfinite or threshold < _NORMAL):
             self._check_range(x, k, threshold)
         return Result(threshold, {"bits": bits})
 
@@ -44,7 +47,7 @@ class HistogramQuantile(Estimator):
     def _check_range(x: Array, k: int, threshold: float) -> None:
         """Refuse float64 magnitudes that float32, in which they are counted, takes for infinity or zero."""
         m = moments(x, log=False)
-        if m.max > float(np.finfo(np.float32).max) or (threshold == 0 and m.count > k):
+        if m.max > float(np.finfo(np.float32).max) or (threshold < _NORMAL and m.count > k):
             raise InputError(
                 f"magnitudes up to {m.max:.3g} leave float32's range, in which a histogram counts: rescale them"
             )

@@ -48,6 +48,7 @@ class MiCRO(Estimator):
     def __init__(self, rule: Rule = "corrected", threshold: float | None = None) -> None:
         check_rule(rule)
         self.rule = rule
+        self.clamps = rule != "paper"
         self._threshold = (
             None if threshold is None else check_number(threshold, "threshold", 0, math.inf)
         )

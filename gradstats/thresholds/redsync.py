@@ -88,6 +88,7 @@ class RedSync(Estimator):
     def __init__(self, rule: Rule = "corrected", interval: int = 5) -> None:
         check_rule(rule)
         self.rule = rule
+        self.clamps = rule != "paper"
         self.interval = check_count(interval, "interval")
         self._threshold = 0.0
         self._step = 0
@@ -188,6 +189,7 @@ class RedSyncTrimmed(Estimator):
     def __init__(self, rule: Rule = "corrected") -> None:
         check_rule(rule)
         self.rule = rule
+        self.clamps = rule != "paper"
 
     def find(self, x: Array, k: int) -> Result:
         """Find the threshold among what trimming leaves."""

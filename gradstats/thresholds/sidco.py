@@ -244,6 +244,7 @@ class SIDCo(Estimator):
             )
         low, high = (check_number(each, "tolerance", 0, math.inf, "(]") for each in pair)
         self.adaptation = stages if isinstance(stages, str) else None
+        self.clamps = self.adaptation not in _FROM_COUNTS
         self.stages = (
             1 if isinstance(stages, str) else check_count(stages, "stages", 1, MOST_STAGES)
         )

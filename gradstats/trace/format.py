@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
-from gradstats.files import replace_file
+from gradstats.files import refuse_address, replace_file
+from gradstats.primitives.ratio import shown
 from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS, Column
 
 __all__ = [
@@ -484,6 +486,9 @@ def create_trace(
     TraceError
         If `path` exists and is not an empty directory or a trace to overwrite, or cannot be written.
     """
+    refuse_address(path)
+    if len({la.name for la in layers}) < len(layers):
+        raise InputError("two layers have the same name: a trace tells layers apart by their names")
     attributes = {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -707,6 +712,10 @@ def layout(path: Path, attributes: Mapping[str, Any]) -> list[Layer]:
     """
     layers, offset = [], 0
     try:
+        names = [entry["name"] for entry in attributes["layout"]]
+        if len(set(names)) < len(names):
+            twice = next(name for name, n in Counter(names).items() if n > 1)
+            raise TraceError(f"{path} is damaged: two of its layers are named {shown(twice)}")
         for entry in attributes["layout"]:
             layer = Layer(entry["name"], entry["offset"], tuple(entry["shape"]))
             sizes = all(type(n) is int and 0 <= n < 1 << 62 for n in layer.shape)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import TraceError, first_line
+from gradstats.primitives.ratio import shown
 from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
 from gradstats.trace.format import (
     CHUNK,
@@ -77,12 +78,14 @@ class StoredArray:
         about = read_metadata(folder / "zarr.json", root)
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
+        order = about["codecs"][0]["configuration"]["endian"]
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
             or not len(shape) == len(grid) == 1 + len(spec.shape)
             or not all(grid)
             or codecs not in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
+            or order != "little"
             or about["chunk_key_encoding"] != key_encoding(spec.separator)
         ):
             raise ValueError("its metadata is not that of a trace")
@@ -126,6 +129,9 @@ class StoredArray:
             If it is no file, or its size is not that of a chunk of this array: decoding it could take any memory.
         """
         file = self._folder / self._separator.join(("c", *map(str, key)))
+        real = os.path.realpath(file)
+        if real != str(file) and not Path(real).is_relative_to(os.path.realpath(self._root)):
+            raise ValueError("a chunk is a link that leads out of the trace")
         try:
             status = file.stat()
         except FileNotFoundError:
@@ -247,6 +253,8 @@ class RankGroup:
             about = read_metadata(folder / "zarr.json", root)
             if about["node_type"] != "group":
                 raise ValueError("it is not a group")
+            if about["attributes"]["rank"] != rank:
+                raise ValueError(f"it is that of rank {shown(about['attributes']['rank'])}")
             held = self._find_shards(about["attributes"], layers)
             for store in ("gradients", "sketches"):
                 self._specs |= array_specs(

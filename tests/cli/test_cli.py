@@ -332,7 +332,7 @@ def _truncated(path):
 UNREADABLE = {
     "empty": (lambda path: np.save(path, np.empty(0)), "holds no elements"),
     "int": (lambda path: np.save(path, np.arange(9)), "not int64"),
-    "complex": (lambda path: np.save(path, np.ones(9, complex)), "not complex128"),
+    "complex": (lambda path: np.save(path, np.ones(9, complex)), "not complex128; give both parts"),
     "object": (_object, "Python objects"),
     "truncated": (_truncated, "cannot read"),
     "nothing": (Path.touch, "cannot read"),
