@@ -244,5 +244,11 @@ class LAGS(Layerwise):
         self._keep(dict(state["ratios"]))
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Go back to before the last step, but for what was measured in it: the network does not change with it."""
+        """Go back to before the last step, but for what was measured in it: the network does not change with it.
+
+        Parameters
+        ----------
+        state : dict
+            What :meth:`state_dict` returned before that step.
+        """
         super().load_state_dict(state)
