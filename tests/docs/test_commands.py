@@ -135,7 +135,11 @@ def test_the_commands_that_read_run_as_they_are_shown(folder, forgotten, monkeyp
     shown = {
         tuple(words)
         for page, whole, words in LINES
-        if whole and words[0] == "gradstats" and words[1] in READING and page != "tutorial.md"
+        if whole
+        and words[0] == "gradstats"
+        and words[1] in READING
+        and page != "tutorial.md"
+        and "://" not in " ".join(words)  # of nobody; tests of addresses have servers of their own
     }
     assert {words[1] for words in shown} == READING
     for words in sorted(shown):
