@@ -79,6 +79,9 @@ PARTS = {
     ),
     "calls": Part("faults.calls.hostile", "hostile arrays and arguments", 20_000, 150, 1000),
     "files": Part("faults.files.mutated", "mutated files and traces", 100_000, 180, 2000),
+    "dumps": Part(
+        "faults.files.mutated_dump", "mutated dumps, shards and checkpoints", 20_000, 60, 2000
+    ),
     "messages": Part("faults.wire.message", "damaged messages", 20_000, 150, 1000),
     "messages of ranks": Part(
         "faults.wire.between_ranks", "damaged messages between two ranks, verified", 100, 3, 20, 60

@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,8 @@ def small() -> list[Row]:
     x, rule = torch.from_numpy(TAILS["layered"](1000)), make_estimator("histogram")
     took = interleaved({"histogram": lambda: rule.select(x, 0.01)}, runs=RUNS)
     rows.append(row("histogram", "1,000", [1e6 * s for s in took["histogram"]], "µs", None))
-    (r,) = bench([1000], [0.01], estimators=["histogram"], references=False, repeats=3)
+    once: dict[str, Any] = {"threads": [1], "references": False, "repeats": 3}
+    (r,) = bench([1000], [0.01], estimators=["histogram"], **once)
     memory = dict.fromkeys(("low", "median", "high"), r["memory"])
     about = {"corner": "histogram", "case": "1,000, its memory", "unit": "×", "over": "the data's"}
     rows.append({**about, **memory, "aim": None})
@@ -132,7 +134,7 @@ def large() -> list[Row]:
     )
     # as of the others: three that differ, but not so that a warm start could not know
     captured = {"captured": [[x], [1.1 * x], [0.95 * np.roll(x, LARGE // 3)]]}
-    every = {"estimators": RULES, "references": False, "repeats": 11}
+    every = {"estimators": RULES, "threads": [1], "references": False, "repeats": 11}
     found = [
         *bench([LARGE], tails=BOTH, **every),  # type: ignore[arg-type]
         *bench([], gradients=captured, **every),  # type: ignore[arg-type]

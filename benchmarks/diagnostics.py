@@ -29,7 +29,7 @@ def train(compressor: str, **settings: Any) -> tuple[Any, gradstats.Trace]:
     folder = Path(tempfile.mkdtemp(prefix="gradstats-"))
     config = RunConfig(
         workload="resnet20-digits", compressor=compressor, store="sketches", out=folder / "run.zarr",
-        ranks=(0,), **{"label": compressor, **settings},
+        ranks=(0,), **{"label": compressor, "every": 1, **settings},
     )  # fmt: skip
     return run(config), gradstats.open_trace(folder / "run.zarr")
 

@@ -23,7 +23,6 @@ from records import DOCS, RESULTS, Row, keep, put, stored
 from gradstats import compressibility, open_trace, quality
 from gradstats.compressors import ChunkTopK
 from gradstats.primitives import top_candidates
-from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Trace
 
 FILE, PAGE = RESULTS / "local_steps.jsonl", DOCS / "howto" / "local_steps.md"
@@ -68,7 +67,7 @@ def rows(trace: Trace) -> list[Row]:
     about, steps, found = trace.attrs, trace.steps()[FIRST:], []
     for kind in trace.kinds(0):
         each = [measured([trace.read(s, r, kind) for r in trace.ranks]) for s in steps]
-        kept = quality(trace, [RATIO], list(ESTIMATORS), kinds=[kind])
+        kept = quality(trace, [RATIO], kinds=[kind])
         found.append(
             {
                 "workload": about["workload"],

@@ -204,7 +204,7 @@ def layerwise(nproc: int, ratio: float, steps: int) -> list[Row]:
         config = RunConfig(
             workload="resnet20-digits", nproc=nproc, steps=steps, batch_size=64 // nproc,
             compressor="lags", ratio=ratio, options={"adaptive": False}, lr_schedule="constant",
-            out=Path(folder, "run.zarr"), evaluate=False,
+            out=Path(folder, "run.zarr"), every=1, evaluate=False,
         )  # fmt: skip
         run(config)
         trace = gradstats.open_trace(config.out or "")
@@ -311,7 +311,7 @@ def compensate(nproc: int, every: int, steps: int) -> list[Row]:
         config = RunConfig(
             workload="resnet20-digits", nproc=nproc, steps=steps, batch_size=20, compressor="marsit",
             options={"full_every": every}, lr_schedule="constant", out=Path(folder, "run.zarr"),
-            evaluate=False,
+            every=1, evaluate=False,
         )  # fmt: skip
         run(config)
         trace = gradstats.open_trace(config.out or "")
@@ -353,7 +353,7 @@ def votes(nproc: int, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="gradstats-") as folder:
         config = RunConfig(
             workload="resnet20-digits", nproc=nproc, steps=steps, batch_size=20, out=Path(folder, "run.zarr"),
-            evaluate=False,
+            every=1, evaluate=False,
         )  # fmt: skip
         run(config)
         trace = gradstats.open_trace(config.out or "")

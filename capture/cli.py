@@ -56,6 +56,7 @@ from gradstats.cli.options import (
 )
 from gradstats.cli.output import Table, analyse, note, one_by_one
 from gradstats.errors import InputError
+from gradstats.files import refuse_address
 
 __all__ = ["register"]
 
@@ -216,6 +217,8 @@ def _run(config: RunConfig) -> None:
     from capture.workloads import run
 
     config.check()
+    if config.out is not None:
+        refuse_address(config.out)
     if config.out is not None and config.out.exists() and not config.overwrite:
         raise InputError(f"{config.out} exists; choose another name or give --overwrite")
     steps = config.setting("steps")
@@ -314,6 +317,7 @@ def demo(  # numpydoc ignore=PR01
     traces = []
     for error_feedback in (False, True):
         name = "topk-ef" if error_feedback else "topk"
+        refuse_address(out)
         note(f"Training {'with' if error_feedback else 'without'} error feedback")
         config = run_config(
             "resnet20-digits",
@@ -349,7 +353,6 @@ def _tables(out: Path) -> None:
     from gradstats.analysis import decay, quality
     from gradstats.cli.statistics import DECAY
     from gradstats.cli.thresholds import QUALITY
-    from gradstats.thresholds import ESTIMATORS
     from gradstats.trace.sources import open_sources
 
     steps = sorted({key[2] for source in open_sources(out) for key in source.select()})
@@ -358,5 +361,5 @@ def _tables(out: Path) -> None:
         analyse("decay", out, decay.compressibility_records, steps=few, ranks=[0]), "table", None
     )
     typer.echo()
-    work = one_by_one(quality.quality, estimators=tuple(ESTIMATORS))
+    work = one_by_one(quality.quality)
     QUALITY.emit(analyse("quality", out, work), "table", None)

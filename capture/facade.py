@@ -5,15 +5,17 @@
 import platform
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from capture.recorder import Recorder, Storage, at_exit
+from capture.creation import Overwrite, create_on_all, restarted, vacant
+from capture.recorder import Recorder, Storage, at_exit, warn
 from capture.schedule import Schedule, as_schedule
 from capture.states import name_parameters, records_steps, usual_kinds
 from capture.taps.buckets import BucketTap, Hook
@@ -21,16 +23,17 @@ from capture.taps.exchanges import ExchangeTap
 from capture.taps.layout import Layout
 from capture.taps.plain import PlainTap
 from capture.taps.shards import Sharding, ShardTap
-from capture.taps.tap import Tap
+from capture.taps.tap import Tap, several
 from capture.taps.watch import BackwardWatch
-from gradstats.errors import GradstatsError, InputError, TraceError, first_line
+from gradstats.errors import InputError
+from gradstats.files import refuse_address
 from gradstats.hooks import LocalSteps, Scaler
-from gradstats.hooks.torch_private import GradBucket, unwrap
+from gradstats.hooks.torch_private import GradBucket, backward_pass, unwrap
 from gradstats.hooks.units import is_sharded
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.trace import KINDS, STORES, Kind, Store, create_trace
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "capture_hook"]
 
 
 # Over 300 lines: a third explains the options, where users look them up.
@@ -76,8 +79,10 @@ class Capture:
         Largest number of steps on their way from the training to the disk.
     compress : bool
         Whether to compress the stored gradients; sketches always are.
-    overwrite : bool
-        Whether to replace an existing trace at `path`.
+    overwrite : bool or "number"
+        Whether to replace an existing trace at `path`. ``"number"`` leaves one that has steps alone, and takes
+        ``NAME-2.zarr``, or the next that is free: for a training that begins again. A process that torchrun has
+        restarted after a failure does so by itself.
     start_step : int
         Number of the first step, for a resumed run.
     process_group : ProcessGroup, optional
@@ -89,7 +94,7 @@ class Capture:
     Attributes
     ----------
     path : Path
-        The trace.
+        The trace: `path`, or the number after it.
     schedule : Schedule
         Steps to capture.
     rank : int
@@ -100,16 +105,22 @@ class Capture:
     Raises
     ------
     TraceError
-        On every rank, if the trace cannot be created.
+        On every rank, if the trace cannot be created, or a rank does not find it (machines without a shared disk).
     InputError
-        If no parameter matches `parameters`, an option has a wrong value, or a communication hook is registered on the
-        DDP model already.
+        If some ranks make no Capture, which a warning says after five seconds; if no parameter matches `parameters`, an
+        option has a wrong value, or a communication hook is registered on the DDP model already.
 
     Notes
     -----
-    A parameter without a gradient (unused in the step) is recorded as zeros. With gradient accumulation under
-    ``no_sync`` one step is recorded per synchronised backward pass, holding the accumulated sum. Under DDP without a
-    wrapped hook the gradient is the average over the ranks, the same on all of them.
+    A parameter without a gradient (unused in the step) is recorded as zeros. One that has a gradient which cannot be
+    seen (an optimizer in the backward pass takes it, its module was replaced by another shape) is NaN, with a warning
+    that names it; one of the same name and shape takes its place. Parameters that DDP or FSDP2 is told to ignore are
+    left out, with a warning.
+
+    A step is one of the optimizer. With gradient accumulation under ``no_sync`` it is recorded at the synchronised
+    backward pass, with the accumulated sum. Where every backward pass exchanges, and adds to the ``.grad`` of the one
+    before, it is the sum of this rank's own gradients, too. Under DDP without a wrapped hook the gradient is the
+    average over the ranks, the same on all of them.
 
     Elements are in the logical order of their parameters, whatever the memory format, as float32 (or bfloat16), also
     those of float64 models. Of a complex parameter real and imaginary parts are recorded: its shape in the trace has a
@@ -140,7 +151,7 @@ class Capture:
         metadata: Mapping[str, Any] | None = None,
         buffers: int = 2,
         compress: bool = False,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
         start_step: int = 0,
         process_group: dist.ProcessGroup | None = None,
         scaler: Scaler | None = None,
@@ -148,6 +159,7 @@ class Capture:
         self._closed = True  # until there is something to close
         _check_options(kinds, store, dtype)
         check_count(buffers, "buffers")
+        refuse_address(path)  # before any rank waits for another
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
         self._layout = Layout(model, parameters)
@@ -181,18 +193,34 @@ class Capture:
         )
         self._tap.check()
         world_size = dist.get_world_size(process_group) if distributed else 1
+        if restarted() and not overwrite:
+            overwrite = "number"
 
-        def create() -> None:
+        def create() -> Path:
+            path, over = (
+                vacant(self.path) if overwrite == "number" else (self.path, bool(overwrite))
+            )
+            if path != self.path:
+                warn(
+                    f"{self.path} has steps of an earlier training: this one is captured in {path}"
+                )
             create_trace(
-                self.path,
+                path,
                 self._layout.layers,
                 world_size=world_size,
                 metadata={**_origin(storage, self.schedule), **(metadata or {})},
-                overwrite=overwrite,
+                overwrite=over,
             )
+            return path
 
-        _create_on_rank_zero(create, self.path, self.rank, process_group, distributed)
+        self.path = create_on_all(create, self.path, self.rank, process_group, active)
+        self._recorder.storage = replace(storage, path=self.path)
         self._watch.start(self._layout.parameters if active else ())
+        if self._layout.ignored and active:
+            why = (
+                "DDP keeps out of its buckets" if ddp is not None else "fully_shard() leaves alone"
+            )
+            warn(f"not captured: {several(self._layout.ignored)}, which {why}")
         self._closed = False
         at_exit(weakref.WeakMethod(self.close))
 
@@ -223,7 +251,7 @@ class Capture:
         Raises
         ------
         InputError
-            If the hook is none, as when the two are swapped.
+            If the hook is none, as when the two are swapped, or the DDP model can take none.
         """
         if not callable(hook):
             raise InputError(
@@ -231,18 +259,23 @@ class Capture:
                 if callable(state) and not records_steps(state)
                 else f"a communication hook is a function of a state and a bucket, not {shown(hook)}"
             )
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp.mixed_precision is not None:
+            raise InputError(
+                "DDP(mixed_precision=…) averages in a hook of its own, and takes no other: use torch.autocast instead"
+            )
+        adopted = self._layout.adopt()
+        self._watch.add(adopted if self.active else ())
         name_parameters(state, self._layout.model.named_parameters())
         tap = BucketTap(
             self._recorder, self._layout, self._kinds, self._watch, self._ddp, state, hook
         )
         self._tap = tap
-
-        def capture_hook(
-            capture: "Capture", bucket: GradBucket
-        ) -> torch.futures.Future[torch.Tensor]:
-            return tap.exchange(bucket)
-
         return self, capture_hook
+
+    def _continue_in(self, later: "Capture") -> None:
+        """Have the hook that is registered record into another capture: DDP takes one hook, and keeps it."""
+        self._tap = later._tap
 
     def follow(self, local_steps: LocalSteps) -> None:
         """Record the exchanges of local steps: one step of the trace for each, numbered from 0.
@@ -309,11 +342,16 @@ class Capture:
         Raises
         ------
         InputError
-            If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; or if the
-            scaler has unscaled the gradients already.
+            If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; if the
+            scaler has unscaled the gradients already; or within a backward pass.
         """
         if self._closed:
             return
+        if backward_pass() >= 0:
+            raise InputError(
+                "capture.step() is called within a backward pass, which has computed a part of the gradient: call it "
+                "after backward()"
+            )
         self._tap.check()
         if self.active:
             self._tap.end(model, loss, learning_rate)
@@ -338,11 +376,42 @@ class Capture:
         self._tap.finish()
         self._recorder.abandon()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # DDP holds what wrap() returned, and is copied and saved with it; a copy of DDP has no hook
+        return _closed_copy, (self.path, self.rank, self._recorder.storage)
+
     def __enter__(self) -> "Capture":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def capture_hook(state: Capture, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Record a bucket, and call the hook that the capture wraps. By this name, so that it can be pickled.
+
+    Parameters
+    ----------
+    state : Capture
+        What :meth:`Capture.wrap` returned.
+    bucket : GradBucket
+        What DDP gives.
+
+    Returns
+    -------
+    torch.futures.Future
+        What the hook returned.
+    """
+    return cast("BucketTap", state._tap).exchange(bucket)
+
+
+def _closed_copy(path: Path, rank: int, storage: Storage) -> Capture:
+    """Return a capture that records nothing: the trace, its thread and its hooks are the original's."""
+    copy = object.__new__(Capture)
+    copy._closed = True
+    copy.path, copy.rank, copy.schedule = path, rank, as_schedule(1)
+    copy._recorder = Recorder(storage, copy.schedule, 0, None, active=False)
+    return copy
 
 
 def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None:
@@ -353,32 +422,6 @@ def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None
         raise InputError(f"store must be {' or '.join(STORES)}, not {store}")
     if dtype not in ("float32", "bfloat16"):
         raise InputError(f"dtype must be float32 or bfloat16, not {dtype}")
-
-
-def _create_on_rank_zero(
-    create: Callable[[], None],
-    path: Path,
-    rank: int,
-    process_group: dist.ProcessGroup | None,
-    distributed: bool,
-) -> None:
-    """Create the trace once; raise its error on every rank, whatever it is, so that none waits for another."""
-    problem: list[str | None] = [None]
-    interrupt: BaseException | None = None
-    if rank == 0:
-        try:
-            create()
-        except GradstatsError as error:
-            problem = [str(error)]
-        except BaseException as error:
-            problem = [f"cannot create {str(path)!r}: {type(error).__name__}: {first_line(error)}"]
-            interrupt = None if isinstance(error, Exception) else error
-    if distributed:
-        dist.broadcast_object_list(problem, group=process_group, group_src=0)
-    if interrupt is not None:
-        raise interrupt
-    if problem[0] is not None:
-        raise TraceError(problem[0])
 
 
 def _origin(storage: Storage, schedule: Schedule) -> dict[str, Any]:

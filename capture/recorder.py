@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from capture.schedule import Schedule
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.hooks import Scaler
 from gradstats.hooks.torch_private import before_thread_pools_end
+from gradstats.primitives.ratio import shown
 from gradstats.trace import Kind, Shard, Store, TraceWriter
 
 __all__ = ["CaptureWarning", "Contents", "Phase", "Recorder", "Storage", "at_exit", "warn"]
@@ -220,6 +222,51 @@ class Recorder:
         if array is not None:
             self.copies.put(parameter, array[place], self.scale if scale is None else scale)
 
+    def add(self, kind: Kind, place: slice, gradient: torch.Tensor) -> None:
+        """Add a gradient to what was copied of the step, if it is recorded and this kind is written.
+
+        Parameters
+        ----------
+        kind : Kind
+            What it is.
+        place : slice
+            Its place in the flat vector of this kind.
+        gradient : torch.Tensor
+            As :meth:`capture.copies.Copies.copy` takes it, with the loss scale.
+        """
+        array: Any = self.arrays.get(kind)
+        if array is not None:
+            self._settle()
+            values = self.copies.zeros(array[place].shape[0])
+            self.copies.copy(gradient, values, self.scale, wait=True)
+            array[place] += values
+
+    def absent(self, place: slice, kinds: Collection[Kind] | None = None) -> None:
+        """Mark what nobody has shown of the step: NaN stands there, not a number.
+
+        Parameters
+        ----------
+        place : slice
+            Its place in the flat vector.
+        kinds : collection of Kind, optional
+            Kinds in which it is missing; all if None.
+        """
+        self._settle()
+        for kind, array in self.arrays.items():
+            if kinds is None or kind in kinds:
+                array[place] = math.nan
+
+    def _settle(self) -> None:
+        """Wait for the copies of the step that are on their way: what is written now is not to be overwritten."""
+        wait = self.copies.mark()
+        if wait is not None:
+            wait()
+
+    def reopen(self) -> None:
+        """Note that gradients are added to what the training has sent: it is to send them again."""
+        if self.phase is Phase.SENT:
+            self.phase = Phase.OPEN
+
     def sent(self) -> None:
         """Note that the training has sent the step's gradients."""
         self.phase = Phase.SENT
@@ -240,20 +287,14 @@ class Recorder:
             Learning rate of the step.
         columns : mapping, optional
             What a hook's state reports of the step.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If one of them is no number. The step goes on then.
         """
         snapshot = self._snapshot
         if snapshot is not None:
             scalars = dict(columns or {})
             if "misplaced" not in self._warnings:  # else they may be of another step
-                if loss is not None:
-                    scalars["loss"] = self.copies.number(loss)
-                if learning_rate is not None:
-                    scalars["learning_rate"] = float(learning_rate)
+                for name, value in (("loss", loss), ("learning_rate", learning_rate)):
+                    if value is not None:
+                        self._put_number(scalars, name, value)
             snapshot.scalars = scalars
             snapshot.step = self._step
             snapshot.arrived = self.copies.mark()
@@ -261,6 +302,19 @@ class Recorder:
         self._snapshot, self.phase = None, Phase.IDLE
         if snapshot is not None and self._background is not None:
             self._background.submit(snapshot)
+
+    def _put_number(self, scalars: dict[str, Any], name: str, value: Any) -> None:
+        """Record a number of the step; what is none is left out, with a warning."""
+        try:
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise TypeError
+            scalars[name] = self.copies.number(value)
+        except (TypeError, ValueError):
+            several = isinstance(value, torch.Tensor)
+            what = f"a tensor of {value.numel()}" if several else shown(value)
+            self.warn_once(
+                name, f"capture.step({name}=…) takes one number, not {what}, and does not record it"
+            )
 
     def drop(self) -> None:
         """Forget a step that failed; it does not count."""

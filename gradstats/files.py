@@ -4,16 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["replace_file", "replacing", "write_file", "write_link"]
+from gradstats.errors import InputError
+
+__all__ = ["address_of", "refuse_address", "replace_file", "replacing", "write_file", "write_link"]
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+(?:::[a-z][a-z0-9+.-]+)*):(//?)(?=.|$)", re.IGNORECASE)
+"""Scheme of an address, of two letters or more: a drive has one. pathlib makes one slash of two."""
 
 _NEW = (
     os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 )
+
+
+def address_of(path: str | Path) -> str | None:
+    """Return the address ``scheme://…`` that a text or a path stands for; None for a path of this machine.
+
+    Parameters
+    ----------
+    path : str or Path
+        What the user gave.
+    """
+    text = str(path)
+    scheme = _ADDRESS.match(text)
+    if scheme is None or (
+        scheme[2] == "/" and Path(text).parts and Path(Path(text).parts[0]).exists()
+    ):
+        return None
+    rest = text[scheme.end() :].lstrip("/")
+    return f"{scheme[1]}://{'/' if scheme[1] == 'file' else ''}{rest}"
+
+
+def refuse_address(path: str | Path) -> None:
+    """Refuse to write to an address, of which the file system would make a folder named like its scheme.
+
+    Parameters
+    ----------
+    path : str or Path
+        Where to write.
+
+    Raises
+    ------
+    InputError
+        If it is an address.
+    """
+    if address := address_of(path):
+        raise InputError(
+            f"cannot write to {address}: write to a folder of this machine, and copy it there when it is complete"
+        )
 
 
 @contextlib.contextmanager
@@ -32,6 +75,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     Path
         Name in the same folder, at which nothing exists.
     """
+    refuse_address(path)
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -56,6 +100,7 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     content : str or bytes
         What to write; text as UTF-8.
     """
+    refuse_address(path)
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)
     if path.exists() and not path.is_file():  # a terminal or a pipe has no old content to keep

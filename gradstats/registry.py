@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gradstats.errors import InputError, first_line
 
-__all__ = ["Registry", "entries", "load"]
+__all__ = ["Registry", "entries", "load", "load_file", "loaded_files"]
 
 T = TypeVar("T")
+
+_FILES: dict[str, None] = {}
+"""Files that have been imported by their paths, in order."""
 
 
 @cache
@@ -53,6 +61,51 @@ def load(entry: EntryPoint) -> Any:
         ) from error
 
 
+def load_file(path: str | Path) -> None:
+    """Import a Python file, so that what it puts into registries is there: laws, rules, compressors, commands.
+
+    It finds modules beside it, as a program does.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or imported. The message says in which line.
+    """
+    file = Path(path).resolve()
+    name = f"load_{file.stem}"  # of no module that somebody else might mean
+    loader = SourceFileLoader(name, str(file))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    sys.modules[name] = module = module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # anybody's code, which may do anything
+        del sys.modules[name]
+        if isinstance(error, OSError) and error.filename == str(file):
+            raise InputError(f"cannot load {path}: {error.strerror}") from None
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)
+        ]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines = [error.lineno]
+        where = f", line {lines[-1]}" if lines else ""
+        what = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"cannot load {path}{where}: {what}{first_line(error)}") from error
+    _FILES[str(file)] = None
+
+
+def loaded_files() -> list[str]:
+    """Return the files that :func:`load_file` has imported, for other processes to do the same."""
+    return list(_FILES)
+
+
 class Registry(MutableMapping[str, T], Generic[T]):
     """Objects by name, each loaded when it is first asked for; names alone load nothing.
 
@@ -79,14 +132,18 @@ class Registry(MutableMapping[str, T], Generic[T]):
     def __init__(
         self, group: str, own: Mapping[str, str], check: Callable[[str, object], None]
     ) -> None:
-        self._group, self._own, self._check = group, own, check
+        self.own = tuple(own)
+        """Names of the package's own."""
+        self._group, self._homes, self._check = group, own, check
         self._loaded: dict[str, T] = {}
         self._places: dict[str, EntryPoint] | None = None
 
     def _entries(self) -> dict[str, EntryPoint]:
         """Return the places of what is not there until it is asked for, found the first time they are needed."""
         if self._places is None:
-            self._places = {n: EntryPoint(n, place, self._group) for n, place in self._own.items()}
+            self._places = {
+                n: EntryPoint(n, place, self._group) for n, place in self._homes.items()
+            }
             for entry in entries(self._group):
                 self._places.setdefault(entry.name, entry)
         return self._places

@@ -54,6 +54,17 @@ def trace_path(request):
 
 
 @pytest.fixture
+def forgotten(monkeypatch):
+    """Forget after the test what it adds to the registries."""
+    from gradstats.compressors import COMPRESSORS
+    from gradstats.statistics.laws import LAWS
+    from gradstats.thresholds import ESTIMATORS
+
+    for registry in (LAWS, ESTIMATORS, COMPRESSORS):
+        monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+
+
+@pytest.fixture
 def as_made(monkeypatch):
     """Have processes compute as the Makefile makes the pages: a training's digits depend on it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -45,7 +45,9 @@ HEAD = """\
 Stable are
 
 - the public names below, with the names of their parameters and attributes;
-- the commands, their options, and the fields of their JSON and CSV records.
+- the commands, their options, and the fields of their JSON and CSV records;
+- the ways in for what users bring: `--load FILE.py`, and the entry points `gradstats.laws`, `gradstats.estimators` and
+  `gradstats.compressors`.
 
 A release that renames or removes one of these, or gives it another meaning or unit, says so in the changelog. New ones
 may come in any release.

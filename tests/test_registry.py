@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
@@ -58,3 +59,87 @@ def test_what_cannot_be_used_is_refused_in_one_line(functions):
         functions["broken"]
     with pytest.raises(KeyError):
         functions["other"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file or directory"),
+        ("x = 1\ny = unknown\n", "line 2: NameError: name 'unknown' is not defined"),
+        ("def f(:\n", "line 1: SyntaxError: invalid syntax"),
+        ("import nowhere_at_all\n", "line 1: ModuleNotFoundError: No module named"),
+        ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
+        ("open('nothing')\n", "line 1: FileNotFoundError: [Errno 2] No such file"),
+        (
+            "from gradstats.thresholds import ESTIMATORS\nESTIMATORS['mine'] = 3\n",
+            "line 2: estimator 'mine' is to be a subclass of Estimator, or a function",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_one_line(tmp_path, text, said):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError) as error:
+        registry.load_file(path)
+    assert str(error.value).startswith(f"cannot load {path}")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(path) not in registry.loaded_files()
+    assert "load_mine" not in sys.modules
+
+
+def test_a_file_is_loaded_as_a_module_beside_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_FILES", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_it.py").write_text("ONE = 1\n")
+    (tmp_path / "statistics.py").write_text(  # a name that Python has
+        "from dataclasses import dataclass\nimport beside_it\n\n"
+        "@dataclass\nclass Mine:\n    one: int = beside_it.ONE\n"
+    )
+    registry.load_file(tmp_path / "statistics.py")
+    mine = sys.modules.pop("load_statistics").Mine()
+    assert mine.one == 1
+    assert "mean" in vars(importlib.import_module("statistics"))
+    assert registry.loaded_files() == [str(tmp_path / "statistics.py")]
+
+
+def test_registries_refuse_what_they_cannot_use(forgotten):
+    from gradstats.compressors import COMPRESSORS, Compressor
+    from gradstats.thresholds import ESTIMATORS, Estimator, Exact
+
+    without = type("Without", (Estimator,), {"name": "mine"})
+    for registered, name, value, said in (
+        (ESTIMATORS, "mine", without, r"has no find\(x, k\)"),
+        (ESTIMATORS, "mine", Exact, "calls itself 'exact': both names"),
+        (ESTIMATORS, "topk", Exact, "cannot have the name 'topk'"),
+        (ESTIMATORS, "threshold:mine", Exact, "cannot have the name"),
+        (ESTIMATORS, "mine", int, "subclass of Estimator, or a function"),
+        (COMPRESSORS, "mine", Compressor, "has no reduce"),
+        (COMPRESSORS, "mine", Exact, "subclass of Compressor, not a value of type"),
+        (COMPRESSORS, "threshold:mine", Compressor, "cannot have the name"),
+    ):
+        with pytest.raises(InputError, match=said):
+            registered[name] = value
+        assert "mine" not in registered
+
+
+def test_a_rule_that_comes_later_is_a_compressor_at_once(forgotten):
+    from gradstats.compressors import COMPRESSORS, SELECTORS, codecs, make_compressor
+    from gradstats.compressors.sparse import SparseCompressor
+    from gradstats.thresholds import ESTIMATORS, Hard
+
+    before = list(COMPRESSORS)
+    assert before[:4] == ["none", "dense-bf16", "dense-fp8", "topk"]
+    ESTIMATORS["mine"] = lambda threshold=2.0: Hard(threshold)
+    assert "mine" in COMPRESSORS
+    assert "mine" in SELECTORS
+    assert set(COMPRESSORS) - set(before) == {"mine"}
+    assert len(COMPRESSORS) == len(before) + 1
+    for name in ("mine", "threshold:mine"):
+        made = make_compressor(name, 0.1, threshold=3.0, values="float16")
+        assert isinstance(made, SparseCompressor)
+        assert made.selector.estimator.threshold == 3.0
+    assert codecs("mine") == ("indices", "values")
+    del ESTIMATORS["mine"]
+    assert list(COMPRESSORS) == before

@@ -48,10 +48,11 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     and clipping, and without the loss scale of fp16. A compressor's state should know that scale too: give it the
     scaler, ``CompressionState(…, scaler=trainer.accelerator.scaler)``.
 
-    Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`. The learning rate is recorded, and the loss of each rank's own micro-batches, which the ``Trainer``
-    shows to no callback: what its ``training_step`` returns if `trainer` is given, else what the model does
-    (``.loss``), and without `trainer` only if no micro-batches are accumulated.
+    Steps are numbered as ``state.global_step`` counts them, from 0, and go on in a resumed training. Where there is a
+    trace with steps already, of a training before, the new one gets a number: ``NAME-2.zarr``. The learning rate is
+    recorded, and the loss of each rank's own micro-batches, which the ``Trainer`` shows to no callback: what its
+    ``training_step`` returns if `trainer` is given, else what the model does (``.loss``), and without `trainer` only if
+    no micro-batches are accumulated.
 
     Parameters
     ----------
@@ -108,6 +109,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """Create the trace, and register the hook if there is one."""
+        self._unhook()  # of a training that failed, and begins again
         parallel = PartialState().distributed_type
         if parallel in _SHARDED and not is_sharded(model):
             raise InputError(
@@ -137,6 +139,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
             del trainer.training_step  # the class's own is seen again
             if own is not None:
                 trainer.training_step = own
+            self._unhook = lambda: None
 
         trainer.training_step, self._unhook = training_step, restore
 

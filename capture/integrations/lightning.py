@@ -39,9 +39,10 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     and without the loss scale of fp16. A compressor's state should know that scale too: make the scaler, and give it to
     both, ``MixedPrecision("16-mixed", "cuda", scaler)`` and ``CompressionState(…, scaler=scaler)``.
 
-    Steps are numbered as ``trainer.global_step`` counts them, from 0, and go on in a resumed training, which needs
-    another `path`; with several optimizers every optimizer's step is one. The loss (as ``backward`` gets it, summed
-    over the micro-batches) and the learning rate are recorded.
+    Steps are numbered as ``trainer.global_step`` counts them, from 0, and go on in a resumed training; with several
+    optimizers every optimizer's step is one. Where there is a trace with steps already, of a training before, the new
+    one gets a number: ``NAME-2.zarr``. The loss (as ``backward`` gets it, summed over the micro-batches) and the
+    learning rate are recorded.
 
     Parameters
     ----------

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from capture.facade import Capture
 from capture.schedule import Schedule
 from capture.taps.buckets import Hook
 from gradstats.errors import InputError
 from gradstats.hooks import Monitor, Scaler
+from gradstats.hooks.torch_private import comm_hooks, unwrap
 
 __all__ = ["TrainerCapture", "TrainerMonitor"]
 
@@ -55,7 +55,7 @@ class TrainerCapture:
         comm_state: Any = None,
         **options: Any,
     ) -> None:
-        self._arguments = {"path": path, "schedule": schedule, **options}
+        self._arguments = {"path": path, "schedule": schedule, "overwrite": "number", **options}
         # A misspelt option is an error here, and not only when the model and the data have been loaded.
         inspect.signature(Capture).bind(model=None, start_step=0, **self._arguments)
         self._comm_hook = comm_hook
@@ -63,16 +63,25 @@ class TrainerCapture:
         self.capture: Capture | None = None
 
     def _open(self, model: nn.Module, start_step: int, scaler: Scaler | None) -> None:
-        hook = self._comm_hook
-        if hook is not None and not isinstance(model, DistributedDataParallel):
+        hook, ddp = self._comm_hook, unwrap(model).ddp
+        if hook is not None and ddp is None:
             raise InputError(
                 "comm_hook needs a model in DistributedDataParallel, which this training does not use"
             )
         # without a hook the trainer shows gradients that it has unscaled
         scaling = {"scaler": scaler} if hook is not None else {}
-        self.capture = Capture(model=model, start_step=start_step, **scaling | self._arguments)
-        if hook is not None:
-            model.register_comm_hook(*self.capture.wrap(self._comm_state, hook))  # type: ignore[operator]
+        self._close()  # of a training that failed, and begins again
+        earlier, options = self.capture, scaling | self._arguments
+        if hook is None or ddp is None:
+            self.capture = Capture(model=model, start_step=start_step, **options)
+        elif earlier is not None and any(state is earlier for _, state in comm_hooks(ddp)):
+            options = {"process_group": ddp.process_group, **options}
+            self.capture = Capture(model=ddp.module, start_step=start_step, **options)
+            self.capture.wrap(self._comm_state, hook)
+            earlier._continue_in(self.capture)
+        else:
+            self.capture = Capture(model=model, start_step=start_step, **options)
+            ddp.register_comm_hook(*self.capture.wrap(self._comm_state, hook))
 
     def _close(self) -> None:
         if self.capture is not None:

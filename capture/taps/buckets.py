@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Phase, Recorder, warn
 from capture.states import ObservedState, observe, scaler_of
+from capture.taps.accumulation import Accumulation
 from capture.taps.layout import Layout
 from capture.taps.tap import Tap
 from capture.taps.watch import BackwardWatch
@@ -23,6 +24,16 @@ from gradstats.trace import Kind
 __all__ = ["BucketTap", "Hook"]
 
 Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+_CARRIED = (
+    "gradients are exchanged several times a step, after each of its backward passes: the gradient recorded is the sum "
+    "of this rank's own, and 'corrected' is what the last exchange compressed, which contains what the others brought "
+    "from all ranks; exchange once a step (ddp.no_sync() around all but the last forward and backward pass)"
+)
+_REPLACED = (
+    "the model's parameters are others than those that DDP exchanges; wrap the model in DDP anew"
+)
+_UNSEEN = "a backward pass reached them, and DDP did not give them to the hook"
 
 
 class BucketTap(Tap):
@@ -62,10 +73,14 @@ class BucketTap(Tap):
         self._hook = hook
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._copies: dict[int, _BucketCopy] = {}
+        self._seen: set[int] = set()  # parameters in the buckets of a step that is recorded
+        self._accumulation = Accumulation(layout.parameters)
         self._reached = False
         self._passed = 0
         if recorder.scaler is None:
             recorder.scaler = scaler_of(state)
+        if recorder.active:
+            watch.show(layout.parameters, weakref.WeakMethod(self._see))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Copy a bucket, and give it to the hook.
@@ -73,7 +88,8 @@ class BucketTap(Tap):
         Parameters
         ----------
         bucket : GradBucket
-            What DDP gives; the first one of an iteration begins a step.
+            What DDP gives; the first one of an iteration begins a step, unless it adds to gradients that were exchanged
+            before and stand as they were.
 
         Returns
         -------
@@ -81,8 +97,9 @@ class BucketTap(Tap):
             What the hook returned.
         """
         try:
-            if bucket.index() == 0:
+            if self._accumulation.exchange(bucket):
                 self._begin_step()
+            self._check_sync()
             if self._recorder.arrays:
                 self._copy(bucket)
             future = self._hook(self._state, bucket)
@@ -93,8 +110,32 @@ class BucketTap(Tap):
         except BaseException:
             self._recorder.drop()
             self._futures.clear()
+            self._accumulation.exchanged = False
             raise
         return future
+
+    def _see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Look at what a backward pass is about to add to a parameter's ``.grad``.
+
+        Where that holds the result of an exchange, the bucket will hold the sum of both, and this rank's own gradient
+        is seen here alone.
+        """
+        if self._accumulation.enter(self._leave):
+            if self._recorder.phase is Phase.IDLE:  # the user has ended a step in between
+                self._begin_step()
+                for array in self._recorder.arrays.values():
+                    array[...] = 0
+            else:
+                self._recorder.reopen()
+        if self._accumulation.carried:
+            slot = self._layout.slots.get(id(parameter))
+            if slot is not None:
+                self._recorder.add("gradient", slot, gradient)
+
+    def _leave(self) -> None:
+        """End a backward pass that did not fail."""
+        if self._accumulation.leave() and self._recorder.phase is Phase.OPEN:
+            self._recorder.sent()  # DDP may have skipped its last buckets
 
     def end(
         self,
@@ -103,7 +144,8 @@ class BucketTap(Tap):
         learning_rate: float | None,
     ) -> None:
         """Commit the step with its loss and learning rate."""
-        if self._recorder.phase is not Phase.IDLE:
+        goes_on = self._recorder.phase is Phase.OPEN and self._accumulation.ended
+        if self._recorder.phase is not Phase.IDLE and not goes_on:
             self._conclude(loss, learning_rate)
         elif not self._watch.fired:
             self._recorder.misplaced()
@@ -139,7 +181,11 @@ class BucketTap(Tap):
         if self._recorder.phase is not Phase.IDLE:
             self._conclude()
         self._reached = True
+        self._seen.clear()
         self._begin(self._recorder.wanted())
+
+    def _check_sync(self) -> None:
+        """Warn of an exchange that the user thinks not to take place."""
         ddp = None if self._ddp is None else self._ddp()
         if ddp is not None and not ddp.require_backward_grad_sync:
             self._recorder.warn_once(
@@ -160,30 +206,60 @@ class BucketTap(Tap):
         except Exception:  # the training has it already
             return False
 
+    def _mark_absent(self) -> None:
+        """Mark what no bucket has shown; what no backward pass reached is zero."""
+        replaced = {layer.name for layer, _ in self._layout.replaced()}
+        unseen = []
+        for layer, parameter in zip(self._layout.layers, self._layout.parameters, strict=True):
+            if layer.name in replaced:
+                self._recorder.absent(layer.slice)
+            elif id(parameter) in self._seen:
+                continue
+            elif self._watch.reached(parameter):
+                self._recorder.absent(layer.slice)
+                unseen.append(layer.name)
+            else:
+                for array in self._recorder.arrays.values():
+                    array[layer.slice] = 0
+        self._absent(sorted(replaced), _REPLACED)
+        self._absent(unseen, _UNSEEN)
+        for parameter in self._layout.model.parameters():
+            # DDP has no bucket for what was unfrozen, or added, after it was made
+            if parameter.grad is not None and id(parameter) not in self._layout.slots:
+                self._note_absent(parameter)
+
     def _copy(self, bucket: GradBucket) -> None:
         """Copy a bucket of a step that is recorded."""
         observed = observe(self._state, bucket)
-        if self._copy_whole(bucket, observed):
+        self._seen.update(map(id, bucket.parameters()))
+        arrays = self._recorder.arrays
+        if self._accumulation.carried:  # its gradient was added up on the way
+            arrays = {kind: array for kind, array in arrays.items() if kind != "gradient"}
+            if arrays:
+                self._recorder.warn_once("carried", _CARRIED)
+        if self._copy_whole(bucket, observed, arrays):
             return
         # a state that knows the scaler has taken the scale out of what it corrects
         scale = None if scaler_of(self._state) is None else 1.0
-        corrects = "corrected" in self._recorder.arrays
         for parameter, gradient in _gradients(bucket):
             slot = self._layout.slots.get(id(parameter))
             if slot is None:
                 self._note_absent(parameter)
                 continue
-            self._recorder.copy("gradient", slot, gradient)
-            if corrects:
+            if "gradient" in arrays:
+                self._recorder.copy("gradient", slot, gradient)
+            if "corrected" in arrays:
                 corrected = observed.corrected(parameter, gradient)
                 self._recorder.copy("corrected", slot, corrected, scale)
 
-    def _copy_whole(self, bucket: GradBucket, observed: ObservedState) -> bool:
+    def _copy_whole(
+        self, bucket: GradBucket, observed: ObservedState, arrays: Mapping[Kind, Any]
+    ) -> bool:
         """Copy a bucket in one call for each kind, if it can be done; tell whether it was.
 
         Of a network with many small parameters the calls for each take longer than the memory.
         """
-        arrays, buffer = self._recorder.arrays, bucket.buffer()
+        buffer = bucket.buffer()
         in_memory = all(isinstance(array, np.ndarray) for array in arrays.values())
         if not in_memory or self._recorder.scale != 1 or buffer.is_sparse:
             return False

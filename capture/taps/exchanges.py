@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +57,7 @@ class ExchangeTap(Tap):
         self._ddp = ddp
         self._loss: float | torch.Tensor | None = None
         self._learning_rate: float | None = None
+        self._seen: set[int] = set()  # parameters exchanged in the interval
 
     def before(self, pairs: Sequence[Pair]) -> None:
         """Copy the pseudo-gradients of a fragment; the first one of an interval begins a step.
@@ -70,12 +71,14 @@ class ExchangeTap(Tap):
         if not recorder.active:
             return
         if recorder.phase is Phase.IDLE:
+            self._seen.clear()
             self._begin(recorder.wanted())
         if not recorder.arrays:
             return
         corrects = "corrected" in recorder.arrays
-        places = self._layout.slots if self._sharding is None else self._sharding.places
+        places = self._places
         for parameter, pseudogradient in pairs:
+            self._seen.add(id(parameter))
             slot = places.get(id(parameter))
             if slot is None:
                 self._note_absent(parameter)
@@ -108,6 +111,19 @@ class ExchangeTap(Tap):
         check_no_hook(self._ddp)
         if self._sharding is not None:
             self._sharding.check()
+
+    @property
+    def _places(self) -> Mapping[int, slice]:
+        return self._layout.slots if self._sharding is None else self._sharding.places
+
+    def _mark_absent(self) -> None:
+        """Mark what no fragment has: it is not exchanged, and each rank trains it by itself."""
+        names = []
+        for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
+            if id(parameter) not in self._seen:
+                self._recorder.absent(self._places[id(parameter)])
+                names.append(name)
+        self._absent(names, "the local steps do not exchange them")
 
     def contents(self) -> Contents:
         """Return what this rank writes: pseudo-gradients are added to what the local steps' memory suggests."""

@@ -9,6 +9,7 @@ import torch
 
 from gradstats.errors import InputError
 from gradstats.hooks.torch_private import unwrap
+from gradstats.hooks.units import is_sharded, local_part, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace import Layer
 
@@ -37,6 +38,8 @@ class Layout:
         Places by the identity of the parameter.
     parameters : list of torch.Tensor
         The captured parameters.
+    ignored : list of str
+        Names of parameters that match and are left out, because DDP or FSDP2 ignores them: nobody averages them.
 
     Raises
     ------
@@ -48,23 +51,54 @@ class Layout:
         self.model = module_of(model)
         self.layers: list[Layer] = []
         self.slots: dict[int, slice] = {}
+        self.ignored: list[str] = []
+        ignored = _ignored(model, self.model)
         offset = 0
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
             if patterns is not None and not any(fnmatch.fnmatchcase(name, p) for p in patterns):
                 continue
-            shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
-            layer = Layer(name, offset, shape)
+            if id(parameter) in ignored:
+                self.ignored.append(name)
+                continue
+            layer = Layer(name, offset, _shape(parameter))
             self.layers.append(layer)
             self.slots[id(parameter)] = layer.slice
             offset += layer.numel
         if not self.layers:
             names = ", ".join(name for name, _ in list(self.model.named_parameters())[:5])
+            if self.ignored:
+                raise InputError("DDP or FSDP2 ignores all parameters that are to be captured")
             raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
         self.names = [layer.name for layer in self.layers]
-        self.parameters = [p for p in self.model.parameters() if id(p) in self.slots]
+        self.parameters: list[torch.Tensor] = [
+            p for p in self.model.parameters() if id(p) in self.slots
+        ]
         self._trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
+
+    def replaced(self) -> list[tuple[Layer, torch.Tensor | None]]:
+        """Return the layers whose parameter in the model is another than before, with that one, or None without one."""
+        named = dict(self.model.named_parameters())
+        return [
+            (layer, named.get(layer.name))
+            for layer, parameter in zip(self.layers, self.parameters, strict=True)
+            if named.get(layer.name) is not parameter
+        ]
+
+    def adopt(self) -> list[torch.Tensor]:
+        """Put parameters of the same name and shape in the places of those that they replaced; return them."""
+        adopted = []
+        for layer, parameter in self.replaced():
+            if parameter is None or _shape(parameter) != layer.shape:
+                continue
+            i = self.names.index(layer.name)
+            del self.slots[id(self.parameters[i])]
+            self.parameters[i] = parameter
+            self.slots[id(parameter)] = layer.slice
+            self._trainable.add(id(parameter))
+            adopted.append(parameter)
+        return adopted
 
     def slots_of(self, model: torch.nn.Module) -> dict[int, slice]:
         """Return the places of another model's parameters, by name.
@@ -103,7 +137,26 @@ class Layout:
         if id(parameter) in self._trainable:
             return None
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return names.get(id(parameter), "a parameter of another model")
+        name = names.get(id(parameter), "a parameter of another model")
+        return None if name in self.names else name  # of a replaced one, the layer is marked
+
+
+def _ignored(model: object, inner: torch.nn.Module) -> set[int]:
+    """Return the identities of parameters that are trained in parallel, and not exchanged."""
+    ddp = unwrap(model).ddp
+    if ddp is not None:
+        named = module_of(ddp.module).named_parameters()
+        # as DDP has it, a parameter of the model itself is that of a module with an empty name
+        return {id(p) for name, p in named if {name, f".{name}"} & ddp.parameters_to_ignore}
+    trained = [p for p in inner.parameters() if p.requires_grad]
+    if not is_sharded(inner) or all(local_part(p) is p for p in trained):
+        return set()
+    units(inner)  # refuses gathered ones, which look the same
+    return {id(p) for p in trained if local_part(p) is p}
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
 def module_of(model: object) -> torch.nn.Module:

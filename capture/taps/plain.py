@@ -15,9 +15,15 @@ from capture.taps.tap import Tap, check_no_hook
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
 from gradstats.hooks.torch_private import scaler_stages
-from gradstats.trace import Kind
+from gradstats.trace import Kind, Layer
 
-__all__ = ["PlainTap"]
+__all__ = ["TAKEN", "PlainTap"]
+
+TAKEN = (
+    "a backward pass reached them, and capture.step() found no gradient: an optimizer in the backward pass has taken "
+    "it, or it was set to None before"
+)
+_GONE = "the model has no parameter of that name and shape any more; make a Capture of the model as it is now"
 
 
 class PlainTap(Tap):
@@ -66,6 +72,9 @@ class PlainTap(Tap):
         # of a step that a tap of the exchange has begun, the schedule was asked
         begun = recorder.phase is not Phase.IDLE
         wanted = bool(recorder.arrays) if begun else recorder.wanted()
+        if source is self._layout.model and (wanted or not self._watch.fired):
+            self._take_replaced()
+            slots = self._layout.slots
         if self._has_gradient(source, slots, wanted):
             self._check_scaler()
             try:
@@ -92,6 +101,10 @@ class PlainTap(Tap):
         """Return the model whose gradients are copied."""
         return self._layout.model if model is None else module_of(model)
 
+    def _take_replaced(self) -> None:
+        """Go on with the parameters that have taken the place of others: a new head, a layer made anew."""
+        self._watch.add(self._layout.adopt())
+
     def _has_gradient(
         self, source: torch.nn.Module, slots: Mapping[int, slice], wanted: bool
     ) -> bool:
@@ -115,12 +128,27 @@ class PlainTap(Tap):
             )
 
     def _copy(self, source: torch.nn.Module, slots: Mapping[int, slice]) -> None:
-        """Copy the gradients of a step that is recorded."""
-        kinds = list(self._recorder.arrays)
-        for parameter in source.parameters():
+        """Copy the gradients of a step that is recorded, and mark those that are gone."""
+        kinds, own = list(self._recorder.arrays), source is self._layout.model
+        seen, taken = set(), []
+        for name, parameter in source.named_parameters():
             slot = slots.get(id(parameter))
-            if slot is not None:
-                for kind in kinds:
-                    self._recorder.put(kind, slot, parameter)
-            elif source is self._layout.model and parameter.grad is not None:
-                self._note_absent(parameter)
+            if slot is None:
+                if own and parameter.grad is not None:
+                    self._note_absent(parameter)
+                continue
+            seen.add(name)
+            if parameter.grad is None and own and self._watch.reached(parameter):
+                taken.append(name)
+                self._recorder.absent(slot)
+                continue
+            for kind in kinds:
+                self._recorder.put(kind, slot, parameter)
+        self._absent(taken, TAKEN)
+        self._mark_gone([layer for layer in self._layout.layers if layer.name not in seen])
+
+    def _mark_gone(self, layers: Sequence[Layer]) -> None:
+        """Mark layers whose parameters the model has no more."""
+        for layer in layers:
+            self._recorder.absent(layer.slice)
+        self._absent([layer.name for layer in layers], _GONE)

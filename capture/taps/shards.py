@@ -13,7 +13,7 @@ import torch.distributed as dist
 from capture.recorder import Contents, Phase, Recorder
 from capture.states import usual_kinds
 from capture.taps.layout import Layout
-from capture.taps.plain import PlainTap
+from capture.taps.plain import TAKEN, PlainTap
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, ShardHook
@@ -24,6 +24,10 @@ from gradstats.trace import Kind
 from gradstats.trace.format import WHOLE
 
 __all__ = ["ShardTap", "Sharding"]
+
+_REPLACED = (
+    "the model's parameters are others than those that the Capture was made for; make a new one"
+)
 
 
 class Sharding:
@@ -223,9 +227,24 @@ class ShardTap(PlainTap):
                 "nothing was seen of the exchange: fully_shard(), shard_hook() and set_custom_reduce_scatter() come "
                 "before the Capture"
             )
-        for kind in (kind for kind in arrays if hook is None and kind not in WHOLE):
-            for parameter in self._layout.parameters:
-                self._recorder.put(kind, self._sharding.places[id(parameter)], parameter)
+        kept = [kind for kind in arrays if hook is None and kind not in WHOLE]
+        replaced, taken = {layer.name for layer, _ in self._layout.replaced()}, []
+        for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
+            place = self._sharding.places[id(parameter)]
+            if name in replaced:
+                self._recorder.absent(place, [kind for kind in arrays if kind not in WHOLE])
+                self._recorder.absent(self._layout.slots[id(parameter)], WHOLE)
+            elif kept and parameter.grad is None and self._watch.reached(parameter):
+                self._recorder.absent(place, kept)
+                taken.append(name)
+            else:
+                for kind in kept:
+                    self._recorder.put(kind, place, parameter)
+        self._absent(sorted(replaced), _REPLACED)
+        self._absent(taken, TAKEN)
+
+    def _take_replaced(self) -> None:
+        """Leave replaced parameters alone: their shards are not known."""
 
     def _open_step(self) -> None:
         """Begin a step with the first thing that is seen of it."""

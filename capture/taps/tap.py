@@ -17,7 +17,7 @@ from gradstats.errors import InputError
 from gradstats.hooks.torch_private import comm_hooks
 from gradstats.trace import Kind
 
-__all__ = ["Tap", "check_no_hook"]
+__all__ = ["Tap", "check_no_hook", "several"]
 
 
 def check_no_hook(ddp: weakref.ref[DistributedDataParallel] | None) -> None:
@@ -41,6 +41,17 @@ def check_no_hook(ddp: weakref.ref[DistributedDataParallel] | None) -> None:
             "gradient: make the Capture first, and register the hook by "
             f"ddp.register_comm_hook(*capture.wrap(state, {names[0]}))"
         )
+
+
+def several(names: Sequence[str]) -> str:
+    """Return some of many names.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names, one or more.
+    """
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class Tap(ABC):
@@ -142,7 +153,10 @@ class Tap(ABC):
     ) -> None:
         """Commit the step if its gradients were sent, and arrived; else drop it."""
         if self._recorder.phase is Phase.SENT and self._arrived():
-            columns = self._columns() if self._recorder.arrays else {}
+            columns = {}
+            if self._recorder.arrays:
+                columns = self._columns()
+                self._mark_absent()
             self._recorder.commit(loss, learning_rate, columns)
         else:
             self._recorder.drop()
@@ -163,6 +177,17 @@ class Tap(ABC):
                 "give it named_parameters=model.named_parameters()",
             )
         return step_columns(observed, self._layout.names)
+
+    def _mark_absent(self) -> None:  # noqa: B027
+        """Mark what of a recorded step was not seen, if that is known only at its end."""
+
+    def _absent(self, names: Sequence[str], why: str) -> None:
+        """Warn of layers that are marked."""
+        if names:
+            self._recorder.warn_once(
+                f"unseen: {why}",
+                f"{several(names)} {'are' if len(names) > 1 else 'is'} NaN in the trace: {why}",
+            )
 
     def _note_absent(self, parameter: torch.Tensor) -> None:
         """Warn of a parameter that the trace has no place for, unless it was left out on purpose."""

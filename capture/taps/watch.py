@@ -1,12 +1,13 @@
-"""Whether a backward pass has reached a model's parameters: what tells a misplaced ``capture.step()``."""
+"""Backward passes as a model's parameters see them: what tells a misplaced ``capture.step()``, and accumulation."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from gradstats.hooks.torch_private import version
 from gradstats.hooks.units import local_part
@@ -21,6 +22,8 @@ class BackwardWatch:
         self._versions: dict[int, int] = {}
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._handles: list[Any] = []
+        self._shown: list[Any] = []
+        self._nodes: list[Any] = []
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         """Put hooks on parameters.
@@ -31,21 +34,62 @@ class BackwardWatch:
             Parameters that require gradients.
         """
         watched = list(parameters)
+        self.add(watched)
+        self.restart(watched)
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Put hooks on more parameters.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters that require gradients.
+        """
         versions = self._versions  # alone: a parameter must not keep the watch alive
 
         def notice(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             versions[id(parameter)] = -1 if gradient is None else version(gradient)
 
-        for parameter in watched:
+        for parameter in parameters:
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(notice))
-        self.restart(watched)
+
+    def show(
+        self,
+        parameters: Sequence[torch.Tensor],
+        see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
+    ) -> None:
+        """Show a method what a backward pass is about to add to each parameter's ``.grad``; nothing to the one before.
+
+        Parameters
+        ----------
+        parameters : sequence of torch.Tensor
+            Parameters that require gradients.
+        see : weak reference to a method
+            Called with a parameter and a gradient.
+        """
+        self._remove(self._shown)
+        # hooks of tensors are called by autograd.grad() too, which accumulates nothing; of nodes that nobody holds DDP
+        # makes new ones
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        for node, parameter in zip(self._nodes, parameters, strict=True):
+            self._shown.append(node.register_prehook(_Showing(parameter, see)))
 
     @property
     def fired(self) -> bool:
         """Whether a backward pass has reached a parameter since the last :meth:`restart`."""
         return bool(self._versions)
+
+    def reached(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a backward pass has reached a parameter since the last :meth:`restart`.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            A watched parameter.
+        """
+        return id(parameter) in self._versions
 
     def restart(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin a step.
@@ -84,9 +128,15 @@ class BackwardWatch:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        self._remove(self._handles)
+        self._remove(self._shown)
+        self._nodes.clear()
+
+    @staticmethod
+    def _remove(handles: list[Any]) -> None:
+        for handle in handles:
             handle.remove()
-        self._handles.clear()
+        handles.clear()
 
     def _untouched(self, parameter: torch.Tensor) -> bool:
         assert parameter.grad is not None
@@ -100,6 +150,22 @@ class BackwardWatch:
             and reference() is parameter.grad
             and before == version(parameter.grad)
         )
+
+
+class _Showing:
+    """A hook of autograd that keeps neither the parameter nor what it shows it to alive."""
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
+    ) -> None:
+        self._parameter, self._see = weakref.ref(parameter), see
+
+    def __call__(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        parameter, see = self._parameter(), self._see()
+        if parameter is not None and see is not None and gradients[0] is not None:
+            see(parameter, gradients[0])
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

@@ -191,7 +191,7 @@ class RunConfig:
     seed: int = 0
     data_dir: Path | None = None
     out: Path | None = None
-    every: int = 1
+    every: int = 10
     at: tuple[int, ...] = ()
     ranks: tuple[int, ...] | None = None
     store: Literal["gradients", "sketches"] = "gradients"

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from capture.workloads.config import RunConfig, RunResult
 from gradstats.errors import GradstatsError
+from gradstats.registry import load_file, loaded_files
 
 __all__ = ["SIGNALS", "RunFailedError", "launch", "signals_raise", "start"]
 
@@ -116,7 +117,8 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
         )
         try:
             with signals_raise(), _ctrl_c_spares_children():
-                results: dict[int, T] = launcher(os.getpid() if forked else None, function, args)
+                parent = os.getpid() if forked else None
+                results: dict[int, T] = launcher(parent, loaded_files(), function, args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             why = _last_line(failure.message)
@@ -128,12 +130,16 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
     return [results[rank] for rank in range(nproc)]
 
 
-def _rank(parent: int | None, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+def _rank(
+    parent: int | None, files: list[str], function: Callable[..., T], args: tuple[Any, ...]
+) -> T:
     if parent is not None:
         threading.Thread(target=_end_with, args=[os.pidfd_open(parent)], daemon=True).start()
     # Ctrl-C reaches every process of the terminal: the agent reports it once, this process just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    for file in files:
+        load_file(file)
     return function(*args)
 
 

@@ -17,6 +17,7 @@ from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy, as_positions
 from gradstats.primitives.sketch import BITS, Sketch, merge, sketch
+from gradstats.registry import loaded_files
 from gradstats.statistics.compressibility import in_order
 from gradstats.tables import Records
 from gradstats.trace import Kind
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 def connect(address: str) -> Any:
-    """Return a client of a dask cluster.
+    """Return a client of a dask cluster, whose workers know what `gradstats --load` has loaded here.
 
     Parameters
     ----------
@@ -73,9 +74,12 @@ def connect(address: str) -> Any:
             "a dask cluster needs dask.distributed: pip install 'gradstats[cluster]'"
         ) from None
     try:
-        return Client(address, timeout="5s")  # type: ignore[no-untyped-call]
+        client = Client(address, timeout="5s")  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
+    for file in loaded_files():
+        client.upload_file(file)  # and every worker imports it
+    return client
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:

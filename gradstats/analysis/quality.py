@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 from gradstats.console import followed
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
-from gradstats.primitives.arrays import as_numpy
+from gradstats.primitives.arrays import as_numpy, as_positions
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
 from gradstats.tables import Quality, Records
-from gradstats.thresholds import Estimate, Estimator, make_estimator
+from gradstats.thresholds import ESTIMATORS, Estimate, Estimator, make_estimator
+from gradstats.thresholds.base import RandomEstimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
@@ -37,8 +39,6 @@ __all__ = [
 ]
 
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
-_ESTIMATORS = ("exact", "dgc", "sidco-e")
-_STAGED = ("sidco-e", "sidco-gp", "sidco-p")
 _FEWEST_FOR_QUANTILES = 20
 """Values below which the 5 % and 95 % quantiles lie between the two outermost ones."""
 
@@ -124,7 +124,7 @@ def spread_of(count: int) -> str:
 def quality_series(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _ESTIMATORS,
+    estimators: Iterable[str] | None = None,
     *,
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -145,7 +145,7 @@ def quality_series(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     steps, ranks : sequence of int, optional
         Steps and ranks to look at; all by default.
     kinds : sequence of Kind, optional
@@ -163,7 +163,10 @@ def quality_series(
     -------
     Records
         trace, step, rank, kind, layer, estimator, ratio, numel, k, selected (k̂), quality (k̂/k), energy_error
-        (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold.
+        (‖g − C(g)‖/σ_k − 1, what convergence feels: negative where more than k were kept), threshold, seen (gradients
+        that the instance had seen before), fresh (k̂/k of an instance that has seen none), design (how many times the
+        variance of the k largest elements' numbers in runs of 512 neighbours is that of independent elements: what
+        is said of k elements holds of k/design; NaN of fewer than 20 runs), status.
 
     Raises
     ------
@@ -180,7 +183,7 @@ def series_of(
     source: Source,
     subset: Subset,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _ESTIMATORS,
+    estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
     on_progress: Callable[[], None] = lambda: None,
@@ -196,7 +199,7 @@ def series_of(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     options : dict of dict, optional
         Options by estimator's name.
     on_progress : callable, optional
@@ -209,7 +212,7 @@ def series_of(
     """
     records = Records()
     best: _BestK | None = None
-    for played in _replay(source, subset, ratios, estimators, options, on_progress):
+    for played in _replay(source, subset, ratios, estimators, options, on_progress, fresh=True):
         if best is None or best.values is not played.values:
             best = _BestK(played.values)
         kept, k = len(played.selection), played.estimate.k
@@ -222,6 +225,10 @@ def series_of(
                 "quality": kept / k if k else float("nan"),
                 "energy_error": best.energy_error(played.selection, k),
                 "threshold": played.estimate.threshold,
+                "seen": played.seen,
+                "fresh": played.fresh / k if k else float("nan"),
+                "design": best.design(k),
+                "status": _status(played, kept),
             }
         )
     return records
@@ -235,58 +242,108 @@ class _Played:
     values: Array
     estimate: Estimate
     selection: Selection
+    seen: int
+    """Gradients that it has seen before."""
+    fresh: int
+    """Elements that one keeps that has seen none."""
 
 
 def _replay(
     source: Source,
     subset: Subset,
     ratios: Sequence[float],
-    estimators: Iterable[str],
+    estimators: Iterable[str] | None,
     options: Options | None,
     on_progress: Callable[[], None],
+    *,
+    fresh: bool = False,
 ) -> Iterator[_Played]:
-    """Run estimators over the gradients of a source, steps in order, each with one instance per series."""
-    names, ratios = check_several(estimators, "estimators"), check_ratios(ratios)
+    """Run estimators over the gradients of a source, steps in order, each with one instance per series.
+
+    With `fresh`, a rule that remembers runs once more on each gradient without its past.
+    """
+    names = list(ESTIMATORS) if estimators is None else check_several(estimators, "estimators")
+    ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
+    seen: Counter[tuple[str, float, int, str, str]] = Counter()
     for rank, kind, step in followed(subset.keys(source), "gradients"):
         captured, where = source.read(rank, kind, step), source.labels(rank, kind, step)
         for layer, values in layer_parts(source, captured, parameters):
             for name in names:
                 for ratio in ratios:
-                    key = (name, ratio, rank, kind, layer)
+                    key, given = (name, ratio, rank, kind, layer), (options or {}).get(name, {})
                     if key not in live:
-                        live[key] = make_estimator(name, **(options or {}).get(name, {}))
+                        live[key] = make_estimator(name, **given)
                     labels = where | {"layer": layer, "estimator": name, "ratio": ratio}
-                    yield _Played(labels, values, *live[key].select(values, ratio))
+                    estimate, selection = live[key].select(values, ratio)
+                    anew = len(selection)
+                    if fresh and seen[key] and _remembers(live[key]):
+                        anew = len(make_estimator(name, **given).select(values, ratio)[1])
+                    yield _Played(labels, values, estimate, selection, seen[key], anew)
+                    seen[key] += 1
         on_progress()
 
 
+def _remembers(rule: Estimator) -> bool:
+    """Tell whether what a rule does depends on the gradients that it has seen."""
+    return bool(rule.state_dict()) and not isinstance(rule, RandomEstimator)
+
+
+_RUN, _FEWEST_RUNS = 512, 20
+"""Neighbours whose number among the k largest is counted together, and runs from which their variance is known."""
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
 
 
+def _status(played: _Played, kept: int) -> str:
+    """Return what there is to say of a count beside its number, or ``ok``."""
+    if kept < played.estimate.k and played.estimate.threshold == 0:
+        return "all non-zero elements were kept: there are fewer than asked for"
+    if "beyond" in played.estimate.details:
+        largest = "the largest replaces it" if kept else "nothing is kept"
+        return f"no element reaches the rule's threshold: {largest}"
+    return "ok"
+
+
 class _BestK:
-    """The energy that the k largest elements of one gradient hold, remembered by k."""
+    """What the k largest elements of one gradient hold, and how they lie together; remembered by k."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
         self._total = moments(values, log=False).sum_squares
         self._kept: dict[int, float] = {}
+        self._design: dict[int, float] = {}
 
     def energy_error(self, selection: Selection, k: int) -> float:
         """Return ‖g − C(g)‖/σ_k − 1; NaN where best-k leaves nothing."""
-        if k not in self._kept:
-            magnitudes = np.abs(as_numpy(top_candidates(self.values, k)[1].values)) if k else []
-            # top_candidates keeps all ties at the threshold; only k elements count
-            largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
-            self._kept[k] = _energy(largest)
+        self._look(k)
         kept = _energy(as_numpy(selection.values).astype(np.float64))
         best = self._total - self._kept[k]
         if not best > 1e-12 * self._total:
             return float("nan")
         error = math.sqrt(max(self._total - kept, 0.0) / best) - 1
         return 0.0 if abs(error) < _ROUNDING else error
+
+    def design(self, k: int) -> float:
+        """Return the variance of the counts in runs of neighbours, over that of independent elements."""
+        self._look(k)
+        return self._design[k]
+
+    def _look(self, k: int) -> None:
+        if k in self._kept:
+            return
+        chosen = top_candidates(self.values, k)[1] if k else None
+        magnitudes = [] if chosen is None else np.abs(as_numpy(chosen.values))
+        # top_candidates keeps all ties at the threshold; only k elements count
+        largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
+        self._kept[k], self._design[k] = _energy(largest), math.nan
+        runs = numel_of(self.values) // _RUN
+        if chosen is not None and runs >= _FEWEST_RUNS:
+            counts = np.bincount(as_positions(chosen.indices) // _RUN, minlength=runs)[:runs]
+            mean = float(counts.mean())
+            if 0 < mean < _RUN:
+                self._design[k] = float(counts.var(ddof=1)) / (mean * (1 - mean / _RUN))
 
 
 def _energy(values: NDArray[np.float64]) -> float:
@@ -298,7 +355,7 @@ def _energy(values: NDArray[np.float64]) -> float:
 def quality(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _ESTIMATORS,
+    estimators: Iterable[str] | None = None,
     *,
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -317,7 +374,7 @@ def quality(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     steps, ranks : sequence of int, optional
         Steps and ranks to look at; all by default.
     kinds : sequence of Kind, optional
@@ -338,10 +395,13 @@ def quality(
         and ranks; mean_low and mean_high, the 95 % interval of the mean by blocks of neighbouring steps
         (:func:`gradstats.statistics.resampling.mean_interval`; block is their length, and mean_status says why there is
         no interval, as of fewer than 20 steps); low and high, the interval that holds 90 % of the gradients looked at
-        (of fewer than 20 gradients, all of them: ``spread`` says which); min, max, n (gradients); k; energy_error, the
-        mean of ‖g − C(g)‖/σ_k − 1; floor, the noise floor 1.96/√k of a known law and independent elements, and
+        (of fewer than 20 gradients, all of them: ``spread`` says which); min, max, n (gradients; without the first one
+        of a rule that takes its threshold from it); k; fresh, the mean of k̂/k of instances without a past;
+        energy_error, the mean of ‖g − C(g)‖/σ_k − 1; design, the median design effect: the floors widen by its root;
+        floor, the noise floor 1.96/√k of a known law and independent elements, and
         floor_low and floor_high, 1 ∓ floor; floor_fitted, that of a Laplace fitted to the same sample. With elements in
-        clusters of ten both are √10 times as wide.
+        clusters of ten both are √10 times as wide. status is ``ok``, or says of the first gradient where it is so that
+        all non-zero elements were kept, or that none reaches the rule's threshold.
 
     Raises
     ------
@@ -387,8 +447,22 @@ def summarise(series: Iterable[dict[str, Any]]) -> Records:
     return Quality(_summary(records) for records in groups.values())
 
 
-def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+def judged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of one rule on gradients that it did not take its threshold from; all if there is no other.
+
+    Parameters
+    ----------
+    records : sequence of dict
+        Records of :func:`quality_series` of one rule.
+    """
+    learns = getattr(ESTIMATORS.get(records[0]["estimator"]), "learns_first", False)
+    return [r for r in records if r["seen"] or not learns] or list(records)
+
+
+def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
+    records = judged(series)
     values = np.array([r["quality"] for r in records])
+    designs = [r["design"] for r in records if math.isfinite(r["design"])]
     k = records[0]["k"]
     low, high = inner_90(values)
     floor = noise_floor(k)
@@ -411,11 +485,14 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "max": float(values.max()),
         "n": len(records),
         "k": k,
+        "fresh": float(np.mean([r["fresh"] for r in records])),
         "energy_error": float(np.mean([r["energy_error"] for r in records])),
+        "design": float(np.median(designs)) if designs else math.nan,
         "floor": floor,
         "floor_low": 1 - floor,
         "floor_high": 1 + floor,
         "floor_fitted": fitted_floor(k, records[0]["ratio"]),
+        "status": next((r["status"] for r in records if r.get("status", "ok") != "ok"), "ok"),
     }
 
 
@@ -445,8 +522,8 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     Records
         One record per trace, estimator, ratio, kind and layer: versus; n (steps); difference, the mean over steps of
         k̂/k of the estimator minus that of `versus`, with its 95 % interval difference_low and difference_high; error,
-        the same of |k̂/k − 1|, below 0 where the estimator is closer to k, with error_low and error_high; p_value of no
-        difference in |k̂/k − 1|, and p_holm, corrected for the number of rules, ratios and layers of a trace and kind;
+        the same of |ln k̂/k|, below 0 where the estimator is closer to k, with error_low and error_high; p_value of no
+        difference in |ln k̂/k|, and p_holm, corrected for the number of rules, ratios and layers of a trace and kind;
         status, why there is no interval.
 
     Raises
@@ -457,7 +534,8 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for record in series:
         key = tuple(record[label] for label in ("trace", "ratio", "kind", "layer"))
-        far = record | {"error": abs(record["quality"] - 1)}
+        # half an element where none was kept: sending nothing is no better than sending twice as much
+        far = record | {"error": abs(math.log(max(record["selected"], 0.5) / max(record["k"], 1)))}
         groups.setdefault(key, {}).setdefault(record["estimator"], []).append(far)
     if any(versus not in rules or len(rules) < 2 for rules in groups.values()):
         raise InputError(f"a comparison takes {versus!r} and another estimator: ask for both")
@@ -491,7 +569,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
 def stage_budget(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] = _STAGED,
+    estimators: Iterable[str] | None = None,
     *,
     steps: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
@@ -513,7 +591,7 @@ def stage_budget(
     ratios : sequence of float, optional
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
-        Names of :data:`gradstats.thresholds.ESTIMATORS`. Those without stages have no records.
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default. Those without stages have no records.
     steps, ranks : sequence of int, optional
         Steps and ranks to look at; all by default.
     kinds : sequence of Kind, optional

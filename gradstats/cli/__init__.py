@@ -5,24 +5,27 @@ Commands import what they need when they run, so that ``--help`` and completion 
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gradstats.cli.compare import agreement, compare
-from gradstats.cli.data import info, report
+from gradstats.cli.data import import_, info, report
 from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
-from gradstats.errors import GradstatsError
-from gradstats.registry import entries, load
+from gradstats.errors import GradstatsError, InputError
+from gradstats.registry import entries, load, load_file
 
 __all__ = ["app", "main"]
 
@@ -34,14 +37,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Data": (info, report),
+    "Data": (info, import_, report),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 
@@ -76,6 +79,14 @@ def _root(
             callback=_drop_color,
         ),
     ] = False,
+    load: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--load",
+            help="Import this Python file first: laws, threshold rules and compressors of your own (repeatable).",
+            metavar="FILE.py",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -109,14 +120,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         terminated.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    # typer accepts a global option before the command only; people write it anywhere
-    anywhere = [a for a in given if a in ("--quiet", "-q", "--no-color")]
-    given = [*anywhere, *(a for a in given if a not in anywhere)]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="replace")  # of a terminal without Greek letters
     try:
         _load_plugins()
+        given, files = _global_first(given)
+        for file in files:  # now: what they bring may be a command
+            load_file(file)
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
         if code > 128 and arguments is None:
             _ignore_signals()
+        sys.stdout.flush()
+    except OSError as error:  # a full disk; a pipe that was closed ends the program before
+        _fail(
+            f"gradstats: {error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        )
+        code = 2
+        if error.errno == errno.ENOSPC and error.filename is None:
+            with suppress(OSError, ValueError):  # what is left would be tried again at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except GradstatsError as error:
         _fail(f"gradstats: {error}")
         code = 2
@@ -133,6 +156,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code > 128:
         _fail("gradstats: interrupted" if code == 130 else "gradstats: terminated")
     sys.exit(code)
+
+
+def _global_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments with global options first, and the files to load.
+
+    typer accepts a global option before the command only; people write it anywhere.
+    """
+    first, others, files = [], [], []
+    each = iter(arguments)
+    for argument in each:
+        name, _, file = argument.partition("=")
+        if argument in ("--quiet", "-q", "--no-color"):
+            first.append(argument)
+        elif name == "--load":
+            files.append(file or next(each, ""))
+            if not files[-1]:
+                raise InputError("--load takes a file: --load FILE.py")
+            first += ["--load", files[-1]]
+        else:
+            others.append(argument)
+    return [*first, *others], files
 
 
 def _ignore_signals() -> None:

@@ -9,17 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradstats.cli.options import FormatOption, OutputOption, RatioOption, SourceArgument
-from gradstats.cli.output import Table, note
+from gradstats.cli.options import FormatOption, OutputOption, RatioOption, SourceArgument, one_of
+from gradstats.cli.output import Table, given, note
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     from gradstats.trace.sources import TraceSource
 
-__all__ = ["INFO", "info", "report"]
+__all__ = ["INFO", "import_", "info", "report"]
 
 INFO = Table("Captured gradients", ("trace", "step", "rank", "kind", "numel"))
 _RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
+
+
+def _kinds() -> tuple[str, ...]:
+    from gradstats.trace import KINDS
+
+    return KINDS
 
 
 def info(  # numpydoc ignore=PR01
@@ -62,6 +68,58 @@ def _describe(source: TraceSource) -> str:
     return "\n".join(lines)
 
 
+def import_(  # numpydoc ignore=PR01
+    source: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE…",
+            help="Folders of gradient files or checkpoints, and gradient files.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Trace to make or to continue.", show_default=False)],
+    step_from_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the numbers are in a name, if it has several: grad_{step}_rank{rank}.pt.",
+            metavar="PATTERN",
+        ),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option(help="What the dumps are.", **one_of("kind", _kinds))
+    ] = "gradient",
+    lists: Annotated[
+        str | None,
+        typer.Option(
+            "--list",
+            help="What the tensors of a list in a file are.",
+            **one_of("list", lambda: ("steps", "layers")),
+        ),
+    ] = None,
+) -> None:
+    """Make a trace of dumps: files or checkpoints of a step each, lists in a file.
+
+    An import that was interrupted is continued by the same command; so is one whose folder has got further steps.
+    """
+    from typing import Any, cast
+
+    from gradstats.console import progress_bar
+    from gradstats.trace.dumps import Dumps, dumps_of
+    from gradstats.trace.imports import import_dumps
+    from gradstats.trace.remote import local
+
+    paths = [local(path) for path in source]
+    dumps = dumps_of(paths, step_from_name, cast("Any", lists))
+    found = Dumps(dumps, paths[0].name, cast("Any", kind))
+    if found.remark:
+        note(f"{found.remark[0].upper()}{found.remark[1:]}.")
+    with progress_bar() as bar:
+        task = bar.add_task("import", total=len(dumps))
+        written = import_dumps(found, out, lambda: bar.advance(task))
+    there = f"; {len(dumps) - written} were there" if written < len(dumps) else ""
+    note(f"{written} of {len(dumps)} gradients imported into {out}{there}")
+
+
 def report(  # numpydoc ignore=PR01
     source: SourceArgument,
     output: Annotated[
@@ -98,7 +156,7 @@ def report(  # numpydoc ignore=PR01
         if not workers or not compute:
             raise InputError("--network takes --workers and --compute, too")
         for each in sources:
-            plans = cluster.plan(each, network, compute, workers, ratio or (0.01, 0.001))
+            plans = cluster.plan(each, network, compute, workers, **given(ratios=ratio))
             for n in dict.fromkeys(workers):
                 advice.append(
                     f"{each.name}: {cluster.advice([r for r in plans if r['workers'] == n])}"

@@ -197,7 +197,9 @@ RatioOption = Annotated[
 EstimatorOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--estimator", help="Threshold rule (repeatable).", **one_of("estimator", _estimators)
+        "--estimator",
+        help="Threshold rule (repeatable); all by default.",
+        **one_of("estimator", _estimators),
     ),
 ]
 ModelOption = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from gradstats.trace import Kind
 
 __all__ = [
-    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "note", "note_statuses", "one_by_one"),
-    "worst_first",
+    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "given", "note", "note_statuses"),
+    *("one_by_one", "worst_first"),
 ]
 
 Records: TypeAlias = list[dict[str, Any]]
@@ -65,7 +66,13 @@ class Table:
         """
         return replace(self, title=self.title + title, columns=(*self.columns, *columns))
 
-    def emit(self, records: Sequence[dict[str, Any]], format: str, output: Path | None) -> None:
+    def emit(
+        self,
+        records: Sequence[dict[str, Any]],
+        format: str,
+        output: Path | None,
+        answers: Sequence[str] = (),
+    ) -> None:
         """Print records, or write them to a file.
 
         Parameters
@@ -76,9 +83,18 @@ class Table:
             Format of :data:`gradstats.tables.FORMATS`.
         output : Path or None
             File to write; stdout if None.
+        answers : sequence of str, optional
+            What follows from the records, in sentences: above a terminal table, and nowhere else.
         """
-        columns, title, group_by = self.columns, self.title, self.group_by
-        emit(records, format, output, columns=columns, title=title, group_by=group_by)
+        emit(
+            records,
+            format,
+            output,
+            columns=self.columns,
+            title=self.title,
+            group_by=self.group_by,
+            answers=answers,
+        )
 
 
 def emit(
@@ -89,6 +105,7 @@ def emit(
     columns: Sequence[str],
     title: str,
     group_by: Sequence[str] = ("trace",),
+    answers: Sequence[str] = (),
 ) -> None:
     """Print records, or write them to a file, in a format of the user's choice.
 
@@ -106,6 +123,8 @@ def emit(
         Heading of a terminal table.
     group_by : sequence of str, optional
         Fields whose values have a table each on a terminal.
+    answers : sequence of str, optional
+        Sentences above a terminal table.
 
     Raises
     ------
@@ -122,18 +141,21 @@ def emit(
         groups.setdefault(key, []).append(record)
     terminal = Console()
     color = output is None and terminal.is_terminal and not terminal.no_color
-    text = "\n\n".join(
+    width = shutil.get_terminal_size().columns
+    above = [textwrap.fill(answer, width) for answer in answers if format == "table"]
+    tables = (
         render(
             group,
             cast("Format", format),
             columns=columns,
             title=None if i else title,
-            width=shutil.get_terminal_size().columns,
+            width=width,
             color=color,
             caption=(*group_by, "step", "rank", "kind"),
         )
         for i, group in enumerate(groups.values())
     )
+    text = "\n\n".join([*above, *tables])
     if output is None:
         typer.echo(text, color=color)
         return
@@ -217,6 +239,22 @@ def worst_first(records: Records, name: str, first: Sequence[str] = ("all",)) ->
         layers.sort(key=lambda r: -r[name] if r[name] == r[name] else math.inf)
         shown += layers[:MOST_ROWS]
     return shown
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given, so that the function that takes them has the say about the others.
+
+    Parameters
+    ----------
+    **options : Any
+        Options; None, or an empty list, for what was not given.
+
+    Returns
+    -------
+    dict
+        Those that were.
+    """
+    return {name: value for name, value in options.items() if value not in (None, [])}
 
 
 def one_by_one(

@@ -22,7 +22,7 @@ from gradstats.cli.options import (
     compressors,
     one_of,
 )
-from gradstats.cli.output import Records, emit, note
+from gradstats.cli.output import Records, emit, given, note
 from gradstats.errors import InputError
 
 __all__ = ["plan"]
@@ -144,10 +144,7 @@ def plan(  # numpydoc ignore=PR01
             network.Network.load(measured_network),
             compute,
             workers,
-            ratio or (0.001,),
-            compressor or (),
-            rates=rates,
-            local_steps=local_steps or (0,),
+            **given(ratios=ratio, compressors=compressor, rates=rates, local_steps=local_steps),
             fragments=fragments,
             delay=delay,
             codec=Codec(indices, values),

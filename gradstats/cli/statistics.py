@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isnan
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -28,6 +29,7 @@ from gradstats.cli.output import (
     Records,
     Table,
     analyse,
+    given,
     note,
     note_statuses,
     one_by_one,
@@ -97,6 +99,10 @@ DRIFT = Table(
 )
 
 
+_MOST_STEPS = 6
+"""Steps by which the closest law is judged, evenly spread."""
+
+
 def fit(  # numpydoc ignore=PR01
     source: SourceArgument,
     model: ModelOption = None,
@@ -153,7 +159,8 @@ def fit(  # numpydoc ignore=PR01
         several = len(shown) > len({(r["trace"], r["step"], r["rank"], r["kind"]) for r in shown})
         by_layer = replace(CLOSEST, columns=CLOSEST.columns[:-1], group_by=("trace", "kind"))
         table = by_layer if several else CLOSEST
-        table.emit(shown, format, output)
+        answers = _closest_laws(source, _models(model), method, step, rank, kind)
+        table.emit(shown, format, output, answers)
         _note_rest(records, shown)
         note_statuses(records, format, "model")
         return
@@ -162,6 +169,32 @@ def fit(  # numpydoc ignore=PR01
         table = FITS.extended(test, "p_value", "p_naive")
     table.emit(records, format, output)
     note_statuses(records, format, "model")
+
+
+def _closest_laws(
+    source: Path,
+    models: list[str] | Literal["all"] | None,
+    method: str | None,
+    steps: list[int] | None,
+    ranks: list[int] | None,
+    kinds: list[str] | None,
+) -> list[str]:
+    """Return which law is closest to each trace and kind, in sentences."""
+    from gradstats.analysis.closest import closest_laws, law_pairs
+    from gradstats.analysis.verdicts import closest_law
+    from gradstats.trace.sources import matching, open_sources
+
+    answers: list[str] = []
+    chosen: dict[str, Any] = {"steps": steps, "kinds": kinds}  # the options have checked them
+    for each in matching(open_sources(source), ranks=ranks, **chosen):
+        one = ranks or [min(rank for rank, _, _ in each.select())]
+        way: Any = method
+        pairs = law_pairs(each, models, method=way, ranks=one, most=_MOST_STEPS, **chosen)
+        laws = closest_laws(pairs)
+        for kind in dict.fromkeys(r["kind"] for r in laws):
+            verdict = closest_law([r for r in laws if r["kind"] == kind])
+            answers.append(f"{each.name}, {kind}: {verdict}")
+    return answers
 
 
 def closest(records: Records) -> Records:
@@ -352,15 +385,9 @@ def drift(  # numpydoc ignore=PR01
     --store sketches --every 1).
     """
     from gradstats.analysis import drift
-    from gradstats.primitives.ratio import RATIOS
 
-    work = one_by_one(
-        drift.drift,
-        quantity or (),
-        models=_models(model),
-        ratios=ratio or RATIOS,
-        per_layer=per_layer,
-    )
+    asked = given(quantities=quantity, models=_models(model), ratios=ratio)
+    work = one_by_one(drift.drift, **asked, per_layer=per_layer)
     records = analyse(
         "measuring",
         source,

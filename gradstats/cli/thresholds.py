@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from gradstats.cli.options import (
     EstimatorOption,
+    EverythingOption,
     FormatOption,
     KindOption,
     LayerOption,
@@ -20,7 +21,7 @@ from gradstats.cli.options import (
     StepOption,
     one_of,
 )
-from gradstats.cli.output import Table, analyse, note, one_by_one
+from gradstats.cli.output import Table, analyse, given, note, one_by_one
 from gradstats.errors import InputError
 from gradstats.tables import Records
 
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["BENCH", "BY_STAGE", "CHANGES", "DIFFERENCES", "QUALITY", "bench", "quality"]
 
 QUALITY = Table(
-    "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; "
-    "floor: 1.96/√k, for independent elements of a known law; floor fitted: of a Laplace fitted to the same elements; "
-    "in clusters of ten both are 3.2 times as wide",
+    "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; fresh: of rules without a past; "
+    "floor: 1.96/√k, what chance does to a known law of independent elements; design: how many times as much the "
+    "counts of runs of neighbours vary, by whose root the floor widens",
     (
-        *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "min", "max"),
-        *("energy_error", "n", "floor", "floor_fitted"),
+        *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "fresh"),
+        *("energy_error", "n", "floor", "design"),
     ),
     ("trace", "kind"),
 )
@@ -49,7 +50,7 @@ BY_STAGE = Table(
     ("trace", "kind"),
 )
 DIFFERENCES = Table(
-    "k̂/k minus that of another rule, step by step, 95 % intervals; error: of |k̂/k − 1|, below 0 is closer to k",
+    "k̂/k minus that of another rule, step by step, 95 % intervals; error: of |ln k̂/k|, below 0 is closer to k",
     (
         *("trace", "estimator", "versus", "ratio", "kind", "layer", "n"),
         *("difference", "difference_low", "difference_high"),
@@ -57,6 +58,8 @@ DIFFERENCES = Table(
     ),
     ("trace", "kind"),
 )
+_RULE = ("trace", "kind", "layer", "estimator")
+"""Fields that tell the rules of a table apart."""
 BENCH = Table(
     "Estimation + selection; streams: times torch.sum of the same data, low–high: quartiles of the rounds",
     (
@@ -73,7 +76,6 @@ CHANGES = Table(
     ),
     ("threads", "cache", "gradient", "layers", "numel"),
 )
-_NUMELS = (260_000, 2_600_000, 26_000_000)
 
 
 def _tails() -> tuple[str, ...]:
@@ -103,40 +105,79 @@ def quality(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    everything: EverythingOption = False,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Compare how many elements thresholds keep with how many they should: k̂/k.
 
-    Rules with a state (reuse, feedback, warm start, adaptive stages) see the captured steps in order, as if they were
-    adjacent. From twenty steps on the mean has a 95 % interval, by blocks of neighbouring steps.
+    The table has the rules nearest to k first; --all and the other formats have those that count elements, and those
+    that are more than twofold off, too. Rules with a state (reuse, feedback, warm start, adaptive stages) see the
+    captured steps in order, as if they were adjacent: fresh is what they do without a past. From twenty steps on the
+    mean has a 95 % interval, by blocks of neighbouring steps.
     """
     from math import isfinite
 
     from gradstats.analysis import quality
-    from gradstats.primitives.ratio import RATIOS
     from gradstats.thresholds import ESTIMATORS
 
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
     if by_stage and versus:
         raise InputError("--by-stage and --versus are two tables: ask for one of them")
-    table, records_of = QUALITY, quality.quality
+    table, records_of = QUALITY, quality.quality_series
     if by_stage:
         table, records_of = BY_STAGE, quality.stage_budget
     elif versus:
-        table, records_of = DIFFERENCES, quality.quality_series
-    names = list(dict.fromkeys([*(estimator or ESTIMATORS), *([versus] if versus else [])]))
-    work = one_by_one(records_of, ratio or RATIOS, names, options=options, per_layer=per_layer)
+        table = DIFFERENCES
+    if estimator and versus and versus not in estimator:
+        estimator = [*estimator, versus]
+    asked = given(ratios=ratio, estimators=estimator)
+    work = one_by_one(records_of, **asked, options=options, per_layer=per_layer)
     records = analyse("quality", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
+    answers: list[str] = []
     if versus:
         records = quality.differences(records, versus)
-    elif not by_stage and any(isfinite(r["mean_low"]) for r in records):
-        intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
-        table = QUALITY.extended(intervals, "mean_low", "mean_high")
-    table.emit(records, format, output)
+    elif not by_stage:
+        answers, records = _answered(records, table=format == "table", brief=not everything)
+        if any(isfinite(r["mean_low"]) for r in records):
+            intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
+            table = QUALITY.extended(intervals, "mean_low", "mean_high")
+    table.emit(records, format, output, answers)
     if versus and format == "table":
         for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):
             note(f"no interval: {status}")
+    elif not by_stage and format == "table":
+        for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):
+            rules = dict.fromkeys(r["estimator"] for r in records if r["status"] == status)
+            note(f"{', '.join(rules)}: {status}")
+
+
+def _answered(
+    series: list[dict[str, Any]], *, table: bool, brief: bool
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return which rule hits k, in sentences, and the summary of the series; of a table the nearest rules first."""
+    from gradstats.analysis.quality import summarise
+    from gradstats.analysis.rules import judged_rules
+    from gradstats.analysis.verdicts import left_out, which_rule
+
+    summary = summarise(series)
+    if not table:
+        return [], summary
+    rules = judged_rules(series)
+    place = {tuple(r[n] for n in _RULE): i for i, r in enumerate(rules)}
+    gradients: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for rule in rules:
+        if rule["layer"] == "all":
+            gradients.setdefault((rule["trace"], rule["kind"]), []).append(rule)
+    answers, hidden = [], set()
+    for (trace, kind), each in gradients.items():
+        answers.append(f"{trace}, {kind}: {which_rule(each)}")
+        names, said = left_out(each) if brief else ((), "")
+        hidden |= {(trace, kind, name) for name in names}
+        answers[-1] += f" {said}" if said else ""
+    shown = [r for r in summary if (r["trace"], r["kind"], r["estimator"]) not in hidden]
+    shown.sort(key=lambda r: place[tuple(r[n] for n in _RULE)])
+    return answers, shown
 
 
 def bench(  # numpydoc ignore=PR01
@@ -196,11 +237,9 @@ def bench(  # numpydoc ignore=PR01
     output: OutputOption = None,
 ) -> None:
     """Time estimation and selection, and compare with top-k and with one read of the data."""
-    import os
-
     from gradstats.console import progress_bar
     from gradstats.primitives.ratio import RATIOS, check_ratio
-    from gradstats.thresholds import ESTIMATORS, bench
+    from gradstats.thresholds import bench
 
     if repeats < 1 or any(n < 1 for n in numel or ()):
         raise InputError("numel and repeats must be at least 1")
@@ -211,9 +250,9 @@ def bench(  # numpydoc ignore=PR01
     if source is not None:
         gradients = _gradients(source, step, rank, kind, per_layer, repeats + 1)
     layouts = {name: _sizes(name) for name in layout or ()}
-    numels = numel or (() if gradients or layouts else _NUMELS)
-    ratios, tails = [check_ratio(r) for r in ratio or RATIOS], tail or ["layered"]
-    counts = threads or sorted({1, os.cpu_count() or 1})
+    numels = numel or (() if gradients or layouts else bench.NUMELS)
+    ratios, tails = [check_ratio(r) for r in ratio or RATIOS], tail or bench.USUAL
+    counts = threads or bench.numbers_of_threads()
     with progress_bar() as bar:
         cases = len(tails) * (len(numels) + len(layouts)) + len(gradients or ())
         total = cases * len(ratios) * len(counts) * (repeats + 1)
@@ -221,8 +260,8 @@ def bench(  # numpydoc ignore=PR01
         records = bench.bench(
             numels,
             ratios,
-            estimators=estimator or tuple(ESTIMATORS),
-            threads=counts,
+            estimators=estimator or None,
+            threads=threads or None,
             repeats=repeats,
             references=references,
             published=published,

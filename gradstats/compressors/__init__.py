@@ -5,11 +5,14 @@ The classes, and torch with them, are loaded when first used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from inspect import isabstract
 from typing import TYPE_CHECKING, Any
 
-from gradstats.errors import options_of, unknown
+from gradstats.errors import InputError, options_of, unknown
+from gradstats.primitives.ratio import shown
+from gradstats.registry import Registry
 from gradstats.thresholds import ESTIMATORS, make_estimator
 
 if TYPE_CHECKING:
@@ -96,34 +99,90 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-SELECTORS = ("topk", *ESTIMATORS)
+class _Selectors(Sequence[str]):
+    """Names of the rules that pick elements, those that come later included."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return ("topk", *ESTIMATORS)[index]
+
+    def __len__(self) -> int:
+        return 1 + len(ESTIMATORS)
+
+
+SELECTORS: Sequence[str] = _Selectors()
 """Names that :func:`make_selector` takes. Each rank selects by itself; ``topk`` and ``exact`` are the same rule."""
 
-COMPRESSORS: dict[str, str | type[Compressor]] = {
-    "none": "DenseCompressor",
-    "dense-bf16": "DenseCompressor",
-    "dense-fp8": "DenseCompressor",
-    **dict.fromkeys(SELECTORS, "SparseCompressor"),
-    "micro": "MiCRO",
-    "cltk": "CLTk",
-    "randomk": "RandomK",
-    "lags": "LAGS",
-    "redsync-quantised": "RedSync",
-    "signsgd": "SignSGD",
-    "ef-signsgd": "EFSignSGD",
-    "ssdm": "SSDM",
-    "cascading": "Cascading",
-    "marsit": "Marsit",
-}
-"""Names that :func:`make_compressor` and the command line take, and the class behind each (or its name, until used).
 
-``none`` is PyTorch's dense averaging, ``dense-bf16`` and ``dense-fp8`` are averages of rounded values. To add a
-compressor, put its class here; the ratio is its first argument if it has one (:attr:`Compressor.has_ratio`). Every
-estimator in :data:`gradstats.thresholds.ESTIMATORS` is one under its name."""
+class _Compressors(Registry["type[Compressor]"]):
+    """Compressors by name; a rule that is no more than a rule is the all-gather of what it selects."""
+
+    def __getitem__(self, name: str) -> type[Compressor]:
+        if self.rule(name) is not None:
+            from gradstats.compressors.sparse import SparseCompressor
+
+            return SparseCompressor
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in SELECTORS
+
+    def __iter__(self) -> Iterator[str]:
+        dense, others = _DENSE, super().__iter__()
+        yield from dict.fromkeys((*(name for name in dense if name in self), *SELECTORS, *others))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def rule(self, name: str) -> str | None:
+        """Return the rule that a name is of, if it is of nothing more."""
+        bare = name.removeprefix(RULE)
+        alone = bare != name or not super().__contains__(name)
+        return bare if alone and bare in SELECTORS else None
 
 
 RULE = "threshold:"
 """Prefix of the bare threshold rule of a name, where the name alone is a whole system: ``threshold:dgc``."""
+_DENSE = ("none", "dense-bf16", "dense-fp8")
+_OWN = {
+    **dict.fromkeys(_DENSE, "dense:DenseCompressor"),
+    "micro": "micro:MiCRO",
+    "cltk": "cltk:CLTk",
+    "randomk": "randomk:RandomK",
+    "lags": "lags:LAGS",
+    "redsync-quantised": "redsync:RedSync",
+    "signsgd": "signsgd:SignSGD",
+    "ef-signsgd": "signsgd:EFSignSGD",
+    "ssdm": "signsgd:SSDM",
+    "cascading": "cascading:Cascading",
+    "marsit": "marsit:Marsit",
+}
+
+
+def _check(name: str, value: object) -> None:
+    from gradstats.compressors.base import Compressor
+
+    if not name or ":" in name:
+        raise InputError(f"a compressor cannot have the name {name!r}")
+    if not isinstance(value, type) or not issubclass(value, Compressor):
+        raise InputError(
+            f"compressor {name!r} is to be a subclass of Compressor, not {shown(value)}"
+        )
+    if isabstract(value):
+        raise InputError(f"compressor {name!r} has no reduce(corrected, group, flag)")
+
+
+COMPRESSORS = _Compressors(
+    "gradstats.compressors",
+    {name: f"gradstats.compressors.{place}" for name, place in _OWN.items()},
+    _check,
+)
+"""Names that :func:`make_compressor` and the command line take, and the class behind each.
+
+``none`` is PyTorch's dense averaging, ``dense-bf16`` and ``dense-fp8`` are averages of rounded values. Every estimator
+in :data:`gradstats.thresholds.ESTIMATORS` is one under its name. ``COMPRESSORS["mine"] = Mine`` adds one to this
+program; the ratio is its first argument if it has one (:attr:`Compressor.has_ratio`). Through the entry point
+``gradstats.compressors`` an installed package adds one to every program.
+"""
 
 
 def compressor_class(name: str) -> type[Compressor]:
@@ -144,15 +203,9 @@ def compressor_class(name: str) -> type[Compressor]:
     InputError
         If the name is unknown; the message lists the known ones.
     """
-    found = None
-    if isinstance(name, str):
-        rule = name in ESTIMATORS or (
-            name.startswith(RULE) and name.removeprefix(RULE) in SELECTORS
-        )
-        found = COMPRESSORS.get(name, "SparseCompressor" if rule else None)
-    if found is None:
+    if not isinstance(name, str) or (name not in COMPRESSORS and COMPRESSORS.rule(name) is None):
         raise unknown("compressor", name, COMPRESSORS)
-    return __getattr__(found) if isinstance(found, str) else found
+    return COMPRESSORS[name]
 
 
 def codecs(name: str) -> tuple[str, ...]:
@@ -168,8 +221,8 @@ def codecs(name: str) -> tuple[str, ...]:
     tuple of str
         ``"indices"`` and ``"values"``, one of them, or none.
     """
-    coded = compressor_class(name).codecs
-    return ("indices",) if name == "redsync-quantised" else coded  # one value stands for all
+    cls = compressor_class(name)
+    return cls.coded(**(cls.variants.get(name) or {}))
 
 
 def with_codec(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +285,7 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     return ThresholdSelector(make_estimator(name, **options), ratio)
 
 
-def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | None:
+def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Compressor | None:
     """Build the compressor called `name`.
 
     Parameters
@@ -243,8 +296,8 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
         rule alone is ``threshold:micro``, and every other rule has such a name too. The systems ``dgc``, ``redsync``
         and ``redsync-quantised`` are more than a compressor: :func:`gradstats.hooks.systems.make_state` builds them,
         and this function only the compressor of the whole gradient that goes by their name.
-    ratio : float
-        Kept fraction k/d, in (0, 1]. Compressors that send signs ignore it.
+    ratio : float, optional
+        Kept fraction k/d, in (0, 1]. Compressors that send signs, and dense ones, ignore it.
     **options : Any
         Options of the compressor or of its estimator. Every compressor takes ``indices`` and ``values``, what these
         are on the wire (:class:`gradstats.collectives.Codec`), but only that which it sends may be coded.
@@ -257,23 +310,22 @@ def make_compressor(name: str, ratio: float, **options: Any) -> Compressor | Non
     Raises
     ------
     InputError
-        If the name or an option is unknown, or the ratio is outside (0, 1].
+        If the name or an option is unknown, or the ratio is missing or outside (0, 1].
     """
     cls = compressor_class(name)
     options = with_codec(name, options)
-    if name == "none":
+    variant, rule = cls.variants.get(name, {}), COMPRESSORS.rule(name)
+    if variant is None:
         return None
-    if name == "redsync-quantised":
-        options["quantise"] = True
-    if name in ("dense-bf16", "dense-fp8"):
-        from torch import bfloat16, float8_e4m3fn
-
-        options.setdefault("dtype", bfloat16 if name == "dense-bf16" else float8_e4m3fn)
-    if COMPRESSORS.get(name, "SparseCompressor") == "SparseCompressor":
+    if ratio is None and cls.has_ratio:
+        raise InputError(f"{name} sends a fraction of the elements: give it a ratio, such as 0.01")
+    if rule is not None:
         from gradstats.compressors.sparse import as_compressor
 
-        given = {"codec": options.pop("codec")} if "codec" in options else {}
-        return as_compressor(make_selector(name.removeprefix(RULE), ratio, **options), **given)
+        assert ratio is not None
+        codec = {"codec": options.pop("codec")} if "codec" in options else {}
+        return as_compressor(make_selector(rule, ratio, **options), **codec)
     build: Any = cls
     with options_of("compressor", name):
-        return build(ratio, **options) if cls.has_ratio else build(**options)  # type: ignore[no-any-return]
+        given = {**variant, **options}
+        return build(ratio, **given) if cls.has_ratio else build(**given)  # type: ignore[no-any-return]

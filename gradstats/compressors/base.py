@@ -196,6 +196,8 @@ class Compressor(_Checkpointed, ABC):
         Whether it sends a fraction of the elements. Sign compressors and dense averaging do not.
     always : mapping of str to object
         Options with which it compresses in every step and at every size, as a measurement needs.
+    variants : mapping of str to mapping, or None
+        Options for which a name of the class stands, by name; None where PyTorch does the same by itself.
     codecs : tuple of str
         What a :class:`gradstats.collectives.Codec` may change of what it sends: ``"indices"``, ``"values"``.
     one_union : bool
@@ -212,6 +214,7 @@ class Compressor(_Checkpointed, ABC):
     streams: ClassVar[bool] = False
     has_ratio: ClassVar[bool] = True
     one_union: ClassVar[bool] = False
+    variants: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {}
     codecs: ClassVar[tuple[str, ...]] = ()
     always: ClassVar[Mapping[str, Any]] = {}
     ratio: float | None = None
@@ -261,6 +264,17 @@ class Compressor(_Checkpointed, ABC):
         """
         raise InputError(f"no cost formula for {load.name!r}; give {cls.__name__} an exchange")
 
+    @classmethod
+    def coded(cls, **options: Any) -> tuple[str, ...]:
+        """Return what a codec may change of what it sends with these options: :attr:`codecs` by default.
+
+        Parameters
+        ----------
+        **options : Any
+            Options of the class.
+        """
+        return cls.codecs
+
     def push(
         self,
         corrected: torch.Tensor,
@@ -294,6 +308,16 @@ class Compressor(_Checkpointed, ABC):
 
     def abandon(self) -> None:
         """Drop a step that will not be completed."""
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go back to before the last step, whose update is not applied.
+
+        Parameters
+        ----------
+        state : mapping
+            What :meth:`state_dict` returned then. It is asked for in every step, and no later step may change it.
+        """
+        self.load_state_dict(state)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the number of elements that a rank aims to send.

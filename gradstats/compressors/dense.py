@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +55,11 @@ class DenseCompressor(Compressor):
     """
 
     has_ratio = False
+    variants: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {
+        "none": None,
+        "dense-bf16": {"dtype": torch.bfloat16},
+        "dense-fp8": {"dtype": torch.float8_e4m3fn},
+    }
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._codec = None if dtype is None else as_codec(dtype)

@@ -242,3 +242,13 @@ class LAGS(Layerwise):
         self._settled = bool(state["ratios"])
         self.whole = state["whole"]
         self._keep(dict(state["ratios"]))
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go back to before the last step, but for what was measured in it: the network does not change with it.
+
+        Parameters
+        ----------
+        state : dict
+            What :meth:`state_dict` returned before that step.
+        """
+        super().load_state_dict(state)

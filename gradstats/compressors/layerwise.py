@@ -357,9 +357,11 @@ class Layerwise(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; layers not met yet are restored when they are."""
         self._restored = state["layers"]
-        for name, selector in self._selectors.items():
+        for name, selector in list(self._selectors.items()):
             if name in self._restored:
                 selector.load_state_dict(self._restored[name])
+            else:  # met later: it begins anew when it is met again
+                del self._selectors[name]
         self._gathers.clear()
         for message, capacity in enumerate(state["capacities"]):
             self._gather(message).words.capacity = capacity

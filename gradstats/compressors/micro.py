@@ -141,7 +141,7 @@ class MiCRO(Compressor):
         extra_bytes = 0
         threshold: float | None = self._controller.state_dict()["threshold"]
         if threshold is None and self.rule == "paper":
-            threshold = self._controller._find(part, k).threshold
+            threshold = self._controller.find(part, k).threshold
         elif threshold is None:
             threshold, first = self._first_threshold(part, k, group, flag)
             if any(first.flags):
@@ -167,7 +167,7 @@ class MiCRO(Compressor):
         count = union.numel()
         if count or any(gathered.numbers):
             # The controller's inputs are the same on all ranks, and so is its next η.
-            self._controller._observe(count, k, numel)
+            self._controller.observe(count, k, numel)
         self._step += 1
         ended = time.perf_counter()
         return Reduced(

@@ -168,6 +168,9 @@ class RedSync(Compressor):
     :class:`gradstats.hooks.MomentumCorrection`.
     """
 
+    variants: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {
+        "redsync-quantised": {"quantise": True}
+    }
     codecs = ("indices", "values")
     always: ClassVar[Mapping[str, Any]] = {"dense_below": 0}
 
@@ -195,6 +198,11 @@ class RedSync(Compressor):
         self.codec = as_codec(codec)
         self._chosen: Compressor | None = None
         self._restored: Mapping[str, Any] | None = None
+
+    @classmethod
+    def coded(cls, quantise: bool = False, **options: Any) -> tuple[str, ...]:
+        """Return what a codec may change: where one value stands for all, positions alone."""
+        return ("indices",) if quantise else cls.codecs
 
     @classmethod
     def exchange(cls, load: Load) -> Exchange:

@@ -18,7 +18,7 @@ from gradstats.compressors.cost import Exchange, Load
 from gradstats.compressors.selectors import ThresholdSelector
 from gradstats.compressors.sparse import SparseCompressor
 from gradstats.primitives import Histogram, histogram
-from gradstats.primitives.histogram import check_bits
+from gradstats.primitives.histogram import bin_edges, check_bits
 from gradstats.thresholds import Hard
 
 __all__ = ["GlobalHistogram"]
@@ -104,7 +104,12 @@ class GlobalHistogram(SparseCompressor):
         for words in gathered.words:
             bins, counts = words.cpu().numpy().view(np.uint32).reshape(2, -1)
             total[bins] += counts
-        return Histogram(total, 0, 0, self.bits).upper_quantile(k)
+        occupied = np.flatnonzero(total)
+        if not occupied.size:
+            return 0.0
+        # no threshold inside the last bin: its elements may all be equal, and lie below
+        last = float(bin_edges(self.bits)[occupied[-1]])
+        return min(Histogram(total, 0, 0, self.bits).upper_quantile(k), last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of :class:`SparseCompressor` and the capacity of the histograms' messages."""

@@ -30,13 +30,15 @@ class _Rule(ABC):
             [torch.zeros(numel, dtype=dtype, device=device) for _ in self.kinds] for _ in range(2)
         )
 
-    def terms(self, gradient: torch.Tensor, slot: slice) -> Sequence[torch.Tensor]:
+    def terms(self, gradient: torch.Tensor, slot: slice, further: bool) -> Sequence[torch.Tensor]:
         """Return what is added up, in this order, and remember what the step will have changed."""
-        return self._step(gradient, slot, [each[slot] for each in self._next])
+        out = [each[slot] for each in self._next]
+        return (self._go_on if further else self._step)(gradient, slot, out)
 
-    def preview(self, gradient: torch.Tensor, slot: slice) -> Sequence[torch.Tensor]:
+    def preview(self, gradient: torch.Tensor, slot: slice, further: bool) -> Sequence[torch.Tensor]:
         """Return the terms, and change nothing."""
-        return self._step(gradient, slot, [torch.empty_like(each[slot]) for each in self._now])
+        out = [torch.empty_like(each[slot]) for each in self._now]
+        return (self._go_on if further else self._step)(gradient, slot, out)
 
     @abstractmethod
     def _step(
@@ -44,11 +46,21 @@ class _Rule(ABC):
     ) -> Sequence[torch.Tensor]:
         """Write the buffers' next values, and return the terms."""
 
+    @abstractmethod
+    def _go_on(
+        self, gradient: torch.Tensor, slot: slice, out: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Do the same with a further part of a step's gradient: what it adds to a step that an exchange began."""
+
     def settle(self, mask: torch.Tensor | None) -> None:
         """Take over what the step has computed, and set the momentum to zero at some positions."""
         self._now, self._next = self._next, self._now
         if mask is not None:
             self._now[0][mask] = 0
+
+    def discard(self) -> None:
+        """Take the buffers of before the last step again: it has written into others."""
+        self._now, self._next = self._next, self._now
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
@@ -74,6 +86,14 @@ class _Momentum(_Rule):
             torch.add(gradient, before, alpha=self.momentum, out=u)
         return (u, gradient) if self.nesterov else (u,)
 
+    def _go_on(
+        self, gradient: torch.Tensor, slot: slice, out: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        # u and what accumulates are sums over the gradients of a step; u has decayed, and has been added
+        more = gradient * self.momentum if self.nesterov == "dgc" else gradient
+        torch.add(self._now[0][slot], more, out=out[0])
+        return (more, gradient) if self.nesterov else (more,)
+
 
 class _Adam(_Rule):
     """Adam, with the correction of its bias."""
@@ -97,10 +117,23 @@ class _Adam(_Rule):
         root = (out[1] / (1 - second ** (self.step + 1))).sqrt_().add_(self.eps)
         return (out[0] / (1 - first ** (self.step + 1)) / root,)
 
+    def _go_on(
+        self, gradient: torch.Tensor, slot: slice, out: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        raise InputError(
+            "AdamCorrection has made a step of a part of this gradient: exchange once for each optimizer.step(), with "
+            "no_sync() around the other micro-steps or one backward() of the sum of the losses"
+        )
+
     def settle(self, mask: torch.Tensor | None) -> None:
         """Take over what the step has computed, and count the step."""
         super().settle(mask)
         self.step += 1
+
+    def discard(self) -> None:
+        """Take the buffers of before the last step again, and its number."""
+        super().discard()
+        self.step -= 1
 
 
 class _Accumulating(Memory):
@@ -124,15 +157,19 @@ class _Accumulating(Memory):
             torch.zeros(numel, dtype=dtype, device=device) for _ in range(2)
         )
 
-    def add(self, gradient: torch.Tensor, slot: slice) -> None:
+    def add(self, gradient: torch.Tensor, slot: slice, further: bool = False) -> None:
         """Write what has accumulated, and this step, into :attr:`corrected`."""
-        self._added(self._rule.terms(gradient, slot), slot, self.corrected[slot])
+        self._added(self._rule.terms(gradient, slot, further), slot, self.corrected[slot])
 
     def preview(
-        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+        self,
+        gradient: torch.Tensor,
+        slot: slice,
+        out: torch.Tensor | None = None,
+        further: bool = False,
     ) -> torch.Tensor:
         """Return what will have accumulated."""
-        return self._added(self._rule.preview(gradient, slot), slot, out)
+        return self._added(self._rule.preview(gradient, slot, further), slot, out)
 
     def _added(
         self, terms: Sequence[torch.Tensor], slot: slice, out: torch.Tensor | None = None
@@ -149,10 +186,15 @@ class _Accumulating(Memory):
         # where all was sent, as in a dense step, nothing is stale
         self._rule.settle(sent if self.masking else None)
         self._dense_rule.settle(None)
-        if residual is self.corrected:
-            self._accumulated, self.corrected = self.corrected, self._accumulated
-        else:
-            self._accumulated.copy_(residual)
+        if residual is not self.corrected:
+            self.corrected.copy_(residual)
+        self._accumulated, self.corrected = self.corrected, self._accumulated
+
+    def discard(self) -> None:
+        """Take the buffers of before the last step again."""
+        self._rule.discard()
+        self._dense_rule.discard()
+        self._accumulated, self.corrected = self.corrected, self._accumulated
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's buffers, and what has accumulated of its steps."""
@@ -164,10 +206,20 @@ class _Accumulating(Memory):
         """Start from zero."""
         self._dense_rule.allocate(numel, device, dtype)
 
-    def update_dense(self, mean: torch.Tensor) -> None:
+    def update_dense(self, mean: torch.Tensor, further: Sequence[slice] = ()) -> None:
         """Replace the mean by the optimizer's step."""
-        first, *others = self._dense_rule.terms(mean, slice(0, mean.numel()))
-        mean.copy_(sum(others, start=first))
+        start = 0
+        for slot in (*further, slice(mean.numel(), mean.numel())):
+            self._step_dense(mean, slice(start, slot.start), False)
+            self._step_dense(mean, slot, True)
+            start = slot.stop
+
+    def _step_dense(self, mean: torch.Tensor, slot: slice, further: bool) -> None:
+        """Replace a part of the mean, if there is one."""
+        if slot.start < slot.stop:
+            part = mean[slot]
+            first, *others = self._dense_rule.terms(part, slot, further)
+            part.copy_(sum(others, start=first))
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's buffers of densely averaged parameters."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +87,8 @@ class Fragment:
         self.state = build(named_parameters=[(n, self._known[id(p)]) for n, p in named])
         # a rank may be at its end, or at another step, where another one exchanges
         self.state.agreement.announces = True
+        # the optimizer steps between exchanges, and an outer one takes the update
+        self.state.forget_optimizers()
         self.anchors: dict[str, torch.Tensor] = {}
         self.pairs: list[Pair] = []
         self.sent = self.due = 0
@@ -160,7 +161,11 @@ class Fragment:
         self.state.agreement.details.update(details)
         # in this thread: the replica's ranks train over the same group
         bad = self._bad_elsewhere(pairs, step)
-        reduce = partial(self._reduce, pairs, step, bad)
+
+        def reduce() -> None:
+            self._agree(step)
+            self._reduce(pairs, step, bad)
+
         if delay:
             self._pending = background.submit(reduce, self.device)
         else:
@@ -228,7 +233,7 @@ class Fragment:
         self.pairs = []
 
     def is_behind(self, step: int, delay: int) -> bool:
-        """Tell whether some rank has taken steps that it has not exchanged, on all ranks.
+        """Tell whether some rank has taken steps that it has not exchanged, on all ranks, at the end of a training.
 
         Parameters
         ----------
@@ -236,7 +241,13 @@ class Fragment:
             Local steps taken.
         delay : int
             Local steps that an exchange is applied late, after which ranks differ.
+
+        Raises
+        ------
+        InputError
+            If ranks have taken other numbers of steps.
         """
+        self._agree(step, ended=True)
         left = step - self.sent + (delay > 0)
         with _naming_step(step):
             # in the group of the exchanges, whose headers tell where another rank is
@@ -310,6 +321,21 @@ class Fragment:
             return 0
         with _naming_step(step):
             return bad_in_replica(self.state, [each for _, each in pairs], self._within)
+
+    def _agree(self, step: int, ended: bool = False) -> None:
+        """Check that all ranks have come to the same exchange: what one sends, others would take for something else."""
+        with _naming_step(step):
+            own = -step - 1 if ended else step
+            ranks = all_gather_flags(own, self.state.process_group, self.device)
+        if len(set(ranks)) > 1:
+            came = ", ".join(
+                f"rank {i} has ended after {-n - 1}" if n < 0 else f"rank {i} is at {n}"
+                for i, n in enumerate(ranks)
+            )
+            raise InputError(
+                f"the ranks have taken different numbers of local steps ({came}): each must call optimizer.step() as "
+                "often as the others, also where it has no batch"
+            )
 
     def _reduce(self, pairs: list[Pair], step: int, bad: int) -> None:
         """Put the mean of the ranks' pseudo-gradients into them."""

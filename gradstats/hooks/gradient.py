@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -248,7 +248,12 @@ class FlatGradient:
         norm = math.sqrt(sum(each**2 for each in found)) / scale
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
-    def take(self, pairs: Sequence[Pair], factor: float = 1.0) -> list[torch.Tensor]:
+    def take(
+        self,
+        pairs: Sequence[Pair],
+        factor: float = 1.0,
+        further: Callable[[torch.Tensor], bool] = lambda parameter: False,
+    ) -> list[torch.Tensor]:
         """Write gradients plus memory.
 
         Parameters
@@ -257,6 +262,8 @@ class FlatGradient:
             Gradients that are ready.
         factor : float
             What they are multiplied by: clipping, and one over the loss scale.
+        further : callable
+            Tells of a parameter whether an earlier exchange has taken a part of its step's gradient.
 
         Returns
         -------
@@ -268,11 +275,12 @@ class FlatGradient:
             flat = flatten(parameter, gradient)
             if factor != 1.0:
                 flat = flat.to(self.layout.dtype) * factor
-            if self._weight_decay:
+            more = further(parameter)
+            if self._weight_decay and not more:
                 flat = torch.add(flat, flatten(parameter, parameter), alpha=self._weight_decay)
             slot = self.layout.slots.get(id(parameter))
             if slot is not None:
-                self.memory.add(flat, slot)
+                self.memory.add(flat, slot, **({"further": True} if more else {}))
                 written.append(self.memory.corrected[slot])
             else:
                 part = self.dense[self.layout.dense_slots[id(parameter)]]

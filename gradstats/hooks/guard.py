@@ -65,6 +65,8 @@ class Guard:
     ----------
     policy : str
         One of the four.
+    hidden : int
+        Steps in a row whose problem nobody saw.
 
     Raises
     ------
@@ -77,8 +79,7 @@ class Guard:
         if policy is not None and not (isinstance(policy, str) and policy in policies):
             raise InputError(f"nonfinite must be one of {', '.join(policies)}, not {shown(policy)}")
         self.policy: NonFinite = policy or ("propagate" if scaled else "raise")
-        # steps in a row whose problem nobody saw
-        self._hidden = 0
+        self.hidden = 0
 
     @property
     def zeroes(self) -> bool:
@@ -120,8 +121,8 @@ class Guard:
         problem : str
             What was wrong in the step; empty if nothing was.
         """
-        self._hidden = self._hidden + 1 if problem and self.policy != "propagate" else 0
-        if self._hidden == _PATIENCE:
+        self.hidden = self.hidden + 1 if problem and self.policy != "propagate" else 0
+        if self.hidden == _PATIENCE:
             warnings.warn(
                 f"gradients were not finite in {_PATIENCE} steps in a row, and nonfinite={self.policy!r} hides it; "
                 "with a loss scaler pass scaler=, so that it lowers its scale",

@@ -20,10 +20,12 @@ import torch
 from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.hooks.gradient import pairs_of
 from gradstats.hooks.state import CompressionState
-from gradstats.hooks.step import HeldBucket
+from gradstats.hooks.step import HeldBucket, Step
 from gradstats.hooks.torch_private import (
     GradBucket,
     after_backward,
+    backward_pass,
+    before_finalizing,
     fail_when_asked,
     values_of_sparse,
 )
@@ -67,25 +69,47 @@ def compression_hook(
         )
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
+    # in DDP's Join a rank without inputs takes part with zeros: its .grad is not in them, and it takes no step
+    joined = backward_pass() < 0
+    if joined:
+        state.join()
     with state.naming_step():
-        step = state.begin(buffer.device) if bucket.index() == 0 else state.current
+        step = state.current
+        # DDP passes over buckets, the first or the last too, with skip_all_reduce_unused_params
+        if bucket.index() <= step.bucket or step.bucket < 0:
+            step = state.begin(buffer.device)
+            before_finalizing(lambda: _exchange(state, step, skipped=True))
+        step.skipped |= bucket.index() != step.bucket + 1
+        step.bucket = bucket.index()
         if buffer.is_sparse:  # of nn.Embedding(sparse=True): averaged exactly, without compression
             buffer = step.average_sparse(buffer, bucket.parameters())
         else:
             step.ready(pairs_of(bucket))
         step.held.append(HeldBucket(buffer, future))
     if bucket.is_last():
-        try:
-            with state.naming_step():
-                fill = state.complete()
-        except NonFiniteGradientError as error:
-            _raise_later(error, step.held)
-            return future
-        for each in step.held:
-            if fill is not None and each.buffer.is_sparse:
-                values_of_sparse(each.buffer).fill_(fill)
-            each.future.set_result(each.buffer)
+        _exchange(state, step, step.skipped)
+        if joined:
+            state.join()
     return future
+
+
+def _exchange(state: CompressionState, step: Step, skipped: bool) -> None:
+    """Complete a step, unless that is done, and give DDP the buckets that it waits for."""
+    if step.ended or not step.held:
+        return
+    step.ended = True
+    try:
+        with state.naming_step():
+            fill = state.complete(skipped)
+    except NonFiniteGradientError as error:
+        _raise_later(error, step.held)
+        return
+    for each in step.held:
+        if fill is not None and each.buffer.is_sparse:
+            values_of_sparse(each.buffer).fill_(fill)
+        each.future.set_result(each.buffer)
+    parameters = [parameter for parameter, _ in step.pairs]
+    after_backward(lambda: state.note_filled(parameters))
 
 
 def _raise_later(error: NonFiniteGradientError, held: list[HeldBucket]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -74,11 +76,16 @@ class ParameterLayout:
         self.known = False
         self.all: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._dense_below = dense_below
         self._exclude = tuple(exclude)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy the places alone: the parameters are others, or of another process."""
+        return {**vars(self), "_parameters": {}}
+
     def add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give every parameter its place.
+        """Give every parameter its place, under the first of its names.
 
         Parameters
         ----------
@@ -87,7 +94,10 @@ class ParameterLayout:
         """
         self.known = True
         for name, parameter in named_parameters:
+            if id(parameter) in self._names:  # tied weights have one gradient
+                continue
             n = parameter.numel() * (1 + parameter.is_complex())
+            self._parameters[id(parameter)] = weakref.ref(parameter)
             if parameter.dtype in (torch.float64, torch.complex128):
                 self.dtype = torch.float64
             if n < self._dense_below or any(fnmatch.fnmatchcase(name, e) for e in self._exclude):
@@ -120,6 +130,25 @@ class ParameterLayout:
     def dense_parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the densely averaged parameters, in order."""
         return ((self._names[key], slot) for key, slot in self.dense_slots.items())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that have a place, in the order in which they were added."""
+        places = self.slots.keys() | self.dense_slots.keys()
+        found = (self._parameters[key]() for key in self._parameters if key in places)
+        return [parameter for parameter in found if parameter is not None]
+
+    def dense_places(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, slice]]:
+        """Return the densely averaged parameters of a step with their places, in order.
+
+        Parameters
+        ----------
+        pairs : iterable of (parameter, gradient)
+            All gradients of the step.
+        """
+        dense = [(p, self.dense_slots[id(p)]) for p, _ in pairs if id(p) in self.dense_slots]
+        return sorted(dense, key=lambda each: each[1].start)
 
     def parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the compressed parameters, in order."""

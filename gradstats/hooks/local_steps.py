@@ -28,6 +28,7 @@ from gradstats.hooks.contents import check_count_of, check_values, field, refusi
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair
+from gradstats.hooks.local_optimizers import LocalOptimizers
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.torch_private import groups_of_rank, unwrap
@@ -65,8 +66,9 @@ class LocalSteps:
     model : torch.nn.Module
         The model, the same on all ranks but for its values, and not wrapped in DDP. Parameters and buffers of rank 0
         become those of all. Of a model after ``fully_shard`` the shards of the first replica become those of all.
-    optimizer : torch.optim.Optimizer
-        Optimizer of the local steps. Its state stays on its rank.
+    optimizer : torch.optim.Optimizer or sequence of torch.optim.Optimizer
+        Optimizer of the local steps, whose state stays on its rank; all of them if several train the model, such as
+        Muon and AdamW. A local step is over when each has stepped.
     outer_optimizer : torch.optim.Optimizer, optional
         Optimizer of the exchanges, over the model's trainable parameters; their gradient is the mean pseudo-gradient
         when it steps. If None, the parameters become the mean over the ranks (local SGD).
@@ -134,7 +136,7 @@ class LocalSteps:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: torch.optim.Optimizer | None = None,
         steps: int = 100,
         compressor: Compressor | Selector | None = None,
@@ -159,6 +161,8 @@ class LocalSteps:
         self.mix = check_number(mix, "mix", 0, 1, "[]")
         self.step = self.exchanges = 0
         self.last: StepRecord | None = None
+        # of before the last whole exchange, to take that back
+        self._before: tuple[int, StepRecord | None] = 0, None
         self._group = process_group
         self._named: Named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         parameters = [p for _, p in self._named]
@@ -185,8 +189,8 @@ class LocalSteps:
                 raise InputError(
                     f"{name} is of a whole gradient, and these are shards: leave it out"
                 )
-        self._optimizer = optimizer
         self._outer = outer
+        self._optimizers = LocalOptimizers(optimizer, self._named, outer)
         theirs = {id(p) for group in self._outer.param_groups for p in group["params"]}
         if theirs != {id(p) for p in parameters}:
             raise InputError("the outer optimizer must have the model's trainable parameters")
@@ -213,11 +217,8 @@ class LocalSteps:
             )
             offset = (i + 1) * self.steps // len(parts)
             self._fragments.append(Fragment(named, offset, within, build))
-        for values in map(local_values, (*model.parameters(), *model.buffers())):
-            values.copy_(broadcast(values.contiguous(), 0, process_group))
-        for fragment in self._fragments:
-            fragment.anchor()
-        self._handles: list[Any] = []
+        self._model = model
+        self._begin_alike()
         self._background = Background()
         self._watcher = _Watcher(lambda pairs: None, lambda: None)
 
@@ -264,22 +265,17 @@ class LocalSteps:
 
     def __enter__(self) -> LocalSteps:
         """Begin to count the optimizer's steps."""
-        if self._handles:
+        if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
         if self._data_parallel:
-            self._handles = [
-                self._optimizer.register_step_pre_hook(lambda *_: self._average_gradients()),
-                self._optimizer.register_step_post_hook(lambda *_: self._count()),
-            ]
+            self._optimizers.attach(self._average_gradients, self._count)
         else:
-            self._handles = [self._optimizer.register_step_post_hook(lambda *_: self._stepped())]
+            self._optimizers.attach(lambda: None, self._stepped)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the count, and exchange what is left unless an error ended the block."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._optimizers.detach()
         try:
             if kind is None and not self._data_parallel:
                 self._finish()
@@ -306,7 +302,7 @@ class LocalSteps:
             "exchanges": self.exchanges,
             "parameters": {n: local_values(p).clone() for n, p in self._named},
             "anchors": {n: anchors[n].clone() for n, _ in self._named},
-            "optimizer": pack_optimizer(self._optimizer),
+            **self._optimizers.pack(),
             "outer": pack_optimizer(self._outer),
             "fragments": [f.state_dict() for f in self._fragments],
         }
@@ -343,21 +339,13 @@ class LocalSteps:
             )
             fragments = field(own, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
-            optimizers = (self._optimizer, self._outer)
-            states = [
-                unpack_optimizer(each, field(own, key, bytes), name)
-                for each, key, name in zip(
-                    optimizers,
-                    ("optimizer", "outer"),
-                    ("optimizer", "outer optimizer"),
-                    strict=True,
-                )
-            ]
+            outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
+            states = [*self._optimizers.unpack(own), outer]
             restore = [
                 f.prepare(each, anchors) for f, each in zip(self._fragments, fragments, strict=True)
             ]
             # the last that can be refused; what follows copies what was checked
-            load_all(optimizers, states)
+            load_all([*self._optimizers.each, self._outer], states)
         for each in restore:
             each()
         for name, parameter in self._named:
@@ -375,6 +363,28 @@ class LocalSteps:
             )
         return saved
 
+    def discard(self) -> None:
+        """Take the last exchange of every fragment back: memories, estimators and counters are as before it.
+
+        For a training that goes back to earlier parameters. Put these, and the optimizers' states, back first, on rank
+        0 at least, and call it on all ranks: parameters and buffers of rank 0 become those of all, and the next
+        interval begins with them. An exchange under way is dropped.
+        """
+        for fragment in self._fragments:
+            with suppress(GradstatsError):  # of an exchange that is to be forgotten
+                fragment.wait()
+            fragment.pairs, fragment.sent = [], self.step
+            fragment.state.discard()
+        self.exchanges, self.last = self._before
+        self._begin_alike()
+
+    def _begin_alike(self) -> None:
+        """Begin an interval with the parameters and buffers of rank 0 on all ranks."""
+        for values in map(local_values, (*self._model.parameters(), *self._model.buffers())):
+            values.copy_(broadcast(values.contiguous(), 0, self._group))
+        for fragment in self._fragments:
+            fragment.anchor()
+
     def _stepped(self) -> None:
         """Count a local step, apply what came in, and exchange what is due."""
         self.step += 1
@@ -388,9 +398,10 @@ class LocalSteps:
 
     def _send(self, fragment: Fragment, delay: int) -> None:
         """Exchange a fragment's pseudo-gradient and apply it now, or have it exchanged in the background."""
+        self._check_known()
         pairs = fragment.pseudogradients()
         self._watcher.before(pairs)
-        fragment.send(pairs, self.step, delay, self._background, self._details(self._handles))
+        fragment.send(pairs, self.step, delay, self._background, self._details(self._optimizers.attached))
         if not delay:
             self._apply(fragment)
 
@@ -400,16 +411,27 @@ class LocalSteps:
         # not in the group of exchanges, in which another one may be running in the background
         fragment.state.verify([*fragment.anchors.items()], self._group)
 
-    def _details(self, counted: object = True) -> dict[str, str]:
+    def _details(self, counted: bool = True) -> dict[str, str]:
         """Return what must be the same on all ranks in an exchange; the last one takes what is left on each."""
         return {
             "local steps": str(self.step) if counted else "the last",
             "the outer optimizer's options": optimizer_options(self._outer),
         }
 
+    def _check_known(self) -> None:
+        """Raise if a parameter is trained that no exchange has: the ranks would drift apart in it."""
+        known = {id(p) for _, p in self._named}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise InputError(
+                    f"{name} is trained, and was not when LocalSteps was made (it was unfrozen, added or replaced): "
+                    "end the block before that, and begin another with a new LocalSteps"
+                )
+
     def _count_exchange(self) -> None:
         """Count an exchange of all fragments, and put their records together."""
         records = [f.state.last for f in self._fragments if f.state.last is not None]
+        self._before = self.exchanges, self.last
         if not self.delay and records:  # a rank may hold nothing of a fragment
             self.last = together(records, self.exchanges)
         self.exchanges += 1
@@ -427,6 +449,7 @@ class LocalSteps:
     def _average_gradients(self) -> None:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
         (fragment,) = self._fragments
+        self._check_known()
         pairs = [
             (p, torch.zeros_like(local_values(p)) if p.grad is None else local_values(p.grad))
             for _, p in fragment.named

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number
 
 __all__ = ["ErrorFeedback", "Memory", "NoMemory"]
@@ -31,13 +32,15 @@ class _Optional:
             Floating dtype of the memory.
         """
 
-    def update_dense(self, mean: torch.Tensor) -> None:
+    def update_dense(self, mean: torch.Tensor, further: Sequence[slice] = ()) -> None:
         """Turn the mean gradient of densely averaged parameters into their update; :meth:`settle` makes it last.
 
         Parameters
         ----------
         mean : tensor, shape (dense_numel,)
             The mean over the ranks, the same bits on all of them. It is overwritten.
+        further : sequence of slice
+            Places, in order, of parameters of whose step an earlier exchange has taken a part.
         """
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
@@ -100,7 +103,7 @@ class Memory(_Optional, ABC):
             Floating dtype of the memory.
         """
 
-    def add(self, gradient: torch.Tensor, slot: slice) -> None:
+    def add(self, gradient: torch.Tensor, slot: slice, further: bool = False) -> None:
         """Put gradient plus memory into a part of :attr:`corrected`.
 
         Parameters
@@ -109,12 +112,18 @@ class Memory(_Optional, ABC):
             The gradient of one parameter, flat.
         slot : slice
             The parameter's place in the flat gradient, n elements long.
+        further : bool
+            Whether an earlier exchange has taken a part of the same step's gradient, so that a momentum has decayed.
         """
-        self.preview(gradient, slot, self.corrected[slot])
+        self.preview(gradient, slot, self.corrected[slot], **({"further": True} if further else {}))
 
     @abstractmethod
     def preview(
-        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+        self,
+        gradient: torch.Tensor,
+        slot: slice,
+        out: torch.Tensor | None = None,
+        further: bool = False,
     ) -> torch.Tensor:
         """Return the same bits that :meth:`add` will write, and change nothing else.
 
@@ -126,6 +135,8 @@ class Memory(_Optional, ABC):
             The parameter's place in the flat gradient, n elements long.
         out : tensor, shape (n,), optional
             Where to write them, of the memory's dtype.
+        further : bool
+            Whether an earlier exchange has taken a part of the same step's gradient.
 
         Returns
         -------
@@ -144,6 +155,18 @@ class Memory(_Optional, ABC):
         sent : int64 tensor, shape (k̂,), or None
             Positions that this rank sent, without those of layers that send all elements; None for all.
         """
+
+    def discard(self) -> None:
+        """Go back to what it was before the last :meth:`settle`; called once at most, and before the next :meth:`add`.
+
+        The memories of this package need no copy for it: a step computes into the buffers that the last but one left.
+
+        Raises
+        ------
+        InputError
+            If a memory of your own does not say how.
+        """
+        raise InputError(f"{type(self).__name__} cannot take a step back: give it a discard()")
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -173,13 +196,20 @@ class NoMemory(Memory):
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def preview(
-        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+        self,
+        gradient: torch.Tensor,
+        slot: slice,
+        out: torch.Tensor | None = None,
+        further: bool = False,
     ) -> torch.Tensor:
         """Return the gradient itself, or a copy where one is asked for."""
         return gradient if out is None else out.copy_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Forget what was not sent."""
+
+    def discard(self) -> None:
+        """There is nothing to take back."""
 
 
 class ErrorFeedback(Memory):
@@ -213,19 +243,27 @@ class ErrorFeedback(Memory):
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def preview(
-        self, gradient: torch.Tensor, slot: slice, out: torch.Tensor | None = None
+        self,
+        gradient: torch.Tensor,
+        slot: slice,
+        out: torch.Tensor | None = None,
+        further: bool = False,
     ) -> torch.Tensor:
-        """Return gradient + decay · residual."""
-        if self.decay == 1:
+        """Return gradient + decay · residual; a step decays it once."""
+        if self.decay == 1 or further:
             return torch.add(gradient, self._residual[slot], out=out)
         return torch.mul(self._residual[slot], self.decay, out=out).add_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the corrected gradient as the residual."""
-        if residual is self.corrected:
-            self._residual, self.corrected = self.corrected, self._residual
-        else:
-            self._residual.copy_(residual)
+        if residual is not self.corrected:
+            self.corrected.copy_(residual)
+        # the residual before this step stays in the other buffer until the next one writes there
+        self._residual, self.corrected = self.corrected, self._residual
+
+    def discard(self) -> None:
+        """Take the residual of before the last step again."""
+        self._residual, self.corrected = self.corrected, self._residual
 
     @property
     def residual(self) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.gradient import real_view
+from gradstats.hooks.optimizers import TakenGradients, after_closure, before_steps
 from gradstats.hooks.spikes import FEWEST, Spikes, Trigger
 from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
@@ -62,8 +64,9 @@ class Monitor:
     every : int
         Distance of the steps described, at least 1.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer to hook into. Steps that a ``GradScaler`` skips never reach it: call :meth:`step` before
-        ``scaler.step()`` instead where you want to see them.
+        Optimizer to hook into, also as accelerate or Lightning wraps it. Of ``optimizer.step(closure)`` the gradient
+        described is the one that the closure computes first. Steps that a ``GradScaler`` skips never reach it: call
+        :meth:`step` before ``scaler.step()`` instead where you want to see them.
     scaler : Scaler, optional
         ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand.
     state : object, optional
@@ -98,7 +101,7 @@ class Monitor:
     Raises
     ------
     InputError
-        If an option has a wrong value, or no parameter matches `parameters`.
+        If an option has a wrong value, no parameter matches `parameters`, or `optimizer` has no hooks.
 
     Notes
     -----
@@ -128,7 +131,9 @@ class Monitor:
     percent wide. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
     On a device other than the CPU the elements stay there, and the host waits a few times for every parameter. Sharded
     parameters add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are
-    left out. A monitor is not checkpointed: after a resume the window fills anew.
+    left out; where an optimizer in the backward pass has taken it, one warning names them, at the first step
+    described. Where none has one, the dict has the number of the step alone. A monitor is not checkpointed: after a
+    resume the window fills anew.
 
     Examples
     --------
@@ -180,12 +185,13 @@ class Monitor:
         ]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
+        self._taken = TakenGradients(self._layers)
         self._spikes = Spikes(dict(self._layers), check_count(window, "window", FEWEST), spike)
         self.values: dict[str, float] = {}
         self.blame: str | None = None
         self._handle = None
         if optimizer is not None:
-            self._handle = optimizer.register_step_pre_hook(self._before)
+            self._handle = before_steps(optimizer, self._before)
 
     def step(self) -> dict[str, float]:
         """Describe the gradient of the step that is about to end, if it is one of every `every`.
@@ -202,6 +208,7 @@ class Monitor:
 
     def close(self) -> None:
         """Unhook the optimizer. Calling it twice does no harm."""
+        self._taken.stop()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -227,10 +234,15 @@ class Monitor:
         """
         return self._trigger.asks_for(step)
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any
+    ) -> tuple[Any, Any] | None:
         """Take the step that the optimizer begins. Fused optimizers unscale by themselves."""
         scale = getattr(optimizer, "grad_scale", None)
-        self._take(1.0 if scale is None else float(scale), self._present_scale(scale))
+        take = partial(
+            self._take, 1.0 if scale is None else float(scale), self._present_scale(scale)
+        )
+        return after_closure(arguments, options, take)
 
     def _present_scale(self, given: object = None) -> float:
         if given is not None:
@@ -246,9 +258,14 @@ class Monitor:
         number = self._next
         self._next += 1
         if number % self._every:
+            self._taken.forget()
             return {}
         names, sketches, whole = self._sketched()
+        self._taken.warn(bool(names))
         values = {"step": float(number)}
+        if not names:  # a norm of nothing would be a number
+            self.blame, self.values = None, {self._prefix + "step": float(number)}
+            return self._logged()
         values |= _described(whole, scale, self._present_scale() if present is None else present)
         values |= self._compressed()
         norms = {
@@ -263,6 +280,9 @@ class Monitor:
             values |= {f"norm/{visible(name)}": norms[name] for name in names}
         self._trigger.look_at(values)
         self.values = {self._prefix + name: value for name, value in values.items()}
+        return self._logged()
+
+    def _logged(self) -> dict[str, float]:
         if self._log is not None and not (dist.is_initialized() and dist.get_rank()):
             self._log(dict(self.values))
         return self.values

@@ -29,7 +29,7 @@ from gradstats.hooks.guard import NonFinite, as_flag, count_bad
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.step import Scaler, loss_scale
-from gradstats.hooks.units import Unit, across, stand_in, units
+from gradstats.hooks.units import Unit, across, local_part, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
 
@@ -52,6 +52,10 @@ class _Scale:
     def get_scale(self) -> float:
         """Return the factor."""
         return loss_scale(self._scaler) * self._unit.factors[1]
+
+    def get_backoff_factor(self) -> float:
+        """Return what an overflow multiplies the scale by; 1 where that is not known."""
+        return float(getattr(self._scaler, "get_backoff_factor", lambda: 1.0)())
 
 
 def bad_in_replica(
@@ -122,6 +126,7 @@ class _Exchange:
         self.shards = [stand_in(p.sharded_param) for p in unit.parameters]
         names = [unit.names[id(p.sharded_param)] for p in unit.parameters]
         self.state = state(named_parameters=zip(names, self.shards, strict=True))
+        self.state.follow(p.sharded_param for p in unit.parameters)
         self.waiting: torch.Tensor | None = None
         self._micro = 0
         self._within = within
@@ -139,6 +144,9 @@ class _Exchange:
             output += self.waiting
             self.waiting = None
         parameters = [p.sharded_param for p in self.unit.parameters]
+        held = [None if p.grad is None else local_part(p.grad) for p in parameters]
+        # FSDP2 adds the result to what is there
+        self.state.note_begun(zip(self.shards, held, strict=True))
         for observer in observers:
             observer(self.state, parameters, pairs)
         gradients = [gradient for _, gradient in pairs]
@@ -223,6 +231,16 @@ class ShardHook:
             step = max((record.step for record in records), default=0)
             self._records, self._last = records, together(records, step) if records else None
         return self._last
+
+    def discard(self) -> None:
+        """Take the last exchange of every unit back, as :meth:`gradstats.hooks.CompressionState.discard` does.
+
+        Call it on all ranks before the next backward pass if you do not apply the update. A step that failed on one
+        unit has changed the memories of the units before it: this takes them back.
+        """
+        for name in self._exchanged:
+            self.states[name].discard()
+        self._exchanged.clear()
 
     def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient as it is: an observer sees what a unit's state adds.

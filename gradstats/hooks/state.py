@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,19 @@ import torch.distributed as dist
 from gradstats.compressors import Compressor, Selector, as_compressor
 from gradstats.errors import ExchangeError, InputError
 from gradstats.hooks.agreement import Agreement, as_made, check_applied, described
+from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
+from gradstats.hooks.corrections import AdamCorrection
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
 from gradstats.hooks.layout import ParameterLayout, check_patterns
+from gradstats.hooks.leftover import Leftover
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
+from gradstats.hooks.notices import Notices
 from gradstats.hooks.ratio import RatioSchedule
-from gradstats.hooks.step import Scaler, Setup, Step, loss_scale
+from gradstats.hooks.step import Scaler, Setup, Step, backed_off, loss_scale
+from gradstats.hooks.undo import Undo
 from gradstats.hooks.usage import Usage
 from gradstats.primitives.ratio import check_count, check_number
 from gradstats.trace.record import StepRecord
@@ -74,6 +80,10 @@ class CompressionState:
         never.
     process_group : torch.distributed.ProcessGroup, optional
         The group to average over: the one DDP was given; the default group if None.
+    discard_unapplied : bool
+        Whether an update whose gradient was zeroed before any optimizer took it counts as thrown away
+        (:meth:`discard`). Pass false if you apply updates without ``optimizer.step()``, such as those of several
+        losses together.
 
     Attributes
     ----------
@@ -100,6 +110,10 @@ class CompressionState:
     real and imaginary parts are elements of their own. Sparse gradients (``nn.Embedding(sparse=True)``) are averaged
     exactly, without compression. A step that fails (a non-finite gradient, a lost rank) leaves the memory as it was
     before it, and so does, for a parameter, a step in which no rank used it (``find_unused_parameters``).
+
+    A step is an optimizer's step. Of several exchanges into one ``.grad``, as of micro-steps without ``no_sync()``,
+    each takes the new part of the gradient, momentum decays once, and the means add up. An exchange whose update no
+    optimizer takes is discarded: where a loss scaler skips a step, and where the gradient is zeroed first.
     """
 
     def __init__(
@@ -119,6 +133,7 @@ class CompressionState:
         diagnose_every: int = 0,
         verify_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        discard_unapplied: bool = True,
     ) -> None:
         guard = Guard(nonfinite, scaled=scaler is not None)
         exclude = check_patterns(exclude, "exclude")
@@ -163,6 +178,8 @@ class CompressionState:
             schedule,
             guard,
             Usage(gradient),
+            Leftover(),
+            Applied(),
             Checkpoint(made, gradient, process_group),
             None if clip is None else check_number(clip, "clip", 0, math.inf),
             check_count(diagnose_every, "diagnose_every", 0),
@@ -172,8 +189,13 @@ class CompressionState:
             check_count(verify_every, "verify_every", 0),
         )
         self._current: Step | None = None
+        self._discard_unapplied = discard_unapplied
+        # to take the last exchange back, and to take back the one in progress once it is over
+        self._undo: Undo | None = None
+        self._before: Undo | None = None
+        self._notices = Notices()
         if named_parameters is not None:
-            self._setup.add((n, p) for n, p in named_parameters if p.requires_grad)
+            self._setup.add(named_parameters)
 
     @property
     def compressor(self) -> Compressor:
@@ -204,7 +226,9 @@ class CompressionState:
     def current(self) -> Step:
         """The step in progress; one without gradients if a capture asks before the first bucket. The hook's."""
         if self._current is None:
-            self._current = Step(self._setup, self.step, loss_scale(self.scaler))
+            scale = loss_scale(self.scaler)
+            self._discard_if_unapplied(scale)
+            self._current = Step(self._setup, self.step, scale)
         return self._current
 
     @property
@@ -221,7 +245,7 @@ class CompressionState:
             ``model.named_parameters()``.
         """
         if not self._setup.layout.known:
-            self._setup.add((n, p) for n, p in named_parameters if p.requires_grad)
+            self._setup.add(named_parameters)
 
     def residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the residual that will be added to a parameter's next gradient.
@@ -260,13 +284,15 @@ class CompressionState:
         tensor, shape (n,)
             Flat, in logical order, in unscaled units.
         """
-        flat = flatten(parameter, gradient)
         scale = self.current.scale
+        flat = flatten(parameter, self._setup.leftover.without(parameter, gradient))
         if scale != 1:
             flat = flat.to(self._setup.layout.dtype) * (1 / scale)
         slot = self._setup.layout.slots.get(id(parameter))
         if not self._setup.gradient.allocated or slot is None:
             return flat
+        if self._setup.further(parameter):
+            return self.memory.preview(flat, slot, further=True)
         return self.memory.preview(flat, slot)
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,6 +305,8 @@ class CompressionState:
             name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter, of
             compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
         """
+        if self._current is None and self._undo is not None and self._skipped(self._undo):
+            self.discard()
         return self._setup.checkpoint.save(self.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -322,7 +350,114 @@ class CompressionState:
     def _resume(self, step: int) -> None:
         """Go on from a checkpoint, once all ranks agree on it."""
         self.step = step
+        self._undo = None
         self._setup.agreement.reopen()
+
+    def discard(self) -> None:
+        """Take the last exchange back: memory, estimators and counters are what they were before it.
+
+        Call it on all ranks before the next backward pass if you do not apply the update, as when its norm is too
+        large. Nothing happens if there is nothing to take back: no exchange yet, one that was refused, or was taken
+        back already. Of several exchanges into one ``.grad`` it takes back the last.
+
+        It needs no memory but the compressor's ``state_dict()``, some numbers: a step writes into the buffers that the
+        last but one left, and the next step overwrites them.
+
+        Raises
+        ------
+        InputError
+            If a memory of your own has no :meth:`gradstats.hooks.Memory.discard`.
+        """
+        undo = self._undo
+        if undo is None:
+            return
+        self.memory.discard()
+        self.compressor.rewind(undo.compressor)
+        self._undo = None
+        self.step, self.last, self.diagnosis = undo.step, undo.last, undo.diagnosis
+        self._setup.guard.hidden = undo.hidden
+
+    def _skipped(self, undo: Undo, scale: float | None = None) -> bool:
+        """Tell whether the loss scaler has skipped the step of the last exchange."""
+        applied = self._setup.applied
+        now = loss_scale(self.scaler) if scale is None else scale
+        return backed_off(self.scaler, undo.scale, now) and not (applied.known and applied.stepped)
+
+    def _discard_if_unapplied(self, scale: float) -> None:
+        """Take the last exchange back if its update went nowhere; there is no taking back once a step has begun."""
+        undo, applied = self._undo, self._setup.applied
+        if undo is not None and type(self.memory).discard is not Memory.discard:
+            if self._skipped(undo, scale):
+                self.discard()
+            elif (
+                self._discard_unapplied
+                and applied.known
+                and not applied.stepped
+                and not self._setup.leftover.found()
+            ):
+                self.discard()
+                self._notices.discarded(undo.step)
+        self._undo = None
+
+    def _notice(self) -> None:
+        """Say what a training should not do, once of each kind."""
+        setup = self._setup
+        if setup.usage.frozen and (name := setup.usage.unfrozen()) is not None:
+            self._notices.unfrozen(name)
+        if self.compressor.has_ratio and not isinstance(self.memory, NoMemory | AdamCorrection):
+            for kind in setup.applied.adaptive():
+                self._notices.adaptive(kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressionState:
+        """Return a state of its own, which exchanges in the same process group: groups cannot be copied."""
+        if self.process_group is not None:
+            memo[id(self.process_group)] = self.process_group
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        vars(other).update((name, copy.deepcopy(each, memo)) for name, each in vars(self).items())
+        return other
+
+    def forget_optimizers(self) -> None:
+        """Look for no optimizer's steps: the update is not for theirs."""
+        self._setup.applied.forget()
+
+    def follow(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look for the steps of optimizers that know parameters by other tensors than the state does.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters, as an optimizer has them.
+        """
+        self._setup.applied.watch(parameters)
+
+    def note_begun(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Note which gradients outside DDP an earlier exchange has put a part of the next step into.
+
+        Parameters
+        ----------
+        pairs : iterable of (parameter, tensor or None)
+            Parameters with what is in their ``.grad``.
+        """
+        applied = self._setup.applied
+        if not (applied.known and applied.stepped):
+            begun = {id(p) for p, grad in pairs if grad is not None and bool(grad.any())}
+            self._setup.leftover.begun = begun
+
+    def join(self) -> None:
+        """Take part in a step of other ranks without a gradient; it counts as applied. The hook's."""
+        self._setup.leftover.clear()
+        self._setup.applied.take()
+
+    def note_filled(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note that DDP has put the update into gradients. The hook's.
+
+        Parameters
+        ----------
+        parameters : sequence of torch.Tensor
+            Parameters of the step.
+        """
+        self._setup.leftover.note(parameters)
 
     @contextmanager
     def naming_step(self) -> Iterator[None]:
@@ -352,6 +487,15 @@ class CompressionState:
         self._current = None
         step, setup = self.current, self._setup
         self.compressor.abandon()
+        self._before = Undo(
+            self.step,
+            step.scale,
+            self.compressor.state_dict(),
+            self.last,
+            self.diagnosis,
+            setup.guard.hidden,
+        )
+        self._notice()
         setup.schedule.begin(self.step)
         with step.at():
             step.open(device)
@@ -369,8 +513,13 @@ class CompressionState:
         """
         self._setup.usage.add(parameters)
 
-    def complete(self) -> float | None:
+    def complete(self, skipped: bool = False) -> float | None:
         """Have the step in progress put the average into its gradients, and go on to the next. The hook's.
+
+        Parameters
+        ----------
+        skipped : bool
+            Whether DDP has passed over buckets that no rank uses (``skip_all_reduce_unused_params``).
 
         Returns
         -------
@@ -383,9 +532,14 @@ class CompressionState:
             As :func:`gradstats.hooks.compression_hook` says.
         """
         with self.current.at():
+            if skipped:
+                self.current.add_absent()
             outcome = self.current.complete()
         if outcome.diagnosis is not None:
             self.diagnosis = outcome.diagnosis
+        if outcome.record is not None and outcome.fill is None:
+            self._undo = self._before
+            self._setup.applied.begin()
         self._drop_step()
         if outcome.record is not None:
             self.last = outcome.record
@@ -416,4 +570,6 @@ class CompressionState:
 
     def _drop_step(self) -> None:
         self._current = None
+        self._before = None
         self._setup.usage.clear()
+        self._setup.leftover.clear()

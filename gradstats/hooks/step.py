@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,18 +17,29 @@ from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced
 from gradstats.errors import InputError
 from gradstats.hooks.agreement import Agreement, check_applied
+from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
 from gradstats.hooks.gradient import FlatGradient, Pair, zero_bad
 from gradstats.hooks.guard import Guard, as_flag, count_bad
 from gradstats.hooks.layout import ParameterLayout
+from gradstats.hooks.leftover import Leftover
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.ratio import RatioSchedule
 from gradstats.hooks.torch_private import after_backward
 from gradstats.hooks.usage import Usage
 from gradstats.trace.record import StepRecord
 
-__all__ = ["HeldBucket", "Outcome", "Scaler", "Setup", "Step", "loss_scale", "outside"]
+__all__ = [
+    "HeldBucket",
+    "Outcome",
+    "Scaler",
+    "Setup",
+    "Step",
+    "backed_off",
+    "loss_scale",
+    "outside",
+]
 
 
 class Scaler(Protocol):
@@ -48,6 +60,20 @@ def loss_scale(scaler: Scaler | None) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
+def backed_off(scaler: Scaler | None, before: float, now: float) -> bool:
+    """Tell whether a loss scaler found an overflow and skipped the optimizer's step: it lowers its scale then.
+
+    Parameters
+    ----------
+    scaler : Scaler, optional
+        Scaler of the training. One without ``get_backoff_factor()`` does not tell.
+    before, now : float
+        Its scale in the step, and after it.
+    """
+    factor = getattr(scaler, "get_backoff_factor", None)
+    return factor is not None and now < before and math.isclose(now, before * factor())
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What every step of a training works with: the same objects from the first to the last.
@@ -64,6 +90,10 @@ class Setup:
         Policy for gradients that are not finite.
     usage : Usage
         Which parameters this rank used.
+    leftover : Leftover
+        What earlier exchanges left in the gradients.
+    applied : Applied
+        Whether an optimizer has applied the last update.
     checkpoint : Checkpoint
         Has the memory of a restart until there is room for it.
     clip : float or None
@@ -83,6 +113,8 @@ class Setup:
     schedule: RatioSchedule
     guard: Guard
     usage: Usage
+    leftover: Leftover
+    applied: Applied
     checkpoint: Checkpoint
     clip: float | None
     diagnose_every: int
@@ -101,17 +133,35 @@ class Setup:
         return self.gradient.memory
 
     def add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give parameters their places, and watch their use.
+        """Give parameters that are trained their places, and watch their use.
 
         Parameters
         ----------
         named_parameters : iterable of (str, torch.Tensor)
             Names and parameters.
         """
-        named = list(named_parameters)
+        every = list(named_parameters)
+        named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
+        self.usage.frozen = {n: weakref.ref(p) for n, p in every if not p.requires_grad}
         self.layout.add(named)
         self.agreement.add(named)
-        self.usage.watch(parameter for _, parameter in named)
+        parameters = [parameter for _, parameter in named]
+        self.usage.watch(parameters)
+        self.leftover.watch(parameters)
+        self.applied.watch(parameters)
+
+    def further(self, parameter: torch.Tensor) -> bool:
+        """Tell whether an earlier exchange has taken a part of the gradient of the optimizer's step that is coming.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the parameters.
+        """
+        begun = self.leftover.parts or self.leftover.begun
+        if not begun or (self.applied.known and self.applied.stepped):
+            return False
+        return id(parameter) in self.leftover.parts or id(parameter) in self.leftover.begun
 
     def allocate(self, device: torch.device) -> None:
         """Make room for the gradient and the memory, and fill that from a checkpoint loaded before.
@@ -192,6 +242,10 @@ class Step:
         Elements that are not finite in averaged sparse gradients, or on ranks with other shards.
     problem : str
         What is wrong with the gradients; empty if nothing is.
+    bucket : int
+        Index of DDP's last bucket that has come; -1 before the first.
+    skipped, ended : bool
+        Whether DDP has passed over a bucket before that, and whether the step was completed, whatever it came to.
     """
 
     def __init__(self, setup: Setup, number: int, scale: float) -> None:
@@ -201,6 +255,8 @@ class Step:
         self.pairs: list[Pair] = []
         self.bad_elsewhere = 0
         self.problem = ""
+        self.bucket = -1
+        self.skipped = self.ended = False
         self._setup = setup
         self._open = False
 
@@ -285,10 +341,18 @@ class Step:
             Gradients of one bucket.
         """
         self.pairs += pairs
+        self._setup.leftover.set_aside(pairs)
         if self._streams():
             self._setup.layout.require(parameter for parameter, _ in pairs)
             with self.at():
                 self._push(pairs, self._take(pairs))
+
+    def add_absent(self) -> None:
+        """Add gradients of zero for parameters that no rank uses and DDP leaves out; their memory will stay."""
+        came = {id(parameter) for parameter, _ in self.pairs}
+        absent = [p for p in self._setup.layout.parameters() if id(p) not in came]
+        # in the order of buckets, which is about that of the backward pass
+        self.ready([(p, torch.zeros_like(p, requires_grad=False)) for p in reversed(absent)])
 
     def complete(self) -> Outcome:
         """Exchange, put the average into the gradients, and settle the memory.
@@ -303,6 +367,13 @@ class Step:
         NonFiniteGradientError, ExchangeError, InputError
             As :func:`gradstats.hooks.compression_hook` says.
         """
+        try:
+            return self._complete()
+        finally:
+            self._setup.leftover.put_back(self.pairs)
+
+    def _complete(self) -> Outcome:
+        """Do so with gradients from which what earlier exchanges left is taken out."""
         setup, layout, memory = self._setup, self._setup.layout, self._setup.memory
         group, pairs = setup.process_group, self.pairs
         if not layout.known:  # numbered in the order of the first backward pass
@@ -334,7 +405,8 @@ class Step:
         dense = setup.gradient.dense
         if layout.dense_numel:
             all_reduce_mean(dense, group)
-            memory.update_dense(dense)
+            further = [s for p, s in layout.dense_places(pairs) if setup.further(p)]
+            memory.update_dense(dense, **({"further": further} if further else {}))
         setup.gradient.write(pairs, reduced.mean, self.scale)
         # the memory is not settled yet, so that this step, too, can be refused as if nothing had happened:
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
@@ -384,11 +456,12 @@ class Step:
     def _take(self, pairs: Sequence[Pair]) -> int:
         """Add the memory to gradients; return the flag for what is not finite after the policy saw to it."""
         gradient = self._setup.gradient
-        bad = count_bad(gradient.take(pairs, self._factor(pairs)))
+        further = self._setup.further
+        bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
         if bad and self._setup.guard.zeroes:
             self.problem = f"{bad} NaN or infinite elements taken as zero{gradient.first_bad()}"
             zero_bad(pairs)
-            bad = count_bad(gradient.take(pairs, self._factor(pairs)))
+            bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
         return as_flag(bad or self.bad_elsewhere)
 
     def _factor(self, pairs: Sequence[Pair]) -> float:

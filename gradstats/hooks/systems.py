@@ -297,7 +297,7 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def diloco(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     steps: int = 500,
     *,
     learning_rate: float = 0.7,
@@ -311,7 +311,7 @@ def diloco(
     ----------
     model : torch.nn.Module
         The model, not wrapped in DDP.
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or sequence of torch.optim.Optimizer
         Optimizer of the local steps; the paper's is AdamW.
     steps : int
         Number of local steps H from one exchange to the next.
@@ -349,7 +349,7 @@ def diloco(
 
 def sparseloco(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     steps: int = 30,
     *,
     learning_rate: float = 1.0,
@@ -369,7 +369,7 @@ def sparseloco(
     ----------
     model : torch.nn.Module
         The model, not wrapped in DDP.
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or sequence of torch.optim.Optimizer
         Optimizer of the local steps; the paper's is AdamW.
     steps : int
         Number of local steps H from one exchange to the next.

@@ -6,6 +6,7 @@ Each entry says what it is for. All were read in torch 2.13, and those with a br
 # No `from __future__ import annotations` here: DDP reads the annotations of hooks, and GradBucket must be the class.
 
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
@@ -18,17 +19,23 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from gradstats.errors import InputError
+
 __all__ = [
     "GradBucket",
     "Unwrapped",
     "after_backward",
     "all_reduce_hook",
+    "backward_pass",
+    "before_finalizing",
     "before_thread_pools_end",
     "comm_hooks",
     "copy_all",
     "divide_factors",
     "fail_when_asked",
     "groups_of_rank",
+    "innermost_optimizer",
+    "is_part",
     "original_size",
     "other_micro_steps",
     "parameter_groups",
@@ -36,6 +43,7 @@ __all__ = [
     "scaler_stages",
     "shard_group",
     "shard_place",
+    "store_of",
     "tree_map",
     "unwrap",
     "values_of_sparse",
@@ -62,7 +70,8 @@ def unwrap(model: object) -> Unwrapped:
     """Find the model behind ``torch.compile``, DDP and ``DataParallel``, in whatever order they were put around it.
 
     ``fully_shard`` and accelerate change a model in place or wrap it by these. ``torch.compile`` keeps the module in
-    ``_orig_mod``, and would put that name into those of all parameters.
+    ``_orig_mod``, and would put that name into those of all parameters. A module of the user's around DDP (a pair of
+    networks, a Lightning module) stays the model, and DDP is found in it.
 
     Parameters
     ----------
@@ -73,6 +82,11 @@ def unwrap(model: object) -> Unwrapped:
     -------
     Unwrapped
         The model and its DDP wrapper.
+
+    Raises
+    ------
+    InputError
+        If there are several DDP models in it.
     """
     ddp = None
     while True:
@@ -83,7 +97,29 @@ def unwrap(model: object) -> Unwrapped:
         elif isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]
         else:
-            return Unwrapped(model, ddp)
+            break
+    if ddp is None and isinstance(model, torch.nn.Module):
+        inside = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        if inside[1:]:
+            raise InputError(f"{type(model).__name__} has {len(inside)} DDP models in it: give one")
+        ddp = inside[0] if inside else None
+    return Unwrapped(model, ddp)
+
+
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's wrapper, which is an ``Optimizer`` without its attributes.
+
+    Parameters
+    ----------
+    optimizer : object
+        Optimizer, as the training has it. Any other is returned as it is.
+    """
+    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
+        optimizer, "_optimizer_step_post_hooks"
+    ):
+        inner: Any = optimizer
+        optimizer = inner.optimizer
+    return optimizer
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
@@ -109,6 +145,14 @@ def scaler_stages(scaler: object) -> list[str]:
     return [getattr(state.get("stage"), "name", "READY") for state in states.values()]
 
 
+def backward_pass() -> int:
+    """Return the number of the backward pass that is under way in this thread, a new one for each; -1 if none is.
+
+    In DDP's Join a hook is called without one.
+    """
+    return torch._C._current_graph_task_id()
+
+
 def after_backward(call: Callable[[], None]) -> bool:
     """Call something when DDP has put the results into the gradients; tell whether a backward pass is under way.
 
@@ -125,6 +169,19 @@ def after_backward(call: Callable[[], None]) -> bool:
         # no backward pass: in DDP's Join a rank without inputs takes part in the others' exchange
         return False
     return True
+
+
+def before_finalizing(call: Callable[[], None]) -> None:
+    """Call something when the backward pass is over, before DDP waits for its buckets.
+
+    Parameters
+    ----------
+    call : callable
+        Called without arguments, unless no backward pass is under way. DDP queues its own callback when the last
+        bucket is ready, and so after this one.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def fail_when_asked(
@@ -164,6 +221,17 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_part(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a view of another, as gradients are of buckets (``gradient_as_bucket_view``).
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor.
+    """
+    return tensor._is_view()
+
+
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse tensor, coalesced or not, as a view.
 
@@ -179,6 +247,19 @@ def groups_of_rank() -> int:
     """Return the number of process groups this rank is in: PyTorch names a new one by it, and waits for that name."""
     world: Any = dist.distributed_c10d._world
     return len(world.pg_names)
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """Return the ``torch.distributed.Store`` that the ranks of a group share; None if it has none.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        The ranks; the default group if None.
+    """
+    world: Any = dist.distributed_c10d._world
+    _, store = world.pg_map.get(group or dist.group.WORLD, (None, None))
+    return store
 
 
 def before_thread_pools_end(call: Callable[[], None]) -> None:

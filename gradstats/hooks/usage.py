@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,11 +44,21 @@ class Usage:
     ----------
     gradient : FlatGradient
         Has the memory.
+
+    Attributes
+    ----------
+    frozen : dict of str to weakref.ref
+        Parameters that were not trained when the model was wrapped, by name.
     """
 
     def __init__(self, gradient: FlatGradient) -> None:
         self._gradient = gradient
         self._used: set[int] = set()
+        self.frozen: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy without the parameters, which are others or of another process."""
+        return {**vars(self), "frozen": {}}
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have autograd note when it accumulates a gradient.
@@ -71,6 +82,11 @@ class Usage:
             Parameters.
         """
         self._used.update(map(id, parameters))
+
+    def unfrozen(self) -> str | None:
+        """Return the name of a parameter that is trained since the model was wrapped; None if none is."""
+        every = ((name, found()) for name, found in self.frozen.items())
+        return next((name for name, p in every if p is not None and p.requires_grad), None)
 
     def clear(self) -> None:
         """Forget what was used: the step has ended."""

@@ -23,6 +23,7 @@ from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.errors import InputError, first_line
 from gradstats.network.measure import compare, measure
 from gradstats.network.model import Network
+from gradstats.registry import load_file
 from gradstats.tables import render
 
 __all__ = ["main"]
@@ -92,9 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--select",
         nargs="*",
-        default=tuple(COMPRESSORS),
         metavar="NAME",
         help="compressors whose selection is measured; default all",
+    )
+    parser.add_argument(
+        "--load",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="Python file to import first: rules and compressors of your own",
     )
     parser.add_argument(
         "--check",
@@ -138,6 +145,10 @@ def _device(options: argparse.Namespace) -> str:
     """Check what can be checked before the ranks meet, and return the device of the tensors."""
     if "RANK" not in os.environ:
         raise InputError(f"start it on every rank: {_COMMAND} -o network.json")
+    for file in options.load:
+        load_file(file)
+    if options.select is None:
+        options.select = tuple(COMPRESSORS)
     for name in options.select:
         compressor_class(name)
     if not dist.is_backend_available(options.backend):

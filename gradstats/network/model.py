@@ -495,16 +495,25 @@ class Network:
                 raise InputError(
                     f"{path} has network schema {content['schema']}; this gradstats reads {SCHEMA}"
                 )
+            if not isinstance(content["about"], dict):
+                raise ValueError("its description is no object")
             lines = tuple(Line(**_tuples(line)) for line in content["lines"])
             if not all(map(_sound, lines)):
                 raise ValueError("numbers that no measurement gives")
             return cls(lines, dict(content["algorithms"]), dict(content["about"]))
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError),
+            *(OverflowError, RecursionError),
+        ) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path} is not a measured network") from None
+
+
+_MOST = 1e18
+"""Bytes, seconds or ranks that nothing measured reaches: what is computed of more leaves the range of numbers."""
 
 
 def _sound(line: Line) -> bool:
@@ -517,8 +526,8 @@ def _sound(line: Line) -> bool:
         and (line.world > 1 or line.operation not in ALGORITHMS)
         and isinstance(line.degrees, int)
         and np.shape(line.covariance) == (2, 2)
-        and all(0 < number < math.inf for number in positive)
-        and bool(np.isfinite([line.fixed, line.slope, line.spread, line.noise]).all())
+        and all(0 < number < _MOST for number in positive)
+        and all(abs(n) < _MOST for n in (line.fixed, line.slope, line.spread, line.noise))
         and bool(np.isfinite(line.covariance).all())
         and curve == (len(line.bends),) * 2
         and list(line.sizes) == sorted(line.sizes)

@@ -407,13 +407,12 @@ def _treatment(
     # a source of vectors alone does not say what they were
     known = dimensions if max(dimensions.values()) > 1 else {}
     choose = system.choose(known, ratio)
-    ratios, single = {}, set()
+    ratios = {}
     for layer in layers:
         selector = choose(layer.name, layer.numel)
         searched = isinstance(selector, ThresholdSelector) and selector.estimator.name == name
         most = ratio * kept if searched else ratio
         ratios[layer.name] = 1.0 if selector.whole else min(1.0, max(most, 1 / layer.numel))
-        # asked as of a large layer: a small one of RedSync's counts as quantised, too
-        if choose(layer.name, max(layer.numel, DENSE_BELOW)).single_value:
-            single.add(layer.name)
-    return ratios, single
+    # asked as of a large layer: a small one of RedSync's counts as quantised, too
+    large = {layer.name: max(layer.numel, DENSE_BELOW) for layer in layers}
+    return ratios, {name for name, numel in large.items() if choose(name, numel).single_value}

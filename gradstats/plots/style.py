@@ -9,7 +9,9 @@ from zlib import crc32
 
 import numpy as np
 import seaborn as sns
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 
 from gradstats.primitives.sketch import Magnitudes
@@ -18,7 +20,7 @@ from gradstats.tables import visible
 from gradstats.thresholds import ESTIMATORS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.artist import Artist
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
@@ -99,7 +101,7 @@ def look_of(name: str) -> dict[str, Any]:
     dict
         ``color``, ``marker`` and ``ls`` of :meth:`matplotlib.axes.Axes.plot`.
     """
-    known = ["exact", *(rule for rule in ESTIMATORS if rule != "exact"), *_OTHERS]
+    known = ["exact", *(rule for rule in ESTIMATORS.own if rule != "exact"), *_OTHERS]
     rule = {"topk": "exact"}.get(name, name)
     # what others add has a place of its own that does not depend on what is drawn beside it
     place = known.index(rule) if rule in known else len(known) + crc32(name.encode()) % 60
@@ -157,7 +159,23 @@ def tidy(ax: Axes, title: str | None) -> Axes:
         ax.set_title(visible(title))
     ax.grid(alpha=0.3)
     sns.despine(ax=ax)
+    _plain_text(ax)
     return ax
+
+
+def _plain_text(artist: Artist) -> None:
+    """Show every text as it is: a dollar in a parameter's name begins no formula. Ticks of numbers keep theirs."""
+    axes = [a for a in artist.findobj(Axes) if isinstance(a, Axes)]
+    numbers = {
+        id(label)
+        for ax in axes
+        for axis in (ax.xaxis, ax.yaxis)
+        if isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter)
+        for label in axis.get_ticklabels(which="both")
+    }
+    for text in artist.findobj(Text):
+        if isinstance(text, Text) and id(text) not in numbers:
+            text.set_parse_math(False)
 
 
 def plain_log(axis: Axis) -> None:
@@ -237,10 +255,10 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     for text in figure.findobj(Text):
         if not (shown := text.get_text()).isprintable():
             text.set_text("\n".join(map(visible, shown.split("\n"))))
+    _plain_text(figure)
     stream, small = io.BytesIO(), io.BytesIO()
     figure.savefig(stream, format="png", dpi=dpi)
     with Image.open(stream) as image:
-        image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1).save(
-            small, format="png", optimize=True
-        )
+        colours = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+        colours.save(small, format="png", optimize=True)
     return small.getvalue()

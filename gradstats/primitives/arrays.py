@@ -112,6 +112,10 @@ def check(x: Array) -> Array:
             f"a gradient must be an array, not {shown(x)}: {first_line(error)}"
         ) from None
     if array.dtype.type not in _FLOATS:
+        if array.dtype.kind == "c":
+            raise InputError(
+                f"a gradient must be real, not {array.dtype}; give both parts, as np.stack([x.real, x.imag], -1)"
+            )
         raise InputError(
             f"a gradient must be float16, float32 or float64 (or bfloat16 in torch), not {_named(array)}; convert it"
         )
@@ -138,8 +142,15 @@ def _check_tensor(x: torch.Tensor) -> torch.Tensor:
             f"a gradient must be a plain tensor, not {kind.__name__}; give the data inside it, as .to_local() does"
         )
     if x.layout is not torch.strided:
-        raise InputError(f"a gradient must be dense, not {x.layout}; call .coalesce().values()")
+        # its values alone would be another gradient: a ratio is of all elements, zeros included
+        raise InputError(f"a gradient must be dense, not {x.layout}; call .to_dense()")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        if x.is_quantized:
+            raise InputError(f"a gradient must not be quantised, as {x.dtype}; call .dequantize()")
+        if x.is_complex():
+            raise InputError(
+                "a gradient must be real; call torch.view_as_real(x), whose last dimension has both parts"
+            )
         raise InputError(
             f"a gradient must be float16, bfloat16, float32 or float64, not {x.dtype}; call .float()"
         )

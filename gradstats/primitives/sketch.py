@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Histogram, Moments, histogram, moments, select
-from gradstats.primitives.arrays import as_numpy, check, flat_chunks
+from gradstats.primitives.arrays import as_numpy, check, flat_chunks, wide_dtype
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.histogram import bin_edges, check_bits
 from gradstats.primitives.ratio import check_count, check_magnitude, check_number
@@ -404,6 +404,16 @@ def _check_range(largest: float) -> None:
         )
 
 
+def _check_small(counts: NDArray[Any], sums: Moments, bits: int) -> None:
+    """Check that most magnitudes of float64 are not below float32's normal numbers, where its bins are few."""
+    normal = int(counts[1 << bits :].sum())
+    if 2 * normal < sums.count:
+        raise InputError(
+            f"magnitudes of {sums.mean:.3g} on the mean are below float32's range, in which more than {EXACT:,} are "
+            "counted: rescale them"
+        )
+
+
 def _known_maximum(
     left: NDArray[np.float64],
     right: NDArray[np.float64],
@@ -452,7 +462,7 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
     Raises
     ------
     InputError
-        If `x` is not a dense floating-point array, or has more than :data:`EXACT` elements and magnitudes beyond
+        If `x` is not a dense floating-point array, or has more than :data:`EXACT` elements and magnitudes outside
         float32's range.
 
     Examples
@@ -467,6 +477,8 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
     if sums.count > EXACT:
         _check_range(sums.max)
         counts = histogram(x, bits).counts
+        if wide_dtype(x) == np.float64:
+            _check_small(counts, sums, bits)
         # what float32 rounds to zero is not zero; it belongs into the lowest bin, with the smallest denormals
         counts[0] += sums.count - int(counts.sum())
         bins = np.flatnonzero(counts > 0)  # of booleans, which takes a tenth of the time

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradstats.analysis.closest import closest_laws, evenly, law_pairs
 from gradstats.analysis.compression import compression
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import dataset_of, drift_records
@@ -20,7 +21,6 @@ from gradstats.primitives.ratio import target_count
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.pot.peaks import MODEL
 from gradstats.tables import Records
-from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource
 
@@ -71,6 +71,8 @@ class Measured:
         Records of :func:`gradstats.analysis.decay.compressibility_records`, controls last.
     fits : list of dict
         Records of :func:`gradstats.analysis.fits.fit_records`, at the steps shown.
+    laws : list of dict
+        Records of :func:`gradstats.analysis.closest.closest_laws`.
     tails, peaks : list of dict
         Records of :func:`gradstats.analysis.peaks.mixture_records` and
         :func:`gradstats.analysis.peaks.pot_records`, at the steps shown.
@@ -97,6 +99,7 @@ class Measured:
     ledger: list[dict[str, Any]]
     decay: list[dict[str, Any]]
     fits: list[dict[str, Any]]
+    laws: list[dict[str, Any]]
     tails: list[dict[str, Any]]
     peaks: list[dict[str, Any]]
     series: list[dict[str, Any]]
@@ -130,8 +133,8 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     """
     keys = source.select()
     rank = keys[0][0]
-    steps = _evenly(sorted({step for r, _, step in keys if r == rank}), MOST_STEPS)
-    shown = _evenly(steps, 3)
+    steps = evenly(sorted({step for r, _, step in keys if r == rank}), MOST_STEPS)
+    shown = evenly(steps, 3)
     here: dict[str, Any] = {"steps": shown, "ranks": [rank]}
     ledger = _ledger(source, steps)
     advance()
@@ -143,8 +146,9 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     controls = [name for name, law in LAWS.items() if law.control]
     fits += [r | UNTESTED for r in fit_records(source, controls, **here)]
     fits.sort(key=lambda r: (r["kind"], r["step"]))
+    laws = closest_laws(law_pairs(source, steps=steps, ranks=[rank]))
     advance()
-    series = series_of(source, Subset(steps), estimators=tuple(ESTIMATORS))
+    series = series_of(source, Subset(steps))
     advance()
     training = dataset_of(
         source,
@@ -164,6 +168,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         ledger,
         decay,
         fits,
+        laws,
         tails,
         peaks,
         series,
@@ -195,12 +200,6 @@ def _run(
         counts = [int(n) for r in source.trace.ranks for n in source.trace.scalars(r)["selected"]]
         live = Records(unknown | {"quality": n / k} for n in counts if n >= 0)
     return describe(source), known, live
-
-
-def _evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of the steps, evenly spread, with the first and the last."""
-    places = np.linspace(0, len(steps) - 1, min(len(steps), most))
-    return [steps[i] for i in np.unique(places.astype(int))]
 
 
 def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:

@@ -143,7 +143,9 @@ def _decay(m: Measured, reduced: dict[str, Sketch]) -> str:
     from gradstats import plots
 
     def draw(axes: Sequence[Axes]) -> None:
-        plots.magnitude_decay(reduced, axes[0], window=default_window(m.source.numel))
+        plots.magnitude_decay(
+            reduced, axes[0], window=default_window(m.source.numel) if m.source.numel > 1 else None
+        )
         plots.best_k_error(reduced, axes[1])
         plots.window_exponent(reduced, axes[2])
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gradstats.analysis.drift import FEWEST_STEPS
-from gradstats.analysis.quality import noise_floor
+from gradstats.analysis.rules import COUNTING, judged_rules
+from gradstats.analysis.verdicts import Verdict, closest_law, which_rule
 from gradstats.plots.style import label_of
-from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.primitives.ratio import RATIOS
 from gradstats.report.measured import Measured
 from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.fitting import as_magnitudes
@@ -21,28 +22,6 @@ from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource
 
 __all__ = ["COUNTING", "QUESTIONS", "Verdict", "missing_ranks"]
-
-COUNTING = ("exact", "warm-exact", "histogram", "redsync-trimmed")
-"""Estimators that count elements until they have k; the others estimate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One answer on the first screen.
-
-    Attributes
-    ----------
-    headline : str
-        Answer in a few words.
-    numbers : str
-        Numbers behind it, in sentences.
-    warn : bool
-        Whether something is wrong.
-    """
-
-    headline: str
-    numbers: str
-    warn: bool = False
 
 
 def missing_ranks(measured: Measured) -> list[int]:
@@ -280,33 +259,11 @@ def _by_window(record: dict[str, Any]) -> str:
 
 
 def _model(measured: Measured, kind: Kind) -> Verdict:
-    """Say which model keeps nearest to k elements at the smallest ratio, and what a test can see."""
-    step, d = measured.shown[-1], measured.source.numel
+    """Say which law is closest, and what a test can see."""
+    step = measured.shown[-1]
+    verdict = closest_law(_of(measured.laws, kind))
     rows = [r for r in _of(measured.fits, kind) if r["step"] == step]
-    # the smallest ratio at which chance leaves anything to see
-    ratio = next(
-        (r for r in sorted(RATIOS) if noise_floor(target_count(r, d)) <= _CLOSE), RATIOS[0]
-    )
-    known = [r for r in rows if math.isfinite(r["quality"].get(ratio, math.nan))]
-    if not known:
-        return Verdict("None fits", "; ".join(sorted({r["status"] for r in rows})), True)
-    best = min(known, key=lambda r: abs(math.log(max(r["quality"][ratio], 1e-9))))
-    kept = best["quality"][ratio]
-    allowed = max(_CLOSE, noise_floor(target_count(ratio, d)))
-    fits = abs(kept - 1) <= allowed
-    said = f"k̂/k = {_short(kept)} at ratio {ratio:g}"
-    headline = f"{label_of(best['model'])}: {said}"
-    if not fits:
-        headline = f"None fits; the closest, {label_of(best['model'])}, has {said}"
-    numbers = f"Of {len(known)} at step {step}; a model fits if its threshold keeps k ± {_percent(allowed)}. "
-    numbers += f"Its thresholds from 0.1 to 0.0001 are at most {_fold(best['tail_error'])} off. {_power(rows)}"
-    if best["status"] != "ok":
-        numbers += f" Mind: {best['status']}."
-    return Verdict(headline, numbers, not 0.5 <= kept <= 2)
-
-
-def _fold(tail_error: float) -> str:
-    return f"{math.exp(tail_error):.3g}-fold" if tail_error < 50 else "infinitely"
+    return replace(verdict, numbers=f"{verdict.numbers} {_power(rows)}")
 
 
 def _power(rows: Sequence[dict[str, Any]]) -> str:
@@ -328,40 +285,20 @@ def _power(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _threshold(measured: Measured, kind: Kind) -> Verdict:
-    """Say which estimating rule comes closest to k at the smallest ratio."""
-    ratio = min(r["ratio"] for r in measured.quality)
-    rows = [r for r in _of(measured.quality, kind) if r["ratio"] == ratio]
-    k = rows[0]["k"]
-    floor = noise_floor(k)
-    if floor > 0.5:
-        return Verdict("No power", f"k = {k}: chance alone allows k̂/k 1 ± {floor:.1f}.")
-    estimating = [r for r in rows if r["estimator"] not in COUNTING]
-
-    def far(row: dict[str, Any]) -> float:
-        return max(abs(math.log(max(row[end], 1e-9))) for end in ("min", "max"))
-
-    best, worst = min(estimating, key=far), max(estimating, key=far)
-    within = 1 - floor <= best["min"] and best["max"] <= 1 + floor
-    numbers = f"{best['min']:.2f} to {best['max']:.2f} over {best['n']} gradients; chance alone "
-    numbers += f"allows a known law of independent elements 1 ± {floor:.2f}"
-    numbers += ", so it cannot be told from one. " if within else ". "
-    numbers += (
-        f"Farthest off: {worst['estimator']}, {_short(worst['min'])} to {_short(worst['max'])}. "
+    """Say which estimating rule hits k at all ratios, and that rules that count do."""
+    rows = _of(measured.series, kind)
+    verdict = which_rule(judged_rules(rows))
+    counting = [abs(math.log(r["quality"])) for r in rows if _counts(r) and r["quality"] > 0]
+    if not counting:
+        return verdict
+    off = _percent(math.expm1(max(counting)), 1)
+    return replace(
+        verdict, numbers=f"{verdict.numbers} Rules that count elements keep k within {off}."
     )
-    counting = [
-        abs(r[end] - 1) for r in rows if r["estimator"] in COUNTING for end in ("min", "max")
-    ]
-    numbers += f"Rules that count are off by {_percent(max(counting), 1)} at most."
-    span = f"k̂/k = {_short(best['min'])} to {_short(best['max'])} at ratio {ratio:g}"
-    allowed = max(_CLOSE, floor)
-    numbers += f" A rule hits k if all its gradients are within k ± {_percent(allowed)}."
-    if max(1 - best["min"], best["max"] - 1) > allowed:
-        return Verdict(f"None; the nearest, {best['estimator']}, has {span}", numbers)
-    return Verdict(f"{best['estimator']}: {span}", numbers)
 
 
-def _short(value: float) -> str:
-    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+def _counts(record: dict[str, Any]) -> bool:
+    return record["estimator"] in COUNTING and record["k"] >= 1
 
 
 def _training(measured: Measured, kind: Kind) -> Verdict:

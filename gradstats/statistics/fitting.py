@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array
+from gradstats.primitives.levels import Levels
 from gradstats.primitives.ratio import check_number, check_ratio, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.laws import LAWS
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Fit", "as_magnitudes", "check_fit", "fit", "fittable"]
+
+
+_GROUPED = 0.2
+"""Share of the fullest of few levels beyond which their middles stand for them no longer."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -265,9 +270,12 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
     law = law_of(model)
     solve = law.solver(method)
     m = fittable(x)
+    few = isinstance(m, Levels) and not (model == "double_genpareto" and method == "mle")
+    if isinstance(m, Levels) and few and m.largest_share > _GROUPED:
+        raise FitError(Reason.GROUPED)
     solution = solve(m)
     params = {name: float(value) for name, value in solution.params.items()} | {"loc": 0.0}
     stderr = {name: float(value) for name, value in solution.stderr.items()}
     beyond = (Flag.SUPPORT,) if m.max > law.end(params) else ()
-    flags = solution.flags + beyond
+    flags = solution.flags + beyond + ((Flag.LEVELS,) if few else ())
     return Fit(model, params, m.zero_fraction, m.count, method, stderr, flags, m)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.levels import Levels
 from gradstats.primitives.ratio import (
     RATIOS,
     check_count,
@@ -219,7 +220,8 @@ class Distances:
         if share <= 0:
             return 0.0
         s, weight = np.polynomial.laguerre.laggauss(40)
-        seen = weight > 1e-25
+        # far beyond the scale the survival rounds to 0, whose quantile is infinite
+        seen = (weight > 1e-25) & (share * np.exp(-s) > 0)
         return share * float(weight[seen] @ (self.law.isf(share * np.exp(-s[seen])) - last))
 
     def upper_anderson_darling(self) -> float:
@@ -234,8 +236,13 @@ class Distances:
         high, low = edges[:-1], np.minimum(edges[1:], edges[:-1])
         if np.any((low[:-1] <= 0) & (level[:-1] > 0) & (self.m.weight.repeat(2) > 0)):
             return math.inf
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.where(level > 0, level**2 * np.log(high / low), 0.0)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            log_ratio = np.log(high / low)
+            far = np.isinf(log_ratio) & (
+                low > 0
+            )  # the quotient overflows where its logarithm does not
+            log_ratio = np.where(far, np.log(high) - np.log(low), log_ratio)
+            logs = np.where(level > 0, level**2 * log_ratio, 0.0)
         pieces = (high**2 - low**2) / 2 - 2 * level * (high - low) + logs
         return max(float(pieces.sum()), 0.0)
 
@@ -422,14 +429,17 @@ def bootstrap(
     rng = np.random.default_rng(check_seed(seed))
     sample = as_magnitudes(x).sample(size, rng)
     n = sample.count
-    if sample.zero_fraction:
+    if sample.zero_fraction and not isinstance(sample, Levels):
         sample = Magnitudes.from_cells(sample.left, sample.right, sample.weight)
     fitted = fit(sample, model, method)
     observed = _distance(fitted, sample, statistic)
     law = fitted.magnitude
     farther = failed = 0
     for _ in range(replicates):
-        replicate = Magnitudes.from_values(np.asarray(law.rvs(n, random_state=rng), float))
+        drawn = np.asarray(law.rvs(n, random_state=rng), float)
+        replicate = (
+            sample.rounded(drawn) if isinstance(sample, Levels) else Magnitudes.from_values(drawn)
+        )
         try:
             refitted = fit(replicate, model, method)
         except FitError:

@@ -41,7 +41,7 @@ class Fits(list[Fit], Shown):
     def __init__(
         self, fits: Sequence[tuple[Fit, Goodness]], failed: dict[str, str], sample: Magnitudes
     ) -> None:
-        ordered = sorted(fits, key=lambda each: each[1].ks)
+        ordered = sorted(fits, key=_distance)
         super().__init__(each for each, _ in ordered)
         self.goodness = [each for _, each in ordered]
         self.failed, self.sample = failed, sample
@@ -87,6 +87,12 @@ class Fits(list[Fit], Shown):
         return self._draw("tail", self.sample, list(self), ax=ax, **options)
 
 
+def _distance(fitted: tuple[Fit, Goodness]) -> tuple[bool, float, float]:
+    """Return what fits are ordered by: the error of their thresholds, or, where that is not known, the distance."""
+    tail, body = fitted[1].tail_error, fitted[1].ks
+    return math.isnan(tail), tail, body
+
+
 def fit_all(
     x: Array | Sketch | Magnitudes, models: Sequence[str] | Literal["all"] | None = None
 ) -> Fits:
@@ -102,7 +108,8 @@ def fit_all(
     Returns
     -------
     Fits
-        List of :class:`gradstats.Fit`, by the Kolmogorov distance.
+        List of :class:`gradstats.Fit`, by the error of their thresholds (`tail_error`), or, where no ratio leaves the
+        ten elements that it takes, by the Kolmogorov distance.
 
     Raises
     ------

@@ -28,6 +28,10 @@ class Reason(StrEnum):
     )
     RANGE = "squares of these magnitudes leave the range of numbers: rescale them"
     NO_MOMENTS = "no shape has these moments"
+    LEVELS = (
+        "fewer than three different values beyond the threshold: no shape can be told from them"
+    )
+    GROUPED = "few different values: only maximum likelihood (method mle) takes the intervals between them"
 
 
 class Flag(StrEnum):
@@ -39,6 +43,9 @@ class Flag(StrEnum):
     SUPPORT = "largest element outside the support"
     IRREGULAR = "shape below -1/2: standard errors do not hold"
     BOUNDARY = "shape at the end of the range searched"
+    LEVELS = "few different values: fitted to the intervals around them"
+    BOUNDED = "as if clipped: the largest value counts as anything from there on"
+    COUNTED = "counted and modelled quantiles differ by more than a quarter"
 
 
 class FitError(InputError):

@@ -6,13 +6,15 @@ Neither SciPy nor torch is imported here or by an estimator's file: SciPy loads 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isabstract
 from typing import Any
 
 from gradstats.errors import InputError, options_of, unknown
 from gradstats.primitives import Array
 from gradstats.primitives import warm_up as warm_up_primitives
-from gradstats.primitives.ratio import target_count
-from gradstats.thresholds.base import Estimate, Estimator
+from gradstats.primitives.ratio import shown, target_count
+from gradstats.registry import Registry
+from gradstats.thresholds.base import Estimate, Estimator, Result
 from gradstats.thresholds.exact import Exact, WarmExact
 from gradstats.thresholds.gaussiank import GaussianK
 from gradstats.thresholds.hard import Hard
@@ -35,6 +37,7 @@ __all__ = [
     "MiCRO",
     "RedSync",
     "RedSyncTrimmed",
+    "Result",
     "SIDCoE",
     "SIDCoGP",
     "SIDCoP",
@@ -45,24 +48,34 @@ __all__ = [
     "warm_up",
 ]
 
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {
-    e.name: e
-    for e in (
-        Exact,
-        WarmExact,
-        HistogramQuantile,
-        DGC,
-        Hard,
-        RedSync,
-        RedSyncTrimmed,
-        GaussianK,
-        SIDCoE,
-        SIDCoGP,
-        SIDCoP,
-        MiCRO,
-    )
-}
-"""Estimator by the name that the command line and the tables use."""
+_OWN = (
+    *(Exact, WarmExact, HistogramQuantile, DGC, Hard, RedSync, RedSyncTrimmed, GaussianK),
+    *(SIDCoE, SIDCoGP, SIDCoP, MiCRO),
+)
+
+
+def _check(name: str, rule: object) -> None:
+    if not name or ":" in name or name == "topk":  # a selector's name, of another way to be exact
+        raise InputError(f"an estimator cannot have the name {name!r}")
+    if not callable(rule) or (isinstance(rule, type) and not issubclass(rule, Estimator)):
+        raise InputError(
+            f"estimator {name!r} is to be a subclass of Estimator, or a function that returns one, not {shown(rule)}"
+        )
+    if isabstract(rule):
+        raise InputError(f"estimator {name!r} has no find(x, k), which returns its threshold")
+    own = getattr(rule, "name", name)
+    if own != name:
+        raise InputError(f"estimator {name!r} calls itself {own!r}: both names are to be the same")
+
+
+ESTIMATORS: Registry[Callable[..., Estimator]] = Registry(
+    "gradstats.estimators", {e.name: f"{e.__module__}:{e.__name__}" for e in _OWN}, _check
+)
+"""Estimator by the name that the command line and the tables use.
+
+``ESTIMATORS["mine"] = Mine`` adds one to this program. Through the entry point ``gradstats.estimators`` an installed
+package adds one to every program.
+"""
 
 
 def make_estimator(name: str, **options: Any) -> Estimator:
@@ -85,9 +98,9 @@ def make_estimator(name: str, **options: Any) -> Estimator:
     InputError
         If the name is unknown (the message lists the names) or the estimator does not take an option.
     """
-    factory = ESTIMATORS.get(name) if isinstance(name, str) else None
-    if factory is None:
+    if not isinstance(name, str) or name not in ESTIMATORS:
         raise unknown("estimator", name, ESTIMATORS)
+    factory = ESTIMATORS[name]
     with options_of("estimator", name):
         return factory(**options)
 

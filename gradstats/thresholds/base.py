@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, Selection, numel_of
+from gradstats.primitives import Array, Selection, moments, numel_of
 from gradstats.primitives import select as select_elements
-from gradstats.primitives.arrays import is_tensor, wide_dtype
-from gradstats.primitives.backend import readable
+from gradstats.primitives.arrays import flat_chunks, is_tensor, wide_dtype
+from gradstats.primitives.backend import device_code, readable
 from gradstats.primitives.ratio import check_seed, shown, target_count
 from gradstats.primitives.select import selection_like
 
 _LARGEST = {wide: float(np.finfo(wide).max) for wide in (np.float32, np.float64)}
 
-__all__ = ["Estimate", "Estimator", "Found", "RandomEstimator", "Rule", "check_rule"]
+__all__ = ["Estimate", "Estimator", "RandomEstimator", "Result", "Rule", "check_rule"]
 
 Rule: TypeAlias = Literal["corrected", "paper"]
 """A rule as it works, or as published where that does not."""
@@ -57,7 +57,9 @@ class Estimate:
     numel : int
         Elements of the gradient.
     details : mapping of str to object
-        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own.
+        What the estimator saw on the way (moments, stages, flags); each estimator has keys of its own. ``beyond`` is
+        the rule's threshold where no element reaches it: `threshold` is then the largest magnitude, or that of a
+        published rule, which keeps nothing.
     """
 
     threshold: float
@@ -66,8 +68,8 @@ class Estimate:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Found(NamedTuple):
-    """The result of :meth:`Estimator._find`.
+class Result(NamedTuple):
+    """The result of :meth:`Estimator.find`, where there is more to say than the threshold.
 
     Attributes
     ----------
@@ -76,7 +78,7 @@ class Found(NamedTuple):
     details : mapping of str to object
         What the estimator saw on the way.
     selection : Selection or None
-        Elements at or above the threshold, if finding it gave them.
+        Elements at or above the threshold, if finding it gave them; they are otherwise selected in a further pass.
     """
 
     threshold: float
@@ -87,23 +89,71 @@ class Found(NamedTuple):
 class Estimator(ABC):
     """Base of the threshold estimators; tables and compressors run the same objects.
 
-    A rule with state (sampling, reuse, feedback, warm start) keeps it in the instance: use one instance per gradient
-    stream, and :meth:`state_dict` to checkpoint it.
+    A rule is a class with a `name` and :meth:`find`. One with state (sampling, reuse, feedback, warm start) keeps it in
+    the instance: use one instance per gradient stream, and :meth:`state_dict` to checkpoint it.
+
+    Attributes
+    ----------
+    name : str
+        Name on the command line and in tables.
+    feedback : bool
+        Whether the rule learns from the number of elements that its last threshold kept, see :meth:`observe`.
+    learns_first : bool
+        Whether it takes its threshold from the first gradient exactly: tables judge it on the later ones.
+    clamps : bool
+        Whether a threshold that no element reaches becomes the largest magnitude; a published formula stays as it is.
+
+    Examples
+    --------
+    >>> class HalfOfTheLargest(Estimator):
+    ...     name = "half"
+    ...     def find(self, x, k):
+    ...         return abs(x).max() / 2
+    >>> HalfOfTheLargest().estimate(np.array([1.0, -4.0, 3.0]), 0.1).threshold
+    2.0
     """
 
     name: ClassVar[str]
     feedback: ClassVar[bool] = False
-    """Whether the rule learns from the number of elements that its last threshold kept."""
+    learns_first: ClassVar[bool] = False
+    clamps: bool = True
 
     @abstractmethod
-    def _find(self, x: Array, k: int) -> Found:
-        """Find the threshold of a checked, non-empty gradient.
+    def find(self, x: Array, k: int) -> float | Result:
+        """Find the threshold of a gradient; what a rule has to say, and all that it has to.
 
-        A float32 or float64 tensor on the CPU arrives as the NumPy array with its memory.
+        Called by :meth:`estimate` and :meth:`select`, which have checked the gradient, and round the threshold.
+
+        Parameters
+        ----------
+        x : array_like
+            Gradient of at least one element, any shape, any floating dtype. What lies on the CPU in float32 or float64
+            is a NumPy array, also where the caller has a tensor; anything else is as the caller has it.
+            :func:`gradstats.moments`, :func:`gradstats.histogram` and :func:`gradstats.select` take all of these. It
+            may hold NaN and infinities, and is not to be changed.
+        k : int
+            Number of elements to keep, from 1 to their number.
+
+        Returns
+        -------
+        float or Result
+            Threshold η ≥ 0, in the gradient's unit; as a :class:`Result` with details, or with the selection.
         """
 
-    def _observe(self, kept: int, k: int, numel: int) -> None:  # noqa: B027 — most rules learn nothing
-        """Learn that the last threshold kept `kept` of `numel` elements where `k` were wanted."""
+    def observe(self, kept: int, k: int, numel: int) -> None:  # noqa: B027 — most rules learn nothing
+        """Learn how many elements the last threshold kept; nothing by default.
+
+        Called after every selection. A rule that needs it says ``feedback = True``: :meth:`estimate` then selects, too.
+
+        Parameters
+        ----------
+        kept : int
+            Number of elements k̂ that the last threshold kept.
+        k : int
+            Number that was wanted.
+        numel : int
+            Number of elements of the gradient.
+        """
 
     def estimate(self, x: Array, ratio: float) -> Estimate:
         """Estimate the threshold that keeps `ratio` of the elements of `x`.
@@ -159,26 +209,47 @@ class Estimator(ABC):
         k = target_count(ratio, numel)
         if numel == 0:
             return Estimate(0.0, 0, 0), select_elements(x, 0.0) if select else None
-        found = self._find(read, k)
-        if math.isnan(found.threshold) or found.threshold < 0:
-            raise AssertionError(f"{self.name} produced the threshold {found.threshold}")
+        found = self._result(read, k)
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
         wide = wide_dtype(read).type
         threshold = float(wide(min(found.threshold, _LARGEST[wide])))
-        estimate = Estimate(threshold, k, numel, dict(found.details))
-        if not select:
-            return estimate, None
+        details = dict(found.details)
         # what reaches a threshold beyond the largest number is not what reaches that
-        selection = found.selection if found.threshold <= _LARGEST[wide] else None
-        if selection is None:
+        selection = found.selection if select and found.threshold <= _LARGEST[wide] else None
+        if select and selection is None:
             selection = select_elements(read, threshold)
-        self._observe(len(selection), k, numel)
+        kept = 0 if selection is None else len(selection)
+        if threshold > 0 and not (kept if select else _is_reached(read, threshold)):
+            details["beyond"] = threshold
+            largest = moments(read, log=False).max if self.clamps else 0.0
+            if largest > 0:
+                threshold = largest
+                selection = select_elements(read, threshold) if select else None
+        estimate = Estimate(threshold, k, numel, details)
+        if selection is None:
+            return estimate, None
+        self.observe(kept, k, numel)
         if is_tensor(read) or not is_tensor(x):
             return estimate, selection
         return estimate, selection_like(x, selection.indices, selection.values)
 
     def warm_up(self) -> None:  # noqa: B027 — most rules have nothing more
         """Compile what a training uses and a few thresholds do not; nothing unless a rule says otherwise."""
+
+    def _result(self, x: Array, k: int) -> Result:
+        """Return what :meth:`find` found, checked: a rule may be anybody's."""
+        found: Any = self.find(x, k)
+        result = found if isinstance(found, Result) else Result(found)
+        try:
+            threshold = float(result.threshold)
+        except (TypeError, ValueError):
+            threshold = math.nan
+        if not threshold >= 0:
+            raise InputError(
+                f"the rule {self.name!r} found the threshold {shown(result.threshold)}; "
+                "find is to return a number of at least 0"
+            )
+        return result._replace(threshold=threshold)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to continue bit-identically; empty for a rule without state."""
@@ -190,6 +261,13 @@ class Estimator(ABC):
             raise InputError(
                 f"{self.name} keeps no state, got {sorted(state)}: was it saved by another estimator?"
             )
+
+
+def _is_reached(x: Array, threshold: float) -> bool:
+    """Tell whether an element reaches a threshold; on the CPU the first chunk mostly shows it."""
+    if device_code(x) is not None:
+        return len(select_elements(x, threshold)) > 0
+    return any(len(select_elements(chunk, threshold)) for _, chunk in flat_chunks(x))
 
 
 class RandomEstimator(Estimator):

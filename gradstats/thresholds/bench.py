@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 import tracemalloc
@@ -22,7 +23,15 @@ from gradstats.primitives.ratio import RATIOS, check_count, target_count
 from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS, make_estimator, warm_up
 
-__all__ = ["KEY", "PUBLISHED", "REFERENCES", "TAILS", "bench", "compared", "sample_gradient"]
+__all__ = [
+    *("KEY", "NUMELS", "PUBLISHED", "REFERENCES", "TAILS", "USUAL", "bench", "compared"),
+    *("numbers_of_threads", "sample_gradient"),
+]
+
+NUMELS = (260_000, 2_600_000, 26_000_000)
+"""Sizes of synthetic gradients that are timed by default."""
+USUAL = ("layered",)
+"""Laws of synthetic gradients that are timed by default."""
 
 _SETTLE_S = 0.02
 """Pause before a round: torch's threads keep spinning after an operation, on the cores that ours need."""
@@ -195,16 +204,21 @@ def _given(name: str, gradients: Sequence[Sequence[Any]]) -> _Case:
     return _Case(name, rounds)
 
 
+def numbers_of_threads() -> list[int]:
+    """Return the numbers of threads that rules are timed with by default: 1 and all."""
+    return sorted({1, os.cpu_count() or 1})
+
+
 def bench(
-    numels: Sequence[int] = (260_000, 2_600_000, 26_000_000),
+    numels: Sequence[int] = NUMELS,
     ratios: Sequence[float] = RATIOS,
     *,
-    estimators: Sequence[str] = tuple(ESTIMATORS),
-    threads: Sequence[int] = (1,),
+    estimators: Sequence[str] | None = None,
+    threads: Sequence[int] | None = None,
     repeats: int = 7,
     references: bool = True,
     published: bool = False,
-    tails: Sequence[str] = ("layered",),
+    tails: Sequence[str] = USUAL,
     layouts: Mapping[str, Sequence[int]] | None = None,
     gradients: Mapping[str, Sequence[Sequence[Any]]] | None = None,
     cold: bool = False,
@@ -218,10 +232,10 @@ def bench(
         Sizes of synthetic gradients.
     ratios : sequence of float
         Kept fractions k/d, each in (0, 1].
-    estimators : sequence of str
+    estimators : sequence of str, optional
         Names of the estimators, by default all.
-    threads : sequence of int
-        Numbers of threads.
+    threads : sequence of int, optional
+        Numbers of threads; by default 1 and as many as there are processors.
     repeats : int
         Rounds. Each runs everything on the next of three gradients: once, or on up to 50 in a row where that is
         below 262,144 elements in all and the caches are warm.
@@ -263,7 +277,11 @@ def bench(
     by 10 %, so that a warm start or a reused threshold is not simply right.
     """
     warm_up()
-    repeats, threads = check_count(repeats, "repeats"), [check_count(n, "threads") for n in threads]
+    repeats = check_count(repeats, "repeats")
+    threads = [
+        check_count(n, "threads") for n in (numbers_of_threads() if threads is None else threads)
+    ]
+    estimators = list(ESTIMATORS) if estimators is None else estimators
     makers = [
         *(
             partial(_synthetic, tail, [check_count(numel, "numel")], tail)

@@ -11,7 +11,7 @@ import numpy as np
 from gradstats.primitives import Array, Selection, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.select import keep
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Result
 
 __all__ = ["Exact", "WarmExact"]
 
@@ -36,9 +36,10 @@ class Exact(Estimator):
 
     name = "exact"
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the k-th largest magnitude, and collect what reaches it."""
         threshold, selection = top_candidates(x, k)
-        return Found(threshold, {}, selection)
+        return Result(threshold, {}, selection)
 
 
 class WarmExact(Estimator):
@@ -64,12 +65,13 @@ class WarmExact(Estimator):
         self.misses = 0
         """Number of steps that took a second pass."""
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the k-th largest magnitude, from the last step's on."""
         if numel_of(x) <= _SORTED:
             threshold, selection = top_candidates(x, k)
             self._threshold, self._k = threshold, k
             details = {"candidates": len(selection), "warm": False, "missed": False}
-            return Found(threshold, details, selection)
+            return Result(threshold, details, selection)
         last = self._threshold
         warm = last > 0 and self._k == k and k * _DENSE <= numel_of(x)
         part = math.exp(-self._margin)
@@ -84,7 +86,7 @@ class WarmExact(Estimator):
         self._threshold, self._k = threshold, k
         self._margin = min(1.5 * self._drift, self._crowded(candidates, k, threshold))
         details = {"candidates": len(candidates), "warm": warm, "missed": missed}
-        return Found(threshold, details, keep(candidates, threshold))
+        return Result(threshold, details, keep(candidates, threshold))
 
     @staticmethod
     def _crowded(candidates: Selection, k: int, threshold: float) -> float:

@@ -20,7 +20,7 @@ from gradstats.primitives.moments import count_above, signed_sums
 from gradstats.primitives.ratio import check_count
 from gradstats.primitives.select import keep
 from gradstats.statistics.solution import LEAST_SQUARES, FitError, Reason
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Result
 
 __all__ = ["GaussianK"]
 
@@ -58,12 +58,13 @@ class GaussianK(Estimator):
     def __init__(self, loops: int = 3) -> None:
         self.loops = check_count(loops, "loops", 0, 100)
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the normal quantile, and correct it by what it keeps."""
         from scipy.special import ndtri
 
         finite, total, squares = signed_sums(x)
         if squares == 0 and moments(x, log=False).count == 0:
-            return Found(0.0)
+            return Result(0.0)
         if not LEAST_SQUARES < squares < math.inf:
             raise FitError(Reason.RANGE)
         mean = total / finite
@@ -72,7 +73,7 @@ class GaussianK(Estimator):
         tail = _Tail(x, k, self._foretold(x, threshold, k))
         threshold, counts = self._corrected(threshold, k, tail.count)
         details = {"mean": mean, "std": std, "counts": counts}
-        return Found(threshold, details, tail.selection(threshold))
+        return Result(threshold, details, tail.selection(threshold))
 
     def _foretold(self, x: Array, threshold: float, k: int) -> float | None:
         """Return where to collect from, by a sample's counts; None where its hits are too few, or too many."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradstats.primitives import Array, top_candidates
 from gradstats.primitives.ratio import check_magnitude
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Result
 
 __all__ = ["Hard"]
 
@@ -22,14 +22,17 @@ class Hard(Estimator):
     """
 
     name = "hard"
+    learns_first = True
+    clamps = False  # a constant, whatever the gradient
 
     def __init__(self, threshold: float | None = None) -> None:
         self.threshold = None if threshold is None else check_magnitude(threshold)
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Return the one threshold; that of the first gradient if none was given."""
         if self.threshold is None:
             self.threshold = top_candidates(x, k)[0]
-        return Found(self.threshold)
+        return Result(self.threshold)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the threshold."""

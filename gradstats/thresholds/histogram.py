@@ -8,9 +8,12 @@ from gradstats.errors import InputError
 from gradstats.primitives import Array, moments
 from gradstats.primitives.arrays import wide_dtype
 from gradstats.primitives.histogram import check_bits, histogram_quantile
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Result
 
 __all__ = ["HistogramQuantile"]
+
+_NORMAL = float(np.finfo(np.float32).tiny)
+"""Least number that float32 holds with all its bits."""
 
 
 class HistogramQuantile(Estimator):
@@ -32,18 +35,19 @@ class HistogramQuantile(Estimator):
     def __init__(self, bits: int | None = None) -> None:
         self.bits = None if bits is None else check_bits(bits)
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the quantile of a histogram."""
         bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
         threshold, nonfinite = histogram_quantile(x, k, bits)
-        if wide_dtype(x) == np.float64 and (nonfinite or threshold == 0):
+        if wide_dtype(x) == np.float64 and (nonfinite or threshold < _NORMAL):
             self._check_range(x, k, threshold)
-        return Found(threshold, {"bits": bits})
+        return Result(threshold, {"bits": bits})
 
     @staticmethod
     def _check_range(x: Array, k: int, threshold: float) -> None:
         """Refuse float64 magnitudes that float32, in which they are counted, takes for infinity or zero."""
         m = moments(x, log=False)
-        if m.max > float(np.finfo(np.float32).max) or (threshold == 0 and m.count > k):
+        if m.max > float(np.finfo(np.float32).max) or (threshold < _NORMAL and m.count > k):
             raise InputError(
                 f"magnitudes up to {m.max:.3g} leave float32's range, in which a histogram counts: rescale them"
             )

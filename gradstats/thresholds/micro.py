@@ -11,7 +11,7 @@ import numpy as np
 from gradstats.primitives import Array, top_candidates
 from gradstats.primitives.arrays import wide_dtype
 from gradstats.primitives.ratio import check_number
-from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
+from gradstats.thresholds.base import Estimator, Result, Rule, check_rule
 
 __all__ = ["MiCRO", "Rule"]
 
@@ -42,11 +42,13 @@ class MiCRO(Estimator):
     """
 
     name = "micro"
+    learns_first = True
     feedback = True
 
     def __init__(self, rule: Rule = "corrected", threshold: float | None = None) -> None:
         check_rule(rule)
         self.rule = rule
+        self.clamps = rule != "paper"
         self._threshold = (
             None if threshold is None else check_number(threshold, "threshold", 0, math.inf)
         )
@@ -58,15 +60,17 @@ class MiCRO(Estimator):
         self._many: tuple[float, float] | None = None
         self._few: tuple[float, float] | None = None
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Return the threshold that the counts so far have led to."""
         self._ends = _ENDS64 if wide_dtype(x) == np.float64 else _ENDS32
         if not self._threshold:
             self._threshold = (
                 1 / (2 * math.sqrt(k)) if self.rule == "paper" else top_candidates(x, k)[0]
             )
-        return Found(self._threshold, {"slope": self._slope})
+        return Result(self._threshold, {"slope": self._slope})
 
-    def _observe(self, kept: int, k: int, numel: int) -> None:
+    def observe(self, kept: int, k: int, numel: int) -> None:
+        """Steer the threshold by the number of elements that it kept."""
         if not self._threshold:  # a gradient of zeros says nothing
             return
         if self.rule == "paper":

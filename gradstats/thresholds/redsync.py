@@ -17,7 +17,7 @@ from gradstats.primitives import (
 from gradstats.primitives.arrays import wide_dtype
 from gradstats.primitives.moments import count_above
 from gradstats.primitives.ratio import check_count
-from gradstats.thresholds.base import Estimator, Found, Rule, check_rule
+from gradstats.thresholds.base import Estimator, Result, Rule, check_rule
 
 __all__ = ["RedSync", "RedSyncTrimmed", "Rule"]
 
@@ -88,23 +88,25 @@ class RedSync(Estimator):
     def __init__(self, rule: Rule = "corrected", interval: int = 5) -> None:
         check_rule(rule)
         self.rule = rule
+        self.clamps = rule != "paper"
         self.interval = check_count(interval, "interval")
         self._threshold = 0.0
         self._step = 0
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Search the threshold, or use the last one again."""
         # A threshold of zero comes from a gradient with too few elements; used again, it would send whole gradients.
         searching = self._step % self.interval == 0 or (
             self._threshold == 0 and self.rule == "corrected"
         )
         self._step += 1
         if not searching:
-            return Found(self._threshold, {"searched": False})
+            return Result(self._threshold, {"searched": False})
         m = moments(x, log=False)
         counter = _Counter(x)
         search = _bisect if self.rule == "corrected" else _bisect_as_published
         self._threshold, probes = search(m, k, counter)
-        return Found(
+        return Result(
             self._threshold, {"searched": True, "probes": probes, "passes": counter.passes + 1}
         )
 
@@ -187,16 +189,18 @@ class RedSyncTrimmed(Estimator):
     def __init__(self, rule: Rule = "corrected") -> None:
         check_rule(rule)
         self.rule = rule
+        self.clamps = rule != "paper"
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the threshold among what trimming leaves."""
         if self.rule == "corrected":
             kth, selection = top_candidates(x, k)
-            return Found(kth, selection=selection)
+            return Result(kth, selection=selection)
         m = moments(x, log=False)
         if m.count <= k:
-            return Found(0.0)
+            return Result(0.0)
         mean, kth = _mean(m), kth_largest(x, k)
         # The first that k elements reach is the first that the k-th largest reaches.
         tried = (mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0))
         compared = wide_dtype(x).type
-        return Found(next((eta for eta in tried if compared(eta) <= kth), 0.0))
+        return Result(next((eta for eta in tried if compared(eta) <= kth), 0.0))

@@ -12,7 +12,7 @@ from gradstats.primitives.arrays import torch_index
 from gradstats.primitives.moments import count_above
 from gradstats.primitives.ratio import check_number
 from gradstats.primitives.select import keep
-from gradstats.thresholds.base import Found, RandomEstimator
+from gradstats.thresholds.base import RandomEstimator, Result
 
 __all__ = ["DGC"]
 
@@ -55,7 +55,8 @@ class DGC(RandomEstimator):
         picks = starts + self._generator.integers(0, run, size=starts.size)
         return picks[picks < numel]
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the k-th largest of a sample, or of what reaches it where that is too much."""
         numel = numel_of(x)
         indices = self._sample_indices(numel)
         if indices.size == 0:  # the one run's pick fell beyond a tiny gradient's end
@@ -78,4 +79,4 @@ class DGC(RandomEstimator):
             "candidates": found,
             "reselected": reselected,
         }
-        return Found(threshold, details, candidates)
+        return Result(threshold, details, candidates)

@@ -2,7 +2,7 @@
 
 Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems",
 MLSys 2021. Algorithm 1 stands here: Sparsify's loop is :func:`run_stages`, what surrounds it :class:`SIDCo`, and
-Adapt_Stages ``SIDCo._observe`` and :func:`best_stages`. Thresh_Estimation, equations (4) to (11) and (14) to (16), is
+Adapt_Stages ``SIDCo.observe`` and :func:`best_stages`. Thresh_Estimation, equations (4) to (11) and (14) to (16), is
 in :mod:`gradstats.statistics.stages`, and what a gradient answers in :mod:`gradstats.thresholds.views`.
 """
 
@@ -31,7 +31,7 @@ from gradstats.statistics.stages import (
     split_ratio,
     stage_excess,
 )
-from gradstats.thresholds.base import Estimator, Found
+from gradstats.thresholds.base import Estimator, Result
 from gradstats.thresholds.views import Cells, Gradient, Trial, View, Whole
 
 if TYPE_CHECKING:
@@ -244,6 +244,7 @@ class SIDCo(Estimator):
             )
         low, high = (check_number(each, "tolerance", 0, math.inf, "(]") for each in pair)
         self.adaptation = stages if isinstance(stages, str) else None
+        self.clamps = self.adaptation not in _FROM_COUNTS
         self.stages = (
             1 if isinstance(stages, str) else check_count(stages, "stages", 1, MOST_STAGES)
         )
@@ -267,7 +268,8 @@ class SIDCo(Estimator):
     _passes: ClassVar[int] = 2
     """Stages up to which a pass for each costs less than one histogram of a large gradient."""
 
-    def _find(self, x: Array, k: int) -> Found:
+    def find(self, x: Array, k: int) -> Result:
+        """Find the threshold stage by stage."""
         adapts = self.adaptation == "corrected" and self._step % self.interval == 0
         self._step += 1
         few = not is_tensor(x) and numel_of(x) <= min(BLOCK, _MANY - 1)
@@ -286,12 +288,12 @@ class SIDCo(Estimator):
                     return found
         return self._sparsify(Whole(x, self._pareto), k, adapts)
 
-    def _sparsify(self, view: Gradient, k: int, adapts: bool) -> Found:
+    def _sparsify(self, view: Gradient, k: int, adapts: bool) -> Result:
         """Find a threshold by algorithm 1, Sparsify, and select where that costs little."""
         whole, logs = view.whole(self._needs_log)
         count = whole[0]
         if k >= count:  # every non-zero element is asked for
-            return Found(0.0, {"stages": []})
+            return Result(0.0, {"stages": []})
         ratio = k / count  # δ/(1−π₀): exact zeros are a point mass
         if adapts:
             self.stages = self._best_stages(view, whole, logs, k)
@@ -306,7 +308,7 @@ class SIDCo(Estimator):
         for count, share, threshold, one, two in fits[1:stages].tolist() if stages > 1 else ():
             fit = {"count": int(count), "ratio": share, "threshold": threshold}
             found.append(fit | self._parameters(one, two))
-        return Found(threshold, {"stages": found}, view.selection(chosen))
+        return Result(threshold, {"stages": found}, view.selection(chosen))
 
     def _first(self, whole: Sums, logs: float, ratio: float) -> tuple[float, dict[str, Any]]:
         """Return the quantile of the first stage's law, and its parameters."""
@@ -327,7 +329,8 @@ class SIDCo(Estimator):
         fits = np.empty((MOST_STAGES, 5))
         return int(algorithm.best_stages(trial, self._pareto, whole[0], k, first, one, fits))
 
-    def _observe(self, kept: int, k: int, numel: int) -> None:
+    def observe(self, kept: int, k: int, numel: int) -> None:
+        """Adapt the number of stages, where that goes by counts."""
         if self.adaptation not in _FROM_COUNTS:
             return
         self._kept += kept / k

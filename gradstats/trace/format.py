@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import GradstatsError, InputError, TraceError, first_line
-from gradstats.files import replace_file
+from gradstats.files import refuse_address, replace_file
+from gradstats.primitives.ratio import shown
+from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS, Column
 
 __all__ = [
     "BINS",
@@ -63,19 +66,9 @@ WHOLE: tuple[Kind, ...] = ("local",)
 Store: TypeAlias = Literal["gradients", "sketches"]
 STORES: tuple[Store, ...] = ("gradients", "sketches")
 
-COMPRESSION = (
-    "target",
-    "numel",
-    "bytes_sent",
-    "union",
-    "select_seconds",
-    "communicate_seconds",
-    "overlapped_seconds",
-    "residual_norm",
-    "matching_rate",
-)
+COMPRESSION = tuple(column.name for column in OF_STEPS)
 """Columns of a step's compression, NaN where unknown; gradstats.hooks' StepRecord and Diagnosis say what they are."""
-LAYER_COMPRESSION = ("selected", "target", "delta")
+LAYER_COMPRESSION = tuple(column.name for column in OF_LAYERS)
 """Columns of a layer's compression, NaN where unknown."""
 
 FORMAT = "gradstats-trace"
@@ -108,12 +101,7 @@ _LONG_NAMES = {
     "pseudogradient": "parameters at the last exchange less those now",
     "counts": "elements by magnitude",
     "moments": "sums over the elements",
-    "zeros": "zero elements",
-    "nonfinite": "NaN and infinite elements",
-    "loss": "training loss",
-    "learning_rate": "learning rate",
-    "threshold": "selection threshold",
-    "selected": "elements selected",
+    **{column.name: column.label for column in (*COUNTS, *OF_RUN)},
     "step": "training step",
     "compression": "what the compressor said of the step",
     "layer_compression": "what the compressor said of each parameter",
@@ -355,8 +343,8 @@ def array_specs(
     nan, found = float("nan"), []
     rows = min(max(expected, GROW), _ROWS)
 
-    def scalar(name: str, dtype: str, fill: float) -> None:
-        found.append(ArraySpec(name, ("step",), (), rows, (), dtype, fill))
+    def scalar(name: str, column: Column) -> None:
+        found.append(ArraySpec(name, ("step",), (), rows, (), column.dtype, column.fill))
 
     for kind in kinds:
         if store == "sketches":
@@ -404,11 +392,10 @@ def array_specs(
                     {"encoding": "bfloat16"} if bfloat16 else {},
                 )
             )
-        scalar(f"{kind}_zeros", "int64", 0)
-        scalar(f"{kind}_nonfinite", "int64", 0)
-    for name in ("loss", "learning_rate", "threshold"):
-        scalar(name, "float64", nan)
-    scalar("selected", "int64", -1)
+        for column in COUNTS:
+            scalar(f"{kind}_{column.name}", column)
+    for column in OF_RUN:
+        scalar(column.name, column)
     if compression:
         for name, dimensions, shape, names in (
             ("compression", ("step", "column"), (), COMPRESSION),
@@ -428,7 +415,7 @@ def array_specs(
                     {"names": list(names)},
                 )
             )
-    scalar("step", "int64", -1)
+    found.append(ArraySpec("step", ("step",), (), rows, (), "int64", -1))
     return {
         spec.name: replace(spec, attributes={**spec.attributes, **_labels(spec.name)})
         for spec in found
@@ -499,6 +486,9 @@ def create_trace(
     TraceError
         If `path` exists and is not an empty directory or a trace to overwrite, or cannot be written.
     """
+    refuse_address(path)
+    if len({la.name for la in layers}) < len(layers):
+        raise InputError("two layers have the same name: a trace tells layers apart by their names")
     attributes = {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -722,6 +712,10 @@ def layout(path: Path, attributes: Mapping[str, Any]) -> list[Layer]:
     """
     layers, offset = [], 0
     try:
+        names = [entry["name"] for entry in attributes["layout"]]
+        if len(set(names)) < len(names):
+            twice = next(name for name, n in Counter(names).items() if n > 1)
+            raise TraceError(f"{path} is damaged: two of its layers are named {shown(twice)}")
         for entry in attributes["layout"]:
             layer = Layer(entry["name"], entry["offset"], tuple(entry["shape"]))
             sizes = all(type(n) is int and 0 <= n < 1 << 62 for n in layer.shape)

@@ -25,6 +25,7 @@ from gradstats.trace.format import (
     layout,
     root_attributes,
 )
+from gradstats.trace.remote import local
 from gradstats.trace.stored import RankGroup, StoredArray
 
 if TYPE_CHECKING:
@@ -680,7 +681,7 @@ def open_trace(path: str | Path) -> Trace:
     Parameters
     ----------
     path : str or Path
-        The directory.
+        The directory, or an address that fsspec opens, which is fetched whole: ``s3://bucket/run.zarr``.
 
     Returns
     -------
@@ -690,8 +691,8 @@ def open_trace(path: str | Path) -> Trace:
     Raises
     ------
     InputError
-        If `path` is no path, or has several lines.
+        If `path` is no path, has several lines, or is an address that cannot be opened.
     TraceError
         If there is none at `path`, it is of another version, or damaged; one line says which.
     """
-    return Trace(path)
+    return Trace(local(path) if isinstance(path, str | Path) else path)

@@ -6,10 +6,8 @@ unpickled. Several arrays in a file are the layers of one gradient.
 
 from __future__ import annotations
 
-import json
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -20,12 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import GradstatsError, InputError, first_line, unknown
+from gradstats.errors import InputError, first_line
 from gradstats.primitives import Array
-from gradstats.primitives.arrays import check, flat_chunks, is_tensor, numel_of
+from gradstats.primitives.arrays import is_tensor
 from gradstats.primitives.ratio import check_several, shown
 from gradstats.primitives.sketch import Sketch
-from gradstats.trace import KINDS, Kind, Layer, Trace, is_trace, open_trace
+from gradstats.trace import Kind, Trace, is_trace, open_trace
+from gradstats.trace.dumps import Dumps, dumps_of, holds_dumps
+from gradstats.trace.files import READ, SUFFIXES, file_and_key, some, suffix_of
+from gradstats.trace.remote import local
+from gradstats.trace.source import ArraySource, Captured, Source, held, opened
 
 __all__ = [
     "SKETCHED",
@@ -45,204 +47,6 @@ SKETCHED = (
     "sizes are good to half a percent; signs and positions, where a rule asks for them, are made up"
 )
 """What tables and reports say about a source that keeps only sketches."""
-
-_NESTED = (".pt", ".pth")
-SUFFIXES = (".npy", ".npz", ".safetensors", *_NESTED)
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of batch norm's statistics, which a ``state_dict`` has beside the parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """One gradient vector and where it comes from.
-
-    Attributes
-    ----------
-    trace : str
-        Name of the source.
-    step, rank : int
-        Training step and rank of the gradient.
-    kind : Kind
-        One of :data:`gradstats.trace.KINDS`.
-    values : ndarray or torch.Tensor, shape (d,)
-        Elements of the gradient. Made up from a sketch where the source keeps only sketches
-        (:meth:`Source.sketched`).
-    """
-
-    trace: str
-    step: int
-    rank: int
-    kind: Kind
-    values: Array
-
-
-class Source(ABC):
-    """Something that holds gradients by rank, kind and step.
-
-    Attributes
-    ----------
-    name : str
-        Name of the source in tables.
-    layers : list of Layer
-        Parameters in the order of the flat gradient.
-    """
-
-    name: str
-    layers: list[Layer]
-    remark = ""
-    """What was left out when the source was read, in a sentence."""
-
-    @abstractmethod
-    def entries(self) -> list[tuple[int, Kind, int]]:
-        """Return (rank, kind, step) of every gradient; steps ascend within a rank and kind."""
-
-    @abstractmethod
-    def read(self, rank: int, kind: Kind, step: int) -> Captured:
-        """Return one gradient.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-
-        Returns
-        -------
-        Captured
-            The gradient with its labels.
-        """
-
-    @abstractmethod
-    def elements(self, rank: int, kind: Kind, step: int, start: int, stop: int) -> Array:
-        """Return elements [start, stop) of one flat gradient, and read no more than these.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-        start, stop : int
-            First element, and the one after the last.
-
-        Returns
-        -------
-        ndarray or torch.Tensor, shape (stop − start,)
-            The elements.
-        """
-
-    def sketched(self, rank: int, kind: Kind) -> bool:
-        """Return whether only sketches are kept: magnitudes to half a percent, neither signs nor positions.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-
-        Returns
-        -------
-        bool
-            True for sketches, False for whole gradients.
-        """
-        return False
-
-    def stored_sketches(self, rank: int, kind: Kind, step: int) -> list[Sketch]:
-        """Return the sketches of one gradient, from a source that keeps only sketches.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-
-        Returns
-        -------
-        list of Sketch
-            One sketch per parameter, in the order of :attr:`layers`.
-
-        Raises
-        ------
-        InputError
-            If the source keeps gradients.
-        """
-        raise InputError(f"{self.name} keeps no sketches")
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of a gradient, d."""
-        return sum(layer.numel for layer in self.layers)
-
-    def labels(self, rank: int, kind: Kind, step: int) -> dict[str, Any]:
-        """Return the columns that identify one gradient in a table.
-
-        Parameters
-        ----------
-        rank : int
-            Rank that captured the gradient.
-        kind : Kind
-            One of :data:`gradstats.trace.KINDS`.
-        step : int
-            Training step.
-
-        Returns
-        -------
-        dict
-            trace, step, rank and kind.
-        """
-        return {"trace": self.name, "step": step, "rank": rank, "kind": kind}
-
-    def select(
-        self,
-        *,
-        steps: Sequence[int] | None = None,
-        ranks: Sequence[int] | None = None,
-        kinds: Sequence[str] | None = None,
-    ) -> list[tuple[int, Kind, int]]:
-        """Return the keys of the gradients that match.
-
-        A value that matches nothing beside others that do is no error here: another source may hold it
-        (:func:`matching`).
-
-        Parameters
-        ----------
-        steps, ranks : sequence of int, optional
-            Steps and ranks to keep; all by default.
-        kinds : sequence of str, optional
-            Kinds to keep; all by default.
-
-        Returns
-        -------
-        list of (rank, kind, step)
-            Keys in the order of :meth:`entries`.
-
-        Raises
-        ------
-        InputError
-            If nothing matches. The message lists what the source holds.
-        """
-        keys = self.entries()
-        found = [
-            (rank, kind, step)
-            for rank, kind, step in keys
-            if (not steps or step in steps)
-            and (not ranks or rank in ranks)
-            and (not kinds or kind in kinds)
-        ]
-        if not found:
-            if not keys:
-                raise InputError(f"{self.name} holds no committed step")
-            raise InputError(f"nothing in {self.name} matches; it holds {_held(keys)}")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,18 +159,8 @@ def chosen(
     found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
     if not found:
         listed = ", ".join(patterns)
-        raise InputError(f"no layer of {where} matches {listed}; it has {_some(names)}")
+        raise InputError(f"no layer of {where} matches {listed}; it has {some(names)}")
     return found
-
-
-def _held(keys: Sequence[tuple[int, Kind, int]]) -> str:
-    ranks, kinds, steps = (_some(column) for column in zip(*keys, strict=True))
-    return f"steps {steps}; ranks {ranks}; kinds {kinds}"
-
-
-def _some(values: Iterable[Any]) -> str:
-    distinct = sorted(set(values))
-    return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
 
 
 def layer_parts(
@@ -464,82 +258,6 @@ def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
-class ArraySource(Source):
-    """A single gradient in memory.
-
-    Parameters
-    ----------
-    layers : mapping of str to array_like
-        Arrays by layer name, in the order of the flat gradient.
-    name : str, optional
-        Name of the source in tables.
-    path : pathlib.Path, optional
-        The file it was read from. A worker of a cluster then reads the file itself; otherwise every task carries the
-        gradient.
-    key : (int, Kind, int), optional
-        Rank, kind and step of the gradient.
-    remark : str, optional
-        What was left out when it was read.
-    """
-
-    def __init__(
-        self,
-        layers: Mapping[str, Array],
-        name: str = "array",
-        path: Path | None = None,
-        key: tuple[int, Kind, int] = (0, "gradient", 0),
-        remark: str = "",
-    ) -> None:
-        self.name, self.remark = name, remark
-        self._path, self._key = path, key
-        self._token = uuid.uuid4().hex
-        self.layers, offset = [], 0
-        checked = {n: check(a) for n, a in layers.items()}
-        for layer, array in checked.items():
-            self.layers.append(Layer(layer, offset, tuple(array.shape)))
-            offset += numel_of(array)
-        self._values = _flatten(list(checked.values()), offset)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._path is None:
-            layers = {la.name: self._values[la.slice].reshape(la.shape) for la in self.layers}
-            return ArraySource, (layers, self.name, None, self._key)
-        return _reread, (str(self._path.resolve()), self._token)
-
-    def entries(self) -> list[tuple[int, Kind, int]]:
-        """Return the only key."""
-        return [self._key]
-
-    def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
-        """Return the array."""
-        return Captured(self.name, step, rank, kind, self._values)
-
-    def elements(
-        self, rank: int, kind: Kind, step: int, start: int, stop: int
-    ) -> Array:  # numpydoc ignore=PR01
-        """Return a view of some elements."""
-        return self._values[start:stop]
-
-
-@lru_cache(maxsize=8)
-def _reread(path: str, token: str) -> ArraySource:
-    """Read a file in a worker, once for each analysis."""
-    return _opened(Path(path))
-
-
-def _flatten(arrays: list[Array], numel: int) -> Array:
-    if len(arrays) == 1:
-        return arrays[0].reshape(-1)
-    double = any("float64" in str(a.dtype) for a in arrays)
-    flat = np.empty(numel, np.float64 if double else np.float32)
-    position = 0
-    for array in arrays:
-        for offset, chunk in flat_chunks(array):
-            flat[position + offset : position + offset + chunk.size] = chunk
-        position += numel_of(array)
-    return flat
-
-
 def open_source(source: object) -> Source:
     """Open one source of gradients.
 
@@ -571,62 +289,18 @@ def open_source(source: object) -> Source:
         raise InputError(
             f"not a source of gradients: {type(source).__name__}; give a path, a trace or arrays"
         )
-    path = Path(source)
+    path = local(source)
     try:
         folder, file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # a name too long, a null character
         raise InputError(
             f"no path of a source: {shown(str(source))}: {first_line(error)[:80]}"
         ) from None
-    if folder or _file_and_key(path)[0].suffix not in SUFFIXES:
+    if folder or suffix_of(file_and_key(path)[0]) not in READ:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         return TraceSource(open_trace(path))
-    return _opened(path)
-
-
-def _opened(path: Path) -> ArraySource:
-    """Read a gradient file."""
-    file, key = _file_and_key(path)
-    arrays, about = _load(file, key)
-    kept = {n: a for n, a in arrays.items() if _is_gradient(n, a)}
-    if not kept:
-        kept = arrays  # whose error says what is wrong with them
-    left_out = [name for name in arrays if name not in kept]
-    remark = f"left out of {path.name}, as no gradients: {_some(left_out)}" if left_out else ""
-    return ArraySource(
-        {_plain_name(n): a for n, a in kept.items()}, path.name, path, _key_of(about), remark
-    )
-
-
-def _file_and_key(path: Path) -> tuple[Path, str]:
-    """Split ``checkpoint.pt:model`` into the file and the name of what in it is meant."""
-    file, colon, key = str(path).rpartition(":")
-    if colon and Path(file).suffix in _NESTED and not path.exists():
-        return Path(file), key
-    return path, ""
-
-
-def _is_gradient(name: str, array: Any) -> bool:
-    """Tell whether a tensor can be a gradient: batch norm's statistics and whole numbers are none."""
-    if name.rpartition(".")[2] in _BUFFERS:
-        return False
-    return not any(kind in str(array.dtype) for kind in ("int", "bool"))
-
-
-def _plain_name(name: str) -> str:
-    """Return a parameter's name without what torch.compile and DDP put into it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def _key_of(about: Mapping[str, str]) -> tuple[int, Kind, int]:
-    """Return rank, kind and step by the metadata of a file that :func:`gradstats.save_safetensors` wrote."""
-    try:
-        kind: Any = about.get("kind", "gradient")
-        rank, step = int(about.get("rank", 0)), int(about.get("step", 0))
-    except ValueError:  # of another program
-        return 0, "gradient", 0
-    return rank, kind if kind in KINDS else "gradient", step
+    return opened(path)
 
 
 def open_sources(path: str | Path) -> list[Source]:
@@ -635,7 +309,7 @@ def open_sources(path: str | Path) -> list[Source]:
     Parameters
     ----------
     path : str or Path
-        Trace, gradient file, or folder of traces.
+        Trace, gradient file, folder of traces, of gradient files or of a sharded checkpoint, or the address of one.
 
     Returns
     -------
@@ -647,30 +321,28 @@ def open_sources(path: str | Path) -> list[Source]:
     GradstatsError
         If nothing can be read there. The message has one line, and names what is near and can be read.
     """
-    path = Path(path)
+    path = local(path)
     if path.is_dir() and not is_trace(path):
         traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
-        if files := _readable(path):
-            raise InputError(
-                f"{path} holds no trace, but the files {_some(files)}; give one of them"
-            )
+        if holds_dumps(path):
+            return [Dumps(dumps_of([path]), path.name)]
     if (
-        not _file_and_key(path)[0].exists()
+        not file_and_key(path)[0].exists()
         and path.parent.is_dir()
         and (names := _readable(path.parent))
     ):
         near = get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise InputError(f"no such trace: {path}; {path.parent} holds {_some(names)}{hint}")
+        raise InputError(f"no such trace: {path}; {path.parent} holds {some(names)}{hint}")
     return [open_source(path)]
 
 
 def _readable(folder: Path) -> list[str]:
     """Return the names of the traces and gradient files in a folder."""
     return [
-        p.name for p in folder.iterdir() if is_trace(p) or (p.is_file() and p.suffix in SUFFIXES)
+        p.name for p in folder.iterdir() if is_trace(p) or (p.is_file() and suffix_of(p) in READ)
     ]
 
 
@@ -723,77 +395,8 @@ def matching(
     for what, asked, there in zip(("ranks", "kinds", "steps"), wanted, columns, strict=True):
         if absent := set(asked or ()).difference(there):
             names = ", ".join(source.name for source in sources)
-            held = _held([key for source in sources for key in source.entries()])
-            raise InputError(f"nothing in {names} matches {what} {_some(absent)}; there are {held}")
-    return found
-
-
-def _load(path: Path, key: str = "") -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a gradient file into named arrays, and the file's metadata."""
-    if not path.is_file():
-        raise InputError(f"no such file: {path}")
-    arrays: dict[str, Any]
-    about: dict[str, str] = {}
-    try:
-        if path.suffix == ".npy":
-            # np.load would take any other file for a pickle, and advise to open it
-            arrays = {"gradient": np.lib.format.open_memmap(path, mode="r")}
-        elif path.suffix == ".npz":
-            # np.load leaves a file that it cannot read open; `with` closes it
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-                arrays = dict(archive)
-        elif path.suffix == ".safetensors":
-            from safetensors import safe_open
-
-            with safe_open(path, "pt") as archive:
-                about = archive.metadata() or {}
-                names = archive.keys()
-                order = json.loads(about.get("layers", "[]"))  # the file itself sorts them
-                names = [*(n for n in order if n in names), *(n for n in names if n not in order)]
-                arrays = {name: archive.get_tensor(name) for name in names}
-        else:
-            arrays = _load_torch(path, key)
-    except GradstatsError:
-        raise
-    except Exception as error:  # each format has its own errors for a damaged file
-        raise InputError(f"cannot read {path}: {first_line(error)}") from None
-    arrays = {name: array for name, array in arrays.items() if numel_of(array)}
-    if not arrays:
-        raise InputError(f"{path} holds no elements")
-    return arrays, about
-
-
-def _load_torch(path: Path, key: str) -> dict[str, Any]:
-    import torch
-
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    inner = dict(_nested(loaded))
-    if key not in inner:
-        if key:
-            raise unknown(f"dictionary of tensors in {path}", key, [name for name in inner if name])
-        if inner:
-            offered = ", ".join(
-                f"{path}:{name} ({len(t)} tensors)" for name, t in [*inner.items()][:5]
-            )
+            all_of_it = held([key for source in sources for key in source.entries()])
             raise InputError(
-                f"{path} holds its tensors in dictionaries; give one of them: {offered}"
+                f"nothing in {names} matches {what} {some(absent)}; there are {all_of_it}"
             )
-        raise InputError(
-            f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
-        )
-    return inner[key]
-
-
-def _nested(loaded: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dictionaries of tensors in what a file holds, by name; the outermost one's is empty."""
-    import torch
-
-    if isinstance(loaded, torch.Tensor):
-        yield name, {"gradient": loaded}
-    elif isinstance(loaded, dict) and depth:
-        tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
-        if tensors:
-            yield name, tensors
-        for key, value in loaded.items():
-            if isinstance(value, dict):
-                yield from _nested(value, f"{name}.{key}" if name else str(key), depth - 1)
+    return found

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import TraceError, unread
+from gradstats.primitives.ratio import shown
+from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
 from gradstats.trace.format import (
     CHUNK,
     KINDS,
@@ -34,9 +36,14 @@ __all__ = ["RankGroup", "StoredArray"]
 
 _CHECKSUM = 4  # bytes
 
-_OF_COMPRESSORS = ("threshold", "selected", "compression", "layer_compression")
-_ADDED = ("target", "numel", "bytes_sent", "union", "selected")
-"""Columns of a compressor that add up over the ranks of a sharded gradient; of seconds the longest counts."""
+_SCALARS = {column.name: column for column in OF_RUN} | {
+    f"{kind}_{column.name}": column for kind in KINDS if kind not in WHOLE for column in COUNTS
+}
+_TABLES = {
+    name: {column.name: column for column in columns}
+    for name, columns in (("compression", OF_STEPS), ("layer_compression", OF_LAYERS))
+}
+"""Columns by the array that holds them, and by their names in it."""
 
 
 class StoredArray:
@@ -71,12 +78,14 @@ class StoredArray:
         about = read_metadata(folder / "zarr.json", root)
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
+        order = about["codecs"][0]["configuration"]["endian"]
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
             or not len(shape) == len(grid) == 1 + len(spec.shape)
             or not all(grid)
             or codecs not in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
+            or order != "little"
             or about["chunk_key_encoding"] != key_encoding(spec.separator)
         ):
             raise ValueError("its metadata is not that of a trace")
@@ -120,6 +129,9 @@ class StoredArray:
             If it is no file, or its size is not that of a chunk of this array: decoding it could take any memory.
         """
         file = self._folder / self._separator.join(("c", *map(str, key)))
+        real = os.path.realpath(file)
+        if real != str(file) and not Path(real).is_relative_to(os.path.realpath(self._root)):
+            raise ValueError("a chunk is a link that leads out of the trace")
         try:
             status = file.stat()
         except FileNotFoundError:
@@ -241,6 +253,8 @@ class RankGroup:
             about = read_metadata(folder / "zarr.json", root)
             if about["node_type"] != "group":
                 raise ValueError("it is not a group")
+            if about["attributes"]["rank"] != rank:
+                raise ValueError(f"it is that of rank {shown(about['attributes']['rank'])}")
             held = self._find_shards(about["attributes"], layers)
             for store in ("gradients", "sketches"):
                 self._specs |= array_specs(
@@ -462,40 +476,31 @@ class RankGroup:
         Returns
         -------
         ndarray, shape (rows, …)
-            Counts are summed; of seconds the longest, of norms the root of the squares. NaN where the ranks' values do
-            not make one.
+            As the :class:`~gradstats.trace.columns.Column` says; NaN where the ranks' values do not make one.
 
         Raises
         ------
         TraceError
             If one of them is damaged.
         """
-        what, _, counted = name.rpartition("_")
-        summed = counted in ("zeros", "nonfinite") and what not in WHOLE
-        if name in _OF_COMPRESSORS and self.shard_ranks[0] != self._rank:
+        one = _SCALARS.get(name)
+        if (name in _TABLES or (one and one.of_compressor)) and self.shard_ranks[0] != self._rank:
             # of some shards alone: the whole is read under another rank
-            return np.full_like(self.column(name), -1 if name == "selected" else np.nan)
-        if len(self.mates) == 1 or not (summed or name in _OF_COMPRESSORS):
+            return np.full_like(self.column(name), one.fill if one else np.nan)
+        if len(self.mates) == 1 or not (name in _TABLES or (one and one.joined)):
             return self.column(name)
         parts: NDArray[Any] = np.stack(
             [m.column(name, [m.rows[s] for s in self.rows]) for m in self.mates]
         )
-        total: NDArray[Any] = parts.sum(axis=0)
-        if name == "threshold":
-            total = np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
-        if name == "selected":
-            total = np.where((parts < 0).any(axis=0), -1, total)
-        if not total.shape[1:]:
-            return total
-        names = self.array(name).names
-        for i, column in enumerate(names):
-            if column == "residual_norm":
-                total[..., i] = np.sqrt(np.square(parts[..., i]).sum(axis=0))
-            elif column.endswith("_seconds"):
-                total[..., i] = parts[..., i].max(axis=0)
-            elif column not in _ADDED:
-                total[..., i] = np.nan
-        return total
+        if one and one.joined:
+            return one.joined(parts)
+        known = _TABLES[name]
+        joins = [known[n].joined if n in known else None for n in self.array(name).names]
+        whole = [
+            parts[0, ..., i] * np.nan if j is None else j(parts[..., i])
+            for i, j in enumerate(joins)
+        ]
+        return np.stack(whole, axis=-1)
 
     def scalar_names(self) -> list[str]:
         """Return the names of the arrays that hold one number a step.

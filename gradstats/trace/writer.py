@@ -13,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +46,7 @@ from gradstats.trace.format import (
     count_nonfinite,
     group_metadata,
     layout,
+    read_metadata,
     root_attributes,
     to_bfloat16,
 )
@@ -80,6 +82,8 @@ class TraceWriter:
         all elements.
     shard_ranks : sequence of int
         Ranks whose shards together are the whole gradient, this one among them. The trace is read under the first.
+    resume : bool
+        Whether to continue the group that an earlier writer of the same options left, whole or cut short.
 
     Raises
     ------
@@ -108,6 +112,7 @@ class TraceWriter:
         compression: bool = False,
         shards: Sequence[Shard] | None = None,
         shard_ranks: Sequence[int] = (),
+        resume: bool = False,
     ) -> None:
         attributes = root_attributes(Path(path))
         self.path = Path(path)
@@ -142,7 +147,7 @@ class TraceWriter:
         )
         name = f"rank{rank:05d}"
         self._group = self.path / name
-        if self._group.exists():
+        if self._group.exists() and not resume:
             raise TraceError(f"{self.path} already holds rank {rank}")
         about: dict[str, Any] = {
             "rank": rank,
@@ -156,18 +161,51 @@ class TraceWriter:
                 {"name": s.name, "offset": list(s.offset), "shape": list(s.shape)} for s in shards
             ]
         try:
-            _lay_out(self._group, self._specs, self._capacity, about)
+            if not (resume and self._group.exists()):
+                _lay_out(self._group, self._specs, self._capacity, about)
+                resume = False
         except OSError as error:
             raise TraceError(f"cannot write rank {rank} to {self.path}: {error}") from error
+        if resume:
+            self._continue(about)
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
+        if resume and self._rows:
+            for name, column in self._columns.items():
+                column.take_up(self._rows, self._group / name)
         if store == "sketches" or self._bfloat16:
             # here rather than in the thread that appends, where the first step would wait a second for it
             import gradstats.primitives.loops.sums  # noqa: F401
         if store == "sketches":  # kinds of the same layers share one
             own: dict[int, _Tally] = {}
             self._tallies = {k: own.setdefault(id(p), _Tally(p)) for k, p in self._places.items()}
+
+    def _continue(self, about: Mapping[str, Any]) -> None:
+        """Take up the rows that are committed; one that a killed writer left half-written is written again."""
+        attributes = read_metadata(self._group / "zarr.json", self.path)["attributes"]
+        if {name: attributes.get(name) for name in about} != about:
+            raise TraceError(
+                f"{self._group} was written with other options, and cannot be continued"
+            )
+        lengths = {}
+        for name, spec in self._specs.items():
+            stored = read_metadata(self._group / name / "zarr.json", self.path)
+            lengths[name] = stored["shape"][0]
+            rows, *chunk = stored["chunk_grid"]["configuration"]["chunk_shape"]
+            self._specs[name] = replace(spec, rows=rows, chunk=tuple(chunk))
+        self._capacity = max(lengths.values())
+        if (self._group / "step" / "layout").is_symlink():
+            _settle(self._group, self._specs, self._capacity)
+        elif len(set(lengths.values())) > 1:
+            _write_metadata(self._group, self._specs, self._capacity)
+        import zarr
+
+        numbers = np.asarray(zarr.open_array(self._group / "step", mode="r")[:])
+        self._rows = int(np.count_nonzero(numbers >= 0))
+        self._last = int(numbers.max(initial=-1))
+        if (numbers[: self._rows] < 0).any():
+            raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
 
     def size(self, kind: Kind) -> int:
         """Return the number of elements that :meth:`append` takes of a kind.
@@ -333,6 +371,17 @@ class _Column:
             self._values[...] = self._spec.fill
             self._write(chunk)
             self._chunk = chunk
+
+    def take_up(self, row: int, folder: Path) -> None:
+        """Read the rows of the chunk that a row lies in, up to it; what was left beyond is dropped."""
+        first = row - row % self._spec.rows
+        if first == row:
+            return
+        import zarr
+
+        self._values[...] = self._spec.fill
+        self._values[: row - first] = zarr.open_array(folder, mode="r")[first:row]
+        self._chunk = row // self._spec.rows
 
     def put(self, row: int, value: Any) -> None:
         """Write a row. One that equals the fill value is there already."""

@@ -258,6 +258,7 @@ def train(path, mistake="", steps=4):
     batch, micro = torch.randn(steps, 16, 20, generator=generator), 4
     batch = batch.bfloat16() if mistake == "bfloat16" else batch
     with Capture(path, net) as capture:
+        net[0].bias.requires_grad_(mistake != "frozen")
         for x in batch:
             if mistake != "not zeroed":
                 optimizer.zero_grad()
@@ -269,8 +270,6 @@ def train(path, mistake="", steps=4):
                 (loss * (4096 if mistake == "scale" else 1)).backward()
             if mistake == "clip":
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            if mistake == "frozen":
-                net[0].bias.grad = None
             capture.step()
             optimizer.step()
     return path

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import xarray
 from conftest import DATA
+from support.installed import files_of
+from support.terminal import run
 from support.traces import HEAVY_LAYERS, heavy_trace
 
+from gradstats import registry
 from gradstats.analysis import pieces
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import over_training
@@ -226,6 +229,22 @@ class TestCluster:
             assert done.value.code == 0
             records.append(json.loads(capsys.readouterr().out))
         close(records[1], records[0])
+
+    def test_the_workers_load_what_the_command_does(
+        self, trace, cluster, tmp_path, forgotten, monkeypatch
+    ):
+        monkeypatch.setattr(registry, "_FILES", {})
+        (tmp_path / "dlogistic.py").write_text(files_of("law.md")["dlogistic.py"])
+        command = ["fit", trace, "--step", "0", "--model", "dlogistic"]
+        loads = ["--load", tmp_path / "dlogistic.py"]
+        here = json.loads(run(*command, *loads, "--format", "json").stdout)
+        there = json.loads(
+            run(
+                *command, *loads, "--scheduler", cluster.scheduler.address, "--format", "json"
+            ).stdout
+        )
+        assert {r["model"] for r in there} == {"dlogistic"}
+        close(there, here)
 
 
 def worker_of(sketches):

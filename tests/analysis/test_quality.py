@@ -163,7 +163,8 @@ def played(estimator, values, ratio=0.01, layer="all"):
     labels = {"trace": "t", "rank": 0, "kind": "gradient", "layer": layer, "ratio": ratio}
     return [
         labels
-        | {"estimator": estimator, "step": step, "k": 100, "quality": value, "energy_error": 0.0}
+        | {"estimator": estimator, "step": step, "k": 100, "quality": value, "fresh": value}
+        | {"selected": round(100 * value), "seen": step, "design": 1.0, "energy_error": 0.0}
         for step, value in enumerate(values)
     ]
 
@@ -182,7 +183,7 @@ def test_the_mean_over_a_run_has_an_interval(trace_path):
 def test_rules_are_compared_step_by_step():
     """Both follow the same ups and downs: intervals beside each other overlap, that of the difference is clear of 0."""
     rng = np.random.default_rng(1)
-    shared = 1.3 + 0.2 * rng.standard_normal(60)
+    shared = 1.8 + 0.2 * rng.standard_normal(60)  # b is farther from k
     series = played("a", shared) + played("b", shared + 0.03 + 0.01 * rng.standard_normal(60))
     low, high = ([r[end] for r in summarise(series)] for end in ("mean_low", "mean_high"))
     assert max(low) < min(high)
@@ -196,7 +197,7 @@ def test_rules_are_compared_step_by_step():
 
 def test_differences_are_corrected_for_their_number():
     """Nineteen rules no better than the first: one is significant by itself, none is after Holm's correction."""
-    rng = np.random.default_rng(10)
+    rng = np.random.default_rng(8)
     series = [r for i in range(20) for r in played(f"r{i}", 1 + 0.1 * rng.standard_normal(40))]
     found = differences(series, versus="r0")
     least = min(found, key=lambda r: r["p_value"])
@@ -209,6 +210,11 @@ def test_differences_are_corrected_for_their_number():
 def test_a_comparison_takes_two_rules():
     with pytest.raises(InputError, match="another estimator"):
         differences(played("a", [1.0]), versus="b")
+    (nothing, much) = (differences(played(*rule) + played("b", [1.0] * 30), versus="b")[0] for rule in (
+        ("a", [0.0] * 30), ("a", [4.0] * 30)
+    ))  # fmt: skip
+    assert nothing["error"] == pytest.approx(np.log(200))  # half an element of a hundred
+    assert much["error"] == pytest.approx(np.log(4))
     (few,) = differences(played("a", [1.0, 2.0]) + played("b", [1.0, 1.0]), versus="b")
     assert few["difference"] == 0.5
     assert few["status"] == "fewer than 20 steps"

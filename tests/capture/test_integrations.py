@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import DistributedSampler
 from workers import trainers as cases
 
 import gradstats
+from capture import CaptureWarning
 from gradstats.errors import InputError, TraceError
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
@@ -312,7 +314,7 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
 
     given, scaler = [], torch.amp.GradScaler("cpu", init_scale=4.0)
     model = SimpleNamespace(register_comm_hook=lambda *_: None)
-    monkeypatch.setattr(base, "DistributedDataParallel", SimpleNamespace)
+    monkeypatch.setattr(base, "unwrap", lambda model: SimpleNamespace(module=model, ddp=model))
 
     class Recorder:
         def __init__(self, *, path, model, schedule=1, start_step=0, **options):
@@ -320,6 +322,9 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
 
         def wrap(self, state, hook):
             return state, hook
+
+        def close(self):
+            pass
 
     monkeypatch.setattr(base, "Capture", Recorder)
     trainer = SimpleNamespace(
@@ -330,7 +335,96 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
     for hook in (None, allreduce_hook):
         callback = CaptureCallback(tmp_path / "a.zarr", comm_hook=hook, trainer=trainer)
         callback.on_train_begin(None, SimpleNamespace(global_step=0), None, model=model)
-    assert given == [{}, {"scaler": scaler}]
+    again = {"overwrite": "number"}
+    assert given == [again, {"scaler": scaler, **again}]
+
+
+def test_huggingface_begins_again(tmp_path):
+    """After running out of memory (auto_find_batch_size), and by a second train(): it goes on, and so do traces."""
+    from transformers import Trainer
+
+    from capture.integrations.huggingface import CaptureCallback
+
+    class Short(Trainer):
+        """Out of memory in the second step of a batch of 4."""
+
+        failed = 0
+
+        def training_step(self, model, inputs, *rest):
+            rows = len(inputs["input_ids"])
+            if rows == 4 and self.state.global_step == self.failed:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(model, inputs, *rest)
+
+    options = {"max_steps": 2, "auto_find_batch_size": True}
+    for failed, names in ((0, ["a.zarr", "a-2.zarr"]), (1, ["b.zarr", "b-2.zarr", "b-3.zarr"])):
+        args = cases.arguments(tmp_path, **options)
+        trainer = Short(cases.gpt2(), args, train_dataset=cases.Sentences())
+        trainer.failed = failed
+        callback = CaptureCallback(tmp_path / names[0], trainer=trainer)
+        trainer.add_callback(callback)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*earlier training")
+            trainer.train()
+            trainer.train()
+        traces = [gradstats.open_trace(tmp_path / name) for name in names]
+        assert [t.steps() for t in traces] == [[0]] * failed + [[0, 1]] * 2
+        assert sorted(p.name for p in tmp_path.glob(f"{names[0][0]}*")) == sorted(names)
+        assert "training_step" not in vars(trainer)  # nothing is left of it
+        losses = [h["loss"] for h in trainer.state.log_history if "loss" in h]
+        assert np.isfinite(traces[-1].scalars()["loss"]).all()
+        assert losses == [] or len(losses) <= 2
+
+
+def test_lightning_begins_again(tmp_path):
+    """Folds, or a second fit(): a trace for each."""
+    from lightning.pytorch import Trainer
+
+    from capture.integrations.lightning import CaptureCallback
+
+    callback = CaptureCallback(tmp_path / "a.zarr")
+    settings = cases.SETTINGS | {"max_steps": 3}
+    Trainer(callbacks=[callback], **settings).fit(cases.module(), cases.loader())
+    again = Trainer(callbacks=[callback], **settings)
+    with pytest.warns(CaptureWarning, match=r"captured in .*a-2\.zarr"):
+        again.fit(cases.module(), cases.loader())
+    first, second = (gradstats.open_trace(tmp_path / n) for n in ("a.zarr", "a-2.zarr"))
+    assert first.steps() == second.steps() == [0, 1, 2]
+    assert np.array_equal(first.read(2), second.read(2))
+    assert callback.capture.path == tmp_path / "a-2.zarr"
+
+
+def begins_again(rank, world, folder):
+    """Begin a training twice with one DDP model, compiled the second time, and the hook that it has already."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from capture.integrations.trainer import TrainerCapture
+
+    net = cases.network()
+    ddp = DistributedDataParallel(net)
+    callback = TrainerCapture(f"{folder}/run.zarr", comm_hook=allreduce_hook)
+    gradients = []
+    for model in (ddp, torch.compile(ddp, backend="eager")):
+        callback._open(model, 0, None)
+        rows = cases.tokens()[8 * rank :][:8]
+        net.zero_grad()
+        cases.network_loss(ddp, rows).backward()
+        callback.capture.step()
+        callback._close()
+        own = torch.autograd.grad(cases.network_loss(net, rows), list(net.parameters()))
+        gradients.append(cases.flat(own).numpy())
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad
+    return gradients
+
+
+@pytest.mark.distributed
+def test_one_ddp_model_is_trained_again_and_torch_compile_hides_none(tmp_path):
+    for rank, gradients in enumerate(run_ranks(2, begins_again, str(tmp_path))):
+        for name, gradient in zip(("run", "run-2"), gradients, strict=True):
+            agree(gradstats.open_trace(tmp_path / f"{name}.zarr").read(0, rank), gradient)
 
 
 def test_callbacks_refuse_at_once_what_cannot_work(tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ def test_the_report_and_the_plan_take_them(trace, tmp_path):
     ids=lambda settings: settings["outer"],
 )
 def test_other_outer_loops_run(settings, tmp_path):
-    config = RunConfig(**GPT | settings, local_steps=4, out=tmp_path / "run.zarr")
+    config = RunConfig(**GPT | settings, local_steps=4, out=tmp_path / "run.zarr", every=1)
     result = run(config)
     assert len(result.losses) == 12
     assert np.isfinite(result.losses).all()

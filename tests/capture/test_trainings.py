@@ -425,9 +425,11 @@ def test_errors_between_borrowing_and_submitting_do_not_block_the_training(tmp_p
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
-    assert len(failures) == 6
+    assert len(failures) == 4  # what is no loss is a warning
     capture.close()
-    assert open_trace(tmp_path / "a.zarr").steps() == [0, 1, 2, 3]
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.steps() == [0, 1, 2, 3, 4, 5]
+    assert np.isnan(trace.scalars()["loss"][1:3]).all()
 
 
 def test_a_state_that_raises_does_not_block_the_training(tmp_path):

@@ -425,6 +425,7 @@ def test_two_replicas_of_two_shards_compress_between_them(tmp_path):
         hidden=32,
         vocab=200,
         out=path,
+        every=1,
         ratio=0.01,
     )
     result = run(config)
@@ -450,6 +451,7 @@ def test_a_run_of_sharded_replicas_with_local_steps(tmp_path):
         ratio=0.01,
         size="0.1M",
         out=path,
+        every=1,
     )
     result = run(config)
     trace = open_trace(path)

@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 from conftest import DATA, ROOT
 from rich.cells import cell_len
+from support.installed import files_of
 from support.terminal import records, run
 
+from gradstats.cli import app
 from gradstats.report.verdicts import QUESTIONS
+from gradstats.thresholds import ESTIMATORS
 
 COMMANDS = (
     "info",
@@ -329,7 +332,7 @@ def _truncated(path):
 UNREADABLE = {
     "empty": (lambda path: np.save(path, np.empty(0)), "holds no elements"),
     "int": (lambda path: np.save(path, np.arange(9)), "not int64"),
-    "complex": (lambda path: np.save(path, np.ones(9, complex)), "not complex128"),
+    "complex": (lambda path: np.save(path, np.ones(9, complex)), "not complex128; give both parts"),
     "object": (_object, "Python objects"),
     "truncated": (_truncated, "cannot read"),
     "nothing": (Path.touch, "cannot read"),
@@ -578,3 +581,45 @@ def test_output_replaces_a_file_at_once(tmp_path, monkeypatch):
     assert run("info", EF, "--format", "csv", "-o", output).returncode == 0
     assert output.read_text().startswith("trace,")
     assert run("info", EF, "-o", "/dev/null").returncode == 0
+
+
+def test_a_file_is_loaded_wherever_it_is_named(tmp_path, forgotten):
+    for page in ("law.md", "rule.md"):
+        for name, code in files_of(page).items():
+            (tmp_path / name).write_text(code, encoding="utf-8")
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).logistic(size=2000))
+    rule, law, x = (str(tmp_path / name) for name in ("rayleigh.py", "dlogistic.py", "x.npy"))
+    command = ["quality", x, "--estimator", "rayleigh", "--ratio", "0.1", "--format", "json"]
+    assert "no estimator 'rayleigh'" in run(*command).stderr
+    for line in (["--load", rule, *command], [*command, f"--load={rule}"]):
+        (record,) = json.loads(run(*line).stdout)
+        assert record["estimator"] == "rayleigh"
+        ESTIMATORS.pop("rayleigh")
+    done = run("fit", "--load", law, x, "--load", rule, "--model", "dlogistic", "--quiet")
+    assert "dlogistic" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["info", "x.npy", "--load", "nowhere.py"], "gradstats: cannot load nowhere.py: No such"),
+        (["info", "x.npy", "--load"], "gradstats: --load takes a file: --load FILE.py"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(line, said):
+    done = run(*line)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_loaded_file_may_bring_a_command(tmp_path):
+    file = tmp_path / "greeting.py"
+    file.write_text(
+        "from gradstats.cli import app\n\n@app.command()\ndef greet() -> None:\n    print('hello')\n"
+    )
+    commands = list(app.registered_commands)
+    try:
+        assert run("greet", "--load", file).stdout == "hello\n"
+    finally:
+        app.registered_commands[:] = commands

@@ -1,16 +1,12 @@
-"""The recipes of CONTRIBUTING.md, followed to the letter from outside the package."""
+"""The recipes of CONTRIBUTING.md to the letter, from outside the package, which is installed from its wheel."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import tomllib
 
-import numpy as np
 import pytest
 from conftest import ROOT
+from support.installed import files_of, python
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -64,26 +60,29 @@ dist.destroy_process_group()
 """
 
 
-def trains(folder, name, code, check):
+def trains(installed, folder, name, code, check):
     (folder / "train.py").write_text(TRAIN.format(recipe=code, name=name, check=check))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(
-        [sys.executable, *launch], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(*launch, path=[installed], cwd=folder)
 
 
-def test_an_estimator_is_in_the_tables(tmp_path):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder that has the recorded runs, and not the program."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "data").symlink_to(ROOT / "data")
+    return folder
+
+
+def test_an_estimator_is_in_the_tables(installed, place):
     define, use = recipe("Add an estimator")
-    done = subprocess.run(
-        [sys.executable, "-c", define + use], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    printed = python("-c", define + use, path=[installed], cwd=place)
     # the table of the quality, and that of the latency
-    assert done.stdout.count("rayleigh") == 2
+    assert printed.count("rayleigh") == 2
 
 
 @pytest.mark.distributed
-def test_an_estimator_trains_with_the_thresholds_of_the_tables(tmp_path):
+def test_an_estimator_trains_with_the_thresholds_of_the_tables(installed, tmp_path):
     """Offline = live: on the captured gradients the same object gives the same thresholds."""
     check = """
 rule = gradstats.thresholds.make_estimator("rayleigh")
@@ -93,11 +92,11 @@ for step in range(6):
 (record, *_) = gradstats.quality(trace, [0.05], ["rayleigh"], kinds=["corrected"])
 assert 0 < record["mean"] < 20
 """
-    trains(tmp_path, "rayleigh", recipe("Add an estimator")[0], check)
+    trains(installed, tmp_path, "rayleigh", recipe("Add an estimator")[0], check)
 
 
 @pytest.mark.distributed
-def test_a_compressor_trains(tmp_path):
+def test_a_compressor_trains(installed, tmp_path):
     check = """
 assert state.last.selected == state.last.union == state.last.target == 102
 assert trace.steps(rank) == list(range(6))
@@ -110,78 +109,20 @@ rows = plan(torch.zeros(2040), Network.of_link(1e-5, 1e-9), 0.01, [2], [0.05], [
 assert {r["compressor"]: r["bytes"] for r in rows}["block"] == state.last.bytes_sent
 """
     (code,) = recipe("Add a compressor")
-    trains(tmp_path, "block", code, check)
+    trains(installed, tmp_path, "block", code, check)
 
 
-def law_file():
-    """Return the recipe of a law, which two pages have."""
-    page = (ROOT / "docs" / "howto" / "law.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert code == recipe("Add a law")[0]
-    assert len(code.splitlines()) <= 25
-    return page, code
-
-
-def test_a_law_is_in_the_tables_and_figures():
-    _, code = law_file()
-    use = recipe("Add a law")[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code + use], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    fitted, *table, labels = done.stdout.splitlines()
+def test_a_law_is_in_the_tables_and_figures(installed, place):
+    define, use = recipe("Add a law")
+    assert define == files_of("law.md")["dlogistic.py"]  # two pages have it
+    printed = python("-c", define + use, path=[installed], cwd=place)
+    fitted, *table, labels = printed.splitlines()
     assert fitted.startswith("<Fit: model dlogistic, scale 0.0")
     assert sum("dlogistic" in line for line in table) == 1
     assert "'logistic'" in labels
 
 
-def test_an_installed_law_is_in_the_terminal_and_the_report(tmp_path):
-    page, code = law_file()
-    ((block,), (commands,)) = (
-        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "sh")
-    )
-    (tmp_path / "dlogistic.py").write_text(code, encoding="utf-8")
-    metadata = tmp_path / "dlogistic-1.0.dist-info"  # what installing a package leaves
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dlogistic\nVersion: 1.0\n")
-    points = tomllib.loads(block)["project"]["entry-points"]["gradstats.laws"]
-    lines = "".join(f"{name} = {place}\n" for name, place in points.items())
-    (metadata / "entry_points.txt").write_text(f"[gradstats.laws]\n{lines}")
-    x = np.random.default_rng(0).logistic(size=20_000).astype(np.float32)
-    np.save(tmp_path / "run.npy", x)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(ROOT)])
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "gradstats", *arguments]
-        settings = os.environ | {"PYTHONPATH": path, "COLUMNS": "120"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=settings
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    default, _ = (
-        run(*line.replace("run.zarr", "run.npy").split()[1:]) for line in commands.splitlines()
-    )
-    named = run("fit", "run.npy", "--model", "dlogistic", "--all")
-    assert re.search(r"^ +all +dlogistic +scale=0\.99", default, re.MULTILINE)  # the closest
-    assert "dlogistic" in named
-    assert "laplace" not in named
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert (
-        "leaves logistic." in html
-    )  # the answer: of the laws tested, the only one that is not rejected
-    assert re.search(r"<td [^>]*>dlogistic</td>", html)  # the table of the fits
-    assert "lognorm, dlogistic or all" in " ".join(re.findall(r"[\w,]+", run("fit", "--help")))
-
-
-def test_a_table_is_printed():
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(recipe("Add a table"))],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'positive': 0." in done.stdout
-    assert "Positive elements" in done.stdout
+def test_a_table_is_printed(installed, place):
+    printed = python("-c", "\n".join(recipe("Add a table")), path=[installed], cwd=place)
+    assert "'positive': 0." in printed
+    assert "Positive elements" in printed

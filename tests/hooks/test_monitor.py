@@ -147,12 +147,78 @@ def test_a_step_that_the_scaler_skips_is_seen_by_hand_only():
 def test_unused_parameters_and_empty_gradients():
     net = nn.ModuleDict({"a": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
     monitor = Monitor(net, per_layer=True)
-    assert monitor.step()["gradient/norm"] == 0.0
+    with pytest.warns(UserWarning, match="no gradient at all"):
+        assert monitor.step() == {"gradient/step": 0.0}
     net["a"](torch.ones(1, 4)).sum().backward()
     found = monitor.step()
     assert set(found) >= {"gradient/norm/a.weight", "gradient/norm/a.bias"}
     assert not any("unused" in name for name in found)
     assert found["gradient/norm"] == pytest.approx(15**0.5)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+@pytest.mark.parametrize("keyword", [True, False])
+def test_with_a_closure_the_values_are_those_of_the_step(make, keyword):
+    """Of LBFGS, which calls it several times, those at the step's beginning."""
+    net = model()
+    optimizer = make(net.parameters(), lr=0.01)
+    monitor = Monitor(net, optimizer=optimizer)
+    for step in range(3):
+        computed = []
+
+        def closure(step=step, computed=computed):
+            optimizer.zero_grad()
+            x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+            loss = net(x).square().mean()
+            loss.backward()
+            computed.append(cases.flat(net))
+            return loss
+
+        loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+        assert loss is not None
+        check(monitor.values, computed[0])
+        assert monitor.values["gradient/step"] == step
+        assert len(computed) > 1 or make is not torch.optim.LBFGS
+
+
+def test_an_optimizer_in_a_wrapper_is_found_and_what_is_none_is_one_line():
+    class Wrapper(torch.optim.Optimizer):
+        """As accelerate's and Lightning's: an Optimizer that was never initialised."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monitor = Monitor(net, optimizer=Wrapper(Wrapper(optimizer)))
+    net(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    check(monitor.values, cases.flat(net))
+    with pytest.raises(InputError, match="str has none of its hooks"):
+        Monitor(net, optimizer="SGD")
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_that_an_optimizer_takes_in_the_backward_pass_are_left_out_by_name():
+    def take(parameter):
+        parameter.grad = None
+
+    for layers, left in (((0,), 2), ((0, 1), 0)):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2))
+        for i in layers:
+            for p in net[i].parameters():
+                p.register_post_accumulate_grad_hook(take)
+        monitor = Monitor(net)
+        net[:2](torch.ones(1, 4)).sum().backward()
+        with pytest.warns(UserWarning, match=r"0\.weight, 0\.bias"):
+            values = monitor.step()
+        if left:
+            assert values["gradient/norm"] > 0
+        else:
+            assert values == {"gradient/step": 0.0}
+        net[:2](torch.ones(1, 4)).sum().backward()
+        monitor.step()
+        assert not net[2].weight._post_accumulate_grad_hooks
 
 
 def steady(net, step, bad=None):

@@ -289,7 +289,7 @@ class FromOutside(Estimator):
     def __init__(self):
         self.group = threading.Lock()
 
-    def _find(self, x, k):
+    def find(self, x, k):
         raise AssertionError("run")
 
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 from conftest import ROOT
 from ranks import run_ranks
+from support.installed import files_of
 from workers import network as cases
 
 from gradstats.compressors import COMPRESSORS
@@ -85,7 +86,9 @@ def test_from_torchrun(tmp_path):
     output = tmp_path / "network.json"
     small = ["--largest", "32768", "--largest-numel", "32768", "--repeats", "2"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["-o", str(output), *small, "--select", "none", "topk", "--check"]
+    (tmp_path / "rayleigh.py").write_text(files_of("rule.md")["rayleigh.py"])
+    options = ["-o", str(output), *small, "--select", "none", "topk", "rayleigh", "--check"]
+    options += ["--load", str(tmp_path / "rayleigh.py")]
     done = subprocess.run(
         [sys.executable, *launch, *PROGRAM[1:], *options],
         capture_output=True,
@@ -101,6 +104,7 @@ def test_from_torchrun(tmp_path):
     network = Network.load(output)
     assert network.about["backend"] == "gloo"
     assert network.line("select:topk", 1).slope >= 0
+    assert network.line("select:rayleigh", 1).slope >= 0
 
 
 def test_help_fits_80_columns(capsys, monkeypatch):
@@ -128,6 +132,7 @@ def alone(monkeypatch):
         ([], "collectives need 2"),
         (["-o", "no/folder.json"], "cannot write no/folder.json: No such file"),
         (["--select", "zip"], "no compressor 'zip'"),
+        (["--load", "no.py"], "cannot load no.py: No such file"),
         (["--backend", "pigeon"], "no backend 'pigeon'"),
         (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
         (["--slow"], "unrecognized arguments: --slow"),

@@ -198,9 +198,8 @@ COMPRESSORS["first"] = First
 '''
 
 
-def test_a_compressor_from_outside_is_planned_by_what_its_class_says(monkeypatch):
+def test_a_compressor_from_outside_is_planned_by_what_its_class_says(forgotten):
     assert len(OUTSIDE.strip().splitlines()) <= 25
-    monkeypatch.setitem(COMPRESSORS, "first", None)  # leaves it again afterwards
     exec(OUTSIDE, {})
     for compressors in (["first"], ()):
         first = by_name(plan(ZEROS, link(), COMPUTE, [4], [0.01], compressors))["first"]
@@ -210,9 +209,9 @@ def test_a_compressor_from_outside_is_planned_by_what_its_class_says(monkeypatch
         assert (first["bytes"], first["union"], first["basis"]) == (4 * k, k, "exact")
 
 
-def test_a_compressor_that_says_no_cost_is_not_planned(monkeypatch):
-    silent = type("Silent", (Compressor,), {"reduce": None})
-    monkeypatch.setitem(COMPRESSORS, "silent", silent)
+def test_a_compressor_that_says_no_cost_is_not_planned(forgotten):
+    silent = type("Silent", (Compressor,), {"reduce": lambda *_: None})
+    COMPRESSORS["silent"] = silent
     with pytest.raises(InputError, match="no cost formula for 'silent'; give Silent an exchange"):
         plan(ZEROS, link(), COMPUTE, [4], [0.01], ["silent"])
 

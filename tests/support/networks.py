@@ -25,7 +25,7 @@ CODED = ("rice", "chunk", "float8_e4m3fn", "int8", "int4", "int2")
 SIZES = [128 * 4**i for i in range(10)]
 
 
-def measured_network(world=4):
+def measured_network(world=4, others=()):
     rng = np.random.default_rng(4)
     terms = {o: next(iter(a.values()))(world) for o, a in ALGORITHMS.items()}
     lines = [
@@ -34,7 +34,7 @@ def measured_network(world=4):
     ]
     local = ["memory", "pack", "unpack", "average", "unpack_signs", "merge_signs"]
     local += [f"{step}:{codec}" for step in ("encode", "decode") for codec in CODED]
-    local += [f"select:{name}" for name in COMPRESSORS if name != "none"]
+    local += [f"select:{name}" for name in (*COMPRESSORS, *others) if name != "none"]
     lines += [fit_line(o, 1, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in local]
     decoded = [f"decode:{name}" for name in ("signsgd", "ef-signsgd", "ssdm")]
     lines += [fit_line(o, 2, SIZES, noisy(rng, 1e-5, 1e-9, SIZES, 0.1)) for o in decoded]

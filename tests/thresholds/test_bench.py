@@ -26,7 +26,7 @@ from gradstats.thresholds.bench import (
 
 @pytest.fixture(scope="module")
 def records():
-    return bench([20_000, 50_000], [0.1, 0.01], repeats=3)
+    return bench([20_000, 50_000], [0.1, 0.01], threads=[1], repeats=3)
 
 
 def test_everything_is_measured_once(records):
@@ -70,7 +70,13 @@ def test_given_gradients_are_timed_step_by_step():
     seen = [np.arange(1, 101, dtype=np.float32) * scale for scale in (1, 2, 3)]
     parts = [[x[:60], x[60:]] for x in seen]
     (record,) = bench(
-        [], [0.5], estimators=["exact"], repeats=2, references=False, gradients={"own": parts}
+        [],
+        [0.5],
+        estimators=["exact"],
+        threads=[1],
+        repeats=2,
+        references=False,
+        gradients={"own": parts},
     )
     assert (record["gradient"], record["layers"], record["numel"]) == ("own", 2, 100)
     assert record["quality"] == 1

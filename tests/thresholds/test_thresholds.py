@@ -627,7 +627,7 @@ class TestAdaptiveStages:
                 stages += update
             stages, last = max(min(stages, 10), 1), mean  # log 0.001 / log ½ = 9.97
             rule._step += 1
-            rule._observe(mean, 1, 1000)
+            rule.observe(mean, 1, 1000)
             assert rule.stages == stages
         state = rule.state_dict()
         assert (state["last"], state["direction"]) == (last, update)
@@ -698,7 +698,7 @@ class TestAdaptiveStages:
         for cut, ratio in itertools.product((x, x[:5000], x[:50]), (1.0, 0.6, 0.3, *RATIOS)):
             k = target_count(ratio, cut.size)
             block, passes = (make_estimator(name, stages=stages) for _ in range(2))
-            found = block._find(cut, k)
+            found = block.find(cut, k)
             expected = passes._sparsify(Whole(cut, passes._pareto), k, stages == "corrected")
             assert block.stages == passes.stages
             assert found.threshold == pytest.approx(expected.threshold, rel=1e-14)
@@ -871,5 +871,25 @@ def test_an_estimator_must_find_a_threshold():
     class Without(Estimator):
         name = "without"
 
-    with pytest.raises(TypeError, match="_find"):
+    with pytest.raises(TypeError, match="find"):
         Without()
+
+
+def outside(found):
+    """Return a rule of somebody's, which finds this."""
+    members = {"name": "outside", "find": lambda self, x, k: found}
+    return type("Outside", (Estimator,), members)()
+
+
+@pytest.mark.parametrize("xp", [np.asarray, torch.tensor])
+@pytest.mark.parametrize("found", [2, 2.0, np.float32(2), np.array(2.0), torch.tensor(2.0)])
+def test_a_rule_may_find_any_number(found, xp):
+    estimate, kept = outside(found).select(xp([1.0, -3.0, 2.0]), 0.5)
+    assert (estimate.threshold, estimate.k, kept.indices.tolist()) == (2.0, 2, [1, 2])
+    assert type(estimate.threshold) is float
+
+
+@pytest.mark.parametrize("found", [math.nan, -1.0, None, "2 m", np.ones(3)])
+def test_what_is_no_threshold_is_refused_in_one_line(found):
+    with pytest.raises(InputError, match=r"^the rule 'outside' found the threshold .* at least 0$"):
+        outside(found).estimate(np.ones(3), 0.5)

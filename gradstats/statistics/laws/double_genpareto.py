@@ -11,7 +11,9 @@ import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 from scipy.stats import genpareto
 
+from gradstats.primitives.levels import Levels
 from gradstats.primitives.sketch import Magnitudes
+from gradstats.statistics.laws.intervals import by_intervals
 from gradstats.statistics.laws.law import Law
 from gradstats.statistics.laws.moments import delta_method, require_spread
 from gradstats.statistics.laws.reflected import Reflected
@@ -112,6 +114,8 @@ def by_likelihood(m: Magnitudes) -> Solution:
     m : Magnitudes
         Sample.
     """
+    if isinstance(m, Levels):
+        return by_intervals(m)
     require_spread(m)
     # In units of the geometric mean, which exists for any tail; the mean of a heavy one grows with the sample.
     unit = math.exp(m.mean_log)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.levels import Levels, levels_beyond
 from gradstats.primitives.ratio import (
     check_count,
     check_number,
@@ -192,6 +193,7 @@ def choose_threshold(
     if ratios is None:
         ratios = np.geomspace(0.5, min(0.01, 1000 / m.count), 8).tolist()
     asked = sorted(set(check_ratios(ratios)), reverse=True)
+    m = next(filter(None, (levels_beyond(m, target_count(r, m.count)) for r in asked)), m)
     split, *seeds = np.random.SeedSequence(seed).generate_state(len(asked) + 1).tolist()
     seen, unseen = _halves(m, np.random.default_rng(split))
     at = {ratio: threshold_of(m, target_count(ratio, m.count)) for ratio in asked}
@@ -241,6 +243,8 @@ def _halves(m: Magnitudes, rng: np.random.Generator) -> tuple[Magnitudes, Magnit
     first = rng.binomial(m.weight.astype(np.int64), 0.5).astype(np.float64)
 
     def part(weight: NDArray[np.float64]) -> Magnitudes:
+        if isinstance(m, Levels):
+            return m.part(weight)
         some = weight > 0
         return Magnitudes.from_cells(m.left[some], m.right[some], weight[some])
 

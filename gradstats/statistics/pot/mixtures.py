@@ -9,6 +9,8 @@ import numpy as np
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.levels import levels_beyond
+from gradstats.primitives.ratio import target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.laws.law import Method
@@ -79,8 +81,10 @@ def mixture(
     some = [magnitudes_of(m) for m in parts.values() if m.count]
     if not some:
         raise FitError(Reason.EMPTY)
-    pooled = stability_at(_pool(some, [1.0] * len(some)), at, method, FEWEST)
-    normalised = stability_at(_pool(some, [m.mean for m in some]), at, method, FEWEST)
+    # middles of cells that layers share look like levels, and are not
+    levels = any(levels_beyond(m, target_count(at, m.count)) for m in some)
+    units = [1.0] * len(some), [m.mean for m in some]
+    pooled, normalised = (stability_at(_pool(some, u), at, method, FEWEST, levels) for u in units)
     own = {
         name: stability_at(m, at, method, FEWEST)
         if m.count

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.levels import Levels, levels_beyond
 from gradstats.primitives.ratio import check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, as_magnitudes, fit
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.profile import likelihood_region
-from gradstats.statistics.solution import Z95, FitError, Reason
+from gradstats.statistics.solution import Z95, FitError, Flag, Reason
 from gradstats.tables import Shown
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "MeanExcess",
     "Stability",
     "covariance",
+    "disagreement",
     "finite_of",
     "magnitudes_of",
     "mean_excess",
@@ -44,6 +46,8 @@ FEWEST = 100
 
 MODEL = "double_genpareto"
 NAN = math.nan
+_COUNTED, _OFF = 10, 1.25
+"""Elements that make a counted quantile, and the factor from which on a modelled one differs from it."""
 _SMALLEST, _LARGEST = 1e-140, 1e140
 """Largest magnitudes between which squares and their sums are ordinary numbers."""
 
@@ -99,6 +103,8 @@ def threshold_of(m: Magnitudes, k: int) -> float:
     """
     if k >= m.count:
         return 0.0
+    if isinstance(m, Levels):
+        return m.border(k)
     value = m.upper_quantile(k + 1)
     i = int(np.searchsorted(m.right, value, side="right"))
     if i < m.left.size and m.left[i] > value:
@@ -172,8 +178,10 @@ def mean_excess(
     m = magnitudes_of(x)
     rows = []
     for ratio in _ratios(m, ratios):
-        threshold = threshold_of(m, target_count(ratio, m.count))
-        over = m.excesses(threshold)
+        k = target_count(ratio, m.count)
+        piled = levels_beyond(m, k) or m
+        threshold = threshold_of(piled, k)
+        over = piled.excesses(threshold)
         n, half = over.count, NAN
         if n > 1:
             half = Z95 * math.sqrt(over.variance / (n - 1))
@@ -291,7 +299,9 @@ def parameter_stability(
     return Pot([stability_at(m, ratio, method) for ratio in _ratios(m, ratios)], m)
 
 
-def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -> Stability:
+def stability_at(
+    m: Magnitudes, ratio: float, method: Method, fewest: int = 0, levels: bool = True
+) -> Stability:
     """Fit the excesses over one threshold; without a fit, return NaN and a status.
 
     Parameters
@@ -304,8 +314,12 @@ def stability_at(m: Magnitudes, ratio: float, method: Method, fewest: int = 0) -
         Method of the fit, see :func:`gradstats.fit`.
     fewest : int
         Number of exceedances below which nothing is fitted.
+    levels : bool
+        Whether to look for levels that magnitudes pile up on.
     """
-    threshold = threshold_of(m, target_count(ratio, m.count))
+    k = target_count(ratio, m.count)
+    m = (levels_beyond(m, k) if levels else None) or m
+    threshold = threshold_of(m, k)
     return stability_of(m, ratio, threshold, method, fewest)
 
 
@@ -351,11 +365,40 @@ def stability_of(
     if method == "mle" and c > -0.5:
         from scipy.special import chdtrc
 
+        from gradstats.statistics.laws.intervals import exponential_gain
+
         # twice what a shape gains over an exponential of the same mean
-        gain = 2 * over.count * (math.log(over.mean / scale) - c)
+        if isinstance(over, Levels):
+            gain = exponential_gain(over, c, scale)
+        else:
+            gain = 2 * over.count * (math.log(over.mean / scale) - c)
         p = float(chdtrc(1, max(gain, 0.0)))
-    flags = tuple(map(str, fitted.flags))
+    flags = tuple(map(str, fitted.flags + disagreement(over, fitted, threshold)))
     return Stability(ratio, threshold, over.count, c, *ends, flags=flags, p_exponential=p)
+
+
+def disagreement(over: Magnitudes, fitted: Fit, threshold: float) -> tuple[Flag, ...]:
+    """Return the flag of a fit whose quantile far out is not the one counted there.
+
+    The magnitude that one in a hundred excesses reaches, or ten where they are fewer than a thousand, is compared.
+
+    Parameters
+    ----------
+    over : Magnitudes
+        Excesses that were fitted.
+    fitted : Fit
+        Their fit.
+    threshold : float
+        Threshold u that they exceed.
+    """
+    k = max(over.count // 100, _COUNTED)
+    if over.count < 10 * _COUNTED or (isinstance(over, Levels) and over.bounded):
+        return ()
+    modelled = threshold + float(fitted.magnitude.isf(k / over.count))
+    i = min(int(np.searchsorted(over.cumulative, over.count - k, side="right")), over.left.size - 1)
+    low, high = threshold + float(over.left[i]), threshold + float(over.right[i])
+    off = max(modelled / high, low / modelled) if modelled > 0 else math.inf
+    return (Flag.COUNTED,) if off > _OFF else ()
 
 
 def covariance(fitted: Fit) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.primitives.levels import Levels
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.fitting import Fit
 
@@ -45,6 +46,10 @@ def likelihood_region(
     from scipy.special import chdtri, lambertw
 
     unit, c = fitted.params["scale"], fitted.params["c"]
+    if isinstance(m, Levels):
+        from gradstats.statistics.laws.intervals import interval_region
+
+        return interval_region(m, c, unit, level)
     x, weight = m.middle / unit, m.weight / m.weight.sum()
     bound = -1 / float(x[-1])
     if c <= bound * (1 - 1e-9):  # rounding puts the largest element outside the support

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array
+from gradstats.primitives.levels import levels_beyond
 from gradstats.primitives.ratio import check_number, check_ratio, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, fit
@@ -19,6 +20,7 @@ from gradstats.statistics.pot.peaks import (
     MODEL,
     NAN,
     covariance,
+    disagreement,
     finite_of,
     magnitudes_of,
     threshold_of,
@@ -125,11 +127,13 @@ def tail_quantile(
     level = check_number(level, "level", 0, 1)
     m = magnitudes_of(x)
     numel = finite_of(m)
-    threshold = threshold_of(m, target_count(at, numel))
-    over = m.excesses(threshold)
+    k = target_count(at, numel)
+    piled = levels_beyond(m, k) or m
+    threshold = threshold_of(piled, k)
+    over = piled.excesses(threshold)
     fitted = fit(over, MODEL, method)
     c, scale, share = fitted.params["c"], fitted.params["scale"], over.count / numel
-    flags = list(map(str, fitted.flags))
+    flags = list(map(str, fitted.flags + disagreement(over, fitted, threshold)))
     beyond = ratio * numel
     empirical = m.upper_quantile(round(beyond)) if beyond >= _SEEN else NAN
     if beyond < _SEEN:

@@ -1,0 +1,196 @@
+"""Creating a trace: once, when all ranks have come, and where all of them find it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed as dist
+
+from capture.recorder import warn
+from gradstats.errors import GradstatsError, InputError, TraceError, first_line
+from gradstats.hooks.torch_private import store_of
+from gradstats.trace import open_trace
+from gradstats.trace.format import is_trace
+
+__all__ = ["Overwrite", "create_on_all", "restarted", "vacant"]
+
+Overwrite: TypeAlias = bool | Literal["number"]
+
+_PATIENCE_S = 5.0
+"""Seconds after which a rank that waits for others says so."""
+_LATE_S = 10.0
+"""Longest that a file system shared by machines takes to show a new file to all."""
+_SUFFIX = ".zarr"
+
+_meetings: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def restarted() -> bool:
+    """Tell whether torchrun has started this process in place of one that failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def vacant(path: Path) -> tuple[Path, bool]:
+    """Return a path for a trace beside those of earlier trainings, and whether an empty one is there to replace.
+
+    Parameters
+    ----------
+    path : Path
+        Where the trace would be; ``NAME-2.zarr``, ``NAME-3.zarr`` follow.
+
+    Returns
+    -------
+    path : Path
+        The first at which there is no trace with a step.
+    replace : bool
+        Whether there is one without.
+    """
+    stem = path.name.removesuffix(_SUFFIX)
+    suffix = path.name[len(stem) :]
+    candidates = itertools.chain(
+        [path], (path.with_name(f"{stem}-{n}{suffix}") for n in itertools.count(2))
+    )
+    for candidate in candidates:
+        if not is_trace(candidate):
+            return candidate, False
+        if not _has_steps(candidate):
+            return candidate, True
+    raise AssertionError("names do not end")
+
+
+def _has_steps(path: Path) -> bool:
+    try:
+        trace = open_trace(path)
+        return any(trace.steps(rank) for rank in trace.ranks)
+    except GradstatsError:  # damaged, perhaps worth mending
+        return True
+
+
+def create_on_all(
+    create: Callable[[], Path],
+    path: Path,
+    rank: int,
+    process_group: dist.ProcessGroup | None,
+    writes: bool,
+) -> Path:
+    """Create a trace on rank 0, and look for it on all; what fails on one is raised on every rank, and none waits.
+
+    Parameters
+    ----------
+    create : callable
+        Creates it, and returns its path.
+    path : Path
+        What the user calls it.
+    rank : int
+        Rank of this process in the group.
+    process_group : ProcessGroup, optional
+        Ranks that have come together; None for the default group, if there is one.
+    writes : bool
+        Whether this rank is going to write.
+
+    Returns
+    -------
+    Path
+        Where the trace is.
+
+    Raises
+    ------
+    InputError
+        If some ranks do not come before the group's timeout.
+    TraceError
+        If it cannot be created, or a rank that writes does not find it.
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    if distributed:
+        _meet(process_group, rank)
+    message: list[Any] = [None, None, None]
+    interrupt: BaseException | None = None
+    if rank == 0:
+        try:
+            made = create()
+            message = [None, made.name, _digest(made)]
+        except GradstatsError as error:
+            message[0] = str(error)
+        except BaseException as error:
+            message[0] = f"cannot create {str(path)!r}: {type(error).__name__}: {first_line(error)}"
+            interrupt = None if isinstance(error, Exception) else error
+    if distributed:
+        dist.broadcast_object_list(message, group=process_group, group_src=0)
+    if interrupt is not None:
+        raise interrupt
+    if message[0] is not None:
+        raise TraceError(message[0])
+    made = path.with_name(message[1])
+    if distributed:
+        _look(made, message[2], rank, process_group, writes)
+    return made
+
+
+def _meet(group: dist.ProcessGroup | None, rank: int) -> None:
+    """Wait until all ranks are here, and say soon if some are not: one that never comes leaves the others waiting."""
+    world, store = dist.get_world_size(group), store_of(group)
+    if world == 1 or store is None:
+        return
+    members: Any = group or dist.group.WORLD
+    name = members.group_name
+    key = f"gradstats/capture/{name}/{next(_meetings[name])}"
+    try:
+        store.set(f"{key}/{rank}", "here")
+        if store.add(f"{key}/ranks", 1) == world:
+            store.set(f"{key}/all", "here")
+    except (RuntimeError, NotImplementedError):  # a store that keeps nothing, of a simulated group
+        return
+    advice = (
+        "make the Capture on every rank, not under `if rank == 0`; ranks=[0] captures rank 0 alone"
+    )
+    began, longest = time.monotonic(), store.timeout.total_seconds()
+    for seconds in (min(_PATIENCE_S, longest), longest):
+        try:
+            store.wait([f"{key}/all"], timedelta(seconds=seconds))
+            return
+        except RuntimeError:
+            if time.monotonic() - began < seconds / 2:
+                return  # no timeout: the ranks have lost each other, which the next exchange says
+            absent = [str(r) for r in range(world) if not store.check([f"{key}/{r}"])]
+        missing = f"rank {', '.join(absent[:5])}{' …' if absent[5:] else ''} (of {world})"
+        if seconds < longest:
+            warn(f"a Capture waits for {missing}, to make it too: {advice}")
+    raise InputError(f"a Capture waited {longest:.0f} s in vain for {missing}: {advice}")
+
+
+def _look(
+    path: Path, digest: str, rank: int, group: dist.ProcessGroup | None, writes: bool
+) -> None:
+    """Raise on every rank if one that writes does not find the trace: each machine may have a disk of its own."""
+    problem, deadline = None, time.monotonic() + _LATE_S
+    while writes and rank and _digest(path) != digest:
+        if time.monotonic() > deadline:
+            problem = f"rank {rank} on {platform.node()}"
+            break
+        time.sleep(0.1)
+    problems: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    blind = [p for p in problems if p is not None]
+    if blind:
+        more = f", nor do {len(blind) - 1} more" if blind[1:] else ""
+        raise TraceError(
+            f"rank 0 has made {path}, and {blind[0]} does not find it there{more}: give a path on a disk that all "
+            "ranks share, the same on each, or capture ranks=[…] of one machine"
+        )
+
+
+def _digest(path: Path) -> str:
+    """Return what tells a trace from another that was at the same path; nothing if there is none."""
+    try:
+        return hashlib.sha256((path / "zarr.json").read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,107 @@
+"""Which rule hits k: the mean of k̂/k over gradients that a rule did not learn from, at all ratios in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradstats.analysis.quality import noise_floor
+from gradstats.statistics.resampling import FEWEST_IN_SERIES, mean_interval
+from gradstats.tables import Records
+from gradstats.thresholds import ESTIMATORS
+
+__all__ = ["COUNTING", "TOLERANCE", "judged_rules"]
+
+COUNTING = ("exact", "warm-exact", "histogram", "redsync-trimmed")
+"""Rules that count elements until they have k; the others estimate."""
+TOLERANCE = 1.25
+"""Factor from k within which the mean number of elements of a rule that hits k lies."""
+_FEWEST_FOR_INTERVAL = 5
+"""Steps from which their mean has an interval; of fewer, their range and what chance may add is one."""
+_FEWEST_ELEMENTS = 10
+"""Elements wanted below which chance alone decides."""
+
+
+def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
+    """Judge rules by the records of :func:`gradstats.quality_series`, the one nearest to k first.
+
+    What counts is ln(k̂/k), so that twice and half of k are equally far. A rule that takes its threshold from the first
+    gradient is judged on the later ones.
+
+    Parameters
+    ----------
+    series : iterable of dict
+        Records of :func:`gradstats.quality_series`.
+
+    Returns
+    -------
+    Records
+        One record per trace, kind, layer and estimator: n (gradients judged); by ratio, mean (the geometric mean of
+        k̂/k), low and high (its 95 % interval, see Notes) and nothing (gradients of which no element was kept); far,
+        the largest |ln mean| over the ratios, infinite where nothing was kept; hits, whether the interval is within
+        :data:`TOLERANCE` of 1 at every ratio: True, False where it lies outside at one of them, else None; reason.
+
+    Notes
+    -----
+    From 20 steps on intervals are those of :func:`gradstats.statistics.resampling.mean_interval`, from 5 on those of
+    Student's t, which take steps as independent. Of fewer steps they are the range of k̂/k, widened by what chance may
+    do to one gradient, its design effect included.
+    """
+    groups: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
+    for record in series:
+        key = tuple(record[n] for n in ("trace", "kind", "layer", "estimator"))
+        groups.setdefault(key, {}).setdefault(record["ratio"], []).append(record)
+    found = Records()
+    for (trace, kind, layer, estimator), ratios in groups.items():
+        labels = {"trace": trace, "kind": kind, "layer": layer, "estimator": estimator}
+        found.append(labels | _judged(estimator, ratios))
+    found.sort(key=lambda r: (r["trace"], r["kind"], r["layer"], math.isnan(r["far"]), r["far"]))
+    return found
+
+
+def _judged(estimator: str, ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the verdict on one rule."""
+    learns = getattr(ESTIMATORS.get(estimator), "learns_first", False)
+    mean, low, high, nothing = {}, {}, {}, {}
+    n, hits = 0, []
+    for ratio, rows in ratios.items():
+        judged = [r for r in rows if r["k"] >= _FEWEST_ELEMENTS and not (learns and not r["seen"])]
+        if not judged:
+            continue
+        n = max(n, len(judged))
+        mean[ratio], low[ratio], high[ratio] = _interval(judged)
+        nothing[ratio] = sum(r["selected"] == 0 for r in judged)
+        within = low[ratio] >= 1 / TOLERANCE and high[ratio] <= TOLERANCE
+        outside = high[ratio] < 1 / TOLERANCE or low[ratio] > TOLERANCE
+        hits.append(True if within and not nothing[ratio] else False if outside else None)
+    numbers = {"n": n, "mean": mean, "low": low, "high": high, "nothing": nothing}
+    if not mean:
+        reason = f"fewer than {_FEWEST_ELEMENTS} elements asked for"
+        if learns:
+            reason = "it took its threshold from the only gradient there is"
+        return numbers | {"far": math.nan, "hits": None, "reason": reason}
+    far = max(math.inf if nothing[r] else abs(math.log(mean[r])) for r in mean)
+    verdict = False if False in hits else None if None in hits else True
+    return numbers | {"far": far, "hits": verdict, "reason": ""}
+
+
+def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    """Return the geometric mean of k̂/k with its 95 % interval."""
+    steps: dict[int, list[float]] = {}
+    for r in rows:  # half an element, where none was kept
+        steps.setdefault(r["step"], []).append(math.log(max(r["selected"], 0.5) / r["k"]))
+    logs = np.array([np.mean(steps[step]) for step in sorted(steps)])
+    mean = float(logs.mean())
+    if logs.size >= FEWEST_IN_SERIES and not (over := mean_interval(logs)).reason:
+        return tuple(math.exp(v) for v in (mean, over.low, over.high))  # type: ignore[return-value]
+    if _FEWEST_FOR_INTERVAL <= logs.size < FEWEST_IN_SERIES:
+        from scipy.special import stdtrit
+
+        half = float(stdtrit(logs.size - 1, 0.975) * logs.std(ddof=1) / math.sqrt(logs.size))
+        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    design = max((r["design"] for r in rows if math.isfinite(r["design"])), default=1.0)
+    chance = noise_floor(rows[0]["k"], max(design, 1.0))
+    return math.exp(mean), math.exp(logs.min() - chance), math.exp(logs.max() + chance)

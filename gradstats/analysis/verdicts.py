@@ -1,0 +1,222 @@
+"""Conclusions from records, in sentences: which law is closest, and which rule hits k.
+
+Report, terminal and notebooks print what is said here, so that they cannot say different things.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradstats.analysis.rules import COUNTING, TOLERANCE
+from gradstats.statistics.laws import LAWS
+
+__all__ = ["FITS", "Verdict", "closest_law", "left_out", "which_rule"]
+
+FITS = math.log(1.05)
+"""Median |ln| of a law's thresholds over the exact ones up to which it fits, where these are known that well."""
+_EXACT = 0.01
+"""|ln k̂/k| up to which a rule that counts elements has done so."""
+_FAR = math.log(2)
+"""|ln| of a law's thresholds, or of a rule's k̂/k, from which on it is warned of, or left out of a short table."""
+_POWERLESS = math.log(1.2)
+"""What chance may do to exact thresholds before they cannot tell laws apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answer on the first screen.
+
+    Attributes
+    ----------
+    headline : str
+        Answer in a few words.
+    numbers : str
+        Numbers behind it, in sentences.
+    warn : bool
+        Whether something is wrong.
+    """
+
+    headline: str
+    numbers: str
+    warn: bool = False
+
+    def __str__(self) -> str:
+        """Return it as text."""
+        return f"{self.headline}. {self.numbers}"
+
+
+def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Say which law is closest to a gradient, and whether it fits.
+
+    The criterion is the largest error of a law's thresholds over the ratios in use, at captured steps other than those
+    that it was fitted to. A law fits if the median error is at most :data:`FITS` and the worst twice that, or what
+    chance does to the exact thresholds. Of several laws that fit, the one with the fewest parameters is named.
+
+    Parameters
+    ----------
+    laws : sequence of dict
+        Records of :func:`gradstats.analysis.closest.closest_laws` of one trace and kind, the closest first.
+
+    Returns
+    -------
+    Verdict
+        The law's name or none, with its errors.
+    """
+    known = [r for r in laws if math.isfinite(r["tail_error"])]
+    if not known:
+        numbers = "No ratio leaves the ten non-zero elements that a threshold is judged by."
+        return Verdict("No law can be judged", numbers)
+    chance = known[0]["chance"]
+    if chance > _POWERLESS:
+        numbers = f"Chance alone moves the exact threshold of {known[0]['k']:,} elements by {_percent(chance)}."
+        return Verdict("Too few elements to tell laws apart", numbers)
+    allowed = max(FITS, chance)
+    fitting = [r for r in known if r["tail_error"] <= allowed and r["worst"] <= 2 * allowed]
+    best = min(fitting, key=_parameters) if fitting else known[0]
+    off = f"{_percent(best['tail_error'])}"
+    if best["pairs"] > 1:
+        off += f" (worst {_percent(best['worst'])})"
+    headline = f"{_name(best)}: thresholds within {off}"
+    if not fitting:
+        headline = f"None; the nearest, {_name(best)}, is {off} off"
+    numbers = _how(best)
+    others = [r for r in fitting or known if _name(r) != _name(best)]
+    listed = dict.fromkeys(f"{_name(r)} {_percent(r['tail_error'])}" for r in others)
+    if listed:
+        numbers += f" {'These fit, too' if fitting else 'Next'}: {', '.join([*listed][:3])}."
+    numbers += f" A law fits within {_percent(FITS)}"
+    numbers += f", or {_percent(chance)}, which chance does to {best['k']:,} elements." * (
+        chance > FITS
+    )
+    return Verdict(headline, numbers + "." * (chance <= FITS), best["tail_error"] > _FAR)
+
+
+def _how(law: Mapping[str, Any]) -> str:
+    """Say what laws were judged by."""
+    ratios = _listed(law["ratios"])
+    if law["predictive"]:
+        many = f"{law['pairs']} pairs" if law["pairs"] > 1 else "one pair"
+        return (
+            f"Fitted at one captured step and judged at the next ({many}), by the largest error of the thresholds at "
+            f"{ratios}."
+        )
+    return f"Judged on the gradient that it was fitted to, by the largest error of the thresholds at {ratios}."
+
+
+def _parameters(law: Mapping[str, Any]) -> tuple[bool, int, bool, float]:
+    own = law["method"] == LAWS[law["model"]].default_method
+    return law["by_layer"], len(LAWS[law["model"]].parameters), not own, law["tail_error"]
+
+
+def _name(law: Mapping[str, Any]) -> str:
+    label = LAWS[law["model"]].label
+    if law["method"] != LAWS[law["model"]].default_method:
+        label += f" ({law['method']})"
+    return f"{label}, one a layer" if law["by_layer"] else label
+
+
+def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Say which estimating rule hits k at all ratios.
+
+    Parameters
+    ----------
+    rules : sequence of dict
+        Records of :func:`gradstats.analysis.rules.judged_rules` of one trace, kind and layer, the nearest first.
+
+    Returns
+    -------
+    Verdict
+        The rule's name or none, with the mean of k̂/k over the ratios.
+    """
+    estimating = [r for r in rules if r["estimator"] not in COUNTING]
+    known = [r for r in estimating if r["mean"]]
+    unknown = [f"{r['estimator']}: {r['reason']}" for r in estimating if not r["mean"]]
+    missing = f" Not judged: {'; '.join(unknown)}." if unknown else ""
+    if not known:
+        return Verdict("No estimating rule is judged", missing.strip())
+    hitting = [r for r in known if r["hits"]]
+    unsure = [r for r in known if r["hits"] is None]
+    best = (hitting or known)[0]
+    span = f"k̂/k = {_span(best)}"
+    ratios = _listed(best["mean"])
+    headline = f"{best['estimator']}: {span}"
+    if not hitting:
+        word = "Not decided" if best["hits"] is None else "None"
+        headline = f"{word}; the nearest, {best['estimator']}, has {span}"
+    gradients = f"{best['n']} gradients" if best["n"] > 1 else "one gradient"
+    numbers = f"Means over {gradients}, at {ratios}. A rule hits k if the 95 % interval of its mean is within a factor "
+    numbers += f"of {TOLERANCE:g} of 1 at every ratio."
+    if len(hitting) > 1:
+        numbers += f" These hit k, too: {', '.join(r['estimator'] for r in hitting[1:])}."
+    if unsure:
+        numbers += f" Cannot be told: {', '.join(r['estimator'] for r in unsure)}."
+    empty = [f"{r['estimator']} ({_nothing(r)})" for r in known if any(r["nothing"].values())]
+    if empty:
+        numbers += f" Kept nothing: {', '.join(empty)}."
+    worst = max(known, key=lambda r: max(abs(math.log(m)) for m in r["mean"].values()))
+    if worst is not best:
+        numbers += f" Farthest off: {worst['estimator']}, {_span(worst)}."
+    return Verdict(headline, numbers + missing)
+
+
+def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """Return the rules that a short table leaves out, and why: those that count elements, and those far off.
+
+    Parameters
+    ----------
+    rules : sequence of dict
+        Records of :func:`gradstats.analysis.rules.judged_rules` of one trace, kind and layer.
+    """
+    exact = [r for r in rules if r["estimator"] in COUNTING and r["far"] <= _EXACT]
+    far = [r for r in rules if r["estimator"] not in COUNTING and r["far"] > _FAR]
+    if len(exact) + len(far) == len(rules):  # a table has to have something
+        return [], ""
+    said = []
+    if exact:
+        off = _percent(max(r["far"] for r in exact))
+        said.append(f"Within {off} of k, for they count: {', '.join(_names(exact))}.")
+    if far:
+        said.append(f"More than twofold off: {', '.join(_names(far))}.")
+    if said:
+        said.append("--all shows them.")
+    return _names([*exact, *far]), " ".join(said)
+
+
+def _names(rules: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [r["estimator"] for r in rules]
+
+
+def _span(rule: Mapping[str, Any]) -> str:
+    low, high = min(rule["mean"].values()), max(rule["mean"].values())
+    ends = [_short(low), _short(high)]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def _nothing(rule: Mapping[str, Any]) -> str:
+    worst = max(rule["nothing"], key=lambda ratio: rule["nothing"][ratio])
+    return f"{rule['nothing'][worst]} of {rule['n']} gradients at {worst:g}"
+
+
+def _short(value: float) -> str:
+    return (
+        f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.2g}" if value < 100 else f"{value:.0f}"
+    )
+
+
+def _percent(error: float) -> str:
+    """Return an error of a logarithm in per cent."""
+    if error > 5:
+        return "more than 100-fold"
+    if error > _FAR:
+        return f"{math.exp(error):.2g}-fold"
+    return f"{100 * math.expm1(error):.2g}\N{NO-BREAK SPACE}%"
+
+
+def _listed(ratios: Sequence[float] | Mapping[float, Any]) -> str:
+    texts = [f"{ratio:g}" for ratio in ratios]
+    if len(texts) == 1:
+        return f"ratio {texts[0]}"
+    return f"ratios {', '.join(texts[:-1])} and {texts[-1]}"

@@ -1,0 +1,141 @@
+"""Whether an optimizer has applied the last update: not every exchange becomes a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+__all__ = ["Applied"]
+
+_all: weakref.WeakSet[Applied] = weakref.WeakSet()
+_hooked: list[Any] = []
+
+
+class Applied:
+    """Sees the steps of all optimizers of the process, and knows which are of its parameters.
+
+    Attributes
+    ----------
+    known : bool
+        Whether an optimizer of these parameters was ever seen. Who applies updates by hand has none.
+    optimizers : weakref.WeakSet
+        The optimizers of these parameters that have stepped.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._parameters: set[int] = set()
+        self._stepped = True
+        self._within = False
+        # fused optimizers are called in any case, and look at these on the device
+        self._overflows: list[torch.Tensor] = []
+        _all.add(self)
+        if not _hooked:
+            _hooked.extend(
+                (
+                    register_optimizer_step_pre_hook(_before),
+                    register_optimizer_step_post_hook(_after),
+                )
+            )
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look for steps of these parameters.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters, as an optimizer has them.
+        """
+        self._parameters.update(map(id, parameters))
+
+    def forget(self) -> None:
+        """Look for no steps: those of these parameters are not what the updates are for."""
+        self._parameters.clear()
+
+    def __reduce__(self) -> tuple[type[Applied], tuple[()]]:
+        """Copy without the optimizers, which are of other parameters or of another process."""
+        return Applied, ()
+
+    def begin(self) -> None:
+        """Note that there is a new update. Within a closure that an optimizer calls, it is applied as it comes."""
+        self._stepped = self._within
+        self._overflows.clear()
+
+    def take(self) -> None:
+        """Count the last update as applied."""
+        self._stepped = True
+        self._overflows.clear()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has applied the last update; asks the device where a fused one may have skipped it."""
+        if self._overflows:
+            self._stepped |= not all(bool(each) for each in self._overflows)
+            self._overflows.clear()
+        return self._stepped
+
+    def adaptive(self) -> list[str]:
+        """Return the kinds of those optimizers that divide by squares of gradients, as Adam does."""
+        return [
+            type(optimizer).__name__
+            for optimizer in self.optimizers
+            if any("exp_avg_sq" in values for values in optimizer.state.values())
+        ]
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer has any of the parameters.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Any optimizer.
+        """
+        groups = optimizer.param_groups
+        return any(id(p) in self._parameters for group in groups for p in group["params"])
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """See an optimizer begin a step.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Any optimizer.
+        """
+        self._within = self.holds(optimizer)
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """See an optimizer end a step.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Any optimizer.
+        """
+        self._within = False
+        if not self.holds(optimizer):
+            return
+        self.known = True
+        self.optimizers.add(optimizer)
+        overflow = getattr(optimizer, "found_inf", None)
+        if isinstance(overflow, torch.Tensor):
+            self._overflows.append(overflow)
+        else:
+            self._stepped = True
+
+
+def _before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for each in list(_all):
+        each.before(optimizer)
+
+
+def _after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for each in list(_all):
+        each.after(optimizer)

@@ -1,0 +1,185 @@
+"""What an exchange left in `.grad`, where nobody zeroed it before the next one: not every exchange is a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gradstats.hooks.gradient import Pair, logical
+from gradstats.hooks.torch_private import is_part, version
+
+__all__ = ["Leftover"]
+
+
+class _Filled(NamedTuple):
+    """A `.grad` that an exchange filled, and how often it had been changed in place."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+
+class Leftover:
+    """The parts of gradients that are means of earlier exchanges, to which autograd has added new gradients.
+
+    With an exchange in every micro-step, DDP hands over what the last exchange left plus the new gradient, on each
+    rank. The mean over the ranks keeps what is equal on all of them; a memory would take it for a gradient. So it is
+    set aside before the exchange, and added to the mean.
+
+    It takes a copy of a parameter's gradient only where an exchange left something in it.
+
+    Attributes
+    ----------
+    parts : dict of int to tensor
+        What an exchange left, by the identity of the parameter.
+    begun : set of int
+        Parameters outside DDP of whose optimizer step an exchange has taken a part.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, torch.Tensor] = {}
+        self.begun: set[int] = set()
+        self._filled: dict[int, _Filled] = {}
+        # on a device, whether a part is zero is asked once for many
+        self._unsure: set[int] = set()
+
+    def __reduce__(self) -> tuple[type[Leftover], tuple[()]]:
+        """Copy without the exchanges, which are of other parameters or of another process."""
+        return Leftover, ()
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look at `.grad` before autograd adds to it.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters.
+        """
+        for parameter in parameters:
+            register: Any = parameter.register_hook
+            register(self._before(weakref.ref(parameter)))
+
+    def _before(self, parameter: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+        def look(_: torch.Tensor) -> None:
+            # nothing is kept in the usual training, which sets gradients to None
+            if self._filled and (found := parameter()) is not None:
+                self._look(found)
+
+        return look
+
+    def _look(self, parameter: torch.Tensor) -> None:
+        """Set aside what an exchange left in a gradient, before anything is added to it."""
+        key, grad = id(parameter), parameter.grad
+        filled = self._filled.get(key)
+        if filled is None:
+            return
+        # DDP's views of buckets are others when it has rebuilt them
+        if grad is None or (grad is not filled.tensor() and not is_part(grad)):
+            self._forget(key)
+            return
+        changed = version(grad) != filled.version
+        if key in self.parts:
+            # accumulated since; gradients that are views of buckets change together
+            if changed and not grad.any():
+                self._forget(key)
+                return
+        elif grad.layout != torch.strided or (changed and grad.is_cpu and not grad.any()):
+            self._forget(key)
+            return
+        else:
+            self.parts[key] = grad.detach().clone()
+            if changed and not grad.is_cpu:
+                self._unsure.add(key)
+        self._filled[key] = _Filled(filled.tensor, version(grad) + 1)
+
+    def _forget(self, key: int) -> None:
+        del self._filled[key]
+        self.parts.pop(key, None)
+        self._unsure.discard(key)
+
+    def settle(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Know of parameters whose gradients are complete what is left in them, also where they were not used.
+
+        Parameters
+        ----------
+        parameters : sequence of torch.Tensor
+            Parameters of a bucket.
+        """
+        if not self._filled:
+            return
+        for parameter in parameters:
+            if id(parameter) not in self.parts:
+                self._look(parameter)
+        if self._unsure:
+            keys = list(self._unsure)
+            some = torch.stack([self.parts[key].any() for key in keys]).tolist()
+            self._unsure.clear()
+            for key in (key for key, left in zip(keys, some, strict=True) if not left):
+                self._forget(key)
+
+    def found(self) -> bool:
+        """Tell whether an exchange left anything in the gradients that have come."""
+        self.settle([])
+        return bool(self.parts or self.begun)
+
+    def without(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient without what an exchange left in it.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            The parameter.
+        gradient : torch.Tensor
+            Its gradient, as DDP's bucket holds it.
+        """
+        self.settle([parameter])
+        part = self.parts.get(id(parameter))
+        return gradient if part is None else logical(parameter, gradient) - part
+
+    def set_aside(self, pairs: Sequence[Pair]) -> None:
+        """Take what an exchange left out of gradients, in place; :meth:`put_back` adds it to the mean.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, gradient)
+            Gradients in DDP's bucket.
+        """
+        self.settle([parameter for parameter, _ in pairs])
+        for parameter, gradient in pairs if self.parts else ():
+            if id(parameter) in self.parts:
+                logical(parameter, gradient).sub_(self.parts[id(parameter)])
+
+    def put_back(self, pairs: Sequence[Pair]) -> None:
+        """Add what was set aside.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, gradient)
+            All gradients of the exchange.
+        """
+        for parameter, gradient in pairs if self.parts else ():
+            if id(parameter) in self.parts:
+                logical(parameter, gradient).add_(self.parts[id(parameter)])
+
+    def clear(self) -> None:
+        """Forget what earlier exchanges left."""
+        self.parts.clear()
+        self.begun.clear()
+        self._filled.clear()
+        self._unsure.clear()
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note the gradients that an exchange has filled, once DDP has put the results into them.
+
+        Parameters
+        ----------
+        parameters : iterable of torch.Tensor
+            Parameters.
+        """
+        self._filled = {
+            id(p): _Filled(weakref.ref(grad), version(grad))
+            for p in parameters
+            if (grad := p.grad) is not None
+        }

@@ -1,0 +1,149 @@
+"""The optimizers of local steps, as one: a local step is over when each of them has stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradstats.errors import InputError
+from gradstats.hooks.checkpoint import pack_optimizer, unpack_optimizer
+from gradstats.hooks.contents import field
+from gradstats.hooks.fragment import Named
+from gradstats.hooks.torch_private import innermost_optimizer
+from gradstats.primitives.ratio import shown
+
+__all__ = ["LocalOptimizers"]
+
+
+class LocalOptimizers:
+    """Optimizers that together train a model.
+
+    Parameters
+    ----------
+    optimizers : torch.optim.Optimizer or sequence of torch.optim.Optimizer
+        What the user gave.
+    named : list of (str, torch.Tensor)
+        Names and parameters of the model that are trained.
+    outer : torch.optim.Optimizer
+        Optimizer of the exchanges, which steps in between.
+
+    Attributes
+    ----------
+    each : list of torch.optim.Optimizer
+        The optimizers.
+
+    Raises
+    ------
+    InputError
+        If one is none.
+    """
+
+    def __init__(
+        self,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        named: Named,
+        outer: torch.optim.Optimizer,
+    ) -> None:
+        given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        self.each = [innermost_optimizer(each) for each in given]
+        for one in self.each or [None]:
+            if not isinstance(one, torch.optim.Optimizer):
+                raise InputError(
+                    f"optimizer must be a torch.optim.Optimizer, or a list of them, not {shown(one)}"
+                )
+        self._named = named
+        self._outer = outer
+        self._stepped: set[int] = set()
+        self._handles: list[Any] = []
+
+    @property
+    def attached(self) -> bool:
+        """Whether steps are counted."""
+        return bool(self._handles)
+
+    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions around local steps.
+
+        Parameters
+        ----------
+        before : callable
+            Called before the first optimizer's step.
+        after : callable
+            Called when each optimizer has stepped, in whatever order.
+        """
+
+        def begin(*_: object) -> None:
+            if not self._stepped:
+                before()
+
+        def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self.each):
+                self._stepped.clear()
+                after()
+
+        self._stepped.clear()
+        for each in self.each:
+            self._handles += [
+                each.register_step_pre_hook(begin),
+                each.register_step_post_hook(end),
+            ]
+        self._handles.append(register_optimizer_step_post_hook(lambda o, *_: self._refuse(o)))
+
+    def detach(self) -> None:
+        """Call nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer that is none of these trains what these do not: its steps would not be exchanged."""
+        if optimizer is self._outer or optimizer in self.each:
+            return
+        ours = {id(p) for each in self.each for p in _parameters(each)}
+        theirs = {id(p) for p in _parameters(optimizer)} - ours
+        name = next((name for name, p in self._named if id(p) in theirs), None)
+        if name is not None:
+            kinds = ", ".join(type(each).__name__ for each in (*self.each, optimizer))
+            raise InputError(
+                f"{type(optimizer).__name__} trains {name}, and LocalSteps counts other optimizers' steps: give it all "
+                f"of them, LocalSteps(model, [{kinds}], …)"
+            )
+
+    def pack(self) -> dict[str, bytes]:
+        """Return what a checkpoint holds of them."""
+        return {_key(i): pack_optimizer(each) for i, each in enumerate(self.each)}
+
+    def unpack(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what :meth:`pack` made bytes of, for each optimizer's ``load_state_dict()``.
+
+        Parameters
+        ----------
+        saved : mapping
+            A checkpoint with the entries of :meth:`pack` among others.
+
+        Raises
+        ------
+        InputError
+            If it is of other optimizers, or damaged.
+        """
+        there = sum(_key(i) in saved for i in range(len(saved)))
+        if there != len(self.each):
+            raise InputError(
+                f"the checkpoint is of {there} optimizers, and these are {len(self.each)}"
+            )
+        return [
+            unpack_optimizer(each, field(saved, _key(i), bytes), "optimizer")
+            for i, each in enumerate(self.each)
+        ]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _key(number: int) -> str:
+    return f"optimizer{number + 1}" if number else "optimizer"

@@ -1,0 +1,62 @@
+"""What a state says of a training, once of each kind."""
+
+from __future__ import annotations
+
+import warnings
+
+__all__ = ["Notices"]
+
+
+class Notices:
+    """Warnings, each given once."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def discarded(self, step: int) -> None:
+        """Say that an update was thrown away.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+        """
+        self._say(
+            "discarded",
+            f"no optimizer took the update of step {step} before its gradient was zeroed, so it is discarded: memory "
+            "and counters are as before it. If you apply updates without optimizer.step(), pass "
+            "discard_unapplied=False",
+        )
+
+    def unfrozen(self, name: str) -> None:
+        """Say that DDP does not average a parameter.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        """
+        self._say(
+            "unfrozen",
+            f"{name} requires gradients now, and DDP does not average it: wrap the model again, with a new state",
+        )
+
+    def adaptive(self, optimizer: str) -> None:
+        """Say what an optimizer of adaptive rates makes of sparse updates.
+
+        Parameters
+        ----------
+        optimizer : str
+            Its kind.
+        """
+        self._say(
+            "adaptive",
+            f"{optimizer} behind sparse error feedback: updates come late and bunched, their squares say less of an "
+            "element's gradient, and training loses against a dense run what SGD does not lose. Use "
+            "memory=AdamCorrection() with SGD at the same learning rate, or compare with a dense run",
+        )
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warnings.warn(text, stacklevel=5)

@@ -1,0 +1,143 @@
+"""Optimizers as trainings have them: wrapped, with a closure, or in the backward pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from gradstats.errors import InputError
+
+__all__ = ["TakenGradients", "after_closure", "before_steps"]
+
+
+def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
+    """Call something before every step of an optimizer, or of the one that accelerate or Lightning has wrapped.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer, in whatever wrappers.
+    call : callable
+        Called as by ``Optimizer.register_step_pre_hook``.
+
+    Returns
+    -------
+    RemovableHandle
+        What unhooks it.
+
+    Raises
+    ------
+    InputError
+        If it is no optimizer of PyTorch's kind.
+    """
+    inner = optimizer
+    while inner is not None:
+        try:
+            return inner.register_step_pre_hook(call)  # type: ignore[no-any-return]
+        except AttributeError:  # a wrapper is an Optimizer that was never initialised
+            inner = getattr(inner, "optimizer", None)
+    raise InputError(
+        f"optimizer= takes a torch.optim.Optimizer, and {type(optimizer).__name__} has none of its hooks: call "
+        "monitor.step() before its step() instead"
+    )
+
+
+def after_closure(
+    arguments: tuple[Any, ...], options: dict[str, Any], call: Callable[[], object]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call something when the gradients of an optimizer's step are there: now, or when its closure has run once.
+
+    Parameters
+    ----------
+    arguments : tuple
+        Positional arguments of ``step()``, the optimizer first.
+    options : dict
+        Keyword arguments.
+    call : callable
+        What is called.
+
+    Returns
+    -------
+    tuple of (tuple, dict) or None
+        Arguments to replace these; None if there is no closure.
+    """
+    closure = arguments[1] if len(arguments) > 1 else options.get("closure")
+    if closure is None:
+        call()
+        return None
+    calls = [call]
+
+    def described(*inputs: Any, **more: Any) -> Any:
+        loss = closure(*inputs, **more)
+        if calls:  # LBFGS comes here several times
+            calls.pop()()
+        return loss
+
+    if len(arguments) > 1:
+        return (arguments[0], described, *arguments[2:]), options
+    return arguments, {**options, "closure": described}
+
+
+class TakenGradients:
+    """Notice gradients that are gone when they are looked at, though a backward pass has reached the parameter.
+
+    Hooks on the parameters tell; they are removed after the first look that a backward pass has come before.
+
+    Parameters
+    ----------
+    layers : sequence of (str, torch.Tensor)
+        Names and parameters.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._layers = layers
+        self._reached: set[int] = set()
+        self._warned = False
+        reached = self._reached  # alone: a parameter must not keep this alive
+        self._handles = []
+        for _, parameter in layers:
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(lambda p: reached.add(id(p))))
+
+    def forget(self) -> None:
+        """Begin a step."""
+        self._reached.clear()
+
+    def warn(self, found: bool) -> None:
+        """Warn, once, of parameters whose gradient is gone, or if none has any.
+
+        Parameters
+        ----------
+        found : bool
+            Whether any parameter has a gradient.
+        """
+        taken = [name for name, p in self._layers if p.grad is None and id(p) in self._reached]
+        if taken:
+            names = ", ".join(taken[:5]) + (f" and {len(taken) - 5} more" if taken[5:] else "")
+            self._say(
+                f"a monitor finds no gradient of {names}, which a backward pass has reached: an optimizer in the "
+                "backward pass has taken it, or it was set to None before; it is left out of all numbers"
+            )
+        elif not found:
+            self._say(
+                "a monitor finds no gradient at all, and has nothing to describe: call step() after backward(), before "
+                "gradients are set to None"
+            )
+        if self._reached:
+            self.stop()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._reached.clear()
+
+    def _say(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, stacklevel=5)

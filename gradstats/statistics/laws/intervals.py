@@ -1,0 +1,170 @@
+"""The generalized Pareto of magnitudes that are known by intervals: the likelihood of the intervals' probabilities.
+
+The density at a level would be that of a pile, whose height depends on the spacing of the levels; the probability of
+the interval around it does not (Heitjan 1989, on grouped data). A largest level that stands for all beyond it counts as
+censored.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.primitives.levels import Levels
+from gradstats.statistics.solution import FitError, Flag, Reason, Solution
+
+__all__ = ["by_intervals", "exponential_gain", "interval_region"]
+
+_STEP = 1e-3
+_RAYS = 64
+"""Directions in which the border of a region is sought."""
+
+
+def _loss(
+    c: NDArray[np.float64], log_scale: NDArray[np.float64], m: Levels, unit: float
+) -> NDArray[np.float64]:
+    """Return the mean negative log-likelihood for each pair of shape and logarithm of the scale, in units of `unit`."""
+    c, scale = c[..., None], np.exp(log_scale)[..., None]
+    small = np.abs(c) < 1e-8
+    shape = np.where(small, 1.0, c)
+
+    def hazard(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        z = x / unit / scale
+        return np.where(small, z, np.log1p(np.maximum(c * z, -1.0)) / shape)
+
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        low, high = hazard(m.left), hazard(m.right)
+        if m.bounded:
+            high[..., -1] = math.inf
+        inside = np.log(-np.expm1(low - high)) - low
+    inside = np.where(np.isnan(inside), -math.inf, inside)
+    return np.asarray(-(inside @ (m.weight / m.count)))
+
+
+def _minimum(m: Levels) -> tuple[float, float, float, float]:
+    """Return shape, logarithm of the scale, the unit that it is in, and the least loss."""
+    from scipy.optimize import minimize
+
+    unit = m.mean
+    loss = partial(_loss, m=m, unit=unit)
+
+    def at(point: NDArray[np.float64]) -> float:
+        value = float(loss(point[:1], point[1:])[0]) if -1 <= point[0] < 50 else math.inf
+        return min(value, 1e300)
+
+    starts = [np.array([c, 0.0]) for c in (-0.2, 0.0, 0.5)]
+    best = min(starts, key=at)
+    for _ in range(2):  # begun again where it ended, the search leaves a simplex that has collapsed
+        found = minimize(at, best, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-13})
+        best = found.x
+    return float(best[0]), float(best[1]), unit, float(found.fun)
+
+
+def _information(m: Levels, c: float, log_scale: float, unit: float) -> NDArray[np.float64]:
+    """Return the second derivatives of the mean loss in (ξ, ln σ), by differences."""
+    h = _STEP
+    shifts = np.array([[i, j] for i in (-h, 0, h) for j in (-h, 0, h)])
+    f = _loss(c + shifts[:, 0], log_scale + shifts[:, 1], m, unit).reshape(3, 3)
+    cc, ss = (f[2, 1] - 2 * f[1, 1] + f[0, 1]) / h**2, (f[1, 2] - 2 * f[1, 1] + f[1, 0]) / h**2
+    cs = (f[2, 2] - f[2, 0] - f[0, 2] + f[0, 0]) / (4 * h**2)
+    return np.array([[cc, cs], [cs, ss]])
+
+
+def by_intervals(m: Levels) -> Solution:
+    """Maximize the likelihood of the intervals.
+
+    Parameters
+    ----------
+    m : Levels
+        Sample, of three levels or more: two leave one share, and that has no shape.
+    """
+    if m.count < 2:
+        raise FitError(Reason.TOO_FEW)
+    if m.weight.size < 2:
+        raise FitError(Reason.CONSTANT)
+    if m.weight.size < 3:
+        raise FitError(Reason.LEVELS)
+    c, log_scale, unit, _ = _minimum(m)
+    if not -0.999 < c < 49:
+        raise FitError(Reason.NO_MAXIMUM)
+    scale = unit * math.exp(log_scale)
+    flags = (Flag.LEVELS, *((Flag.BOUNDED,) if m.bounded else ()))
+    nan = {"c": math.nan, "scale": math.nan}
+    if c <= -0.5:
+        return Solution({"c": c, "scale": scale}, nan, (*flags, Flag.IRREGULAR))
+    information = _information(m, c, log_scale, unit)
+    if not np.isfinite(information).all() or np.linalg.eigvalsh(information)[0] <= 0:
+        return Solution({"c": c, "scale": scale}, nan, flags)
+    variance = np.diag(np.linalg.inv(information)) / m.count
+    stderr = {"c": math.sqrt(variance[0]), "scale": scale * math.sqrt(variance[1])}
+    return Solution({"c": c, "scale": scale}, stderr, flags)
+
+
+def interval_region(
+    m: Levels, c: float, scale: float, level: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the border of the shapes and scales whose likelihood is close enough to the largest one.
+
+    Parameters
+    ----------
+    m : Levels
+        Sample that was fitted.
+    c, scale : float
+        Its fit, with standard errors.
+    level : float
+        Probability that the interval of one function holds the truth.
+
+    Returns
+    -------
+    c : ndarray of float64
+        Shapes on the border.
+    scale : ndarray of float64
+        Scales beside them.
+    """
+    from scipy.special import chdtri
+
+    unit, log_scale = m.mean, math.log(scale / m.mean)
+    room = float(chdtri(1, 1 - level)) / 2 / m.count
+    root = np.linalg.inv(np.linalg.cholesky(_information(m, c, log_scale, unit)).T)
+    angle = np.linspace(0, 2 * math.pi, _RAYS, endpoint=False)
+    rays = root @ np.array([np.cos(angle), np.sin(angle)]) * math.sqrt(2 * room)
+    limit = float(_loss(np.array([c]), np.array([log_scale]), m, unit)[0]) + room
+
+    def above(length: NDArray[np.float64]) -> NDArray[np.bool_]:
+        points = c + length * rays[0], log_scale + length * rays[1]
+        return np.asarray(~(_loss(*points, m, unit) <= limit) | (points[0] <= -1))
+
+    inside, outside = np.zeros(_RAYS), np.ones(_RAYS)
+    for _ in range(8):
+        near = ~above(outside)
+        if not near.any():
+            break
+        inside, outside = np.where(near, outside, inside), np.where(near, 2 * outside, outside)
+    for _ in range(30):
+        middle = (inside + outside) / 2
+        beyond = above(middle)
+        inside, outside = np.where(beyond, inside, middle), np.where(beyond, middle, outside)
+    return c + inside * rays[0], unit * np.exp(log_scale + inside * rays[1])
+
+
+def exponential_gain(m: Levels, c: float, scale: float) -> float:
+    """Return twice what a shape gains in likelihood over an exponential, over all magnitudes.
+
+    Parameters
+    ----------
+    m : Levels
+        Sample that was fitted.
+    c, scale : float
+        Its fit.
+    """
+    from scipy.optimize import minimize_scalar
+
+    unit, zero = m.mean, np.zeros(1)
+    found = minimize_scalar(
+        lambda s: float(_loss(zero, np.array([s]), m, unit)[0]), bounds=(-5, 5), method="bounded"
+    )
+    own = float(_loss(np.array([c]), np.array([math.log(scale / unit)]), m, unit)[0])
+    return 2 * m.count * (float(found.fun) - own)

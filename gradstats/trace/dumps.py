@@ -1,0 +1,368 @@
+"""What people have: a folder of a dump per step, lists in a file, sharded checkpoints, checkpoints of torch's DCP.
+
+All of it is read one gradient at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from gradstats.errors import GradstatsError, InputError, first_line
+from gradstats.primitives import Array
+from gradstats.primitives.arrays import numel_of
+from gradstats.trace import Kind, Layer, is_trace
+from gradstats.trace.files import READ, Contents, read_file, some, suffix_of
+from gradstats.trace.source import ArraySource, Captured, Source
+
+__all__ = ["Dumps", "dumps_of", "holds_dumps"]
+
+_NUMBER = re.compile(r"\d+")
+_RANK = re.compile(r"rank[_.-]?(\d+)", re.IGNORECASE)
+_INDEX = "*.safetensors.index.json"
+
+Lists = Literal["steps", "layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dump:
+    """One gradient on the disk.
+
+    Attributes
+    ----------
+    path : Path
+        Where it lies.
+    key : (int, int)
+        Rank and step.
+    read : callable
+        Returns its arrays.
+    """
+
+    path: Path
+    key: tuple[int, int]
+    read: Callable[[], Contents]
+
+
+class Dumps(Source):
+    """Gradients that lie in files of their own, all of the same layers; each is read when it is asked for.
+
+    Parameters
+    ----------
+    dumps : sequence of _Dump
+        The gradients.
+    name : str
+        Name of the source in tables.
+    kind : Kind
+        What they are.
+
+    Raises
+    ------
+    InputError
+        If two have the same rank and step.
+    """
+
+    def __init__(self, dumps: Sequence[_Dump], name: str, kind: Kind = "gradient") -> None:
+        self.name, self._kind = name, kind
+        self._dumps: dict[tuple[int, int], _Dump] = {}
+        for dump in sorted(dumps, key=lambda d: d.key):
+            if dump.key in self._dumps:
+                rank, step = dump.key
+                other = self._dumps[dump.key].path.name
+                raise InputError(
+                    f"{other} and {dump.path.name} are both step {step} of rank {rank}: say where the numbers are, as "
+                    "--step-from-name 'grad_{step}_rank{rank}.pt' of gradstats import"
+                )
+            self._dumps[dump.key] = dump
+        self._last: tuple[tuple[int, int] | None, ArraySource | None] = None, None
+        first = next(iter(self._dumps))
+        opened = self._open(first)
+        self.layers: list[Layer] = opened.layers
+        self.remark = opened.remark
+
+    def entries(self) -> list[tuple[int, Kind, int]]:
+        """Return (rank, kind, step) of every dump."""
+        return [(rank, self._kind, step) for rank, step in self._dumps]
+
+    def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
+        """Read one dump."""
+        source = self._open((rank, step))
+        return Captured(self.name, step, rank, kind, source.read(0, "gradient", 0).values)
+
+    def elements(
+        self, rank: int, kind: Kind, step: int, start: int, stop: int
+    ) -> Array:  # numpydoc ignore=PR01
+        """Return some elements of one dump, which is read whole."""
+        return self.read(rank, kind, step).values[start:stop]
+
+    def _open(self, key: tuple[int, int]) -> ArraySource:
+        """Read a dump, unless it was the last, and check that its layers are those of the first."""
+        if self._last[0] == key and self._last[1] is not None:
+            return self._last[1]
+        dump = self._dumps[key]
+        self._last = None, None  # one at a time
+        held = dump.read()
+        source = ArraySource(held.arrays, self.name, remark=held.remark)
+        if hasattr(self, "layers") and source.layers != self.layers:
+            other = {(la.name, la.shape) for la in source.layers} ^ {
+                (la.name, la.shape) for la in self.layers
+            }
+            raise InputError(
+                f"{dump.path} has other layers than {next(iter(self._dumps.values())).path}, such as "
+                f"{some(name for name, _ in other) or 'another order'}: import them apart"
+            )
+        self._last = key, source
+        return source
+
+
+def dumps_of(
+    paths: Sequence[Path], pattern: str | None = None, lists: Lists | None = None
+) -> list[_Dump]:
+    """Return the gradients that files and folders hold.
+
+    Parameters
+    ----------
+    paths : sequence of Path
+        Gradient files, indices of shards, checkpoints of DCP, and folders of any of these.
+    pattern : str, optional
+        Where the numbers are in a name: ``grad_{step}_rank{rank}.pt``.
+    lists : {"steps", "layers"}, optional
+        What the tensors of a list are.
+
+    Raises
+    ------
+    InputError
+        If there is none, a name does not fit the pattern, or the numbers could be meant in two ways.
+    """
+    places = [place for path in paths for place in _places(path)]
+    if not places:
+        raise InputError(f"nothing to import in {', '.join(map(str, paths))}")
+    listed = [_from_list(p, lists) for p in places] if len(places) == 1 else [None]
+    if listed[0] is not None:
+        return listed[0]
+    numbers = _numbers([p.name for p in places], pattern)
+    return [
+        _Dump(place, key, lambda place=place: _contents(place))  # type: ignore[misc]
+        for place, key in zip(places, numbers, strict=True)
+    ]
+
+
+def _places(path: Path) -> list[Path]:
+    """Return what a path holds that is one gradient each."""
+    if not path.exists():
+        raise InputError(f"no such file or folder: {path}")
+    if is_trace(path):
+        raise InputError(f"{path} is a trace already")
+    if path.is_file():
+        if suffix_of(path) not in READ:
+            raise InputError(f"{path}: none of {', '.join(READ)}")
+        return [path]
+    if _is_checkpoint(path):
+        return [path]
+    inside = sorted(path.iterdir(), key=lambda p: p.name)
+    found = [p for p in inside if p.is_file() and suffix_of(p) in READ]
+    return found + [p for p in inside if p.is_dir() and not is_trace(p) and _is_checkpoint(p)]
+
+
+def holds_dumps(folder: Path) -> bool:
+    """Tell whether a folder that is no trace holds something to read.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder.
+    """
+    return bool(_places(folder))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Tell whether a folder is one checkpoint: of DCP, or in shards."""
+    return (folder / ".metadata").is_file() or any(folder.glob(_INDEX))
+
+
+def _contents(place: Path) -> Contents:
+    if place.is_file():
+        return read_file(place)
+    if (place / ".metadata").is_file():
+        return _load_dcp(place)
+    indices = sorted(place.glob(_INDEX))
+    if len(indices) > 1:
+        raise InputError(f"{place} has several indices of shards: {some(p.name for p in indices)}")
+    return read_file(indices[0])
+
+
+def _numbers(names: Sequence[str], pattern: str | None) -> list[tuple[int, int]]:
+    """Return rank and step by the names, which must leave no doubt."""
+    if pattern is not None:
+        return [_by_pattern(name, pattern) for name in names]
+    if len(names) == 1:
+        return [(0, 0)]
+    keys = []
+    for name in names:
+        rank = _RANK.search(name)
+        left = _RANK.sub("", name)
+        found = _NUMBER.findall(left.rpartition(".")[0] or left)
+        if len(found) != 1:
+            raise InputError(
+                f"{name} has {'several numbers' if found else 'no number'}: say which is the step, as gradstats import "
+                "… --step-from-name 'grad_{step}_rank{rank}.pt' does"
+            )
+        keys.append((int(rank[1]) if rank else 0, int(found[0])))
+    return keys
+
+
+def _by_pattern(name: str, pattern: str) -> tuple[int, int]:
+    """Return rank and step of a name by a pattern with ``{step}`` and, perhaps, ``{rank}``; ``*`` is any text."""
+    if pattern.count("{step}") != 1 or pattern.count("{rank}") > 1:
+        raise InputError(
+            f"the pattern {pattern!r} must have {{step}} once, and may have {{rank}}: grad_{{step}}.pt"
+        )
+    text = re.escape(pattern).replace(r"\*", ".*?")
+    for word in ("step", "rank"):
+        text = text.replace(re.escape("{" + word + "}"), rf"(?P<{word}>\d+)")
+    found = re.search(text, name)
+    if found is None:
+        raise InputError(f"{name} does not fit the pattern {pattern}")
+    groups = found.groupdict()
+    return int(groups.get("rank") or 0), int(groups["step"])
+
+
+def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
+    """Return the gradients of a file that holds a list; None if it holds none."""
+    if not path.is_file() or suffix_of(path) not in (".pt", ".pth"):
+        return None
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # an old format cannot be mapped; an error in it is said where it is read
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise InputError(f"cannot read {path}: {first_line(error)}") from None
+    if not isinstance(loaded, list | tuple) or not loaded:
+        return None
+    tensors = [isinstance(each, torch.Tensor) for each in loaded]
+    if all(tensors):
+        if lists is None and len({tuple(each.shape) for each in loaded}) == 1 < len(loaded):
+            raise InputError(
+                f"{path} holds {len(loaded)} tensors of one shape, which may be steps or layers: add --list steps or "
+                "--list layers"
+            )
+        if lists != "steps":
+            return [_Dump(path, (0, 0), lambda: Contents(_named(loaded), {}))]
+    elif any(tensors):
+        raise InputError(f"{path} holds a list of tensors and of other things: save one of these")
+    return [
+        _Dump(path, (0, step), lambda each=each: Contents(_named(each), {}))  # type: ignore[misc]
+        for step, each in enumerate(loaded)
+    ]
+
+
+def _named(step: Any) -> dict[str, Array]:
+    """Return the tensors of one step by name."""
+    import torch
+
+    if isinstance(step, torch.Tensor):
+        return {"gradient": step}
+    if isinstance(step, Mapping):
+        items = {str(name): value for name, value in step.items()}
+    elif isinstance(step, list | tuple):
+        items = {str(i): value for i, value in enumerate(step)}
+    else:
+        raise InputError(f"a step of the list is a {type(step).__name__}, not tensors")
+    others = [n for n, v in items.items() if not isinstance(v, torch.Tensor)]
+    if others or not items:
+        raise InputError(f"a step of the list holds what is no tensor: {some(others) or 'nothing'}")
+    return {name: value for name, value in items.items() if numel_of(value)}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the index of a DCP checkpoint, which is a pickle: of its own classes, and nothing that runs code."""
+
+    _MODULES: ClassVar = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+    )
+    _OTHERS: ClassVar = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("collections", "OrderedDict"),
+        ("builtins", "set"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the index.
+
+        Parameters
+        ----------
+        module, name : str
+            Where it is.
+        """
+        import torch
+
+        kind = getattr(torch, name, None) if module == "torch" else None
+        own = module in self._MODULES and name.lstrip("_")[:1].isupper() and "." not in name
+        if own or (module, name) in self._OTHERS or isinstance(kind, torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index needs")
+
+
+def _load_dcp(folder: Path) -> Contents:
+    """Read the tensors of a DCP checkpoint, without a process group."""
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+            return about
+
+    try:
+        data = (folder / ".metadata").read_bytes()
+        found = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(found, Metadata):
+            raise InputError(f"{folder} is no checkpoint of DCP: its index is another thing")
+        about: Metadata = found
+        items = about.state_dict_metadata.items()
+        tensors = {n: m for n, m in items if isinstance(m, TensorStorageMetadata)}
+        held = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+        asked = [
+            math.prod(m.size) * m.properties.dtype.itemsize
+            for m in tensors.values()
+            if m.properties.dtype.is_floating_point
+        ]
+        if min(asked, default=0) < 0 or sum(asked) > held:
+            raise InputError(f"{folder}: its index says more than its files hold")
+        for place in (found.storage_data or {}).values():
+            name = place.relative_path
+            if Path(name).name != name or (folder / name).is_symlink():
+                raise InputError(f"{folder}: its index names a file that is not in it")
+        arrays: dict[str, Any] = {
+            n: torch.empty(m.size, dtype=m.properties.dtype)
+            for n, m in tensors.items()
+            if m.properties.dtype.is_floating_point
+        }
+        if not arrays:
+            raise InputError(f"{folder} holds no tensors of floating point")
+        load(arrays, storage_reader=Reader(folder), no_dist=True)
+    except GradstatsError:
+        raise
+    except CheckpointException as problem:  # which is no Exception
+        cause = next((each[0] for each in problem.failures.values()), problem)
+        raise InputError(f"cannot read {folder}: {first_line(cause)}") from None
+    except Exception as error:
+        raise InputError(f"cannot read {folder}: {first_line(error)}") from None
+    left_out = [name for name, _ in items if name not in arrays]
+    remark = f"left out of {folder.name}, as no gradients: {some(left_out)}" if left_out else ""
+    return Contents(arrays, {}, remark)

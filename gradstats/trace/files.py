@@ -1,0 +1,329 @@
+"""Gradient files: what is in them, by name, and what of it is no gradient.
+
+``.npy``, ``.npz``, ``.safetensors`` (alone, or sharded with an index) and ``.pt``/``.pth``. Nothing is unpickled.
+Whatever is left out is said, and what could be meant in two ways is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradstats.errors import GradstatsError, InputError, first_line, unknown
+from gradstats.primitives import Array
+from gradstats.primitives.arrays import numel_of
+
+__all__ = [
+    "NESTED",
+    "READ",
+    "SUFFIXES",
+    "Contents",
+    "file_and_key",
+    "read_file",
+    "some",
+    "suffix_of",
+]
+
+NESTED = (".pt", ".pth")
+SUFFIXES = (".npy", ".npz", ".safetensors", *NESTED)
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of the names of batch norm's statistics, which a ``state_dict`` has beside the parameters."""
+_INDEX = ".safetensors.index.json"
+READ = (*SUFFIXES, _INDEX)
+"""Endings of what is read: gradient files, and the index of sharded ones."""
+_LARGEST_INDEX = 1 << 26
+_INFLATED = 1 << 30
+"""Bytes up to which a compressed member of an archive is unpacked where it is more than 50 times as large."""
+_RATIO = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a file holds.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        Arrays by layer, in the file's order.
+    about : mapping of str to str
+        Metadata of the file.
+    remark : str
+        What was left out, in a sentence; empty if nothing was.
+    """
+
+    arrays: dict[str, Array]
+    about: Mapping[str, str]
+    remark: str = ""
+
+
+def suffix_of(path: Path) -> str:
+    """Return the ending of a file's name in small letters; that of an index of shards is the whole of it.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    """
+    return _INDEX if path.name.endswith(_INDEX) else path.suffix.lower()
+
+
+def file_and_key(path: Path) -> tuple[Path, str]:
+    """Split ``checkpoint.pt:model`` into the file and the name of what in it is meant.
+
+    Parameters
+    ----------
+    path : Path
+        What the user gave.
+    """
+    file, colon, key = str(path).rpartition(":")
+    if colon and suffix_of(Path(file)) in NESTED and not path.exists():
+        return Path(file), key
+    return path, ""
+
+
+def some(values: Iterable[Any]) -> str:
+    """Return the first few of some values, in order, as a list in words.
+
+    Parameters
+    ----------
+    values : iterable
+        Values that can be ordered.
+    """
+    distinct = sorted(set(values))
+    return ", ".join(map(str, distinct[:8])) + (", …" if len(distinct) > 8 else "")
+
+
+def read_file(path: Path, key: str = "") -> Contents:
+    """Read a gradient file.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    key : str
+        Name of the dictionary in it that is meant; ``.`` is the outermost.
+
+    Returns
+    -------
+    Contents
+        Its arrays, without those that can be no gradient.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read, or it could be meant in two ways.
+    """
+    try:
+        if not path.is_file():
+            raise InputError(f"no such file: {path}")
+    except OSError as error:
+        raise InputError(f"cannot open {first_line(error)[:200]}") from None
+    try:
+        arrays, about, left_out = _load(path, key)
+    except GradstatsError:
+        raise
+    except Exception as error:  # each format has its own errors for a damaged file
+        raise InputError(f"cannot read {path}: {first_line(error)}") from None
+    return _gradients(path, key, arrays, about, left_out)
+
+
+def _gradients(
+    path: Path,
+    key: str,
+    arrays: dict[str, Any],
+    about: Mapping[str, str],
+    left_out: list[str],
+) -> Contents:
+    """Return the arrays that can be a gradient, by their plain names."""
+    empty = [name for name, array in arrays.items() if not numel_of(array)]
+    arrays = {name: array for name, array in arrays.items() if name not in empty}
+    if not arrays:
+        raise InputError(f"{path} holds no elements")
+    ours = set(_order(about))
+    why = {name: _no_gradient(name, array, name in ours) for name, array in arrays.items()}
+    kept = {name: array for name, array in arrays.items() if not why[name]}
+    if not kept:  # a lone scalar, or whole numbers whose own error says what is wrong with them
+        kept, why = arrays, dict.fromkeys(arrays, "")
+    _check_quantised(path, arrays, kept)
+    left_out += [f"{n}{'' if _is_known(n, arrays[n]) else f' ({why[n]})'}" for n in why if why[n]]
+    left_out += [f"{name} (empty)" for name in empty]
+    plain = {name: _plain_name(name) for name in kept}
+    if twice := [name for name, n in Counter(plain.values()).items() if n > 1]:
+        both = [name for name, short in plain.items() if short == twice[0]]
+        raise InputError(f"{path} holds {' and '.join(both)}, which are one layer: rename one")
+    label = f"{path.name}:{key}" if key else path.name
+    remark = f"left out of {label}, as no gradients: {some(left_out)}" if left_out else ""
+    return Contents({plain[name]: array for name, array in kept.items()}, about, remark)
+
+
+def _check_quantised(path: Path, arrays: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """Refuse a file whose numbers are whole ones that other arrays scale."""
+    whole = {n: numel_of(a) for n, a in arrays.items() if n not in kept and "int" in str(a.dtype)}
+    if sum(whole.values()) > sum(map(numel_of, kept.values())):
+        first = max(whole, key=whole.__getitem__)
+        raise InputError(
+            f"{path} holds more whole numbers ({first}: {arrays[first].dtype}) than others ({some(kept)}), which may "
+            "be their scales: save what they stand for, in floating point"
+        )
+
+
+def _is_known(name: str, array: Any) -> bool:
+    """Tell whether a tensor is what models keep beside parameters: batch norm's statistics, whole numbers."""
+    whole = any(kind in str(array.dtype) for kind in ("int", "bool"))
+    return whole or name.rpartition(".")[2] in _BUFFERS
+
+
+def _no_gradient(name: str, array: Any, ours: bool) -> str:
+    """Return why a tensor can be no gradient, beside what is known not to be: a loss beside tensors."""
+    if _is_known(name, array):
+        return "a buffer"
+    return "a single number" if not ours and np.ndim(array) == 0 else ""
+
+
+def _plain_name(name: str) -> str:
+    """Return a parameter's name without what torch.compile and DDP put into it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _order(about: Mapping[str, str]) -> list[str]:
+    """Return the order of layers that :func:`gradstats.save_safetensors` wrote; none of another program's entry."""
+    try:
+        order = json.loads(about.get("layers", "[]"))
+    except (ValueError, RecursionError):
+        return []
+    return [n for n in order if isinstance(n, str)] if isinstance(order, list) else []
+
+
+def _load(path: Path, key: str) -> tuple[dict[str, Any], Mapping[str, str], list[str]]:
+    """Return a file's arrays, its metadata, and what of it is no array."""
+    suffix = suffix_of(path)
+    if suffix == ".npy":
+        # np.load would take any other file for a pickle, and advise to open it
+        return {"gradient": np.lib.format.open_memmap(path, mode="r")}, {}, []
+    if suffix == ".npz":
+        return _load_npz(path)
+    if suffix == _INDEX:
+        return _load_shards(path)
+    if suffix == ".safetensors":
+        arrays, about = _load_safetensors(path)
+        return arrays, about, []
+    arrays, left_out = _load_torch(path, key)
+    return arrays, {}, left_out
+
+
+def _load_npz(path: Path) -> tuple[dict[str, Any], Mapping[str, str], list[str]]:
+    # np.load leaves a file that it cannot read open; `with` closes it
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+        members = archive.zip.infolist()
+        names = [m.filename.removesuffix(".npy") for m in members]
+        if twice := [n for n, count in Counter(names).items() if count > 1]:
+            raise InputError(f"{path} holds two arrays named {twice[0]}: rename one")
+        total = 0
+        for member in members:
+            total += member.file_size
+            small = member.compress_size * _RATIO
+            packed = member.compress_type != zipfile.ZIP_STORED
+            if packed and total > _INFLATED and member.file_size > small:
+                raise InputError(
+                    f"{path}: {member.filename} unpacks {member.compress_size:,} bytes to {member.file_size:,}; save "
+                    "it with np.savez, uncompressed, or as .npy"
+                )
+        loaded = {name: archive[name] for name in archive.files}
+    arrays = {n: a for n, a in loaded.items() if isinstance(a, np.ndarray)}
+    return arrays, {}, [f"{n} (no array)" for n in loaded if n not in arrays]
+
+
+def _load_safetensors(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as archive:
+        about = archive.metadata() or {}
+        held = list(archive.keys())
+        order = [n for n in _order(about) if n in held]  # the file itself sorts them
+        names = dict.fromkeys([*order, *held])
+        return {name: archive.get_tensor(name) for name in names}, about
+
+
+def _load_shards(path: Path) -> tuple[dict[str, Any], Mapping[str, str], list[str]]:
+    """Read the shards that an index names, which lie beside it."""
+    from safetensors import safe_open
+
+    if path.stat().st_size > _LARGEST_INDEX:
+        raise InputError(f"{path} is larger than any index")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise InputError(f"{path} is no index of shards: it has no weight_map")
+    arrays: dict[str, Any] = {}
+    for shard in dict.fromkeys(places.values()):
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise InputError(f"{path} names a shard that is not beside it")
+        if not (path.parent / shard).is_file():
+            raise InputError(f"{path} names {shard}, and there is no such file")
+        with safe_open(path.parent / shard, "pt") as archive:
+            held = set(archive.keys())
+            for name in (n for n, place in places.items() if place == shard):
+                if name not in held:
+                    raise InputError(f"{path}: {shard} does not hold {name}")
+                arrays[name] = archive.get_tensor(name)
+    return {name: arrays[name] for name in places}, {}, []
+
+
+def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
+    import torch
+
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(loaded, list | tuple) and loaded:
+        raise InputError(
+            f"{path} holds a list of {len(loaded)}, of layers or of steps: gradstats import {path} --out NAME.zarr "
+            "makes a trace of it"
+        )
+    inner = dict(_nested(loaded))
+    if key:
+        wanted = "" if key == "." else key
+        if wanted not in inner:
+            raise unknown(f"dictionary of tensors in {path}", key, [n or "." for n in inner])
+        return inner[wanted]
+    if not inner:
+        raise InputError(
+            f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
+        )
+    if list(inner) != [""]:
+        offered = ", ".join(
+            f"{path}:{name or '.'} ({len(t)} tensors)" for name, (t, _) in [*inner.items()][:5]
+        )
+        raise InputError(f"{path} holds its tensors in dictionaries; give one of them: {offered}")
+    return inner[""]
+
+
+def _nested(
+    loaded: Any, name: str = "", depth: int = 4
+) -> Iterator[tuple[str, tuple[dict[str, Any], list[str]]]]:
+    """Yield the dictionaries of tensors in what a file holds, and what else is in each; the outermost has no name."""
+    import torch
+
+    if isinstance(loaded, torch.Tensor):
+        yield name, ({"gradient": loaded}, [])
+    elif isinstance(loaded, dict) and depth:
+        tensors = {k: v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
+        if tensors:
+            if len({str(k) for k in tensors}) < len(tensors):
+                twice = next(n for n, c in Counter(map(str, tensors)).items() if c > 1)
+                raise InputError(f"two tensors are named {twice}, as a number and as text")
+            others = [f"{k} ({_what(v)})" for k, v in loaded.items() if k not in tensors]
+            yield name, ({str(k): v for k, v in tensors.items()}, others)
+        for key, value in loaded.items():
+            if isinstance(value, dict):
+                yield from _nested(value, f"{name}.{key}" if name else str(key), depth - 1)
+
+
+def _what(value: Any) -> str:
+    """Return what something is that is no tensor."""
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,100 @@
+"""Traces and files at addresses that fsspec opens: fetched once per process, and read as those of this machine."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gradstats.errors import InputError, first_line
+from gradstats.files import address_of
+from gradstats.primitives.ratio import shown
+
+__all__ = ["local"]
+
+
+def local(path: str | Path) -> Path:
+    """Return a path of this machine; what an address holds is fetched, once, into a folder that goes at the end.
+
+    Parameters
+    ----------
+    path : str or Path
+        A path, which is returned as it is, or an address: ``s3://…``, ``gs://…``, ``hf://…``, ``https://…``,
+        ``zip://INNER::FILE``. Options of its file system are taken from its environment and configuration files.
+
+    Returns
+    -------
+    Path
+        The path.
+
+    Raises
+    ------
+    InputError
+        If the address cannot be opened. The message has one line.
+    """
+    address = address_of(path)
+    if address is None:
+        try:
+            os.lstat(path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # a name too long, a null character
+            if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
+                raise InputError(
+                    f"no path of a source: {shown(str(path))}: {first_line(error)[:80]}"
+                ) from None
+        return Path(path)
+    return _fetch(address)
+
+
+@lru_cache(maxsize=64)
+def _fetch(address: str) -> Path:
+    """Copy what an address holds."""
+    file, key = address, ""
+    head, colon, tail = address.rpartition(":")
+    if colon and head.endswith((".pt", ".pth")) and "/" not in tail:
+        file, key = head, f":{tail}"
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        system, inner = url_to_fs(file)
+    except ImportError as error:
+        raise InputError(
+            f"{address} takes a package that is not installed ({first_line(error)}): pip install 'gradstats[remote]'"
+        ) from None
+    except Exception as error:
+        raise InputError(f"cannot open {address}: {first_line(error)}") from None
+    last = file.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    name = inner.rstrip("/").rpartition("/")[2] or last.removesuffix(".zip") or "trace.zarr"
+    try:
+        folder, found = system.isdir(inner), system.exists(inner)
+        if not found:
+            raise InputError(f"nothing at {address}")
+        home = Path(tempfile.mkdtemp(prefix="gradstats-"))
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+        if folder:
+            _copy_folder(system, inner.rstrip("/"), home / name)
+        else:
+            system.get_file(inner, str(home / name))
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"cannot read {address}: {first_line(error)}") from None
+    return home / f"{name}{key}"
+
+
+def _copy_folder(system: Any, inner: str, home: Path) -> None:
+    """Copy the files below an address, none to a place beside it."""
+    home.mkdir()
+    for each in system.find(inner):
+        part = each.removeprefix(inner).lstrip("/")
+        target = home / part
+        if ".." in Path(part).parts or not part:
+            raise InputError(f"{inner} holds a file with a name that leads out of it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        system.get_file(each, str(target))

@@ -1,0 +1,255 @@
+"""Conclusions on data whose truth is known: which law is closest, which rule hits k."""
+
+import re
+
+import numpy as np
+import pytest
+
+import gradstats
+from gradstats.analysis.closest import closest_laws, evenly, law_pairs
+from gradstats.analysis.quality import series_of
+from gradstats.analysis.rules import TOLERANCE, judged_rules
+from gradstats.analysis.verdicts import closest_law, left_out, which_rule
+from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace.sources import Subset, open_source
+
+N = 200_000
+SIZES = (1.0, 0.1, 0.01, 0.003)
+
+
+def signed(rng, magnitudes):
+    return (magnitudes * rng.choice((-1, 1), magnitudes.size)).astype(np.float32)
+
+
+def gradients(steps=1, seed=0):
+    """Return {name: gradients by step}, each of a law that is known."""
+    rng = np.random.default_rng(seed)
+    each = {
+        "uniform": lambda _: signed(rng, rng.uniform(size=N)),
+        "laplace": lambda _: signed(rng, rng.exponential(size=N)),
+        "pareto": lambda _: signed(rng, rng.pareto(1 / 0.8, N)),
+        "clipped": lambda _: np.clip(signed(rng, rng.exponential(size=N)), -4, 4),
+        "gamma": lambda _: signed(rng, rng.gamma(0.4, size=N)),
+        "two laws": lambda _: signed(
+            rng, np.where(rng.random(N) < 0.02, 30, 1) * rng.exponential(size=N)
+        ),
+        "drifting": lambda step: signed(rng, 2.0**-step * rng.exponential(size=N)),
+    }
+    return {name: [make(step) for step in range(steps)] for name, make in each.items()}
+
+
+def trace_of(path, steps):
+    create_trace(path, [Layer("w", 0, (steps[0].size,))], world_size=1)
+    writer = TraceWriter(path, 0)
+    for step, values in enumerate(steps):
+        writer.append(step, {"gradient": values})
+    writer.close()
+    return open_source(path)
+
+
+def layered(rng, n=N // 4):
+    return {f"l{i}": signed(rng, size * rng.exponential(size=n)) for i, size in enumerate(SIZES)}
+
+
+def law(source, **options):
+    return closest_law(closest_laws(law_pairs(source, **options)))
+
+
+def rule(source, **options):
+    return which_rule(judged_rules(series_of(source, Subset(), **options)))
+
+
+def error_of(verdict):
+    """Return the error that a headline says, in per cent."""
+    return float(re.search(r"([\d.]+)\N{NO-BREAK SPACE}%", verdict.headline)[1])
+
+
+NAMES = {
+    "uniform": "double gen. Pareto",
+    "laplace": "Laplace",
+    "pareto": "double gen. Pareto (mle)",
+    "clipped": None,
+    "gamma": "double gamma",
+    "two laws": None,
+}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_closest_law_is_the_one_the_data_is_of(steps, tmp_path):
+    for name, known in NAMES.items():
+        each = gradients(steps)[name]
+        source = trace_of(tmp_path / f"{name}.zarr", each) if steps > 1 else open_source(each[0])
+        verdict = law(source)
+        how = "judged at the next (2 pairs)" if steps > 1 else "Judged on the gradient that it was"
+        assert how in verdict.numbers, name
+        if known is None:
+            assert verdict.headline.startswith("None; the nearest, "), name
+            assert "-fold" in verdict.headline or error_of(verdict) > 5, name
+        else:
+            assert verdict.headline.startswith(f"{known}: thresholds within "), name
+            assert error_of(verdict) < (15 if name == "pareto" else 5), name
+        assert verdict.warn == ("-fold" in verdict.headline), name
+
+
+def test_layers_of_different_size_are_a_law_each():
+    found = closest_laws(law_pairs(open_source(layered(np.random.default_rng(0)))))
+    assert closest_law(found).headline.startswith("Laplace, one a layer: thresholds within ")
+    whole = [r for r in found if not r["by_layer"]]
+    assert min(r["tail_error"] for r in whole) > np.log(1.05)
+    # judged by the same thresholds from the true law of each layer
+    scales, k = np.array(SIZES), N // 100
+    (record,) = (r for r in law_pairs(open_source(layered(np.random.default_rng(0))), ["laplace"])
+                 if r["by_layer"])  # fmt: skip
+    flat = np.sort(np.abs(np.concatenate([*layered(np.random.default_rng(0)).values()])))[::-1]
+    true = next(t for t in np.linspace(8, 0.1, 4000) if (np.exp(-t / scales) * N / 4).sum() >= k)
+    assert record["log_quantile"][0.01] == pytest.approx(np.log(true / flat[k - 1]), abs=0.02)
+
+
+def test_laws_are_judged_at_a_step_that_they_have_not_seen(tmp_path):
+    """Each step has a law of its own: what fits one does not fit the next."""
+    rng = np.random.default_rng(0)
+    steps = [signed(rng, rng.exponential(size=N)), signed(rng, rng.uniform(size=N))]
+    source = trace_of(tmp_path / "run.zarr", steps)
+    assert law(source, steps=[0]).headline.startswith("Laplace: thresholds within")
+    assert law(source, steps=[1]).headline.startswith("double gen. Pareto: thresholds within")
+    verdict = law(source)
+    assert verdict.headline.startswith("None; the nearest")
+    (pair,) = (r for r in law_pairs(source, ["laplace"]))
+    assert (pair["fitted"], pair["judged"]) == (0, 1)
+    x, y = (np.sort(np.abs(s).astype(float))[::-1] for s in steps)
+    eta = x.mean() * np.log(100) * np.exp(np.log(y).mean() - np.log(x).mean())
+    assert pair["log_quantile"][0.01] == pytest.approx(np.log(eta / y[N // 100 - 1]), abs=1e-3)
+
+
+def test_a_scale_that_drifts_is_no_other_law(tmp_path):
+    source = trace_of(tmp_path / "run.zarr", gradients(4)["drifting"])
+    assert law(source).headline.startswith("Laplace: thresholds within ")
+
+
+@pytest.mark.parametrize(
+    ("x", "headline"),
+    [
+        (np.array([1.0]), "No law can be judged"),
+        (np.zeros(1000), "No law can be judged"),
+        (
+            np.where(np.arange(N) < 206, np.arange(N) + 1.0, 0),
+            "Too few elements to tell laws apart",
+        ),
+    ],
+)
+def test_no_power_is_an_answer(x, headline):
+    assert law(open_source(x.astype(np.float32))).headline == headline
+
+
+def test_steps_are_spread_from_first_to_last(tmp_path):
+    assert evenly([*range(10)], 3) == [0, 4, 9]
+    assert evenly([3, 7], 6) == [3, 7]
+    source = trace_of(tmp_path / "run.zarr", [s[:1000] for s in gradients(6)["laplace"]])
+    pairs = law_pairs(source, ["laplace"], most=3)
+    assert [(r["fitted"], r["judged"]) for r in pairs] == [(0, 2), (2, 5)]
+
+
+def test_a_rule_that_learned_from_the_only_gradient_is_not_judged():
+    verdict = rule(open_source(gradients()["laplace"][0]))
+    assert verdict.headline.startswith("sidco-")
+    for name in ("hard", "micro"):
+        assert f"{name}: it took its threshold from the only gradient there is" in verdict.numbers
+
+
+def test_a_rule_is_judged_on_gradients_after_those_it_learned_from(tmp_path):
+    each = gradients(3)["laplace"]
+    series = series_of(trace_of(tmp_path / "run.zarr", each), Subset(), (0.01,), ("hard",))
+    assert [r["seen"] for r in series] == [0, 1, 2]
+    (judged,) = judged_rules(series)
+    assert judged["n"] == 2
+    later = [r["selected"] / r["k"] for r in series if r["seen"]]
+    assert judged["mean"][0.01] == pytest.approx(np.exp(np.mean(np.log(later))))
+    (row,) = gradstats.quality(open_source(tmp_path / "run.zarr"), (0.01,), ("hard",))
+    assert (row["n"], row["mean"]) == (2, pytest.approx(np.mean(later)))
+    assert row["fresh"] == pytest.approx(1)  # each gradient by its own exact threshold
+
+
+def test_what_keeps_nothing_is_not_near():
+    verdict = rule(open_source(gradients()["uniform"][0]), estimators=("sidco-e", "sidco-p"))
+    assert verdict.headline.startswith("sidco-p: ")
+    assert "Kept nothing: sidco-e" not in verdict.headline
+    paper = {"sidco-e": {"stages": "paper"}}  # whose thresholds stay as they are
+    source = open_source(gradients()["uniform"][0])
+    judged = judged_rules(series_of(source, Subset(), (0.01,), ("sidco-e",), options=paper))
+    assert judged[0]["far"] == np.inf
+    assert judged[0]["hits"] is False
+
+
+def played(name, logs, k=1000, ratio=0.01):
+    """Return the series of a rule whose ln(k̂/k) is known, a step each."""
+    labels = {"trace": "t", "rank": 0, "kind": "gradient", "layer": "all", "ratio": ratio}
+    return [
+        labels
+        | {"estimator": name, "step": step, "k": k, "selected": k * np.exp(log), "seen": step}
+        | {"design": 1.0}
+        for step, log in enumerate(logs)
+    ]
+
+
+def test_a_rule_that_is_half_off_in_every_gradient_is_told_from_one():
+    """The worst of many gradients is no measure of chance: +50 % in each of twenty misses, a perfect rule hits."""
+    rng = np.random.default_rng(0)
+    verdicts = {0.0: [], np.log(1.5): []}
+    for shift, found in verdicts.items():
+        for _ in range(100):
+            logs = shift + rng.normal(0, 0.1, 20)
+            (judged,) = judged_rules(played("a", logs))
+            found.append(judged["hits"])
+    assert verdicts[0.0].count(True) == 100
+    assert verdicts[np.log(1.5)].count(False) == 100
+
+
+@pytest.mark.parametrize("n", [8, 25])
+def test_the_interval_of_the_mean_covers_it(n):
+    rng = np.random.default_rng(n)
+    inside = 0
+    for _ in range(1000):
+        (judged,) = judged_rules(played("a", rng.normal(0.05, 0.2, n)))
+        inside += judged["low"][0.01] <= np.exp(0.05) <= judged["high"][0.01]
+    assert 0.93 <= inside / 1000 <= 0.97
+
+
+def test_the_worst_ratio_decides():
+    good, bad = played("a", [0.0] * 20), played("a", [1.0] * 20, ratio=0.001)
+    (judged,) = judged_rules(good + bad)
+    assert (judged["hits"], judged["far"]) == (False, pytest.approx(1.0))
+    assert which_rule([judged]).headline == "None; the nearest, a, has k̂/k = 1.00 to 2.72"
+    assert which_rule(judged_rules(good)).headline == "a: k̂/k = 1.00"
+    unsure = judged_rules(played("a", np.random.default_rng(0).normal(0.2, 0.5, 20)))
+    assert which_rule(unsure).headline.startswith("Not decided; the nearest, a, ")
+    assert f"within a factor of {TOLERANCE:g} of 1" in which_rule(unsure).numbers
+
+
+def test_a_short_table_says_what_it_leaves_out():
+    series = [
+        row
+        for name, log in (("exact", 0.0), ("a", 0.1), ("b", -1.0), ("c", 2.0))
+        for row in played(name, [log] * 20)
+    ]
+    names, said = left_out(judged_rules(series))
+    assert names == ["exact", "b", "c"]
+    assert said.endswith("More than twofold off: b, c. --all shows them.")
+    assert left_out(judged_rules(played("exact", [0.0] * 20))) == ([], "")
+
+
+def test_elements_that_are_large_together_widen_the_floor():
+    rng = np.random.default_rng(0)
+    even = rng.laplace(size=N)
+    together = np.repeat(np.exp(rng.normal(0, 1.5, N // 500)), 500) * even
+    series = [series_of(open_source(x.astype(np.float32)), Subset(), (0.01,), ("exact",))[0]
+              for x in (even, together)]  # fmt: skip
+    assert 0.7 < series[0]["design"] < 1.4
+    assert series[1]["design"] > 10
+    # as counted by hand
+    marked = np.zeros(N // 512 * 512)
+    largest = np.argsort(-np.abs(together.astype(np.float32)))[: series[1]["k"]]
+    marked[largest[largest < marked.size]] = 1
+    counts = marked.reshape(-1, 512).sum(1)
+    share = counts.mean() / 512
+    expected = counts.var(ddof=1) / (512 * share * (1 - share))
+    assert series[1]["design"] == pytest.approx(expected)

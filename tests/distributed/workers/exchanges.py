@@ -1,0 +1,502 @@
+"""Exchanges that are no optimizer's step: several into one gradient, and updates that nobody applies.
+
+No `from __future__ import annotations`: DDP reads the hooks' annotations.
+"""
+
+import contextlib
+import copy
+import io
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from workers import local_steps, sharded
+from workers.trainings import refusal, same_on_all_ranks, wrapped
+
+from gradstats.compressors import Layerwise, TopK, make_compressor
+from gradstats.errors import GradstatsError
+from gradstats.hooks import (
+    AdamCorrection,
+    CompressionState,
+    ErrorFeedback,
+    LocalSteps,
+    MomentumCorrection,
+    NoMemory,
+    compression_hook,
+    shard_hook,
+)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def loss_of(net, rank, step):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))
+
+
+def flat(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def mean(tensor):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+def whole(name, numel):
+    return TopK(1.0)
+
+
+TRAININGS = {
+    "feedback": {"memory": ErrorFeedback()},
+    "none": {"memory": NoMemory()},
+    "momentum": {"memory": MomentumCorrection(0.9)},
+    "nesterov": {"memory": MomentumCorrection(0.9, nesterov="dgc")},
+    "some dense": {"memory": MomentumCorrection(0.9), "exclude": ["0.bias", "2.*"]},
+    "weight decay": {"weight_decay": 0.1},
+    "views": {"memory": MomentumCorrection(0.9), "ddp": {"gradient_as_bucket_view": True}},
+    "unused": {"memory": MomentumCorrection(0.9), "ddp": {"find_unused_parameters": True}},
+    "streams": {
+        "memory": MomentumCorrection(0.9),
+        "compressor": Layerwise(whole),
+        "ddp": {"bucket_cap_mb": 1e-4},
+    },
+    "views that stream": {
+        "memory": MomentumCorrection(0.9),
+        "compressor": Layerwise(whole),
+        "ddp": {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True},
+    },
+}
+
+
+def micro_steps(rank, world):
+    """Largest difference from dense training of each way to accumulate, with an exchange in every micro-step."""
+    found = {}
+    for name, given in TRAININGS.items():
+        for to_none in (True, False):
+            options = {"compressor": TopK(1.0), **given}
+            nets = [small(), small()]
+            ddp, state = wrapped(nets[0], options.pop("compressor"), **options)
+            memory = state.memory
+            momentum = getattr(memory, "momentum", 0.0)
+            nesterov = getattr(memory, "nesterov", None) is not None
+            dense = torch.optim.SGD(
+                nets[1].parameters(),
+                0.1,
+                momentum=momentum,
+                nesterov=nesterov,
+                weight_decay=given.get("weight_decay", 0.0),
+            )
+            twin, ours = DDP(nets[1]), torch.optim.SGD(nets[0].parameters(), 0.1)
+            for step in range(3):
+                for wrapping, optimizer in ((ddp, ours), (twin, dense)):
+                    optimizer.zero_grad(set_to_none=to_none)
+                    for part in range(2):
+                        loss_of(wrapping, rank, 2 * step + part).backward()
+                    optimizer.step()
+            a, b = flat(nets[0].parameters()), flat(nets[1].parameters())
+            found[name, to_none] = float((a - b).abs().max() / b.abs().max())
+            assert same_on_all_ranks(nets[0].parameters())
+    return found
+
+
+def micro_steps_of_adam(rank, world):
+    """What a memory says that cannot take a step in parts; and whether it trains with one exchange a step."""
+    net = small()
+    ddp, _ = wrapped(net, TopK(0.1), memory=AdamCorrection())
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, rank, step).backward()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+    after_a_step = refusal(lambda: loss_of(ddp, rank, 9).backward())
+    return refusal(lambda: loss_of(ddp, rank, 9).backward()), after_a_step
+
+
+def conserved(rank, world):
+    """What error feedback loses of the mean gradient: two passes a step, a GAN, several losses, skips, SAM."""
+    found = {}
+
+    def training(net, **options):
+        ddp, state = wrapped(net, TopK(0.25), **options)
+        return ddp, state, torch.optim.SGD(net.parameters(), 0.05)
+
+    def own(net, loss):
+        return mean(flat(torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)))
+
+    def lost(net, state, owed, applied):
+        kept = mean(flat(state.residual(p) for p in net.parameters()))
+        return float((owed - applied - kept).norm() / owed.norm())
+
+    def grads(net):
+        return flat(p.grad for p in net.parameters())
+
+    net = small()
+    ddp, state, optimizer = training(net)
+    owed = applied = 0
+    for step in range(10):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = loss_of(ddp, rank, 2 * step + part)
+            owed = owed + own(net, loss)
+            loss.backward()
+        applied = applied + grads(net)
+        optimizer.step()
+    found["two passes"] = lost(net, state, owed, applied)
+
+    torch.manual_seed(rank)
+    nets = [nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False)]
+    for each in nets:
+        for p in each.parameters():
+            dist.broadcast(p.data, 0)
+    (g, _, og), (d, state, od) = (training(net) for net in nets)
+    owed = applied = 0
+    for _ in range(20):
+        x, z = torch.randn(16, 8) + 1, torch.randn(16, 8)
+        od.zero_grad()
+        loss = -d(x).sigmoid().log().mean() - (1 - d(g(z).detach()).sigmoid()).log().mean()
+        owed = owed + own(nets[1], loss)
+        loss.backward()
+        applied = applied + grads(nets[1])
+        od.step()
+        og.zero_grad()
+        (-d(g(z)).sigmoid().log().mean()).backward()
+        og.step()
+    state.discard()  # of the last pass through the discriminator
+    found["gan"] = lost(nets[1], state, owed, applied)
+
+    net = small()
+    ddp, state, optimizer = training(net)
+    owed = applied = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        spike = step in (3, 4)
+        loss = loss_of(ddp, rank, step) * (1e4 if spike else 1)
+        gradient = own(net, loss)
+        loss.backward()
+        if not spike:
+            owed, applied = owed + gradient, applied + grads(net)
+            optimizer.step()
+    found["skipped"] = lost(net, state, owed, applied)
+
+    net = small()
+    ddp, state, optimizer = training(net)
+    loss_of(ddp, rank, 99).backward()
+    optimizer.step()  # so that it is known
+    state.memory.residual.zero_()
+    owed = applied = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        with torch.no_grad():
+            climbs = [0.05 * p.grad for p in net.parameters()]
+            for p, climb in zip(net.parameters(), climbs, strict=True):
+                p += climb
+        optimizer.zero_grad()
+        loss = loss_of(ddp, rank, step)
+        owed = owed + own(net, loss)
+        loss.backward()
+        applied = applied + grads(net)
+        with torch.no_grad():
+            for p, climb in zip(net.parameters(), climbs, strict=True):
+                p -= climb
+        optimizer.step()
+    found["sam"] = lost(net, state, owed, applied)
+
+    net = small()
+    ddp, state, optimizer = training(net, discard_unapplied=False)
+    owed = applied = 0
+    for step in range(8):
+        parts = []
+        for part in range(2):
+            optimizer.zero_grad()
+            loss = loss_of(ddp, rank, 2 * step + part)
+            owed = owed + own(net, loss)
+            loss.backward()
+            parts.append([p.grad for p in net.parameters()])
+        for p, *both in zip(net.parameters(), *parts, strict=True):
+            p.grad = sum(both)
+        applied = applied + grads(net)
+        optimizer.step()
+    found["several losses"] = lost(net, state, owed, applied)
+    return found
+
+
+def said_once(rank, world):
+    """The warnings of a training that skips steps, and of one that does not."""
+    messages = []
+    for skips in (True, False):
+        net = small()
+        ddp, _ = wrapped(net, TopK(0.25))
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(9):
+                optimizer.zero_grad()
+                loss_of(ddp, rank, step).backward()
+                if not skips or step % 2 == 0:
+                    optimizer.step()
+        messages.append([str(w.message) for w in caught if "discard" in str(w.message)])
+    return messages
+
+
+COMPRESSORS = {
+    "topk": lambda: make_compressor("topk", 0.05),
+    "warm-exact": lambda: make_compressor("warm-exact", 0.05),
+    "sidco-e": lambda: make_compressor("sidco-e", 0.05),
+    "dgc": lambda: make_compressor("dgc", 0.05),
+    "micro": lambda: make_compressor("micro", 0.05),
+    "cltk": lambda: make_compressor("cltk", 0.05),
+    "randomk": lambda: make_compressor("randomk", 0.05),
+    "redsync": lambda: make_compressor("redsync", 0.05),
+    "redsync-quantised": lambda: make_compressor("redsync-quantised", 0.05),
+    "ef-signsgd": lambda: make_compressor("ef-signsgd", 0.05),
+    "ssdm": lambda: make_compressor("ssdm", 0.05),
+    "marsit": lambda: make_compressor("marsit", 0.05),
+    "layerwise": lambda: Layerwise(
+        lambda name, numel: make_compressor("warm-exact", 0.05).selector
+    ),
+    "dense-bf16": lambda: make_compressor("dense-bf16", 0.05),
+}
+MEMORIES = {
+    "usual": lambda: None,
+    "momentum": lambda: MomentumCorrection(0.9),
+    "adam": AdamCorrection,
+}
+
+
+def discarded(rank, world):
+    """Of each compressor and memory: whether a step that is discarded leaves no bit anywhere, at any time."""
+    same = {}
+    for name, compressor in COMPRESSORS.items():
+        for memory in (
+            MEMORIES if name in ("topk", "layerwise", "redsync-quantised") else ("usual",)
+        ):
+            ends = []
+            for discards in (False, True):
+                net = small()
+                ddp, state = wrapped(net, compressor(), memory=MEMORIES[memory](), dense_below=5)
+                # buckets are rebuilt after the first backward pass, and their order is that of sums
+                for step in range(6):
+                    if discards and step in (0, 3, 4):
+                        (1e3 * loss_of(ddp, rank, 50 + step)).backward()
+                        net.zero_grad()
+                        state.discard()
+                        state.discard()  # once more does no harm
+                    loss_of(ddp, rank, step).backward()
+                    with torch.no_grad():
+                        for p in net.parameters():
+                            p -= 0.05 * p.grad
+                    net.zero_grad()
+                kept = [*state.memory.tensors().values(), *state.memory.dense_tensors().values()]
+                end = [flat(net.parameters()), *(k.clone() for k in kept)]
+                ends.append((end, state.step, state.last.step, state.memory.state_dict()))
+            (a, *counts), (b, *also) = ends
+            equal = all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+            same[name, memory] = equal and counts == also
+    return same
+
+
+def overflow_elsewhere(rank, world):
+    """A scaler skips the step of two models because one overflows: parameters and memory of the other, and a twin's."""
+    ends = []
+    for overflows in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+        nets = [small(), small()]
+        (one, state), (two, _) = (wrapped(net, TopK(0.2), scaler=scaler) for net in nets)
+        optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], 0.05)
+        for step in range(5):
+            if step == 2 and not overflows:
+                continue
+            optimizer.zero_grad()
+            bad = float("inf") if step == 2 else 1.0
+            loss = loss_of(one, rank, step) + bad * loss_of(two, rank, step)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 2:
+                state.state_dict()  # a checkpoint between two steps holds the right memory
+        ends.append((flat(nets[0].parameters()), state.memory.residual.clone(), state.step))
+    (a, b, c), (x, y, z) = ends
+    return torch.equal(a, x), torch.equal(b, y), c == z
+
+
+def shards(rank, world):
+    """Micro-steps that exchange between replicas; an update that is taken back; one that no optimizer takes."""
+    mesh = sharded.mesh_of(2, 2)
+
+    def training(memory):
+        model = sharded.shard(sharded.network(), mesh["shard"])
+        hook = shard_hook(model, mesh["replicate"], lambda: TopK(1.0), memory)
+        return model, hook, torch.optim.SGD(model.parameters(), 0.01)
+
+    ends = []
+    for every in (True, False):
+        model, _, optimizer = training(lambda: MomentumCorrection(0.9))
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(3):
+                model.set_requires_all_reduce(every or part == 2)
+                sharded.loss_of(model, sharded.batch(step, rank, model, part)).backward()
+            optimizer.step()
+        ends.append(flat(sharded.gathered(model)))
+    close = float((ends[0] - ends[1]).abs().max() / ends[1].abs().max())
+
+    ends = []
+    for way in ("never", "discard", "by itself"):
+        model = sharded.shard(sharded.network(), mesh["shard"])
+        hook = shard_hook(model, mesh["replicate"], lambda: TopK(0.1), ErrorFeedback)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(4):
+            if step == 2 and way != "never":
+                optimizer.zero_grad()
+                (1e3 * sharded.loss_of(model, sharded.batch(50, rank, model))).backward()
+                if way == "discard":
+                    hook.discard()
+            optimizer.zero_grad()
+            sharded.loss_of(model, sharded.batch(step, rank, model)).backward()
+            optimizer.step()
+        kept = [s.memory.residual for s in hook.states.values() if s.step]
+        ends.append((flat([*sharded.gathered(model), *kept]), hook.last.step))
+    return close, [torch.equal(e, ends[0][0]) and n == ends[0][1] for e, n in ends[1:]]
+
+
+def local(rank, world):
+    """Local steps that go back to earlier parameters: whether all is then as it was, and where the ranks end."""
+    found = []
+    for delay in (0, 2):
+        model = local_steps.net()
+        optimizer = local_steps.adamw(model)
+        local = LocalSteps(
+            model, optimizer, steps=4, compressor=TopK(0.2), memory=ErrorFeedback(0.9), delay=delay
+        )
+        memory = local._fragments[0].state.memory
+        with local:
+            for step in range(5):
+                local_steps.backward(model, optimizer, rank, step)
+                optimizer.step()
+            residual = None if delay else memory.tensors()["residual"].clone()
+            good = [p.detach().clone() for p in model.parameters()]
+            for step in range(5, 9):
+                local_steps.backward(model, optimizer, rank, step)
+                optimizer.step()
+            with torch.no_grad():
+                for p, kept in zip(model.parameters(), good, strict=True):
+                    p.copy_(kept)
+            local.discard()
+            exchanges = local.exchanges
+            back = delay or torch.equal(memory.tensors()["residual"], residual)
+            together = same_on_all_ranks(model.parameters())
+            for step in range(9, 14):
+                local_steps.backward(model, optimizer, rank, step)
+                optimizer.step()
+        found.append((exchanges, bool(back), together, same_on_all_ranks(model.parameters())))
+    return found
+
+
+def within_a_closure(rank, world):
+    """Exchanges within a closure that an optimizer calls are steps: nothing is discarded."""
+    net = small()
+    ddp, state = wrapped(net, TopK(0.25))
+    optimizer = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(ddp, rank, 0)
+        loss.backward()
+        return loss
+
+    calls = 0
+    for _ in range(3):
+        with contextlib.suppress(GradstatsError):
+            optimizer.step(closure)
+        calls = state.step
+    return calls, sum(s["func_evals"] for s in optimizer.state.values())
+
+
+def adaptive(rank, world):
+    """What is said of AdamW behind each memory, dense exchanges, local steps and no optimizer."""
+    found = {}
+    for name, compressor, memory in (
+        ("feedback", TopK(0.1), None),
+        ("momentum", TopK(0.1), MomentumCorrection(0.9)),
+        ("adam", TopK(0.1), AdamCorrection()),
+        ("none", TopK(0.1), NoMemory()),
+        ("dense", make_compressor("dense-bf16"), None),
+    ):
+        net = small()
+        ddp, _ = wrapped(net, compressor, memory=memory)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        found[name] = said(lambda: steps(ddp, optimizer, rank))  # noqa: B023
+    net = small()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    with LocalSteps(net, optimizer, steps=2, compressor=TopK(0.1)):
+        found["local"] = said(lambda: steps(net, optimizer, rank))
+    ddp, _ = wrapped(small())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    found["sgd"] = said(lambda: steps(ddp, optimizer, rank))
+    return found
+
+
+def steps(net, optimizer, rank):
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(net, rank, step).backward()
+        optimizer.step()
+
+
+def said(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught]
+
+
+def copied(rank, world):
+    """Whether a state with a process group, copied in mid-training, goes on as the one it was copied from."""
+    group = dist.new_group([0, 1])
+    ends = []
+    for copies in (False, True):
+        net = small()
+        ddp, state = wrapped(net, TopK(0.2), process_group=group, ddp={"process_group": group})
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        steps(ddp, optimizer, rank)
+        other = copy.deepcopy(state) if copies else state
+        same = other.process_group is group and other.memory is not state.memory
+        kept = other.memory.residual.clone()
+        steps(ddp, optimizer, rank)
+        assert same == copies
+        if copies:  # nothing of it has changed with the other
+            assert torch.equal(kept, other.memory.residual)
+            # and the whole model can be saved with the hook, where the group is the default one
+            free, _ = wrapped(small(), TopK(0.2))
+            steps(free, torch.optim.SGD(free.parameters(), 0.05), rank)
+            torch.save(free, io.BytesIO())
+            assert not torch.equal(kept, state.memory.residual)
+        ends.append(flat(net.parameters()))
+    return torch.equal(*ends)
+
+
+def tied(rank, world):
+    """Elements and names of a state that is given tied weights twice, for a whole model and layer by layer."""
+    found = []
+    for compressor in (TopK(0.1), Layerwise(lambda name, numel: TopK(0.1))):
+        embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        head.weight = embedding.weight
+        net = nn.Sequential(embedding, head)
+        named = net.named_parameters(remove_duplicate=False)
+        ddp = DDP(net)
+        state = CompressionState(compressor, named_parameters=named)
+        ddp.register_comm_hook(state, compression_hook)
+        x = torch.arange(10)
+        nn.functional.cross_entropy(ddp(x), x).backward()
+        found.append((state.last.numel, state.last.selected, list(state.memory.residual.shape)))
+    return found

@@ -1,0 +1,87 @@
+"""An exchange is not an optimizer's step: several into one gradient, and updates that nobody applies."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_ranks
+from workers import exchanges
+
+from gradstats.compressors import make_compressor
+from gradstats.errors import InputError
+
+pytestmark = pytest.mark.distributed
+
+
+def test_micro_steps_that_exchange_train_as_dense_ones():
+    for found in run_ranks(2, exchanges.micro_steps):
+        assert len(found) == 2 * len(exchanges.TRAININGS)
+        assert {case: error for case, error in found.items() if not error < 1e-5} == {}
+
+
+def test_adam_refuses_a_step_in_parts():
+    for part, after_a_step in run_ranks(2, exchanges.micro_steps_of_adam):
+        assert part.startswith("InputError: AdamCorrection has made a step of a part of this")
+        assert after_a_step == ""
+
+
+def test_error_feedback_loses_nothing_of_what_is_applied():
+    for found in run_ranks(2, exchanges.conserved):
+        assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-5))
+        assert set(found) == {"two passes", "gan", "skipped", "sam", "several losses"}
+
+
+def test_a_discarded_update_is_said_once():
+    for skips, steps in run_ranks(2, exchanges.said_once):
+        (message,) = skips
+        assert message.startswith("no optimizer took the update of step 1 before")
+        assert "pass discard_unapplied=False" in message
+        assert steps == []
+
+
+def test_a_discarded_step_leaves_no_bit():
+    for same in run_ranks(2, exchanges.discarded):
+        assert same == dict.fromkeys(same, True)
+
+
+def test_a_scaler_that_skips_for_another_model_discards():
+    assert run_ranks(2, exchanges.overflow_elsewhere) == [(True, True, True)] * 2
+
+
+def test_units_of_a_sharded_model():
+    for close, same in run_ranks(4, exchanges.shards):
+        assert close < 1e-5
+        assert same == [True, True]
+
+
+def test_local_steps_go_back():
+    assert run_ranks(2, exchanges.local) == [[(1, True, True, True), (1, True, True, True)]] * 2
+
+
+def test_a_closure_takes_its_updates():
+    for exchanged, evaluated in run_ranks(2, exchanges.within_a_closure):
+        assert exchanged == evaluated
+
+
+def test_adam_behind_sparse_error_feedback_is_said_once():
+    for found in run_ranks(2, exchanges.adaptive):
+        for name, messages in found.items():
+            assert len(messages) == (name in ("feedback", "momentum")), (name, messages)
+        assert found["feedback"][0].startswith("AdamW behind sparse error feedback")
+        assert "memory=AdamCorrection() with SGD" in found["feedback"][0]
+
+
+def test_a_state_with_a_group_can_be_copied():
+    assert run_ranks(2, exchanges.copied) == [True, True]
+
+
+def test_a_compressor_without_a_ratio_needs_none():
+    assert make_compressor("none") is None
+    assert make_compressor("dense-bf16").ratio is None
+    assert make_compressor("ef-signsgd").ratio is None
+    for name in ("topk", "micro", "threshold:dgc"):
+        with pytest.raises(InputError, match="give it a ratio"):
+            make_compressor(name)
+
+
+def test_tied_weights_have_one_place():
+    assert run_ranks(2, exchanges.tied) == [[(80, 8, [80])] * 2] * 2

@@ -1,0 +1,56 @@
+"""A program installed from its wheel, and the files that how-to pages have their readers save."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def install(project, folder):
+    """Build a wheel of a project and install it, alone, into a folder; nothing is downloaded."""
+    pytest.importorskip("hatchling", reason="make .venv installs what builds the wheel")
+    offline = ["--no-deps", "--no-index"]
+    for command in (
+        ["wheel", *offline, "--no-build-isolation", "--wheel-dir", folder / "wheels", project],
+        ["install", *offline, "--target", folder],
+    ):
+        wheels = [*(folder / "wheels").glob("*.whl")] if command[0] == "install" else []
+        done = subprocess.run(
+            [*PIP, *command, *wheels], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def python(*arguments, path, cwd):
+    """Run Python with folders first on its path, and return what it printed."""
+    there = os.pathsep.join([*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": there, "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def blocks(page, kind):
+    """Return the code blocks of one kind on a how-to page."""
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+
+
+def files_of(page):
+    """Return the Python files that a how-to page has its reader save, by name."""
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    names = re.findall(r"\bas\s`(\w+\.py)`:\n\n```python", text)
+    return dict(zip(names, blocks(page, "python"), strict=True))

@@ -1,0 +1,57 @@
+"""What the ranks that hold the shards of a gradient say together, column by column."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support.traces import LAYERS, write_shards
+
+from gradstats.hooks import Diagnosis, StepRecord
+from gradstats.trace import KINDS, create_trace, open_trace
+from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
+
+EXPECTED = {
+    **dict.fromkeys(("zeros", "nonfinite", "target", "numel", "bytes_sent", "union"), 7.0),
+    **dict.fromkeys(("select_seconds", "communicate_seconds", "overlapped_seconds"), 4.0),
+    "residual_norm": 5.0,
+    "matching_rate": np.nan,
+    "threshold": np.nan,
+    "delta": np.nan,
+}
+
+
+@pytest.mark.parametrize("column", [*COUNTS, *OF_RUN, *OF_STEPS, *OF_LAYERS], ids=lambda c: c.name)
+def test_every_column_says_how_it_adds_up(column):
+    if column.joined is None:
+        assert column.name in ("loss", "learning_rate")  # every rank has the whole's
+        return
+    parts = np.array([[3.0], [4.0]])
+    np.testing.assert_array_equal(column.joined(parts), [EXPECTED.get(column.name, 7.0)])
+    if column.name == "threshold":
+        assert column.joined(np.array([2.0, 2.0])) == 2.0
+    if column in OF_RUN and column.name == "selected":
+        assert column.joined(np.array([3, -1])) == -1
+
+
+def test_columns_are_what_compressors_record():
+    known = {f.name for cls in (StepRecord, Diagnosis) for f in dataclasses.fields(cls)}
+    assert {column.name for column in OF_STEPS} <= known
+
+
+def test_a_trace_of_shards_has_the_whole_of_each(tmp_path):
+    create_trace(tmp_path / "run.zarr", LAYERS, world_size=2)
+    for rank in (0, 1):
+        write_shards(
+            tmp_path / "run.zarr", range(4), rank=rank, world=2, kinds=KINDS, compression=True
+        )
+    trace = open_trace(tmp_path / "run.zarr")
+    steps = np.arange(4)
+    assert (trace.scalars(0)["selected"] == 2 * steps).all()
+    assert (trace.scalars(0)["loss"] == steps / 2).all()
+    together = trace.compression(0)
+    for i, column in enumerate(OF_STEPS[:-1]):
+        each = steps + i / 4
+        expected = column.joined(np.stack([each, each]))
+        np.testing.assert_allclose(together[column.name], expected, rtol=1e-12)

@@ -1,0 +1,215 @@
+"""What people have: files of a step each, lists, shards, checkpoints of DCP; and a trace of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gradstats import open_trace, quality
+from gradstats.errors import InputError
+from gradstats.trace.dumps import Dumps, dumps_of
+from gradstats.trace.imports import import_dumps
+from gradstats.trace.sources import open_source, open_sources
+
+
+def step(i):
+    g = torch.Generator().manual_seed(i)
+    return {
+        "fc.weight": torch.randn(7, 5, generator=g),
+        "fc.bias": torch.randn(5, generator=g),
+    }
+
+
+def flat(tensors):
+    return torch.cat([t.reshape(-1) for t in tensors.values()]).numpy()
+
+
+def command(*args, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "gradstats", *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def imported(tmp_path, *paths, **options):
+    out = tmp_path / "out.zarr"
+    import_dumps(Dumps(dumps_of(paths, **options), "x"), out)
+    return open_trace(out)
+
+
+def test_a_folder_of_steps_becomes_a_trace_and_is_a_source(tmp_path):
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for i in (0, 5, 10, 100):
+        torch.save(step(i), folder / f"grad{i}.pt")
+    (folder / "notes.txt").touch()
+    trace = imported(tmp_path, folder)
+    assert trace.steps() == [0, 5, 10, 100]
+    assert [la.name for la in trace.layers] == ["fc.weight", "fc.bias"]
+    assert np.array_equal(trace.read(100), flat(step(100)))
+    (source,) = open_sources(folder)
+    assert [key[2] for key in source.entries()] == [0, 5, 10, 100]
+    assert quality(source, [0.1], ["exact"])[0]["n"] == 4
+
+
+def test_numbers_of_names_are_asked_for_where_they_are_in_doubt(tmp_path):
+    for rank in (0, 1):
+        for i in (1, 2):
+            torch.save(step(10 * rank + i), tmp_path / f"v2_step{i}_r{rank}.pt")
+    with pytest.raises(InputError, match=r"several numbers: .*--step-from-name"):
+        dumps_of([tmp_path])
+    with pytest.raises(InputError, match="does not fit"):
+        dumps_of([tmp_path], "step_{step}.pt")
+    with pytest.raises(InputError, match="both step"):
+        Dumps(dumps_of([tmp_path], "step{step}_"), "x")
+    with pytest.raises(InputError, match=r"must have .step."):
+        dumps_of([tmp_path], "step")
+    trace = imported(tmp_path, tmp_path, pattern="step{step}_r{rank}.pt")
+    assert trace.ranks == [0, 1]
+    assert trace.world_size == 2
+    assert np.array_equal(trace.read(2, 1), flat(step(12)))
+    for name in ("a.pt", "b.pt"):
+        torch.save(step(0), tmp_path / name)
+    with pytest.raises(InputError, match="no number"):
+        dumps_of([tmp_path / "a.pt", tmp_path / "b.pt"])
+    for name in ("step1-rank0.pt", "step1-rank3.pt"):
+        torch.save(step(0), tmp_path / name)
+    named = dumps_of([tmp_path / "step1-rank0.pt", tmp_path / "step1-rank3.pt"])
+    assert [d.key for d in named] == [(0, 1), (3, 1)]
+
+
+def test_lists_of_steps_and_of_layers(tmp_path):
+    torch.save([step(0), step(1)], tmp_path / "steps.pt")
+    trace = imported(tmp_path, tmp_path / "steps.pt")
+    assert trace.steps() == [0, 1]
+    assert np.array_equal(trace.read(1), flat(step(1)))
+    torch.save(list(step(3).values()), tmp_path / "layers.pt")
+    one = Dumps(dumps_of([tmp_path / "layers.pt"]), "x")
+    assert [la.name for la in one.layers] == ["0", "1"]
+    torch.save([torch.ones(4), torch.zeros(4)], tmp_path / "doubt.pt")
+    with pytest.raises(InputError, match="--list steps or --list layers"):
+        dumps_of([tmp_path / "doubt.pt"])
+    assert len(dumps_of([tmp_path / "doubt.pt"], lists="steps")) == 2
+    assert len(dumps_of([tmp_path / "doubt.pt"], lists="layers")) == 1
+    with pytest.raises(InputError, match="gradstats import"):
+        open_source(tmp_path / "layers.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sharded_safetensors_and_dcp(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    for number in (100, 200):
+        folder = tmp_path / "runs" / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        tensors = step(number)
+        names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        for name, (key, value) in zip(names, tensors.items(), strict=True):
+            save_file({key: value}, folder / name)
+        index = {"weight_map": dict(zip(tensors, names, strict=True))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    trace = imported(tmp_path, tmp_path / "runs")
+    assert trace.steps() == [100, 200]
+    assert np.array_equal(trace.read(200), flat(step(200)))
+    (source,) = open_sources(tmp_path / "runs" / "checkpoint-100")
+    assert np.array_equal(source.read(*source.entries()[0]).values, flat(step(100)))
+
+    dcp.save({"model": step(7), "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (source,) = open_sources(tmp_path / "dcp")
+    assert [la.name for la in source.layers] == ["model.fc.weight", "model.fc.bias"]
+    assert np.array_equal(source.read(0, "gradient", 0).values, flat(step(7)))
+    assert "epoch" in source.remark
+
+
+def test_the_index_of_dcp_runs_nothing(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(InputError, match=r"cannot read .*mkdir, which no index needs"):
+        open_sources(tmp_path / "dcp")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_other_layers_and_other_traces_are_refused(tmp_path):
+    torch.save(step(0), tmp_path / "g0.pt")
+    torch.save(step(1) | {"more": torch.ones(3)}, tmp_path / "g1.pt")
+    with pytest.raises(InputError, match=r"other layers than .*g0.pt, such as more"):
+        imported(tmp_path, tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        dumps_of([tmp_path / "absent"])
+    with pytest.raises(InputError, match="a trace already"):
+        dumps_of([tmp_path / "out.zarr"])
+
+
+def test_an_import_is_resumed_where_it_was_killed(tmp_path):
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for i in range(30):
+        torch.save(step(i), folder / f"g{i}.pt")
+    whole = Dumps(dumps_of([folder]), "x")
+    seen = []
+
+    def kill():
+        seen.append(1)
+        if len(seen) == 13:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_dumps(whole, tmp_path / "out.zarr", kill)
+    assert open_trace(tmp_path / "out.zarr").steps() == list(range(13))
+    assert import_dumps(whole, tmp_path / "out.zarr") == 17
+    import_dumps(whole, tmp_path / "once.zarr")
+    once, twice = open_trace(tmp_path / "once.zarr"), open_trace(tmp_path / "out.zarr")
+    assert twice.steps() == list(range(30))
+    for i in range(30):
+        assert np.array_equal(once.read(i), twice.read(i))
+    for name in ("gradient_zeros", "gradient_nonfinite", "loss"):
+        a, b = (t._rank(0).column(name) for t in (once, twice))
+        assert np.array_equal(a, b, equal_nan=True)
+    torch.save(step(30), folder / "g30.pt")
+    assert import_dumps(Dumps(dumps_of([folder]), "x"), tmp_path / "out.zarr") == 1
+    assert np.array_equal(open_trace(tmp_path / "out.zarr").read(30), flat(step(30)))
+    with pytest.raises(InputError, match="not an import of kind corrected"):
+        import_dumps(Dumps(dumps_of([folder]), "x", "corrected"), tmp_path / "out.zarr")
+
+
+def test_memory_is_that_of_one_gradient(tmp_path):
+    peaks = []
+    for n in (3, 12):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        for i in range(n):
+            torch.save(torch.full((1 << 20,), float(i)), folder / f"g{i}.pt")
+        dumps = Dumps(dumps_of([folder]), "x")
+        tracemalloc.start()
+        import_dumps(dumps, tmp_path / f"{n}.zarr")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_the_command(tmp_path):
+    for i in range(3):
+        torch.save(step(i), tmp_path / f"g{i}.pt")
+    run = command("import", tmp_path, "--out", tmp_path / "run.zarr", "--kind", "pseudogradient")
+    assert run.returncode == 0, run.stderr
+    assert "3 of 3 gradients imported" in run.stderr
+    assert open_trace(tmp_path / "run.zarr").kinds(0) == ["pseudogradient"]
+    again = command("import", tmp_path / "g0.pt", "--out", tmp_path / "run.zarr", "--kind", "x")
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
