@@ -394,9 +394,7 @@ def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(pa
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "a\0b/c.zarr"])
 def test_names_that_no_file_can_have(tmp_path, name):
     assert "cannot create" in raised(lambda: create_trace(tmp_path / name, LAYERS))
-    with pytest.raises(GradstatsError) as caught:
-        open_trace(tmp_path / name)
-    assert "\n" not in str(caught.value)
+    raised(lambda: open_trace(tmp_path / name))
     assert not is_trace(tmp_path / name)
 
 
