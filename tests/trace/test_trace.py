@@ -299,7 +299,8 @@ def test_nothing_is_unpickled():
         text = file.read_text()
         assert "allow_pickle=True" not in text
         assert "weights_only=False" not in text
-        if "import pickle" in text:  # the index of DCP's checkpoints is one, and read by names that do nothing
+        # the index of DCP's checkpoints is a pickle, and read by names that do nothing
+        if "import pickle" in text:
             assert file.name == "dumps.py"
             assert text.count("pickle.") == text.count("pickle.Unpick")
 

@@ -19,8 +19,10 @@ from gradstats.statistics.solution import FitError, Flag, Reason, Solution
 __all__ = ["by_intervals", "exponential_gain", "interval_region"]
 
 _STEP = 1e-3
-_RAYS = 64
+_RAYS = 40
 """Directions in which the border of a region is sought."""
+_HALVINGS = 12
+"""Halvings of a ray: to a four-thousandth of its length."""
 
 
 def _loss(
@@ -36,7 +38,11 @@ def _loss(
         return np.where(small, z, np.log1p(np.maximum(c * z, -1.0)) / shape)
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        low, high = hazard(m.left), hazard(m.right)
+        if np.array_equal(m.left[1:], m.right[:-1]):  # one ends where the next begins
+            edges = hazard(np.append(m.left, m.right[-1]))
+            low, high = edges[..., :-1], edges[..., 1:]
+        else:
+            low, high = hazard(m.left), hazard(m.right)
         if m.bounded:
             high[..., -1] = math.inf
         inside = np.log(-np.expm1(low - high)) - low
@@ -58,7 +64,7 @@ def _minimum(m: Levels) -> tuple[float, float, float, float]:
     starts = [np.array([c, 0.0]) for c in (-0.2, 0.0, 0.5)]
     best = min(starts, key=at)
     for _ in range(2):  # begun again where it ended, the search leaves a simplex that has collapsed
-        found = minimize(at, best, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-13})
+        found = minimize(at, best, method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-12})
         best = found.x
     return float(best[0]), float(best[1]), unit, float(found.fun)
 
@@ -68,6 +74,11 @@ def _information(m: Levels, c: float, log_scale: float, unit: float) -> NDArray[
     h = _STEP
     shifts = np.array([[i, j] for i in (-h, 0, h) for j in (-h, 0, h)])
     f = _loss(c + shifts[:, 0], log_scale + shifts[:, 1], m, unit).reshape(3, 3)
+    with np.errstate(invalid="ignore"):  # beyond the support; not finite then, which is looked at
+        return _curvature(f, h)
+
+
+def _curvature(f: NDArray[np.float64], h: float) -> NDArray[np.float64]:
     cc, ss = (f[2, 1] - 2 * f[1, 1] + f[0, 1]) / h**2, (f[1, 2] - 2 * f[1, 1] + f[1, 0]) / h**2
     cs = (f[2, 2] - f[2, 0] - f[0, 2] + f[0, 0]) / (4 * h**2)
     return np.array([[cc, cs], [cs, ss]])
@@ -143,7 +154,7 @@ def interval_region(
         if not near.any():
             break
         inside, outside = np.where(near, outside, inside), np.where(near, 2 * outside, outside)
-    for _ in range(30):
+    for _ in range(_HALVINGS):
         middle = (inside + outside) / 2
         beyond = above(middle)
         inside, outside = np.where(beyond, inside, middle), np.where(beyond, middle, outside)
