@@ -86,6 +86,7 @@ class PlainTap(Tap):
                 self._conclude(loss, learning_rate)
             except BaseException:
                 recorder.drop()
+                self._watch.restart(self._layout.parameters)  # the next step is another one
                 raise
         else:
             recorder.misplaced()

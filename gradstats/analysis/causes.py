@@ -357,8 +357,11 @@ def _causes(
 ) -> Iterator[str]:
     """Yield the causes that fit, the surest first."""
     if v.counts.nonfinite[0] != v.counts.nonfinite[1]:
-        name = "B" if v.counts.nonfinite[1] > v.counts.nonfinite[0] else "A"
-        yield f"overflow: {max(v.counts.nonfinite)} elements of {name} are not finite"
+        side = int(v.counts.nonfinite[1] > v.counts.nonfinite[0])
+        most, name = v.counts.nonfinite[side], "AB"[side]
+        if most == v.counts.numel:  # a capture writes NaN for what it could not see
+            yield f"no finite gradient in {name}: an overflow, or none was there when it was captured"
+        yield f"overflow: {most} elements of {name} are not finite"
     for side, name in enumerate("AB"):
         if not v.counts.nonzero[side] and v.counts.nonzero[1 - side]:
             yield f"no gradient in {name}: frozen, unused, or not reached by backward"

@@ -26,9 +26,11 @@ from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
 __all__ = [
+    "by_step",
     "differences",
     "fitted_floor",
     "inner_90",
+    "log_quality",
     "noise_floor",
     "quality",
     "quality_series",
@@ -36,6 +38,7 @@ __all__ = [
     "spread_of",
     "stage_budget",
     "summarise",
+    "unlearned",
 ]
 
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -447,8 +450,8 @@ def summarise(series: Iterable[dict[str, Any]]) -> Records:
     return Quality(_summary(records) for records in groups.values())
 
 
-def judged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of one rule on gradients that it did not take its threshold from; all if there is no other.
+def unlearned(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of one rule on gradients that it did not take its threshold from.
 
     Parameters
     ----------
@@ -456,17 +459,30 @@ def judged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         Records of :func:`quality_series` of one rule.
     """
     learns = getattr(ESTIMATORS.get(records[0]["estimator"]), "learns_first", False)
-    return [r for r in records if r["seen"] or not learns] or list(records)
+    return [r for r in records if r["seen"] or not learns]
+
+
+def log_quality(record: dict[str, Any]) -> float:
+    """Return ln(k̂/k) of a record of :func:`quality_series`, by half an element where none was kept.
+
+    Sending nothing is then no better than sending twice as much.
+
+    Parameters
+    ----------
+    record : dict
+        The record.
+    """
+    return math.log(max(record["selected"], 0.5) / max(record["k"], 1))
 
 
 def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
-    records = judged(series)
+    records = unlearned(series) or series
     values = np.array([r["quality"] for r in records])
     designs = [r["design"] for r in records if math.isfinite(r["design"])]
     k = records[0]["k"]
     low, high = inner_90(values)
     floor = noise_floor(k)
-    over = mean_interval(_by_step(records, "quality"))
+    over = mean_interval(by_step(records, "quality"))
     return {
         "trace": records[0]["trace"],
         "estimator": records[0]["estimator"],
@@ -496,8 +512,16 @@ def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _by_step(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
-    """Return the mean over ranks of a field at each step, in the order of the steps."""
+def by_step(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
+    """Return the mean over ranks of a field at each step, in the order of the steps.
+
+    Parameters
+    ----------
+    records : sequence of dict
+        Records of one series.
+    name : str
+        The field.
+    """
     steps: dict[int, list[float]] = {}
     for record in records:
         steps.setdefault(record["step"], []).append(record[name])
@@ -534,8 +558,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for record in series:
         key = tuple(record[label] for label in ("trace", "ratio", "kind", "layer"))
-        # half an element where none was kept: sending nothing is no better than sending twice as much
-        far = record | {"error": abs(math.log(max(record["selected"], 0.5) / max(record["k"], 1)))}
+        far = record | {"error": abs(log_quality(record))}
         groups.setdefault(key, {}).setdefault(record["estimator"], []).append(far)
     if any(versus not in rules or len(rules) < 2 for rules in groups.values()):
         raise InputError(f"a comparison takes {versus!r} and another estimator: ask for both")
@@ -545,7 +568,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
             if name == versus:
                 continue
             kept, error = (
-                mean_interval(_by_step(records, field) - _by_step(rules[versus], field))
+                mean_interval(by_step(records, field) - by_step(rules[versus], field))
                 for field in ("quality", "error")
             )
             labels = {"trace": trace, "estimator": name, "versus": versus, "ratio": ratio}

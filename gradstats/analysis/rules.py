@@ -6,12 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
-from gradstats.analysis.quality import noise_floor
+from gradstats.analysis.quality import by_step, log_quality, noise_floor, unlearned
 from gradstats.statistics.resampling import FEWEST_IN_SERIES, mean_interval
 from gradstats.tables import Records
-from gradstats.thresholds import ESTIMATORS
 
 __all__ = ["COUNTING", "TOLERANCE", "judged_rules"]
 
@@ -57,18 +54,17 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     found = Records()
     for (trace, kind, layer, estimator), ratios in groups.items():
         labels = {"trace": trace, "kind": kind, "layer": layer, "estimator": estimator}
-        found.append(labels | _judged(estimator, ratios))
+        found.append(labels | _judged(ratios))
     found.sort(key=lambda r: (r["trace"], r["kind"], r["layer"], math.isnan(r["far"]), r["far"]))
     return found
 
 
-def _judged(estimator: str, ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
+def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the verdict on one rule."""
-    learns = getattr(ESTIMATORS.get(estimator), "learns_first", False)
     mean, low, high, nothing = {}, {}, {}, {}
     n, hits = 0, []
     for ratio, rows in ratios.items():
-        judged = [r for r in rows if r["k"] >= _FEWEST_ELEMENTS and not (learns and not r["seen"])]
+        judged = [r for r in unlearned(rows) if r["k"] >= _FEWEST_ELEMENTS]
         if not judged:
             continue
         n = max(n, len(judged))
@@ -80,7 +76,7 @@ def _judged(estimator: str, ratios: dict[float, list[dict[str, Any]]]) -> dict[s
     numbers = {"n": n, "mean": mean, "low": low, "high": high, "nothing": nothing}
     if not mean:
         reason = f"fewer than {_FEWEST_ELEMENTS} elements asked for"
-        if learns:
+        if not any(map(unlearned, ratios.values())):
             reason = "it took its threshold from the only gradient there is"
         return numbers | {"far": math.nan, "hits": None, "reason": reason}
     far = max(math.inf if nothing[r] else abs(math.log(mean[r])) for r in mean)
@@ -90,10 +86,7 @@ def _judged(estimator: str, ratios: dict[float, list[dict[str, Any]]]) -> dict[s
 
 def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Return the geometric mean of k̂/k with its 95 % interval."""
-    steps: dict[int, list[float]] = {}
-    for r in rows:  # half an element, where none was kept
-        steps.setdefault(r["step"], []).append(math.log(max(r["selected"], 0.5) / r["k"]))
-    logs = np.array([np.mean(steps[step]) for step in sorted(steps)])
+    logs = by_step([r | {"log": log_quality(r)} for r in rows], "log")
     mean = float(logs.mean())
     if logs.size >= FEWEST_IN_SERIES and not (over := mean_interval(logs)).reason:
         return tuple(math.exp(v) for v in (mean, over.low, over.high))  # type: ignore[return-value]

@@ -87,11 +87,10 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     listed = dict.fromkeys(f"{_name(r)} {_percent(r['tail_error'])}" for r in others)
     if listed:
         numbers += f" {'These fit, too' if fitting else 'Next'}: {', '.join([*listed][:3])}."
-    numbers += f" A law fits within {_percent(FITS)}"
-    numbers += f", or {_percent(chance)}, which chance does to {best['k']:,} elements." * (
-        chance > FITS
-    )
-    return Verdict(headline, numbers + "." * (chance <= FITS), best["tail_error"] > _FAR)
+    bound = _percent(FITS)
+    if chance > FITS:
+        bound += f", or {_percent(chance)}, which chance does to {best['k']:,} elements"
+    return Verdict(headline, f"{numbers} A law fits within {bound}.", best["tail_error"] > _FAR)
 
 
 def _how(law: Mapping[str, Any]) -> str:

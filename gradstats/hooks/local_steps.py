@@ -401,7 +401,9 @@ class LocalSteps:
         self._check_known()
         pairs = fragment.pseudogradients()
         self._watcher.before(pairs)
-        fragment.send(pairs, self.step, delay, self._background, self._details(self._optimizers.attached))
+        fragment.send(
+            pairs, self.step, delay, self._background, self._details(self._optimizers.attached)
+        )
         if not delay:
             self._apply(fragment)
 

@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -310,7 +311,8 @@ class _Unpickler(pickle.Unpickler):
         import torch
 
         kind = getattr(torch, name, None) if module == "torch" else None
-        own = module in self._MODULES and name.lstrip("_")[:1].isupper() and "." not in name
+        found = getattr(import_module(module), name, None) if module in self._MODULES else None
+        own = isinstance(found, type) and found.__module__ == module  # not what it has imported
         if own or (module, name) in self._OTHERS or isinstance(kind, torch.dtype):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index needs")

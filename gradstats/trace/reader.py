@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, TraceError, unknown, unread
+from gradstats.files import address_of
 from gradstats.primitives import Moments
 from gradstats.primitives.ratio import shown
 from gradstats.primitives.sketch import Sketch, merge
@@ -695,4 +696,5 @@ def open_trace(path: str | Path) -> Trace:
     TraceError
         If there is none at `path`, it is of another version, or damaged; one line says which.
     """
-    return Trace(local(path) if isinstance(path, str | Path) else path)
+    address = isinstance(path, str | Path) and address_of(path) is not None
+    return Trace(local(path) if address else path)

@@ -6,6 +6,7 @@ from collections import deque
 from contextlib import contextmanager
 from threading import Lock
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -108,13 +109,15 @@ def train(path, *, fails=False, **options):
     gradients = []
     with Capture(path, model, buffers=1, **options) as capture:
         for step in range(4):
+            model.weight.requires_grad_(not (fails and step == 2))
             loss = model(torch.randn(8, 5)).square().mean()
             loss.backward()
-            if fails and step == 2:
-                model.weight.grad = None
             if fails and step == 1:
-                with pytest.raises(ValueError, match="could not convert"):
-                    capture.step(loss=loss, learning_rate="fast")
+                broken = patch.object(
+                    capture._recorder, "_put_number", side_effect=ValueError("it failed")
+                )
+                with broken, pytest.raises(ValueError, match="it failed"):
+                    capture.step(loss=loss)
             else:
                 capture.step(loss=loss)
             if not (fails and step == 1):  # a step that failed does not count

@@ -158,7 +158,6 @@ ERRORS = [
     (("fit", EF, "--step", 10, "--step", 7), "matches steps 7; there are steps 10, 100"),
     (("fit", EF, "--layer", "x*"), "no layer of resnet20-ef matches x*; it has blocks.0.bn1.bias"),
     (("fit", DATA, "--rank", 0, "--rank", 1), "matches ranks 1; there are steps 10"),
-    (("info", "."), "holds no trace, but the files x.npy"),
     (("info", DATA / "resnet20-fe.zarr"), "did you mean"),
     (("quality", EF, "--estimator", "sidko-e"), "did you mean sidco-e?"),
     (

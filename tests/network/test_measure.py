@@ -61,7 +61,7 @@ def test_nccl_needs_a_gpu_for_each_rank(monkeypatch, rank, gpus, enough):
     monkeypatch.setattr(program.dist, "is_backend_available", lambda backend: True)
     monkeypatch.setattr(program.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(program.torch.cuda, "set_device", lambda device: None)
-    options = argparse.Namespace(select=[], backend="nccl")
+    options = argparse.Namespace(select=[], load=[], backend="nccl")
     if enough:
         assert program._device(options) == f"cuda:{rank}"
     else:

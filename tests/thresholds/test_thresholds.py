@@ -51,12 +51,20 @@ def test_exact_keeps_k(family, xp, ratio):
     assert k <= len(select(xp(family), eta)) <= k + ties
 
 
+def reached(x, eta):
+    """Return a threshold, or the largest magnitude where no element reaches it."""
+    largest = float(np.abs(x).max())
+    return eta if eta <= largest else largest
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_sidco_e_equals_its_transcription(family, xp, ratio, stages):
     got = threshold(xp(family), ratio, "sidco-e", stages=stages)
     expected = reference.sidco_e(family, target_count(ratio, family.size), stages)
-    assert got == pytest.approx(expected, rel=1e-6)  # float32 rounding of the result
+    assert got == pytest.approx(
+        reached(family, expected), rel=1e-6
+    )  # float32 rounding of the result
 
 
 def test_sidco_e_in_one_stage_is_the_quantile_of_scipys_exponential():
@@ -250,9 +258,11 @@ class TestAgainstTranscriptions:
     def test_sidco_gp_and_p(self, family, ratio, stages):
         k = self.k(family, ratio)
         gp = reference.sidco_staged(family, k, stages, reference.gamma_quantile)
-        assert threshold(family, ratio, "sidco-gp", stages=stages) == pytest.approx(gp, rel=2e-6)
+        found = threshold(family, ratio, "sidco-gp", stages=stages)
+        assert found == pytest.approx(reached(family, gp), rel=2e-6)
         p = reference.sidco_staged(family, k, stages, None)
-        assert threshold(family, ratio, "sidco-p", stages=stages) == pytest.approx(p, rel=2e-6)
+        found = threshold(family, ratio, "sidco-p", stages=stages)
+        assert found == pytest.approx(reached(family, p), rel=2e-6)
 
     def test_gaussiank(self, family, ratio):
         expected = reference.gaussiank(family, self.k(family, ratio))
@@ -749,7 +759,7 @@ class TestAdaptiveStages:
                 rule = make_estimator(name, stages=1 if x is equal else 2)
                 kept.append(len(rule.select(x, ratio)[1]))
             assert kept[0] == kept[1]
-            assert x is cut or kept[0] == (0 if name == "sidco-e" else 10_000)
+            assert x is cut or kept[0] == 10_000
 
     @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
     def test_a_block_of_any_memory_needs_no_code_of_its_own(self, name, family):

@@ -299,7 +299,10 @@ def test_nothing_is_unpickled():
         text = file.read_text()
         assert "allow_pickle=True" not in text
         assert "weights_only=False" not in text
-        assert "import pickle" not in text
+        # the index of DCP's checkpoints is a pickle, and read by names that do nothing
+        if "import pickle" in text:
+            assert file.name == "dumps.py"
+            assert text.count("pickle.") == text.count("pickle.Unpick")
 
 
 def test_wrong_arrays_are_refused_before_the_commit(path):

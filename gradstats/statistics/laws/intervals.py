@@ -8,7 +8,7 @@ censored.
 from __future__ import annotations
 
 import math
-from functools import partial
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,56 +18,104 @@ from gradstats.statistics.solution import FitError, Flag, Reason, Solution
 
 __all__ = ["by_intervals", "exponential_gain", "interval_region"]
 
+_LARGEST_SHAPE = 49.0
+"""Where the likelihood still grows with the shape here, it has no maximum."""
 _STEP = 1e-3
-_RAYS = 64
+_RAYS = 40
 """Directions in which the border of a region is sought."""
+_HALVINGS = 12
+"""Halvings of a ray: to a four-thousandth of its length."""
+
+
+class _Grid(NamedTuple):
+    """Intervals as the likelihood reads them: looked at once, for the thousand times that it is computed."""
+
+    left: NDArray[np.float64]
+    right: NDArray[np.float64]
+    edges: NDArray[np.float64] | None
+    """All borders, where each interval ends where the next begins."""
+    share: NDArray[np.float64]
+    bounded: bool
+    unit: float
+
+    @classmethod
+    def of(cls, m: Levels) -> Self:
+        """Return the intervals of a sample, in units of its mean."""
+        adjacent = np.array_equal(m.left[1:], m.right[:-1])
+        edges = np.append(m.left, m.right[-1]) / m.mean if adjacent else None
+        return cls(m.left / m.mean, m.right / m.mean, edges, m.weight / m.count, m.bounded, m.mean)
 
 
 def _loss(
-    c: NDArray[np.float64], log_scale: NDArray[np.float64], m: Levels, unit: float
+    c: NDArray[np.float64], log_scale: NDArray[np.float64], grid: _Grid
 ) -> NDArray[np.float64]:
-    """Return the mean negative log-likelihood for each pair of shape and logarithm of the scale, in units of `unit`."""
+    """Return the mean negative log-likelihood for each pair of shape and logarithm of the scale, in the grid's unit."""
     c, scale = c[..., None], np.exp(log_scale)[..., None]
     small = np.abs(c) < 1e-8
     shape = np.where(small, 1.0, c)
 
     def hazard(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        z = x / unit / scale
-        return np.where(small, z, np.log1p(np.maximum(c * z, -1.0)) / shape)
+        z = x / scale
+        curved = np.log1p(np.maximum(c * z, -1.0)) / shape
+        return np.where(small, z, curved) if small.any() else curved
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        low, high = hazard(m.left), hazard(m.right)
-        if m.bounded:
+        if grid.edges is not None:
+            edges = hazard(grid.edges)
+            low, high = edges[..., :-1], edges[..., 1:]
+        else:
+            low, high = hazard(grid.left), hazard(grid.right)
+        if grid.bounded:
             high[..., -1] = math.inf
         inside = np.log(-np.expm1(low - high)) - low
-    inside = np.where(np.isnan(inside), -math.inf, inside)
-    return np.asarray(-(inside @ (m.weight / m.count)))
+    inside[np.isnan(inside)] = -math.inf
+    return np.asarray(-(inside @ grid.share))
 
 
-def _minimum(m: Levels) -> tuple[float, float, float, float]:
-    """Return shape, logarithm of the scale, the unit that it is in, and the least loss."""
+def _minimum(grid: _Grid) -> tuple[float, float, float]:
+    """Return shape, logarithm of the scale, and the least loss."""
     from scipy.optimize import minimize
 
-    unit = m.mean
-    loss = partial(_loss, m=m, unit=unit)
-
     def at(point: NDArray[np.float64]) -> float:
-        value = float(loss(point[:1], point[1:])[0]) if -1 <= point[0] < 50 else math.inf
+        value = (
+            float(_loss(point[:1], point[1:], grid)[0])
+            if -1 <= point[0] < _LARGEST_SHAPE + 1
+            else math.inf
+        )
         return min(value, 1e300)
 
-    starts = [np.array([c, 0.0]) for c in (-0.2, 0.0, 0.5)]
+    middle = math.log(
+        grid.right[np.searchsorted(np.cumsum(grid.share), 0.5)]
+    )  # far below a mean of one huge element
+    starts = [*(np.array([c, 0.0]) for c in (-0.2, 0.0, 0.5)), np.array([5.0, middle])]
     best = min(starts, key=at)
     for _ in range(2):  # begun again where it ended, the search leaves a simplex that has collapsed
-        found = minimize(at, best, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-13})
+        found = minimize(
+            at,
+            best,
+            method="Nelder-Mead",
+            callback=_end_without_maximum,
+            options={"xatol": 1e-7, "fatol": 1e-12},
+        )
         best = found.x
-    return float(best[0]), float(best[1]), unit, float(found.fun)
+    return float(best[0]), float(best[1]), float(found.fun)
 
 
-def _information(m: Levels, c: float, log_scale: float, unit: float) -> NDArray[np.float64]:
+def _end_without_maximum(xk: NDArray[np.float64]) -> None:
+    if xk[0] >= _LARGEST_SHAPE:
+        raise StopIteration
+
+
+def _information(grid: _Grid, c: float, log_scale: float) -> NDArray[np.float64]:
     """Return the second derivatives of the mean loss in (ξ, ln σ), by differences."""
     h = _STEP
     shifts = np.array([[i, j] for i in (-h, 0, h) for j in (-h, 0, h)])
-    f = _loss(c + shifts[:, 0], log_scale + shifts[:, 1], m, unit).reshape(3, 3)
+    f = _loss(c + shifts[:, 0], log_scale + shifts[:, 1], grid).reshape(3, 3)
+    with np.errstate(invalid="ignore"):  # beyond the support; not finite then, which is looked at
+        return _curvature(f, h)
+
+
+def _curvature(f: NDArray[np.float64], h: float) -> NDArray[np.float64]:
     cc, ss = (f[2, 1] - 2 * f[1, 1] + f[0, 1]) / h**2, (f[1, 2] - 2 * f[1, 1] + f[1, 0]) / h**2
     cs = (f[2, 2] - f[2, 0] - f[0, 2] + f[0, 0]) / (4 * h**2)
     return np.array([[cc, cs], [cs, ss]])
@@ -87,15 +135,16 @@ def by_intervals(m: Levels) -> Solution:
         raise FitError(Reason.CONSTANT)
     if m.weight.size < 3:
         raise FitError(Reason.LEVELS)
-    c, log_scale, unit, _ = _minimum(m)
-    if not -0.999 < c < 49:
+    grid = _Grid.of(m)
+    c, log_scale, _ = _minimum(grid)
+    if not -0.999 < c < _LARGEST_SHAPE:
         raise FitError(Reason.NO_MAXIMUM)
-    scale = unit * math.exp(log_scale)
+    scale = grid.unit * math.exp(log_scale)
     flags = (Flag.LEVELS, *((Flag.BOUNDED,) if m.bounded else ()))
     nan = {"c": math.nan, "scale": math.nan}
     if c <= -0.5:
         return Solution({"c": c, "scale": scale}, nan, (*flags, Flag.IRREGULAR))
-    information = _information(m, c, log_scale, unit)
+    information = _information(grid, c, log_scale)
     if not np.isfinite(information).all() or np.linalg.eigvalsh(information)[0] <= 0:
         return Solution({"c": c, "scale": scale}, nan, flags)
     variance = np.diag(np.linalg.inv(information)) / m.count
@@ -126,16 +175,16 @@ def interval_region(
     """
     from scipy.special import chdtri
 
-    unit, log_scale = m.mean, math.log(scale / m.mean)
+    grid, log_scale = _Grid.of(m), math.log(scale / m.mean)
     room = float(chdtri(1, 1 - level)) / 2 / m.count
-    root = np.linalg.inv(np.linalg.cholesky(_information(m, c, log_scale, unit)).T)
+    root = np.linalg.inv(np.linalg.cholesky(_information(grid, c, log_scale)).T)
     angle = np.linspace(0, 2 * math.pi, _RAYS, endpoint=False)
     rays = root @ np.array([np.cos(angle), np.sin(angle)]) * math.sqrt(2 * room)
-    limit = float(_loss(np.array([c]), np.array([log_scale]), m, unit)[0]) + room
+    limit = float(_loss(np.array([c]), np.array([log_scale]), grid)[0]) + room
 
     def above(length: NDArray[np.float64]) -> NDArray[np.bool_]:
         points = c + length * rays[0], log_scale + length * rays[1]
-        return np.asarray(~(_loss(*points, m, unit) <= limit) | (points[0] <= -1))
+        return np.asarray(~(_loss(*points, grid) <= limit) | (points[0] <= -1))
 
     inside, outside = np.zeros(_RAYS), np.ones(_RAYS)
     for _ in range(8):
@@ -143,11 +192,11 @@ def interval_region(
         if not near.any():
             break
         inside, outside = np.where(near, outside, inside), np.where(near, 2 * outside, outside)
-    for _ in range(30):
+    for _ in range(_HALVINGS):
         middle = (inside + outside) / 2
         beyond = above(middle)
         inside, outside = np.where(beyond, inside, middle), np.where(beyond, middle, outside)
-    return c + inside * rays[0], unit * np.exp(log_scale + inside * rays[1])
+    return c + inside * rays[0], grid.unit * np.exp(log_scale + inside * rays[1])
 
 
 def exponential_gain(m: Levels, c: float, scale: float) -> float:
@@ -162,9 +211,9 @@ def exponential_gain(m: Levels, c: float, scale: float) -> float:
     """
     from scipy.optimize import minimize_scalar
 
-    unit, zero = m.mean, np.zeros(1)
+    grid, zero = _Grid.of(m), np.zeros(1)
     found = minimize_scalar(
-        lambda s: float(_loss(zero, np.array([s]), m, unit)[0]), bounds=(-5, 5), method="bounded"
+        lambda s: float(_loss(zero, np.array([s]), grid)[0]), bounds=(-5, 5), method="bounded"
     )
-    own = float(_loss(np.array([c]), np.array([math.log(scale / unit)]), m, unit)[0])
+    own = float(_loss(np.array([c]), np.array([math.log(scale / m.mean)]), grid)[0])
     return 2 * m.count * (float(found.fun) - own)
