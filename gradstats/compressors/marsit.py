@@ -123,8 +123,10 @@ class Marsit(Compressor):
         along_row = -(-packed // columns)
         along_column = -(-along_row // rows)
         moved = 2 * packed * (rows * (columns - 1) + rows - 1) / world
-        # of an empty part nothing travels
-        messages = (columns - 1) * min(1, packed / columns) + (rows - 1) * min(1, along_row / rows)
+        # of an empty part nothing travels; some columns have a byte more than others
+        least, longer = divmod(packed, columns)
+        parts = longer * min(rows, least + 1) + (columns - longer) * min(rows, least)
+        messages = (columns - 1) * min(1, packed / columns) + (rows - 1) * parts / world
         moved += 2 * CHECK * messages
         scale = checked_bytes(8) if world > 1 else 0
         full = 1 / load.full_every if load.full_every else 0.0
