@@ -61,18 +61,18 @@ class Part:
 
 
 PARTS = {
-    "writers": Part("faults.kills.writer", "a trace's writer killed", 400, 6),
-    "captures": Part("faults.kills.capture", "a training with a capture killed", 400, 4),
-    "two ranks": Part("faults.kills.captures", "two ranks with a capture killed", 300, 3),
-    "shards": Part("faults.kills.shards", "two writers of a sharded model killed", 100, 3, 20),
-    "full disks": Part("faults.disks.full", "the disk full while capturing", 100, 2, 20),
-    "read-only": Part("faults.disks.read_only", "the disk read-only while capturing", 100, 2, 20),
-    "vanished": Part("faults.disks.vanished", "the trace moved away while capturing", 100, 4, 20),
+    "writers": Part("faults.kills.writer", "a trace's writer killed", 400, 2),
+    "captures": Part("faults.kills.capture", "a training with a capture killed", 400, 1),
+    "two ranks": Part("faults.kills.captures", "two ranks with a capture killed", 300, 1),
+    "shards": Part("faults.kills.shards", "two writers of a sharded model killed", 100, 1, 20),
+    "full disks": Part("faults.disks.full", "the disk full while capturing", 100, 1, 20),
+    "read-only": Part("faults.disks.read_only", "the disk read-only while capturing", 100, 1, 20),
+    "vanished": Part("faults.disks.vanished", "the trace moved away while capturing", 100, 1, 20),
     "failing disks": Part(
         "faults.disks.failing", "writes that end in EIO or take 20 ms", 100, 1, 20
     ),
     "resumes": Part(
-        "faults.resumes.resume", "a compressor with a memory, resumed at 50 steps", 125, 2, 5, 600
+        "faults.resumes.resume", "a compressor with a memory, resumed at 50 steps", 125, 1, 5, 600
     ),
     "lost ranks": Part(
         "faults.ranks.lose", "one rank of four killed, stopped or slow in an exchange", 72, 1, 6
@@ -83,8 +83,13 @@ PARTS = {
         "faults.files.mutated_dump", "mutated dumps, shards and checkpoints", 20_000, 60, 2000
     ),
     "messages": Part("faults.wire.message", "damaged messages", 20_000, 150, 1000),
+    "messages of ranks": Part(
+        "faults.wire.between_ranks", "damaged messages between two ranks, verified", 100, 3, 20, 60
+    ),
+    "options": Part("faults.options.trial", "ranks that were given different things", 600, 12, 50),
+    "checkpoints": Part("faults.checkpoints.mutated", "altered checkpoints", 5200, 26, 650),
     "soak": Part("faults.soak.soak", "100,000 captured steps", 1, 0, 1, 7200),
-    "outputs": Part("faults.outputs.replaced", "a command killed while it writes", 100, 2, 10, 300),
+    "outputs": Part("faults.outputs.replaced", "a command killed while it writes", 100, 1, 10, 300),
     "tables": Part("faults.names.tables", "hostile names in every table format", 5000, 60, 500),
     "reports": Part("faults.names.report", "hostile names in a report", 20, 0, 5, 300),
 }

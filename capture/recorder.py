@@ -413,10 +413,13 @@ class Recorder:
             self.stop(self._background.error)
 
     def _on_wait(self) -> None:
+        slow = self._background is not None and self._background.short_of_processor
         self.warn_once(
             "wait",
-            f"{self.storage.path}: the disk is slower than the training, which waits for it: capture fewer steps, "
-            f"keep sketches (store='sketches'), or take more memory (buffers={2 * self.storage.buffers})",
+            f"{self.storage.path}: {'writing, which has too little of a processor,' if slow else 'the disk'} is slower "
+            "than the training, which waits for it: "
+            f"{'leave a core free, ' if slow else ''}capture fewer steps, keep sketches (store='sketches'), or take "
+            f"more memory (buffers={2 * self.storage.buffers})",
         )
 
     def _on_interrupt(self) -> None:

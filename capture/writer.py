@@ -49,6 +49,40 @@ class Snapshot:
             self.arrived = None
 
 
+class Effort:
+    """Where the time of a thread goes: into work, waiting for a core, or waiting for the disk.
+
+    It is a context around the work, entered in the thread itself.
+    """
+
+    def __init__(self) -> None:
+        self._busy = self._wall = 0.0
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic(), _on_a_core()
+
+    def __exit__(self, *_: object) -> None:
+        wall, busy = self._began
+        self._wall += time.monotonic() - wall
+        self._busy += _on_a_core() - busy
+
+    @property
+    def short_of_processor(self) -> bool:
+        """Whether work and waiting for a core took most of the time."""
+        return self._wall > 0 and self._busy > 0.5 * self._wall
+
+
+def _on_a_core() -> float:
+    """Return the seconds that this thread has run, or could have run had a core been free (Linux alone knows those)."""
+    try:
+        file = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        with open(file, encoding="ascii") as stream:
+            return sum(map(int, stream.read().split()[:2])) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time()
+
+
 class BackgroundWriter:
     """Write snapshots in order, on a thread of its own.
 
@@ -87,8 +121,14 @@ class BackgroundWriter:
         self._given_up = False
         self.error: Exception | None = None
         self._started, self._waited = time.monotonic(), 0.0
+        self._effort = Effort()
         self._thread = threading.Thread(target=self._run, name="gradstats-capture", daemon=True)
         self._thread.start()
+
+    @property
+    def short_of_processor(self) -> bool:
+        """Whether writing waits for a core, rather than for the disk."""
+        return self._effort.short_of_processor
 
     def borrow(self, on_wait: Callable[[], None]) -> Snapshot:
         """Return a free snapshot; if there is none, wait for the disk.
@@ -181,7 +221,7 @@ class BackgroundWriter:
                 if self.error is None:
                     try:
                         snapshot.wait()
-                        with self._copies.reading():
+                        with self._effort, self._copies.reading():
                             scalars = dict(snapshot.scalars)
                             if not isinstance(loss := scalars.get("loss", 0.0), float):
                                 scalars["loss"] = float(loss[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,8 +14,10 @@ __all__ = [
     "NonFiniteGradientError",
     "TraceError",
     "first_line",
+    "of_the_machine",
     "options_of",
     "unknown",
+    "unread",
 ]
 
 
@@ -62,6 +65,70 @@ def first_line(error: BaseException) -> str:
     first = text.splitlines() or [type(error).__name__]
     # zipfile repeats what a damaged archive has in the place of a name
     return first[0] if len(first[0]) <= _LONGEST else f"{first[0][:_LONGEST]}…"
+
+
+_MACHINE = {
+    getattr(errno, name)
+    for name in (
+        *("ENOMEM", "ESTALE", "EIO", "EMFILE", "ENFILE", "EACCES", "EPERM", "EAGAIN", "EINTR"),
+        *(
+            "ETIMEDOUT",
+            "ENOTCONN",
+            "ECONNRESET",
+            "ECONNREFUSED",
+            "EHOSTDOWN",
+            "EHOSTUNREACH",
+            "EREMOTEIO",
+        ),
+    )
+    if hasattr(errno, name)
+}
+"""Numbers of errors that say nothing of what is in a file."""
+
+
+def of_the_machine(error: BaseException) -> bool:
+    """Tell whether the machine, its memory or its network kept something from being read, not what was to be read.
+
+    Parameters
+    ----------
+    error : BaseException
+        The error, and what it came from.
+
+    Returns
+    -------
+    bool
+        Whether another machine, or this one later, may read it.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno in _MACHINE):
+            return True
+        each = each.__cause__ or each.__context__
+    return False
+
+
+def unread(why: object, where: str = "") -> str:
+    """Say what is wrong with something that could not be read: that it is damaged, or that it is not known.
+
+    Parameters
+    ----------
+    why : BaseException or str
+        An error, or what is wrong with it.
+    where : str
+        In which part of it.
+
+    Returns
+    -------
+    str
+        Such as ``is damaged: a chunk is missing``, or ``cannot be read: Stale file handle``.
+    """
+    if not isinstance(why, BaseException):
+        return f"is damaged: {where}{why}"
+    line = first_line(why)
+    if of_the_machine(why):
+        memory = "there is not enough memory: " if isinstance(why, MemoryError) else ""
+        return f"cannot be read: {where}{memory}{line}"
+    return f"is damaged: {where}{line}"
 
 
 @contextmanager

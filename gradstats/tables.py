@@ -7,6 +7,7 @@ import io
 import json
 import math
 import textwrap
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from numbers import Integral, Real
@@ -101,8 +102,9 @@ class Shown:
 
         rows = joined(self._rows())
         names, said = _said_once(list(rows[0]) if rows else [], rows)
-        labels = {name: _header(name, names) for name in names}
-        frame = pd.DataFrame(rows, columns=names).rename(columns=labels)
+        labels = {name: visible(_header(name, names)) for name in names}
+        shown = [{n: visible(v) if isinstance(v, str) else v for n, v in r.items()} for r in rows]
+        frame = pd.DataFrame(shown, columns=names).rename(columns=labels)
         table: str = frame.to_html(max_rows=60, index=False)
         return f"<p>{escape(said)}</p>\n{table}" if said else table
 
@@ -408,7 +410,13 @@ def visible(text: str) -> str:
     str
         The same in one line, without escape sequences, line ends and changes of the writing direction.
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    # a space that does not break a line is harmless, and in texts of our own
+    return "".join(
+        c
+        if c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def _plain(record: Record) -> dict[str, Any]:
@@ -428,7 +436,7 @@ def _csv(records: Sequence[Record]) -> str:
         return ""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(records[0])
+    writer.writerow(map(_csv_value, records[0]))
     for record in records:
         writer.writerow(map(_csv_value, record.values()))
     return stream.getvalue().rstrip("\n")
@@ -442,7 +450,11 @@ def _csv_value(value: Any) -> Any:
     # a spreadsheet takes a text that begins so for a formula, and runs it
     formula = value.startswith(("\t", "\r")) or value.lstrip().startswith(("=", "+", "-", "@"))
     # the csv module leaves a lone carriage return unquoted, and does not read it back
-    return ("'" if formula else "") + value.replace("\r", "\n")
+    lines = value.replace("\r", "\n").split("\n")
+    # a file is shown in a terminal, too
+    return ("'" if formula else "") + "\n".join(
+        "\t".join(map(visible, line.split("\t"))) for line in lines
+    )
 
 
 def format_value(value: Any) -> str:

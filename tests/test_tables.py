@@ -12,7 +12,7 @@ import pytest
 from conftest import DATA
 
 import gradstats
-from gradstats.tables import Records, format_value, render
+from gradstats.tables import FORMATS, Records, format_value, render, visible
 from gradstats.thresholds.bench import bench
 
 
@@ -139,7 +139,8 @@ HOSTILE = {
 def test_names_from_outside_do_nothing_but_stand_there():
     records = [{"layer": name, "n": 1} for name in HOSTILE.values()]
     cells = [row[0] for row in csv.reader(io.StringIO(render(records, "csv")))][1:]
-    assert cells == [f"'{HOSTILE['formula']}", *list(HOSTILE.values())[1:]]
+    formula, *others, terminal = HOSTILE.values()
+    assert cells == [f"'{formula}", *others, visible(terminal)]
     latex = render(records, "latex")
     assert r"\textbackslash{}input\{/etc/passwd\}\textasciitilde{}\textasciicircum{}\_" in latex
     markdown = render(records, "markdown").splitlines()
@@ -182,3 +183,10 @@ def test_every_public_function_that_returns_records_returns_these():
     ):
         assert isinstance(made, Records)
         assert len(made.to_dataframe()) == len(made)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_format_writes_control_characters(format):
+    records = Records([{"layer": "a\x1b[31m", "n": 1}, {"layer": "\x9b2J\u202eb", "n": 2}])
+    for text in (render(records, format), records._repr_html_(), repr(records)):
+        assert not set(text) & set("\x1b\x9b\u202e")

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from gradstats.report import write_report
-from gradstats.tables import render
+from gradstats.tables import Records, render
 from gradstats.trace import Layer, TraceWriter, create_trace
 
 PIECES = [
@@ -58,6 +58,7 @@ def tables(number: int, folder: Path) -> str:
     assert len(rows) == 4, rows
     for row in rows[1:]:
         assert len(row) == 3, row
+        _no_controls("".join(row).replace("\t", ""))
         for cell in row[:2]:
             assert not cell.lstrip("\t\r\n ").startswith(("=", "+", "-", "@")), cell
     text = render(records, "markdown")
@@ -69,6 +70,7 @@ def tables(number: int, folder: Path) -> str:
     latex = render(records, "latex")
     _no_controls(latex)
     assert "\\input" not in latex, latex
+    _no_controls(Records(records)._repr_html_())
     shown = render(records, "table")
     _no_controls(shown)
     Console(file=io.StringIO()).print(shown, markup=False)

@@ -17,6 +17,7 @@ from capture.taps.layout import Layout
 from capture.taps.tap import Tap
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
+from gradstats.hooks.applied import Applied
 from gradstats.hooks.gradient import Pair, logical, pairs_of
 from gradstats.hooks.torch_private import GradBucket, comm_hooks, copy_all
 from gradstats.trace import Kind
@@ -29,6 +30,15 @@ _CARRIED = (
     "gradients are exchanged several times a step, after each of its backward passes: the gradient recorded is the sum "
     "of this rank's own, and 'corrected' is what the last exchange compressed, which contains what the others brought "
     "from all ranks; exchange once a step (ddp.no_sync() around all but the last forward and backward pass)"
+)
+_UNAPPLIED = (
+    "no optimizer took the gradients of an exchange before others replaced them (a skipped step, the generator's pass "
+    "through a discriminator, the first pass of SAM): such an exchange is no step of the trace, unless capture.step() "
+    "comes right after it"
+)
+_LATE = (
+    "a backward pass adds to gradients that an optimizer has taken already (the generator's pass through a "
+    "discriminator), and is no part of the step that is recorded"
 )
 _REPLACED = (
     "the model's parameters are others than those that DDP exchanges; wrap the model in DDP anew"
@@ -75,6 +85,11 @@ class BucketTap(Tap):
         self._copies: dict[int, _BucketCopy] = {}
         self._seen: set[int] = set()  # parameters in the buckets of a step that is recorded
         self._accumulation = Accumulation(layout.parameters)
+        self._applied = Applied()
+        self._applied.watch(layout.parameters)
+        self._late = False
+        self._follows_update = False
+        self._user_ends = False
         self._reached = False
         self._passed = 0
         if recorder.scaler is None:
@@ -100,7 +115,7 @@ class BucketTap(Tap):
             if self._accumulation.exchange(bucket):
                 self._begin_step()
             self._check_sync()
-            if self._recorder.arrays:
+            if self._recorder.arrays and not self._late:
                 self._copy(bucket)
             future = self._hook(self._state, bucket)
             if isinstance(future, torch.futures.Future):
@@ -121,13 +136,19 @@ class BucketTap(Tap):
         is seen here alone.
         """
         if self._accumulation.enter(self._leave):
-            if self._recorder.phase is Phase.IDLE:  # the user has ended a step in between
+            ended = self._recorder.phase is Phase.IDLE  # by the user, in between
+            taken = not ended and self._applied.known and self._applied.stepped
+            self._late = taken and self._user_ends
+            if self._late:
+                self._recorder.warn_once(_LATE, _LATE)
+            elif ended or taken:
                 self._begin_step()
+                self._follows_update = taken
                 for array in self._recorder.arrays.values():
                     array[...] = 0
             else:
                 self._recorder.reopen()
-        if self._accumulation.carried:
+        if self._accumulation.carried and not self._late:
             slot = self._layout.slots.get(id(parameter))
             if slot is not None:
                 self._recorder.add("gradient", slot, gradient)
@@ -144,9 +165,15 @@ class BucketTap(Tap):
         learning_rate: float | None,
     ) -> None:
         """Commit the step with its loss and learning rate."""
+        self._user_ends = True
         goes_on = self._recorder.phase is Phase.OPEN and self._accumulation.ended
         if self._recorder.phase is not Phase.IDLE and not goes_on:
-            self._conclude(loss, learning_rate)
+            if self._belated:
+                self._drop(
+                    _LATE
+                )  # the step that it is the end of was committed when this pass began
+            else:
+                self._conclude(loss, learning_rate)
         elif not self._watch.fired:
             self._recorder.misplaced()
         else:  # a backward pass under no_sync: the step goes on; or one that failed
@@ -179,10 +206,35 @@ class BucketTap(Tap):
     def _begin_step(self) -> None:
         # the user did not end the last step, or it failed
         if self._recorder.phase is not Phase.IDLE:
-            self._conclude()
+            if self._applied.known and not self._applied.stepped:
+                self._drop(_UNAPPLIED)
+            else:
+                self._conclude()
         self._reached = True
+        self._late = self._follows_update = False
+        self._applied.begin()
         self._seen.clear()
         self._begin(self._recorder.wanted())
+
+    @property
+    def _belated(self) -> bool:
+        """Whether the step in progress began by adding to what an optimizer had taken, and was not taken itself."""
+        return self._follows_update and not self._applied.stepped
+
+    def finish(self) -> None:
+        """End the step in progress, if it is one."""
+        unapplied = self._applied.known and not self._applied.stepped
+        if self._recorder.phase is not Phase.IDLE and (
+            self._belated or (unapplied and self._user_ends)
+        ):
+            self._drop(_LATE if self._belated else _UNAPPLIED)
+        super().finish()
+
+    def _drop(self, why: str) -> None:
+        """Forget the exchange in progress: it became no step of the optimizer's."""
+        self._recorder.warn_once(why, why)
+        self._recorder.drop()
+        self._futures.clear()
 
     def _check_sync(self) -> None:
         """Warn of an exchange that the user thinks not to take place."""

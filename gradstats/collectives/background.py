@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -86,8 +87,10 @@ class Background:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "gradstats-exchange")
         module = streaming(device)
+        # headers say there, too, where in the training the exchange takes place
+        run = copy_context().run
         if module is None:
-            return Pending(self._thread.submit(_caught, exchange, lambda: None), exchange)
+            return Pending(self._thread.submit(run, _caught, exchange, lambda: None), exchange)
         if device not in self._streams:
             self._streams[device] = module.Stream(device=device)
         stream, ready, done = self._streams[device], module.Event(), module.Event()
@@ -100,7 +103,7 @@ class Background:
                 done.record(stream)
             return found
 
-        return Pending(self._thread.submit(there), exchange)
+        return Pending(self._thread.submit(run, there), exchange)
 
     def shutdown(self, wait: bool = True) -> None:
         """End the thread.

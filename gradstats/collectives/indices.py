@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.collectives.header import Kind
 from gradstats.collectives.ragged import RaggedAllGather, damaged
 
 __all__ = ["GatheredIndices", "IndexAllGather"]
@@ -51,7 +52,7 @@ class IndexAllGather:
 
     def __init__(self, codec: Codec = PLAIN) -> None:
         self.codec = codec
-        self.words = RaggedAllGather()
+        self.words = RaggedAllGather(kind=Kind.POSITIONS)
 
     def __call__(
         self,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.codec import PLAIN, Codec, as_codec
+from gradstats.collectives.header import Kind
 from gradstats.collectives.ragged import RaggedAllGather, damaged
 from gradstats.primitives import Selection
 
@@ -67,7 +68,7 @@ def unpack(words: torch.Tensor, numel: int, codec: Codec = PLAIN, rank: int = 0)
     Raises
     ------
     ExchangeError
-        If no rank can have packed these words. Values carry no checksum of their own: the network's has to do.
+        If no rank can have packed these words.
     """
     selections, start = [], 0
     while start < words.numel():
@@ -131,7 +132,7 @@ class SparseAllGather:
 
     def __init__(self, codec: Codec | torch.dtype = PLAIN) -> None:
         self.codec = as_codec(codec)
-        self.words = RaggedAllGather()
+        self.words = RaggedAllGather(kind=Kind.SELECTIONS)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as they will arrive, see :meth:`Codec.rounded`.

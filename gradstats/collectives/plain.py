@@ -17,15 +17,31 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from gradstats.errors import ExchangeError, first_line
+from gradstats.collectives.header import (
+    HEADER_WORDS,
+    Header,
+    Kind,
+    by_rank,
+    check_bodies,
+    check_kinds,
+    checksum,
+    moment,
+    read_headers,
+    words_of,
+)
+from gradstats.errors import ExchangeError, InputError, first_line
 
 __all__ = [
     "all_gather",
+    "all_gather_checked",
     "all_gather_flags",
+    "all_gather_headers",
+    "all_gather_texts",
     "all_reduce",
     "all_reduce_mean",
     "all_to_all",
     "broadcast",
+    "check_moments",
     "exchange_errors",
 ]
 
@@ -154,9 +170,12 @@ def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup | None
 
 
 def all_gather_flags(
-    flag: int, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+    flag: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str = "cpu",
+    kind: Kind = Kind.FLAGS,
 ) -> list[int]:
-    """Exchange one small integer.
+    """Exchange one small integer, in a header that also says where in the training the rank is.
 
     Parameters
     ----------
@@ -166,12 +185,149 @@ def all_gather_flags(
         The ranks; the default group if None.
     device : torch.device or str
         Device of the message.
+    kind : Kind
+        What is exchanged.
 
     Returns
     -------
     list of int
         The number that each rank announced, by rank.
+
+    Raises
+    ------
+    InputError
+        If another rank exchanges something else, or is at another step, on all ranks.
+    ExchangeError
+        If a header arrives damaged.
     """
-    gathered = torch.empty(dist.get_world_size(group), dtype=torch.int32, device=device)
-    all_gather(gathered, torch.tensor([flag], dtype=torch.int32, device=device), group)
-    return [int(f) for f in gathered.tolist()]
+    headers = all_gather_headers(Header.now(kind, flag=flag), group, device)
+    check_moments(headers, group, device)
+    return [header.flag for header in headers]
+
+
+def all_gather_headers(
+    header: Header, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> list[Header]:
+    """Exchange headers, and check their kinds.
+
+    Parameters
+    ----------
+    header : Header
+        This rank's.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; the default group if None.
+    device : torch.device or str
+        Device of the message.
+
+    Returns
+    -------
+    list of Header
+        Headers, by rank.
+    """
+    message = header.words(torch.empty(0, dtype=torch.int32, device=device))
+    gathered = message.new_empty(dist.get_world_size(group) * HEADER_WORDS)
+    all_gather(gathered, message, group)
+    headers = read_headers(gathered.view(-1, HEADER_WORDS), header, dist.get_rank(group))
+    check_kinds(headers)
+    return headers
+
+
+def check_moments(
+    headers: list[Header], group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> None:
+    """Check that all ranks are at the same place of the training.
+
+    Parameters
+    ----------
+    headers : list of Header
+        Headers, by rank.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; the default group if None.
+    device : torch.device or str
+        Device of messages.
+
+    Raises
+    ------
+    InputError
+        If they are not, on all ranks; it names what differs.
+    """
+    if len({header.step for header in headers}) > 1:
+        steps = by_rank([f"step {header.step}" for header in headers])
+        raise InputError(f"the ranks are not in the same step, {steps}")
+    if len({header.details for header in headers}) > 1:
+        texts = all_gather_texts(
+            "\n".join(f"{name}\t{value}" for name, value in moment().details.items()),
+            group,
+            device,
+        )
+        each = [
+            dict(line.split("\t", 1) for line in text.splitlines() if "\t" in line)
+            for text in texts
+        ]
+        name = next((n for n in each[0] if len({e.get(n) for e in each}) > 1), "details")
+        values = by_rank([e.get(name, "nothing") for e in each])
+        raise InputError(f"the ranks differ in {name} in step {headers[0].step}, {values}")
+
+
+def all_gather_texts(
+    text: str, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> list[str]:
+    """Exchange texts of any length.
+
+    Parameters
+    ----------
+    text : str
+        This rank's.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; the default group if None.
+    device : torch.device or str
+        Device of the messages.
+
+    Returns
+    -------
+    list of str
+        Texts, by rank.
+    """
+    octets = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    headers = all_gather_headers(Header(Kind.TEXTS, octets.numel()), group, device)
+    longest = max(header.length for header in headers)
+    message = octets.new_zeros(longest)
+    message[: octets.numel()] = octets
+    rows = all_gather_checked(message, group)
+    return [
+        bytes(row[: header.length].tolist()).decode(errors="replace")
+        for row, header in zip(rows, headers, strict=True)
+    ]
+
+
+def all_gather_checked(message: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Gather messages of equal length from all ranks, each with a checksum behind it.
+
+    Parameters
+    ----------
+    message : tensor, shape (n,)
+        This rank's message, of any dtype.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; the default group if None.
+
+    Returns
+    -------
+    tensor, shape (ranks, n)
+        Messages, by rank.
+
+    Raises
+    ------
+    ExchangeError
+        If one arrives damaged.
+    """
+    words = words_of(message)
+    words = torch.cat([words, checksum(words)[None]])
+    gathered = words.new_empty(dist.get_world_size(group) * words.numel())
+    all_gather(gathered, words, group)
+    rows = gathered.view(-1, words.numel())
+    check_bodies([*rows[:, :-1]], rows[:, -1].tolist())
+    size = message.numel() * message.element_size()
+    whole = torch.contiguous_format
+    octets = rows[:, :-1].clone(memory_format=whole).view(-1).view(torch.uint8)
+    octets = octets.view(len(rows), -1)[:, :size].clone(memory_format=whole).view(-1)
+    return octets.view(message.dtype).view(len(rows), message.numel())

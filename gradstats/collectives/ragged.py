@@ -12,26 +12,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.plain import all_gather
-from gradstats.errors import ExchangeError
+from gradstats.collectives.header import (
+    HEADER_WORDS,
+    Header,
+    Kind,
+    check_bodies,
+    check_kinds,
+    damaged,
+    read_headers,
+)
+from gradstats.collectives.plain import all_gather, check_moments
 
 __all__ = ["GatheredWords", "RaggedAllGather", "check_positions", "damaged"]
 
-_HEADER = 2
 _MOST = 2**31 - 1
-
-
-def damaged(rank: int, why: str) -> ExchangeError:
-    """Return the error for a message that no rank of this program can have sent.
-
-    Parameters
-    ----------
-    rank : int
-        Rank that it came from.
-    why : str
-        What is wrong with it.
-    """
-    return ExchangeError(f"the message of rank {rank} is damaged: {why}")
 
 
 def check_positions(indices: torch.Tensor, numel: int, rank: int) -> None:
@@ -81,7 +75,7 @@ class GatheredWords:
 
 
 class RaggedAllGather:
-    """All-gather of `[count, flag | words]`, where each rank's message is decoded by its own count.
+    """All-gather of `[header | words]`, where each rank's message is decoded by its own length.
 
     An instance remembers the capacity between calls, and must be called equally often on all ranks.
 
@@ -89,6 +83,8 @@ class RaggedAllGather:
     ----------
     capacity : int
         Number of words that the first message has room for, equal on all ranks; 0 to take it from the first call.
+    kind : Kind
+        What the words are.
 
     Attributes
     ----------
@@ -96,8 +92,9 @@ class RaggedAllGather:
         Number of words that the next first message has room for; the only state that a checkpoint needs.
     """
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, kind: Kind = Kind.WORDS) -> None:
         self.capacity = capacity
+        self._kind = kind
 
     def __call__(
         self,
@@ -130,28 +127,31 @@ class RaggedAllGather:
         Raises
         ------
         ExchangeError
-            If a message claims to be longer than `limit`, or a rank is lost.
+            If a message is damaged or claims to be longer than `limit`, or a rank is lost.
+        InputError
+            If another rank exchanges something else, or is at another step, on all ranks.
         """
         capacity = self.capacity = self.capacity or max(1, expected)
-        header = torch.tensor([words.numel(), flag], dtype=torch.int32, device=words.device)
-        first = _exchange(torch.cat([header, words[:capacity]]), _HEADER + capacity, group)
+        own = Header.now(self._kind, words.numel(), flag)
+        message = torch.cat([own.words(words), words[:capacity]])
+        first = _exchange(message, HEADER_WORDS + capacity, group)
         parts = [first]
-        counts, flags = first[:, :_HEADER].t().tolist()
+        headers = read_headers(first[:, :HEADER_WORDS], own, dist.get_rank(group))
+        check_kinds(headers)
+        check_moments(headers, group, words.device)
+        counts, flags = [h.length for h in headers], [h.flag for h in headers]
         for rank, count in enumerate(counts):
             if not 0 <= count <= limit:
                 raise damaged(rank, f"it claims {count} words, of {limit} at most")
-        own = dist.get_rank(group)
-        if counts[own] != words.numel():
-            raise damaged(
-                own, f"it came back as {counts[own]} words, and {words.numel()} were sent"
-            )
         rest = max(counts) - capacity
         if rest > 0:
             parts.append(_exchange(words[capacity:], rest, group))
+        bodies = torch.cat([first[:, HEADER_WORDS:], *parts[1:]], dim=1)
+        arrived = [bodies[rank, :n] for rank, n in enumerate(counts)]
+        check_bodies(arrived, [h.body for h in headers])
         self._adapt(max(counts), flags)
-        bodies = torch.cat([first[:, _HEADER:], *parts[1:]], dim=1)
         return GatheredWords(
-            words=[bodies[rank, :n] for rank, n in enumerate(counts)],
+            words=arrived,
             flags=flags,
             bytes_sent=sum(part.shape[1] * part.element_size() for part in parts),
             messages=len(parts),

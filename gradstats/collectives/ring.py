@@ -18,10 +18,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.header import checksum, damaged, words_of
 from gradstats.collectives.plain import exchange_errors
 from gradstats.primitives.backend import device_code
 
-__all__ = ["Merge", "Ring", "one_bit_ring", "pack_bits", "reduce_bits", "split", "unpack_bits"]
+__all__ = [
+    "CHECK",
+    "Merge",
+    "Ring",
+    "one_bit_ring",
+    "pack_bits",
+    "reduce_bits",
+    "split",
+    "unpack_bits",
+]
+
+CHECK = 4
+"""Bytes of the checksum behind each message."""
 
 Merge: TypeAlias = Callable[[torch.Tensor, int, int], Callable[[torch.Tensor], torch.Tensor]]
 """``merge(local, local_count, received_count)`` returns a function that turns the received bits into the merged bits.
@@ -130,12 +143,11 @@ class Ring:
         for hop in range(self.size - 1):
             outgoing = (self.position - hop) % self.size
             index = (outgoing - 1) % self.size
-            incoming = torch.empty_like(parts[index])
-            works = self._start(parts[outgoing], incoming)
+            incoming, works = self._start(parts[outgoing], parts[index])
             if incoming.numel():
                 merge = prepare(index, hop + 1)
                 _wait(works)
-                parts[index] = merge(incoming)
+                parts[index] = merge(self._checked(incoming, parts[index]))
             else:
                 _wait(works)
         return (self.position + 1) % self.size
@@ -153,23 +165,50 @@ class Ring:
         for hop in range(self.size - 1):
             outgoing = (complete - hop) % self.size
             index = (outgoing - 1) % self.size
-            incoming = torch.empty_like(parts[index])
-            _wait(self._start(parts[outgoing], incoming))
-            parts[index] = incoming
+            incoming, works = self._start(parts[outgoing], parts[index])
+            _wait(works)
+            if incoming.numel():
+                parts[index] = self._checked(incoming, parts[index])
 
-    def _start(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> list[dist.Work]:
+    def _start(
+        self, part: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, list[dist.Work]]:
+        """Send a part with its checksum; return where another comes in, and what to wait for."""
         operations = []
+        outgoing, incoming = _framed(part), _octets(like).new_empty(0)
+        if like.numel():
+            incoming = incoming.new_empty(like.numel() * like.element_size() + CHECK)
         if outgoing.numel():
             operations.append(
                 dist.P2POp(dist.isend, outgoing, group=self._group, group_peer=self._next)
             )
-            self.bytes_sent += outgoing.numel() * outgoing.element_size()
+            self.bytes_sent += outgoing.numel()
         if incoming.numel():
             operations.append(
                 dist.P2POp(dist.irecv, incoming, group=self._group, group_peer=self._previous)
             )
         with exchange_errors():
-            return dist.batch_isend_irecv(operations) if operations else []
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return incoming, works
+
+    def _checked(self, incoming: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the part in a message, if it has its checksum."""
+        octets, sent = incoming[:-CHECK], incoming[-CHECK:].clone().view(torch.int32)[0]
+        if not torch.equal(sent, checksum(words_of(octets))):
+            raise damaged(self._previous, "what it carries does not have its checksum")
+        return octets.clone().view(like.dtype).view(like.shape)
+
+
+def _octets(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().view(-1).view(torch.uint8)
+
+
+def _framed(part: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a part with their checksum; nothing of an empty one."""
+    octets = _octets(part)
+    if not part.numel():
+        return octets
+    return torch.cat([octets, checksum(words_of(octets))[None].view(torch.uint8)])
 
 
 def _wait(works: list[dist.Work]) -> None:
@@ -218,7 +257,8 @@ def one_bit_ring(
     packed : uint8 tensor, shape (⌈d/8⌉,)
         The merged bits, the same on every rank.
     bytes_sent : int
-        Bytes that this rank sent: 2·d·(M − 1)/M bits for M ranks, and at most a byte of padding for each hop.
+        Bytes that this rank sent: 2·d·(M − 1)/M bits for M ranks, and at most five more for each hop: a checksum,
+        and padding.
     """
     ring = Ring(group)
     return reduce_bits([ring], packed, merge, contributions=1), ring.bytes_sent

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives import all_gather_flags
-from gradstats.collectives.ring import Ring, split
+from gradstats.collectives.ring import CHECK, Ring, split
 from gradstats.compressors.base import Reduced
 from gradstats.compressors.cost import FLAG, Exchange, Load, Work
 from gradstats.compressors.micro import partition
@@ -65,7 +65,9 @@ class Cascading(SignCompressor):
         """Return the hops of a ring all-reduce, each with a scale and one bit for each element of a part."""
         numel, world = load.numel, load.world
         ends = [partition(numel, world, i) for i in range(world)]
-        parts = [SCALE_BYTES + -(-(e.stop - e.start) // 8) for e in ends if e.stop > e.start]
+        parts = [
+            CHECK + SCALE_BYTES + -(-(e.stop - e.start) // 8) for e in ends if e.stop > e.start
+        ]
         hops = 2 * (world - 1)
         return load.exchange(
             numel,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.codec import PLAIN, Codec, check_codec
+from gradstats.collectives.header import HEADER_BYTES, checksum
 from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.collectives.ragged import damaged
 from gradstats.collectives.update import SparseUpdate
@@ -19,9 +20,8 @@ from gradstats.compressors.selectors import TopK
 
 __all__ = ["CLTk"]
 
-_FLAG_BYTES = 4
-_COUNT = 1
-"""Words before the positions."""
+_HEAD = 2
+"""Words before the positions: their number, and the checksum of what is behind it."""
 
 
 class CLTk(Compressor):
@@ -62,7 +62,7 @@ class CLTk(Compressor):
     def exchange(cls, load: Load) -> Exchange:
         """Return a broadcast of the leader's positions, and an all-reduce of the values there."""
         k, codec = load.counts[0], load.codec
-        positions = WORD * (1 + codec.index_words(k, load.numel))
+        positions = WORD * (_HEAD + codec.index_words(k, load.numel))
         return load.exchange(
             k,
             FLAG.size + FULL * k + positions / load.world,
@@ -98,24 +98,28 @@ class CLTk(Compressor):
         leader = self._step % dist.get_world_size(group)
         k = self._top.target(corrected.numel())
         numel = corrected.numel()
-        room = _COUNT + self._codec.index_words(k, numel)  # a broadcast's length is known to all
+        room = _HEAD + self._codec.index_words(k, numel)  # a broadcast's length is known to all
         message = torch.zeros(room, dtype=torch.int32, device=corrected.device)
+        body = message[_HEAD:]
         before = time.perf_counter()
         threshold, leading = float("nan"), dist.get_rank(group) == leader
         if leading:
             indices, threshold = self._choose(corrected, k)
             message[0] = indices.numel()
             words = self._codec.pack_indices(indices, numel)
-            message[_COUNT : _COUNT + words.numel()] = words
+            body[: words.numel()] = words
+            message[1] = checksum(body) ^ message[0]
         chosen = time.perf_counter()
         broadcast(message, leader, group)
-        count = int(message[0])
+        count, sent, found = torch.stack([*message[:_HEAD], checksum(body)]).tolist()
+        if sent != found ^ count:
+            raise damaged(leader, "what it carries does not have its checksum")
         if not 0 <= count <= k:
             raise damaged(leader, f"it claims {count} positions, of {k} at most")
-        indices, _ = self._codec.unpack_indices(message[_COUNT:], count, numel, leader)
+        indices, _ = self._codec.unpack_indices(body, count, numel, leader)
         mean = self._update.average(corrected, indices, group)
         self._step += 1
-        sent = count * corrected.element_size() + _FLAG_BYTES
+        own = count * corrected.element_size() + HEADER_BYTES
         return Reduced(
             flags=flags,
             mean=mean,
@@ -124,7 +128,7 @@ class CLTk(Compressor):
             threshold=threshold,
             selected=count,
             union=count,
-            bytes_sent=sent + leading * message.numel() * message.element_size(),
+            bytes_sent=own + leading * message.numel() * message.element_size(),
             select_seconds=chosen - before,
             communicate_seconds=time.perf_counter() - chosen + before - started,
         )

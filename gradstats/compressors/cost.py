@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, Protocol
 
 from gradstats.collectives.codec import PLAIN, SCALED, Codec
+from gradstats.collectives.header import HEADER_BYTES
 from gradstats.collectives.ragged import RaggedAllGather
 
 __all__ = [
@@ -27,8 +28,8 @@ __all__ = [
 
 WORD = 4
 """Bytes of the 32-bit words of which messages consist."""
-_HEADER = 2
-"""Words before a packed selection, and before a ragged message."""
+_SELECTION = 2
+"""Words before a packed selection."""
 FULL = 4
 """Bytes of a float32."""
 
@@ -51,8 +52,8 @@ class Work(NamedTuple):
     times: float = 1
 
 
-FLAG = Work("all_gather", 4)
-"""The exchange in which every rank says whether its gradient can be used."""
+FLAG = Work("all_gather", HEADER_BYTES)
+"""The exchange of headers, in which every rank says where it is and whether its gradient can be used."""
 
 
 class Prices(Protocol):
@@ -216,7 +217,7 @@ def selection_words(
         Elements of the part that the selection is from; `numel` if None.
     """
     positions = codec.index_words(count, numel if span is None else span, numel)
-    return _HEADER + positions + codec.value_words(values)
+    return _SELECTION + positions + codec.value_words(values)
 
 
 def coding(codec: Codec, step: Literal["encode", "decode"], count: float) -> Iterator[Work]:
@@ -256,7 +257,7 @@ def ragged_bytes(words: Sequence[Sequence[int]], expected: int) -> list[list[int
     for counts in words:
         gather.capacity = gather.capacity or max(1, expected)
         rest = max(counts) - gather.capacity
-        sent.append([WORD * (_HEADER + gather.capacity)] + ([WORD * rest] if rest > 0 else []))
+        sent.append([HEADER_BYTES + WORD * gather.capacity] + ([WORD * rest] if rest > 0 else []))
         gather._adapt(max(counts), [])
     return sent
 
@@ -286,7 +287,7 @@ def sparse(load: Load, single: bool = False) -> Exchange:
     counts, numel, codec = load.counts, load.numel, load.codec
     mean = sum(counts) / len(counts)
     if sum(counts) > load.dense_above * numel:
-        flags = 3 * WORD
+        flags = HEADER_BYTES + WORD
         return load.exchange(
             mean,
             flags + FULL * numel,

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.codec import CHUNK, SCALED, Codec, as_codec
-from gradstats.collectives.plain import all_gather, all_gather_flags, all_reduce, all_to_all
+from gradstats.collectives.header import check_bodies, checksum
+from gradstats.collectives.plain import (
+    all_gather_checked,
+    all_gather_flags,
+    all_reduce,
+    all_to_all,
+)
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.cost import FLAG, FULL, WORD, Exchange, Load, Work, coding, dense
 from gradstats.primitives.blocks import map_blocks
@@ -177,7 +183,7 @@ def _bfloat16(load: Load) -> Exchange:
 def _eight_bits(load: Load) -> Exchange:
     codec, world = Codec(values="float8_e4m3fn"), load.world
     part = CHUNK * -(-load.numel // (CHUNK * world))
-    message = WORD * codec.value_words(part)
+    message = WORD * (codec.value_words(part) + 1)
     # an all-to-all of parts puts as many bytes on every link as an all-gather of one
     hop = Work("all_gather", message)
     return load.exchange(
@@ -209,13 +215,15 @@ def _mean_of_parts(
     """Return the mean and the bytes sent for it; what rounding the own part took off is added to the residual."""
     rank, world, numel = dist.get_rank(group), dist.get_world_size(group), residual.numel()
     own = torch.zeros(size, device=residual.device)
-    for words in all_to_all(messages, group):
+    # each with a checksum behind it
+    messages = torch.cat([messages, checksum(messages)[:, None]], dim=1)
+    rows = all_to_all(messages, group)
+    check_bodies([*rows[:, :-1]], rows[:, -1].tolist())
+    for words in rows[:, :-1]:
         own.add_(codec.unpack_values(words, size), alpha=1 / world)  # a sum could leave the range
     message = codec.pack_values(codec.rounded(own))
-    gathered = message.new_empty(world * message.numel())
-    all_gather(gathered, message, group)
-    parts = [codec.unpack_values(words, size) for words in gathered.view(world, message.numel())]
+    parts = [codec.unpack_values(words, size) for words in all_gather_checked(message, group)]
     start, stop = (min(i * size, numel) for i in (rank, rank + 1))
     residual[start:stop] += world * (own - parts[rank])[: stop - start]
-    sent = (messages.numel() + message.numel()) * message.element_size()
+    sent = (messages.numel() + message.numel() + 1) * message.element_size()
     return torch.cat(parts)[:numel].to(residual.dtype), sent

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.header import checked_bytes
 from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
-from gradstats.collectives.ring import Merge, one_bit_ring
+from gradstats.collectives.ring import CHECK, Merge, one_bit_ring
 from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.cost import FLAG, FULL, Exchange, Load, Work
@@ -122,7 +123,12 @@ class Marsit(Compressor):
         along_row = -(-packed // columns)
         along_column = -(-along_row // rows)
         moved = 2 * packed * (rows * (columns - 1) + rows - 1) / world
-        scale = 8 if world > 1 else 0
+        # of an empty part nothing travels; some columns have a byte more than others
+        least, longer = divmod(packed, columns)
+        parts = longer * min(rows, least + 1) + (columns - longer) * min(rows, least)
+        messages = (columns - 1) * min(1, packed / columns) + (rows - 1) * parts / world
+        moved += 2 * CHECK * messages
+        scale = checked_bytes(8) if world > 1 else 0
         full = 1 / load.full_every if load.full_every else 0.0
         one_bit = 1 - full
         return load.exchange(
@@ -133,8 +139,8 @@ class Marsit(Compressor):
                 FLAG,
                 Work("all_reduce", FULL * numel, full),
                 Work("all_gather", scale, one_bit),
-                Work("hop", along_row, one_bit * 2 * (columns - 1)),
-                Work("hop", along_column, one_bit * 2 * (rows - 1)),
+                Work("hop", along_row + CHECK, one_bit * 2 * (columns - 1)),
+                Work("hop", along_column + CHECK, one_bit * 2 * (rows - 1)),
             ),
             unpack=(
                 Work("merge_signs", 8 * along_row, one_bit * (columns - 1)),
@@ -222,7 +228,7 @@ class Marsit(Compressor):
             residual=corrected,
             selected=numel,
             union=numel,
-            bytes_sent=sent + (8 if self.scale == "mean" and len(flags) > 1 else 0),
+            bytes_sent=sent + (checked_bytes(8) if self.scale == "mean" and len(flags) > 1 else 0),
             select_seconds=selected - started,
             communicate_seconds=communicated - selected,
         )

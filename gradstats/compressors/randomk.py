@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradstats.collectives.header import HEADER_BYTES
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["RandomK"]
-
-_FLAG_BYTES = 4
 
 
 class RandomK(Compressor):
@@ -97,7 +96,7 @@ class RandomK(Compressor):
             sent=indices,
             selected=k,
             union=k,
-            bytes_sent=k * corrected.element_size() + _FLAG_BYTES,
+            bytes_sent=k * corrected.element_size() + HEADER_BYTES,
             select_seconds=drawn - flagged,
             communicate_seconds=time.perf_counter() - drawn + flagged - started,
         )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.collectives.header import Kind
 from gradstats.collectives.ragged import GatheredWords, RaggedAllGather
 from gradstats.compressors.base import Reduced
 from gradstats.compressors.cost import Exchange, Load
@@ -67,7 +68,7 @@ class GlobalHistogram(SparseCompressor):
         self._threshold = Hard(0.0)
         super().__init__(ThresholdSelector(self._threshold, ratio), codec, dense_above)
         self.bits = check_bits(bits)
-        self._histograms = RaggedAllGather()
+        self._histograms = RaggedAllGather(kind=Kind.HISTOGRAM)
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0

@@ -18,15 +18,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradstats.collectives import all_gather_flags
-from gradstats.collectives.plain import all_gather
+from gradstats.collectives.header import checked_bytes
+from gradstats.collectives.plain import all_gather_checked
 from gradstats.collectives.ring import pack_bits
 from gradstats.compressors.base import Compressor, Reduced
 from gradstats.compressors.cost import FLAG, Exchange, Load, Work
+from gradstats.errors import InputError, first_line
 from gradstats.primitives import operators
 from gradstats.primitives.arrays import narrowed
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import map_blocks
-from gradstats.primitives.ratio import check_number, check_seed
+from gradstats.primitives.ratio import check_number, check_seed, shown
 
 __all__ = [
     "SCALE_BYTES",
@@ -50,6 +52,8 @@ __all__ = [
 ]
 
 SCALE_BYTES = 4
+_DEVICE_STATE = 16
+"""Bytes of the state of a device's generator."""
 _WORD = 8
 """Bytes of a word of random bits."""
 
@@ -116,7 +120,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int, purpose: int) -> None:
-        self._key = (check_seed(seed), purpose)
+        self.seed, self.purpose = check_seed(seed), purpose
         self._generator: torch.Generator | None = None
         self._state: torch.Tensor | None = None
 
@@ -138,7 +142,7 @@ class RandomStream:
         """
         if self._generator is None:
             self._generator = torch.Generator(device)
-            key = np.random.SeedSequence([*self._key, rank])
+            key = np.random.SeedSequence([self.seed, self.purpose, rank])
             self._generator.manual_seed(int(key.generate_state(1, np.uint64)[0]))
             if self._state is not None:
                 self._generator.set_state(self._state)
@@ -155,7 +159,27 @@ class RandomStream:
         ----------
         state : uint8 tensor or None
             The generator's state; None to start anew from the seed.
+
+        Raises
+        ------
+        InputError
+            If it is no such state.
         """
+        if state is not None:
+            if (
+                not isinstance(state, torch.Tensor)
+                or state.dtype != torch.uint8
+                or state.dim() != 1
+            ):
+                raise InputError(f"a generator's state is bytes in a tensor, not {shown(state)}")
+            # those of devices are of a few bytes, any of which are a state
+            if state.numel() > _DEVICE_STATE:
+                try:
+                    torch.Generator().set_state(state)
+                except RuntimeError as error:
+                    raise InputError(f"no state of a generator: {first_line(error)}") from None
+            elif state.numel() != _DEVICE_STATE:
+                raise InputError(f"no state of a generator has {state.numel()} bytes")
         self._generator, self._state = None, state
 
 
@@ -403,9 +427,8 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
     float
         The mean, the same bits on every rank, because all ranks add in the same order.
     """
-    gathered = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
-    all_gather(gathered, torch.tensor([value], dtype=torch.float64, device=device), group)
-    values: list[float] = gathered.tolist()
+    own = torch.tensor([value], dtype=torch.float64, device=device)
+    values: list[float] = all_gather_checked(own, group).view(-1).tolist()
     return sum(values) / len(values)
 
 
@@ -523,7 +546,7 @@ class SignGathering(SignCompressor):
     @classmethod
     def exchange(cls, load: Load) -> Exchange:
         """Return an all-gather of a scale and one bit for each element."""
-        message = SCALE_BYTES + -(-load.numel // 8)
+        message = checked_bytes(SCALE_BYTES + -(-load.numel // 8))
         return load.exchange(
             load.numel,
             message,
@@ -562,18 +585,16 @@ class SignGathering(SignCompressor):
         packed, scale = self._compress(corrected, generator)
         message = sign_message(packed, scale)
         selected = time.perf_counter()
-        gathered = message.new_empty(len(flags) * message.numel())
-        all_gather(gathered, message, group)
+        rows = all_gather_checked(message, group)
         communicated = time.perf_counter()
         numel = corrected.numel()
-        rows = gathered.view(len(flags), -1)
         return Reduced(
             flags=flags,
             mean=self.decode(rows, corrected),
             residual=self._residual(corrected, packed, scale),
             selected=numel,
             union=numel,
-            bytes_sent=message.numel(),
+            bytes_sent=checked_bytes(message.numel()),
             select_seconds=selected - started,
             communicate_seconds=communicated - selected,
         )

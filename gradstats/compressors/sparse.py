@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gradstats.collectives import Codec, SparseAllGather
 from gradstats.collectives.codec import PLAIN, as_codec
+from gradstats.collectives.header import Kind
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.collectives.ragged import RaggedAllGather
 from gradstats.collectives.update import SparseUpdate
@@ -93,7 +94,7 @@ class SparseCompressor(WithSelector, Compressor):
         self.dense_above = check_number(dense_above, "dense_above", 0, math.inf, "[]")
         self._coded = as_codec(codec).indices == "rice"
         self._gather = SparseAllGather(codec)
-        self._counts = RaggedAllGather()
+        self._counts = RaggedAllGather(kind=Kind.COUNTS)
         self._update = SparseUpdate()
         self._last = 0
         """Number of elements that all ranks together sent in the last step."""

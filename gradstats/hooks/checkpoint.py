@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor
 from gradstats.errors import InputError, first_line
+from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.gradient import FlatGradient, MemoryPart
 from gradstats.hooks.torch_private import tree_map
 from gradstats.hooks.units import as_sharded, local_part
@@ -21,12 +22,10 @@ from gradstats.primitives.ratio import shown
 __all__ = [
     "Checkpoint",
     "Restorable",
-    "check_equal",
-    "entry_for_rank",
-    "entry_of_rank",
-    "load_together",
+    "load_all",
     "pack_optimizer",
     "pack_state",
+    "try_all",
     "unpack_optimizer",
     "unpack_state",
 ]
@@ -34,76 +33,8 @@ __all__ = [
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
 
 
-def entry_for_rank(rank: int, content: dict[str, Any]) -> dict[str, Any]:
-    """Return what one rank saves under a name of its own, so that all ranks' entries fit into one checkpoint.
-
-    Parameters
-    ----------
-    rank : int
-        Number of the rank.
-    content : dict
-        What it saves.
-    """
-    return {f"rank{rank}": content}
-
-
-def entry_of_rank(rank: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what one rank saved.
-
-    Parameters
-    ----------
-    rank : int
-        Number of the rank.
-    state : mapping
-        Entries of any ranks, as :func:`entry_for_rank` made them.
-
-    Raises
-    ------
-    InputError
-        If this rank's is not among them.
-    """
-    if f"rank{rank}" not in state:
-        has = ", ".join(map(str, state)) or "nothing"
-        raise InputError(
-            f"this is rank {rank}, and the checkpoint holds {has}: every rank saves and loads its own"
-        )
-    entry: Mapping[str, Any] = state[f"rank{rank}"]
-    return entry
-
-
-def check_equal(what: str, saved: Any, here: int) -> None:
-    """Check that there are as many of something as there were.
-
-    Parameters
-    ----------
-    what : str
-        What is counted, in the plural.
-    saved : int
-        Number in the checkpoint.
-    here : int
-        Number now.
-
-    Raises
-    ------
-    InputError
-        If they differ.
-    """
-    if int(saved) != here:
-        raise InputError(f"the checkpoint is of {saved} {what}, and these are {here}")
-
-
-class Restorable(Protocol):
-    """What can be saved, and restored from that."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs."""
-
-    def load_state_dict(self, state: Any, /) -> None:
-        """Restore what :meth:`state_dict` returned."""
-
-
-def load_together(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore several parts of one training, all of them or none.
+def load_all(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Load several parts of one training, all of them or none.
 
     Parameters
     ----------
@@ -115,16 +46,48 @@ def load_together(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]
     Raises
     ------
     InputError
-        As their ``load_state_dict()`` does. Nothing has been restored then.
+        If one cannot load it. All are as they were then.
     """
-    before = [part.state_dict() for part in parts]
+    before = [copy.deepcopy(part.state_dict()) for part in parts]
     try:
-        for part, entry in zip(parts, saved, strict=True):
-            part.load_state_dict(entry)
+        with refusing():
+            for part, entry in zip(parts, saved, strict=True):
+                part.load_state_dict(entry)
     except BaseException:
         for part, entry in zip(parts, before, strict=True):
             part.load_state_dict(entry)
         raise
+
+
+def try_all(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Check that several parts can load what was saved; they are as they were afterwards.
+
+    Parameters
+    ----------
+    parts : sequence of Restorable
+        Parts, as for :func:`load_all`.
+    saved : sequence of mapping
+        What they are to load.
+
+    Raises
+    ------
+    InputError
+        If one cannot.
+    """
+    before = [copy.deepcopy(part.state_dict()) for part in parts]
+    load_all(parts, saved)
+    for part, entry in zip(parts, before, strict=True):
+        part.load_state_dict(entry)
+
+
+class Restorable(Protocol):
+    """What can be saved, and restored from that."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs."""
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Restore what :meth:`state_dict` returned."""
 
 
 class Checkpoint:
@@ -152,7 +115,6 @@ class Checkpoint:
         # a loaded entry whose memory waits until there is room for it, in the first step
         self._pending: Mapping[str, Any] | None = None
         self._rank_and_world: tuple[int, int] | None = None
-        self._agreed = False
 
     def save(self, step: int) -> dict[str, Any]:
         """Return this rank's entry.
@@ -167,17 +129,25 @@ class Checkpoint:
         dict
             What :meth:`gradstats.hooks.CompressionState.state_dict` promises.
         """
-        rank, world = self._identity()
+        return seal(self._identity()[0], self.content(step))
+
+    def content(self, step: int) -> dict[str, Any]:
+        """Return what is in this rank's entry.
+
+        Parameters
+        ----------
+        step : int
+            Number of the next step.
+        """
         memory = {part.key: self._saved_tensors(part) for part in self._gradient.memory_parts()}
-        content = {
+        return {
             "step": step,
-            "world_size": world,
+            "world_size": self._identity()[1],
             **memory,
             "memory_counts": self._gradient.memory.state_dict(),
             "system": type(self._compressor).__name__,
             "compressor": pack_state(self._compressor.state_dict()),
         }
-        return entry_for_rank(rank, content)
 
     def load(self, state: Mapping[str, Any]) -> int:
         """Restore this rank's entry; its memory once there is room for it.
@@ -195,36 +165,69 @@ class Checkpoint:
         Raises
         ------
         InputError
-            If the entry is missing or does not fit. Nothing has been restored then.
+            If the entry is missing, damaged, or does not fit. Nothing has been restored then.
         """
-        rank, world = self._identity()
-        entry = entry_of_rank(rank, state)
-        check_equal("ranks", entry["world_size"], world)
+        with refusing():
+            return self.prepare(unseal(self._identity()[0], state))()
+
+    def prepare(self, entry: Mapping[str, Any]) -> Callable[[], int]:
+        """Check the content of an entry, whole; nothing is changed.
+
+        Parameters
+        ----------
+        entry : mapping
+            What :meth:`content` returned.
+
+        Returns
+        -------
+        callable
+            What restores it, and returns the number of the next step.
+
+        Raises
+        ------
+        InputError
+            If it does not fit.
+        """
+        check_count_of("ranks", entry.get("world_size"), self._identity()[1])
         name, memory = type(self._compressor).__name__, self._gradient.memory
-        if entry["system"] != name:
-            raise InputError(f"the checkpoint is of {entry['system']}, and this is {name}")
-        if (entry["step"] or entry["memory"]) and memory.kinds != tuple(entry["memory"]):
-            saved, here = (", ".join(k) or "nothing" for k in (entry["memory"], memory.kinds))
+        if entry.get("system") != name:
+            raise InputError(f"the checkpoint is of {entry.get('system')}, and this is {name}")
+        step = field(entry, "step", int)
+        if step < 0:
+            raise InputError(f"the checkpoint's step must not be negative, and is {step}")
+        tensors = field(entry, "memory", Mapping)  # type: ignore[type-abstract]
+        if (step or tensors) and memory.kinds != tuple(tensors):
+            was, is_now = (", ".join(k) or "nothing" for k in (tensors, memory.kinds))
             raise InputError(
-                f"the checkpoint's memory holds {saved} where this one holds {here}: build the state with the same "
+                f"the checkpoint's memory holds {was} where this one holds {is_now}: build the state with the same "
                 "memory, and with named_parameters before a distributed checkpoint is loaded into it"
             )
-        if entry["memory"] and self._gradient.layout.known:
+        self._check_tensors(entry)
+        if self._gradient.layout.known and tensors:
             self._check_parameters(entry)
-        step, compressor = int(entry["step"]), unpack_state(entry["compressor"], "compressor")
-        before = pack_state(self._compressor.state_dict())
-        try:
-            self._compressor.load_state_dict(compressor)
-            if entry.get("memory_counts"):
-                memory.load_state_dict(entry["memory_counts"])
-        except BaseException:
-            self._compressor.load_state_dict(unpack_state(before, "compressor"))
-            raise
-        self._agreed = False
-        self._pending = entry
-        if self._gradient.allocated:
-            self._restore(entry)
-        return step
+        counts, numbers = entry.get("memory_counts") or {}, memory.state_dict()
+        if counts.keys() != numbers.keys():
+            odd = min(counts.keys() ^ numbers.keys())
+            raise InputError(f"the checkpoint's memory and this one do not both count {odd}")
+        for what, count in counts.items():
+            if type(count) is not type(numbers[what]) or (isinstance(count, int) and count < 0):
+                raise InputError(f"the checkpoint's memory cannot count {count!r} of {what}")
+        compressor = unpack_state(field(entry, "compressor", bytes), "compressor")
+        here = self._compressor.state_dict()
+        if compressor.keys() != here.keys():
+            odd = min(compressor.keys() ^ here.keys())
+            raise InputError(f"the checkpoint's {name} and this one do not both have {odd}")
+        parts: tuple[Restorable, ...] = (self._compressor, memory)
+        try_all(parts, (compressor, counts))
+
+        def restore() -> int:
+            load_all(parts, (compressor, counts))
+            self._pending = entry
+            if self._gradient.allocated:
+                self._restore(entry)
+            return step
+
+        return restore
 
     def restore_memory(self) -> None:
         """Fill the memory, which has just been allocated, from an entry loaded before.
@@ -237,31 +240,6 @@ class Checkpoint:
         if self._pending is not None:
             self._check_parameters(self._pending)
             self._restore(self._pending)
-
-    def agree(self, step: int, device: torch.device) -> None:
-        """In the first step of a run, check that all ranks are at the same one: checkpoints may differ.
-
-        Parameters
-        ----------
-        step : int
-            Number of this rank's step.
-        device : torch.device
-            Device of the gradients.
-
-        Raises
-        ------
-        InputError
-            If the ranks begin at different steps, on all of them.
-        """
-        if self._agreed:
-            return
-        self._identity()
-        steps = all_gather_flags(step, self._group, device)
-        if len(set(steps)) > 1:
-            raise InputError(
-                f"the ranks begin at steps {', '.join(map(str, steps))}: load checkpoints of one step on all of them"
-            )
-        self._agreed = True
 
     def _identity(self) -> tuple[int, int]:
         """Return this rank and the number of ranks, as they were while the process group lived."""
@@ -290,18 +268,37 @@ class Checkpoint:
         dtype = self._gradient.layout.dtype
         return {n: torch.zeros(d, dtype=dtype) for n, d in part.sizes.items()}
 
+    def _check_tensors(self, entry: Mapping[str, Any]) -> None:
+        """Check that what was saved of the memory is vectors of finite values."""
+        for part in self._gradient.memory_parts():
+            # a distributed checkpoint leaves out what is empty
+            saved = field({part.key: {}, **entry}, part.key, Mapping)  # type: ignore[type-abstract]
+            for kind in saved:
+                if kind not in part.kinds:
+                    raise InputError(f"the checkpoint's {part.key} holds {kind}, and this one not")
+                tensors = field(saved, kind, Mapping)  # type: ignore[type-abstract]
+                # squares
+                low = 0.0 if kind == "second_moment" else None
+                for name, values in tensors.items():
+                    check_values(f"{kind} of {name}", values, low=low)
+
     def _check_parameters(self, entry: Mapping[str, Any]) -> None:
         """Check that an entry is of this model's parameters."""
+        dtype = self._gradient.layout.dtype
         for part in self._gradient.memory_parts():
-            for tensors in entry.get(part.key, {}).values():
+            saved = entry.get(part.key) or {}
+            if entry["step"] and part.sizes and tuple(saved) != part.kinds:
+                raise InputError(
+                    f"the checkpoint's {part.key} holds {', '.join(saved) or 'nothing'}, and must hold "
+                    f"{', '.join(part.kinds) or 'nothing'}"
+                )
+            tensors: Mapping[str, torch.Tensor]
+            for kind, tensors in saved.items():
                 if list(tensors) != list(part.sizes):
                     odd = sorted(set(tensors) ^ set(part.sizes)) or ["order of parameters"]
                     raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
                 for name, numel in part.sizes.items():
-                    if tensors[name].numel() != numel:
-                        raise InputError(
-                            f"the checkpoint's residual of {name} has {tensors[name].numel()} elements, not {numel}"
-                        )
+                    check_values(f"{kind} of {name}", tensors[name], (numel,), dtype)
 
     def _restore(self, entry: Mapping[str, Any]) -> None:
         """Copy an entry's tensors into the memory."""
@@ -363,7 +360,10 @@ def unpack_state(data: bytes, what: str) -> dict[str, Any]:
         If the bytes are damaged.
     """
     try:
-        return dict(torch.load(io.BytesIO(data), weights_only=True))
+        state = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(state, Mapping):
+            raise InputError(f"it is no state, but {type(state).__name__}")
+        return dict(state)
     except Exception as error:  # whatever damaged bytes raise
         raise InputError(f"the checkpoint's {what} cannot be read: {first_line(error)}") from None
 
@@ -428,6 +428,10 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -
             f"{type(optimizer).__name__} with {sizes}"
         )
     parameters = _parameters(optimizer)
+    for i, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                check_values(f"{what}'s {key} of parameter {i}", value, value.shape, value.dtype)
     for i, names in sharded.items():
         for each in names:
             state["state"][i][each] = as_sharded(parameters[i], state["state"][i][each])

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.background import Background, Pending
+from gradstats.collectives.header import Kind
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.errors import ExchangeError, InputError
+from gradstats.hooks.contents import check_values, field
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.layout import check_patterns
 from gradstats.hooks.shards import bad_in_replica, exchange
@@ -83,6 +85,8 @@ class Fragment:
         # of sharded parameters the state knows what this rank holds
         self._known = {id(p): stand_in(p) for _, p in named}
         self.state = build(named_parameters=[(n, self._known[id(p)]) for n, p in named])
+        # a rank may be at its end, or at another step, where another one exchanges
+        self.state.agreement.announces = True
         # the optimizer steps between exchanges, and an outer one takes the update
         self.state.forget_optimizers()
         self.anchors: dict[str, torch.Tensor] = {}
@@ -126,7 +130,14 @@ class Fragment:
         """Return the parameters with how far this rank took them: those of the last exchange less those now."""
         return [(p, self.anchors[n] - local_values(p)) for n, p in self.named]
 
-    def send(self, pairs: list[Pair], step: int, delay: int, background: Background) -> None:
+    def send(
+        self,
+        pairs: list[Pair],
+        step: int,
+        delay: int,
+        background: Background,
+        details: Mapping[str, str],
+    ) -> None:
         """Exchange pseudo-gradients, now or in the background.
 
         Parameters
@@ -139,12 +150,15 @@ class Fragment:
             Local steps after which :meth:`apply` is called; 0 for an exchange now.
         background : Background
             What runs it otherwise.
+        details : mapping of str to str
+            What must be the same on all ranks now, by name.
 
         Raises
         ------
         NonFiniteGradientError, ExchangeError, InputError
             As :func:`gradstats.hooks.compression_hook` says; of an exchange in the background, when it is waited for.
         """
+        self.state.agreement.details.update(details)
         # in this thread: the replica's ranks train over the same group
         bad = self._bad_elsewhere(pairs, step)
 
@@ -158,7 +172,7 @@ class Fragment:
             reduce()
         self.pairs, self.sent, self.due = pairs, step, step + delay
 
-    def average(self, pairs: list[Pair], step: int) -> None:
+    def average(self, pairs: list[Pair], step: int, details: Mapping[str, str]) -> None:
         """Put the mean over the ranks into gradients, now.
 
         Parameters
@@ -167,7 +181,10 @@ class Fragment:
             Of all parameters.
         step : int
             Local steps taken.
+        details : mapping of str to str
+            What must be the same on all ranks now, by name.
         """
+        self.state.agreement.details.update(details)
         self._reduce(pairs, step, self._bad_elsewhere(pairs, step))
 
     def wait(self) -> None:
@@ -233,7 +250,9 @@ class Fragment:
         self._agree(step, ended=True)
         left = step - self.sent + (delay > 0)
         with _naming_step(step):
-            return any(all_gather_flags(left, self.state.process_group, self.device))
+            # in the group of the exchanges, whose headers tell where another rank is
+            group = self.state.process_group
+            return any(all_gather_flags(left, group, self.device, Kind.END))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs besides the parameters and the anchors; no exchange may be running."""
@@ -244,27 +263,57 @@ class Fragment:
             "due": self.due,
             "under_way": bool(self.pairs),
             "pending": [mean.clone() for _, mean in self.pairs or zeros],
-            **self.state.state_dict(),
+            "state": self.state.content(),
         }
 
-    def restore(self, saved: Mapping[str, Any], anchors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned, but for the state of compression.
+    def prepare(
+        self, saved: Mapping[str, Any], anchors: Mapping[str, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Check what :meth:`state_dict` returned; nothing is changed.
 
         Parameters
         ----------
         saved : mapping
-            Entry of a checkpoint, checked.
+            Entry of a checkpoint.
         anchors : mapping of str to tensor
-            The parameters at the last exchange then.
+            The parameters at the last exchange then, checked.
+
+        Returns
+        -------
+        callable
+            What restores it.
+
+        Raises
+        ------
+        InputError
+            If it does not fit.
         """
-        self.sent, self.due, self._pending = saved["sent"], saved["due"], None
-        self.pairs = [
-            (p, mean.to(p.device, copy=True))
-            for (_, p), mean in zip(self.named, saved["pending"], strict=True)
-            if saved["under_way"]
-        ]
-        for name, anchor in self.anchors.items():
-            anchor.copy_(anchors[name])
+        if field(saved, "names", list) != [n for n, _ in self.named]:
+            raise InputError("the checkpoint has other fragments than this model")
+        sent, due = field(saved, "sent", int), field(saved, "due", int)
+        if not 0 <= sent <= due:
+            raise InputError(f"a fragment sent at step {sent} cannot be due at step {due}")
+        under_way, pending = field(saved, "under_way", bool), field(saved, "pending", list)
+        if len(pending) != len(self.named):
+            raise InputError(
+                f"the checkpoint has {len(pending)} pending means of {len(self.named)}"
+            )
+        for (name, p), mean in zip(self.named, pending, strict=True):
+            check_values(f"pending mean of {name}", mean, local_values(p).shape, p.dtype)
+        state = self.state.prepare(field(saved, "state", Mapping))  # type: ignore[type-abstract]
+
+        def restore() -> None:
+            state()
+            self.sent, self.due, self._pending = sent, due, None
+            self.pairs = [
+                (p, mean.to(p.device, copy=True))
+                for (_, p), mean in zip(self.named, pending, strict=True)
+                if under_way
+            ]
+            for name, anchor in self.anchors.items():
+                anchor.copy_(anchors[name])
+
+        return restore
 
     def _bad_elsewhere(self, pairs: list[Pair], step: int) -> int:
         """Count what is not finite on ranks with other shards."""

@@ -59,7 +59,8 @@ def compression_hook(
     ExchangeError
         If a rank is lost, within the process group's timeout; memories stay as they were.
     InputError
-        For parameters that the state was not made for, or buckets of a DDP variant that has none.
+        For parameters that the state was not made for, or buckets of a DDP variant that has none; on all ranks, if
+        their states have other options or parameters, or are in another step.
     """
     if not isinstance(bucket, GradBucket):
         raise InputError(

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradstats.errors import InputError
 from gradstats.hooks.checkpoint import pack_optimizer, unpack_optimizer
+from gradstats.hooks.contents import field
 from gradstats.hooks.fragment import Named
 from gradstats.hooks.torch_private import innermost_optimizer
 from gradstats.primitives.ratio import shown
@@ -134,7 +135,10 @@ class LocalOptimizers:
             raise InputError(
                 f"the checkpoint is of {there} optimizers, and these are {len(self.each)}"
             )
-        return [unpack_optimizer(o, saved[_key(i)], "optimizer") for i, o in enumerate(self.each)]
+        return [
+            unpack_optimizer(each, field(saved, _key(i), bytes), "optimizer")
+            for i, each in enumerate(self.each)
+        ]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

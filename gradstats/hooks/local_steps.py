@@ -22,14 +22,9 @@ from gradstats.compressors import (
 )
 from gradstats.compressors.sparse import Average, check_average
 from gradstats.errors import GradstatsError, InputError
-from gradstats.hooks.checkpoint import (
-    check_equal,
-    entry_for_rank,
-    entry_of_rank,
-    load_together,
-    pack_optimizer,
-    unpack_optimizer,
-)
+from gradstats.hooks.agreement import agree_on_model, optimizer_options
+from gradstats.hooks.checkpoint import load_all, pack_optimizer, unpack_optimizer
+from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair
@@ -111,7 +106,8 @@ class LocalSteps:
     Raises
     ------
     InputError
-        For options that do not go together or are out of range.
+        For options that do not go together or are out of range; on all ranks, if they were given different ones, or
+        other models.
     ExchangeError
         Out of the optimizer's ``step()``, or the end of the ``with`` block, if a rank is lost. Parameters and memories
         stay as they were.
@@ -172,6 +168,20 @@ class LocalSteps:
         parameters = [p for _, p in self._named]
         if not parameters:
             raise InputError("the model has no parameter to train")
+        outer = outer_optimizer or torch.optim.SGD(parameters, lr=1.0)
+        # first of all, as what follows sends messages whose sizes these decide
+        options_of_all = {
+            "steps": self.steps,
+            "delay": self.delay,
+            "mix": self.mix,
+            "fragments": fragments,
+            "average": average,
+            "outer optimizer": type(outer),
+            "outer optimizer's options": optimizer_options(outer),
+            "memory": memory,
+            **options,
+        }
+        agree_on_model(model, compressor, options_of_all, process_group, parameters[0].device)
         # the ranks that hold a replica's shards with this one
         within = across(units(model), process_group) if is_sharded(model) else None
         for name in ("clip", "weight_decay"):
@@ -179,8 +189,8 @@ class LocalSteps:
                 raise InputError(
                     f"{name} is of a whole gradient, and these are shards: leave it out"
                 )
-        self._outer = outer_optimizer or torch.optim.SGD(parameters, lr=1.0)
-        self._optimizers = LocalOptimizers(optimizer, self._named, self._outer)
+        self._outer = outer
+        self._optimizers = LocalOptimizers(optimizer, self._named, outer)
         theirs = {id(p) for group in self._outer.param_groups for p in group["params"]}
         if theirs != {id(p) for p in parameters}:
             raise InputError("the outer optimizer must have the model's trainable parameters")
@@ -296,7 +306,7 @@ class LocalSteps:
             "outer": pack_optimizer(self._outer),
             "fragments": [f.state_dict() for f in self._fragments],
         }
-        return entry_for_rank(dist.get_rank(), own)
+        return seal(dist.get_rank(), own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, the model's parameters and both optimizers with it.
@@ -309,43 +319,49 @@ class LocalSteps:
         Raises
         ------
         InputError
-            If it is of another rank, group of ranks, model, optimizer, number of steps or division into fragments.
-            Nothing has been restored then.
+            If it is damaged, or of another rank, group of ranks, model, optimizer, number of steps or division into
+            fragments. Nothing has been restored then.
         """
         for fragment in self._fragments:
             with suppress(GradstatsError):  # of an exchange that is to be forgotten
                 fragment.wait()
-        own = entry_of_rank(dist.get_rank(), state)
-        ranks = _ranks(self._group)
-        if list(own["ranks"]) != ranks:
-            raise InputError(
-                f"the checkpoint is of an exchange among ranks {list(own['ranks'])}, and this is one among {ranks}"
+        with refusing():
+            own = unseal(dist.get_rank(), state)
+            ranks = _ranks(self._group)
+            if own.get("ranks") != ranks:
+                raise InputError(
+                    f"the checkpoint is of an exchange among ranks {own.get('ranks')}, and this is one among {ranks}"
+                )
+            check_count_of("local steps", own.get("steps"), self.steps)
+            step, exchanges = field(own, "step", int), field(own, "exchanges", int)
+            saved, anchors = (
+                self._check_parameters(own, what) for what in ("parameters", "anchors")
             )
-        check_equal("local steps", own["steps"], self.steps)
-        for key, ours, theirs in (
-            ("parameters", [n for n, _ in self._named], list(own["parameters"])),
-            (
-                "fragments",
-                [[n for n, _ in f.named] for f in self._fragments],
-                [f["names"] for f in own["fragments"]],
-            ),
-        ):
-            if ours != theirs:
-                raise InputError(f"the checkpoint has other {key} than this model")
+            fragments = field(own, "fragments", list)
+            check_count_of("fragments", len(fragments), len(self._fragments))
+            outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
+            states = [*self._optimizers.unpack(own), outer]
+            restore = [
+                f.prepare(each, anchors) for f, each in zip(self._fragments, fragments, strict=True)
+            ]
+            # the last that can be refused; what follows copies what was checked
+            load_all([*self._optimizers.each, self._outer], states)
+        for each in restore:
+            each()
         for name, parameter in self._named:
-            if own["parameters"][name].shape != local_values(parameter).shape:
-                raise InputError(f"the checkpoint's {name} has another shape than this model's")
-        optimizers = self._optimizers.unpack(own)
-        outer = unpack_optimizer(self._outer, own["outer"], "outer optimizer")
-        load_together(
-            [*(f.state for f in self._fragments), *self._optimizers.each, self._outer],
-            [*own["fragments"], *optimizers, outer],
-        )
+            local_values(parameter).copy_(saved[name])
+        self.step, self.exchanges = step, exchanges
+
+    def _check_parameters(self, own: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
+        """Return values of the parameters in a checkpoint, if they are those of this model."""
+        saved = field(own, what, Mapping)  # type: ignore[type-abstract]
+        if list(saved) != [n for n, _ in self._named]:
+            raise InputError(f"the checkpoint has other {what} than this model")
         for name, parameter in self._named:
-            local_values(parameter).copy_(own["parameters"][name])
-        for fragment, saved in zip(self._fragments, own["fragments"], strict=True):
-            fragment.restore(saved, own["anchors"])
-        self.step, self.exchanges = own["step"], own["exchanges"]
+            check_values(
+                f"{name} of {what}", saved[name], local_values(parameter).shape, parameter.dtype
+            )
+        return saved
 
     def discard(self) -> None:
         """Take the last exchange of every fragment back: memories, estimators and counters are as before it.
@@ -374,7 +390,7 @@ class LocalSteps:
         self.step += 1
         for fragment in self._fragments:
             if fragment.pairs and self.step >= fragment.due:
-                fragment.apply(self._outer, self.step, self.mix)
+                self._apply(fragment)
             if (self.step - fragment.offset) % self.steps == 0:
                 self._send(fragment, self.delay)
                 if fragment is self._fragments[-1]:
@@ -385,9 +401,24 @@ class LocalSteps:
         self._check_known()
         pairs = fragment.pseudogradients()
         self._watcher.before(pairs)
-        fragment.send(pairs, self.step, delay, self._background)
+        fragment.send(
+            pairs, self.step, delay, self._background, self._details(self._optimizers.attached)
+        )
         if not delay:
-            fragment.apply(self._outer, self.step, self.mix)
+            self._apply(fragment)
+
+    def _apply(self, fragment: Fragment) -> None:
+        """Apply what came of a fragment's exchange; if it is to be verified, compare what became of it."""
+        fragment.apply(self._outer, self.step, self.mix)
+        # not in the group of exchanges, in which another one may be running in the background
+        fragment.state.verify([*fragment.anchors.items()], self._group)
+
+    def _details(self, counted: bool = True) -> dict[str, str]:
+        """Return what must be the same on all ranks in an exchange; the last one takes what is left on each."""
+        return {
+            "local steps": str(self.step) if counted else "the last",
+            "the outer optimizer's options": optimizer_options(self._outer),
+        }
 
     def _check_known(self) -> None:
         """Raise if a parameter is trained that no exchange has: the ranks would drift apart in it."""
@@ -412,7 +443,7 @@ class LocalSteps:
         """Exchange what some rank has not exchanged yet, so that all end with the same parameters."""
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
-                fragment.apply(self._outer, self.step, self.mix)
+                self._apply(fragment)
         for fragment in self._fragments:
             if fragment.is_behind(self.step, self.delay):
                 self._send(fragment, 0)
@@ -426,7 +457,7 @@ class LocalSteps:
             for _, p in fragment.named
         ]
         self._watcher.before(pairs)
-        fragment.average(pairs, self.step)
+        fragment.average(pairs, self.step, self._details())
         for parameter, mean in pairs:
             parameter.grad = as_sharded(parameter, mean)
 

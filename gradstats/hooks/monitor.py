@@ -25,6 +25,7 @@ from gradstats.primitives.ratio import check_count, check_number, check_several
 from gradstats.primitives.sketch import Sketch, merge, sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.pot.peaks import stability_at
+from gradstats.tables import visible
 
 __all__ = ["Log", "Monitor"]
 
@@ -275,7 +276,8 @@ class Monitor:
         self.blame = bad[-1] if bad else self.blame
         values |= spikes
         if self._per_layer:
-            values |= {f"norm/{name}": norms[name] for name in names}
+            # names of layers reach terminals and files of others
+            values |= {f"norm/{visible(name)}": norms[name] for name in names}
         self._trigger.look_at(values)
         self.values = {self._prefix + name: value for name, value in values.items()}
         return self._logged()

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradstats.errors import InputError
+from gradstats.hooks.torch_private import innermost_optimizer
 
 __all__ = ["TakenGradients", "after_closure", "before_steps"]
 
@@ -34,16 +35,13 @@ def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
     InputError
         If it is no optimizer of PyTorch's kind.
     """
-    inner = optimizer
-    while inner is not None:
-        try:
-            return inner.register_step_pre_hook(call)  # type: ignore[no-any-return]
-        except AttributeError:  # a wrapper is an Optimizer that was never initialised
-            inner = getattr(inner, "optimizer", None)
-    raise InputError(
-        f"optimizer= takes a torch.optim.Optimizer, and {type(optimizer).__name__} has none of its hooks: call "
-        "monitor.step() before its step() instead"
-    )
+    try:
+        return innermost_optimizer(optimizer).register_step_pre_hook(call)  # type: ignore[no-any-return]
+    except AttributeError:
+        raise InputError(
+            f"optimizer= takes a torch.optim.Optimizer, and {type(optimizer).__name__} has none of its hooks: call "
+            "monitor.step() before its step() instead"
+        ) from None
 
 
 def after_closure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from gradstats.compressors import Compressor
 from gradstats.errors import InputError
@@ -93,6 +94,14 @@ class RatioSchedule:
             Kept fraction k/d.
         """
         return None if self._at is None else self._at(step)
+
+    def described(self) -> list[str] | None:
+        """Return the schedule in words, at steps 0, 1, 2, 4, 8 and so on; None if there is none."""
+        if self._at is None:
+            return None
+        ratios = [(step, self.of(step)) for step in _PROBED]
+        turns = [ratios[0], *(b for a, b in pairwise(ratios) if a[1] != b[1])]
+        return [f"{ratio} at step {step}" for step, ratio in turns]
 
     def dense(self, step: int) -> bool:
         """Tell whether a step averages densely.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.compressors import Compressor, Selector
 from gradstats.errors import InputError, NonFiniteGradientError, first_line
-from gradstats.hooks.checkpoint import check_equal, entry_for_rank, entry_of_rank, load_together
+from gradstats.hooks.contents import check_count_of, field, refusing, seal, unseal
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.guard import NonFinite, as_flag, count_bad
@@ -128,14 +128,18 @@ class _Exchange:
         self.state = state(named_parameters=zip(names, self.shards, strict=True))
         self.state.follow(p.sharded_param for p in unit.parameters)
         self.waiting: torch.Tensor | None = None
+        self._micro = 0
         self._within = within
 
     def __call__(self, observers: Sequence[Observer], output: torch.Tensor) -> None:
         pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
+        self._micro += 1
         if not self.unit.group.all_reduce_grads:  # set_requires_all_reduce(False): a micro-step
             self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
             output.zero_()
             return
+        self.state.agreement.details["micro-steps"] = str(self._micro)
+        self._micro = 0
         if self.waiting is not None:
             output += self.waiting
             self.waiting = None
@@ -265,8 +269,8 @@ class ShardHook:
             name: a dictionary with the numbers of shards and replicas, and the units'
             :meth:`gradstats.hooks.CompressionState.state_dict`.
         """
-        each = {name: state.state_dict() for name, state in self.states.items()}
-        return entry_for_rank(self._rank, {**self._size, "units": each})
+        each = {name: state.content() for name, state in self.states.items()}
+        return seal(self._rank, {**self._size, "units": each})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on the rank that saved it.
@@ -280,15 +284,20 @@ class ShardHook:
         ------
         InputError
             If this rank's entry is missing, or it is of other numbers of shards or replicas, other units, compressors,
-            memories or parameters. Nothing has been restored then.
+            memories or parameters, or damaged. Nothing has been restored then.
         """
-        own = entry_of_rank(self._rank, state)
-        for what, here in self._size.items():
-            check_equal(what, own[what], here)
-        if own["units"].keys() != self.states.keys():
-            odd = sorted(own["units"].keys() ^ self.states.keys())[0]
-            raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")
-        load_together([*self.states.values()], [own["units"][name] for name in self.states])
+        with refusing():
+            own = unseal(self._rank, state)
+            for what, here in self._size.items():
+                check_count_of(what, own.get(what), here)
+            saved = field(own, "units", Mapping)  # type: ignore[type-abstract]
+            if saved.keys() != self.states.keys():
+                odd = min(saved.keys() ^ self.states.keys())
+                raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")
+            # all are checked before the first is restored
+            restore = [self.states[name].prepare(saved[name]) for name in self.states]
+            for each in restore:
+                each()
 
 
 def shard_hook(
@@ -300,6 +309,7 @@ def shard_hook(
     ratio_at: Callable[[int], float | None] | None = None,
     nonfinite: NonFinite | None = None,
     scaler: Scaler | None = None,
+    verify_every: int = 0,
 ) -> ShardHook:
     """Compress what replicas of a sharded model exchange.
 
@@ -325,6 +335,8 @@ def shard_hook(
         What NaN or infinity does, as for :class:`gradstats.hooks.CompressionState`, for each unit by itself.
     scaler : Scaler, optional
         The loss scaler of the training. Memories are then kept in unscaled units.
+    verify_every : int
+        Compare the update over the replicas in every n-th step, as for :class:`gradstats.hooks.CompressionState`.
 
     Returns
     -------
@@ -366,6 +378,7 @@ def shard_hook(
             ratio_at=ratio_at,
             nonfinite=nonfinite or ("raise" if scaler is None else "propagate"),
             scaler=_Scale(unit, scaler),
+            verify_every=verify_every,
             process_group=group,
         )
         exchanges[unit.name] = _Exchange(unit, within, state)

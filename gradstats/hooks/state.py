@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gradstats.compressors import Compressor, Selector, as_compressor
 from gradstats.errors import ExchangeError, InputError
+from gradstats.hooks.agreement import Agreement, as_made, check_applied, described
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.corrections import AdamCorrection
@@ -73,6 +74,10 @@ class CompressionState:
         The ``torch.amp.GradScaler`` of the training. The memory is then kept in unscaled units.
     diagnose_every : int
         In every n-th step, all-reduce the dense gradient too, and compare (:attr:`diagnosis`); 0 for never.
+    verify_every : int
+        In every n-th step, compare a digest of the update over the ranks before the memory is settled, and raise
+        :class:`ExchangeError` on all of them if one has other bits, with its name and that of the parameter; 0 for
+        never.
     process_group : torch.distributed.ProcessGroup, optional
         The group to average over: the one DDP was given; the default group if None.
     discard_unapplied : bool
@@ -126,6 +131,7 @@ class CompressionState:
         nonfinite: NonFinite | None = None,
         scaler: Scaler | None = None,
         diagnose_every: int = 0,
+        verify_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
         discard_unapplied: bool = True,
     ) -> None:
@@ -151,10 +157,25 @@ class CompressionState:
         self.step = 0
         self.last: StepRecord | None = None
         self.diagnosis: Diagnosis | None = None
+        schedule = RatioSchedule(made, ratio_at)
+        options = {
+            "memory": memory,
+            "dense_below": dense_below,
+            "exclude": exclude,
+            "ratio_at": schedule.described(),
+            "clip": clip,
+            "weight_decay": weight_decay,
+            "nonfinite": guard.policy,
+            "scaler": scaler is not None,
+            "diagnose_every": diagnose_every,
+            "verify_every": verify_every,
+        }
+        texts = [*as_made(made).items()]
+        texts += (each for name, value in options.items() for each in described(name, value))
         self._setup = Setup(
             made,
             gradient,
-            RatioSchedule(made, ratio_at),
+            schedule,
             guard,
             Usage(gradient),
             Leftover(),
@@ -163,6 +184,9 @@ class CompressionState:
             None if clip is None else check_number(clip, "clip", 0, math.inf),
             check_count(diagnose_every, "diagnose_every", 0),
             process_group,
+            # without a schedule all messages have sizes that the ranks derive from each other's
+            Agreement(texts, announces=ratio_at is not None),
+            check_count(verify_every, "verify_every", 0),
         )
         self._current: Step | None = None
         self._discard_unapplied = discard_unapplied
@@ -187,6 +211,11 @@ class CompressionState:
     def process_group(self) -> dist.ProcessGroup | None:
         """The group to average over; None for the default group."""
         return self._setup.process_group
+
+    @property
+    def agreement(self) -> Agreement:
+        """What all ranks must agree on. The hook's."""
+        return self._setup.agreement
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -292,11 +321,37 @@ class CompressionState:
         ------
         InputError
             If this rank's entry is missing, or the number of ranks has changed: residuals belong to ranks, and those of
-            some of them are not what the training owes. If compressor, memory or parameters differ from the saved
-            ones; at once if the parameters are known, else at the first step. Nothing has been restored then.
+            some of them are not what the training owes. If it is damaged, or of another version. If compressor, memory
+            or parameters differ from the saved ones; at once if the parameters are known, else at the first step.
+            Nothing has been restored then.
         """
-        self.step = self._setup.checkpoint.load(state)
+        self._resume(self._setup.checkpoint.load(state))
+
+    def content(self) -> dict[str, Any]:
+        """Return what is in this rank's entry, for a checkpoint of several states."""
+        return self._setup.checkpoint.content(self.step)
+
+    def prepare(self, content: Mapping[str, Any]) -> Callable[[], None]:
+        """Check what :meth:`content` returned, and return what restores it; nothing is changed before that is called.
+
+        Parameters
+        ----------
+        content : mapping
+            Part of a checkpoint.
+
+        Raises
+        ------
+        InputError
+            If it does not fit.
+        """
+        restore = self._setup.checkpoint.prepare(content)
+        return lambda: self._resume(restore())
+
+    def _resume(self, step: int) -> None:
+        """Go on from a checkpoint, once all ranks agree on it."""
+        self.step = step
         self._undo = None
+        self._setup.agreement.reopen()
 
     def discard(self) -> None:
         """Take the last exchange back: memory, estimators and counters are what they were before it.
@@ -442,7 +497,8 @@ class CompressionState:
         )
         self._notice()
         setup.schedule.begin(self.step)
-        setup.checkpoint.agree(self.step, device)
+        with step.at():
+            step.open(device)
         if self.compressor.streams and not setup.gradient.allocated:
             setup.allocate(device)
         return step
@@ -475,9 +531,10 @@ class CompressionState:
         NonFiniteGradientError, ExchangeError, InputError
             As :func:`gradstats.hooks.compression_hook` says.
         """
-        if skipped:
-            self.current.add_absent()
-        outcome = self.current.complete()
+        with self.current.at():
+            if skipped:
+                self.current.add_absent()
+            outcome = self.current.complete()
         if outcome.diagnosis is not None:
             self.diagnosis = outcome.diagnosis
         if outcome.record is not None and outcome.fill is None:
@@ -489,6 +546,27 @@ class CompressionState:
             self._setup.guard.end_step(outcome.record.problem)
         self.step += 1
         return outcome.fill
+
+    def verify(
+        self, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None
+    ) -> None:
+        """After a step that is to be verified, check that what was made of its update is the same on all ranks.
+
+        Parameters
+        ----------
+        named : sequence of (str, torch.Tensor)
+            Names and tensors.
+        group : torch.distributed.ProcessGroup or None
+            The ranks.
+
+        Raises
+        ------
+        ExchangeError
+            If it is not, on all of them.
+        """
+        every = self._setup.verify_every
+        if every and (self.step - 1) % every == 0:
+            check_applied(named, group)
 
     def _drop_step(self) -> None:
         self._current = None

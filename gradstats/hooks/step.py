@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.header import Moment, at_moment
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.compressors import Compressor, DenseCompressor, Reduced
 from gradstats.errors import InputError
+from gradstats.hooks.agreement import Agreement, check_applied
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.diagnostics import Diagnosis, diagnose
@@ -99,6 +102,10 @@ class Setup:
         Distance of diagnosed steps, 0 for none.
     process_group : torch.distributed.ProcessGroup or None
         Ranks to average over.
+    agreement : Agreement
+        What all ranks must agree on.
+    verify_every : int
+        Distance of steps whose update is compared over the ranks, 0 for none.
     """
 
     compressor: Compressor
@@ -112,6 +119,8 @@ class Setup:
     clip: float | None
     diagnose_every: int
     process_group: dist.ProcessGroup | None
+    agreement: Agreement
+    verify_every: int
 
     @property
     def layout(self) -> ParameterLayout:
@@ -135,6 +144,7 @@ class Setup:
         named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
         self.usage.frozen = {n: weakref.ref(p) for n, p in every if not p.requires_grad}
         self.layout.add(named)
+        self.agreement.add(named)
         parameters = [parameter for _, parameter in named]
         self.usage.watch(parameters)
         self.leftover.watch(parameters)
@@ -248,6 +258,31 @@ class Step:
         self.bucket = -1
         self.skipped = self.ended = False
         self._setup = setup
+        self._open = False
+
+    def at(self) -> AbstractContextManager[None]:
+        """Return a context in which headers say which step this is, and what must agree in it."""
+        setup = self._setup
+        ratio = 1.0 if setup.schedule.dense(self.number) else setup.compressor.ratio
+        shown = {} if ratio is None else {"ratio": f"{ratio:.9g}"}
+        return at_moment(Moment(self.number, {**shown, **setup.agreement.details}))
+
+    def open(self, device: torch.device) -> None:
+        """Before the first message, see that all ranks have the same options, and are about to do the same.
+
+        Parameters
+        ----------
+        device : torch.device
+            Device of the gradients.
+        """
+        setup, group = self._setup, self._setup.process_group
+        # of one from outside nobody knows which parts of its state are a rank's own
+        ours = type(setup.compressor).__module__.startswith("gradstats.")
+        state = setup.compressor.state_dict if ours else dict
+        setup.agreement.check(self.number, state, group, device)
+        if not self._open and (self._streams() or self.pairs):
+            self._open = True
+            setup.agreement.announce(group, device)
 
     def average_sparse(
         self, buffer: torch.Tensor, parameters: Iterable[torch.Tensor]
@@ -309,7 +344,8 @@ class Step:
         self._setup.leftover.set_aside(pairs)
         if self._streams():
             self._setup.layout.require(parameter for parameter, _ in pairs)
-            self._push(pairs, self._take(pairs))
+            with self.at():
+                self._push(pairs, self._take(pairs))
 
     def add_absent(self) -> None:
         """Add gradients of zero for parameters that no rank uses and DDP leaves out; their memory will stay."""
@@ -349,6 +385,7 @@ class Step:
             return Outcome()
         if not setup.gradient.allocated:
             setup.allocate(pairs[0][1].device)
+        self.open(pairs[0][1].device)
         dense_step, flag = setup.schedule.dense(self.number), 0
         if not self._streams():
             flag = self._take(pairs)
@@ -376,6 +413,8 @@ class Step:
         over = count_bad([g for _, g in pairs if g.dtype == torch.float16])
         if over:
             return self._refuse(Reduced([over] * len(reduced.flags)))
+        if setup.verify_every and self.number % setup.verify_every == 0:
+            check_applied([(layout.name(p), g) for p, g in pairs], group)
         diagnosis = None if comparison is None else self._diagnosis(comparison, reduced)
         if compressor.feedback:
             memory.settle(reduced.residual, outside(reduced.sent, dense_layers))

@@ -107,19 +107,18 @@ def unwrap(model: object) -> Unwrapped:
 
 
 def innermost_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper, which is an ``Optimizer`` without its attributes.
+    """Return the optimizer of PyTorch's that accelerate, Lightning or another has wrapped.
 
     Parameters
     ----------
     optimizer : object
-        Optimizer, as the training has it. Any other is returned as it is.
+        Optimizer, as the training has it. What holds none is returned as it is.
     """
-    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
-        optimizer, "_optimizer_step_post_hooks"
-    ):
-        inner: Any = optimizer
-        optimizer = inner.optimizer
-    return optimizer
+    inner = optimizer
+    # a wrapper may be an Optimizer that was never initialised
+    while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):
+        inner = getattr(inner, "optimizer", None)
+    return optimizer if inner is None else inner
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.laws import LAWS
+from gradstats.tables import visible
 from gradstats.thresholds import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def tidy(ax: Axes, title: str | None) -> Axes:
         The axes given.
     """
     if title:
-        ax.set_title(title)
+        ax.set_title(visible(title))
     ax.grid(alpha=0.3)
     sns.despine(ax=ax)
     _plain_text(ax)
@@ -247,8 +248,13 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     bytes
         Content of the file.
     """
+    from matplotlib.text import Text
     from PIL import Image
 
+    # names come from outside, and matplotlib's warning of a missing glyph repeats it as it is
+    for text in figure.findobj(Text):
+        if not (shown := text.get_text()).isprintable():
+            text.set_text("\n".join(map(visible, shown.split("\n"))))
     _plain_text(figure)
     stream, small = io.BytesIO(), io.BytesIO()
     figure.savefig(stream, format="png", dpi=dpi)

@@ -10,6 +10,7 @@ from matplotlib.ticker import NullLocator
 
 from gradstats.errors import unknown
 from gradstats.plots.style import HATCHES, LINES, PALETTE, legend_beside, look_of, plain_log, tidy
+from gradstats.tables import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -249,7 +250,7 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
         left += widths
     ax.set(xlabel="time per step (ms)")
     ax.set_xlim(right=1.3 * left.max(initial=1e-3))  # room for the legend
-    ax.set_yticks(range(len(names)), names)
+    ax.set_yticks(range(len(names)), list(map(visible, names)))
     ax.invert_yaxis()
     ax.legend(fontsize="small", loc="upper right")
     return tidy(ax, title)

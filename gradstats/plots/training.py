@@ -9,6 +9,7 @@ import numpy as np
 
 from gradstats.errors import InputError
 from gradstats.plots.style import LINES, PALETTE, label_of, plain_log, tidy
+from gradstats.tables import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -194,5 +195,5 @@ def _name_layers(ax: Axes, array: DataArray, offset: float) -> None:
     names = array["layer"].values
     height = ax.get_window_extent().height / ax.figure.dpi  # inches
     shown = np.arange(0, names.size, max(1, int(np.ceil(names.size / max(height * 9, 1)))))
-    ax.set_yticks(shown + offset, names[shown], fontsize=6.5)
+    ax.set_yticks(shown + offset, [visible(name) for name in names[shown]], fontsize=6.5)
     ax.set_ylim(names.size - 0.5 + offset, -0.5 + offset)

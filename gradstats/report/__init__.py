@@ -6,7 +6,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
 from gradstats.files import replace_file
-from gradstats.report.html import page, table
+from gradstats.report.html import escape, page, table
 from gradstats.report.measured import (
     MOST_STEPS,
     REPLICATES,

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import base64
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from gradstats.tables import Record, format_value
+from gradstats.tables import Record, format_value, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["details", "figure", "note", "page", "table"]
+__all__ = ["details", "escape", "figure", "note", "page", "table"]
+
+
+def escape(text: str) -> str:
+    """Return a text as HTML shows it, its control characters written out.
+
+    Parameters
+    ----------
+    text : str
+        Any text, such as a layer's name.
+
+    Returns
+    -------
+    str
+        HTML.
+    """
+    return html.escape(visible(text))
 
 
 def page(title: str, body: str) -> str:

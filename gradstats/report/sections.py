@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import Sketch, sketch
-from gradstats.report.html import details, figure, note, table
+from gradstats.report.html import details, escape, figure, note, table
 from gradstats.report.measured import REPLICATES, SUBSAMPLE, TREND_RATIO, Measured
 from gradstats.report.verdicts import COUNTING, missing_ranks
 from gradstats.statistics.compressibility import default_window

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError, TraceError, first_line, unknown
+from gradstats.errors import InputError, TraceError, unknown, unread
 from gradstats.files import address_of
 from gradstats.primitives import Moments
 from gradstats.primitives.ratio import shown
@@ -281,8 +281,7 @@ class Trace(Shown):
         return found.rows[step]
 
     def _damaged(self, what: str, step: int, rank: int, why: object) -> TraceError:
-        why = first_line(why) if isinstance(why, BaseException) else why
-        return TraceError(f"{self.path}: {what} of step {step}, rank {rank} is damaged: {why}")
+        return TraceError(f"{self.path}: {what} of step {step}, rank {rank} {unread(why)}")
 
     def _gradient_arrays(self, rank: int, kind: Kind) -> list[StoredArray]:
         """Return the arrays that hold a kind in full."""
@@ -669,7 +668,7 @@ class Trace(Shown):
         try:
             return xarray.open_datatree(self.path, engine="zarr", chunks={}, consolidated=False)
         except Exception as error:
-            raise TraceError(f"{self.path} is damaged: {first_line(error)}") from error
+            raise TraceError(f"{self.path} {unread(error)}") from error
 
 
 def _kinds(found: RankGroup) -> list[Kind]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import TraceError, first_line
+from gradstats.errors import TraceError, unread
 from gradstats.primitives.ratio import shown
 from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
 from gradstats.trace.format import (
@@ -267,7 +267,7 @@ class RankGroup:
         except TraceError as error:
             self.lost = str(error)
         except Exception as error:
-            self.lost = f"{folder} is damaged: {first_line(error)}"
+            self.lost = f"{folder} {unread(error)}"
 
     def _find_shards(self, about: Mapping[str, Any], layers: Sequence[Layer]) -> int | None:
         """Find what the rank holds of a sharded gradient; return how many elements, or None if it holds all."""
@@ -351,7 +351,7 @@ class RankGroup:
             common = set.intersection(*(set(mate.rows) for mate in found))
             self.rows = {step: row for step, row in self.rows.items() if step in common}
 
-    def damaged(self, name: str, why: object) -> TraceError:
+    def damaged(self, name: str, why: object, where: str = "") -> TraceError:
         """Return the error about one array.
 
         Parameters
@@ -360,14 +360,15 @@ class RankGroup:
             The array.
         why : str or Exception
             What is wrong with it.
+        where : str
+            In which part of it.
 
         Returns
         -------
         TraceError
             One line.
         """
-        why = first_line(why) if isinstance(why, BaseException) else why
-        return TraceError(f"{self._root}: {name} of rank {self._rank} is damaged: {why}")
+        return TraceError(f"{self._root}: {name} of rank {self._rank} {unread(why, where)}")
 
     def array(self, name: str) -> StoredArray:
         """Return one of the arrays that the group should hold.
@@ -421,8 +422,8 @@ class RankGroup:
                     raise ValueError("a chunk is missing")
                 numbers = np.asarray(steps.zarr[low:high]).tolist()
             except Exception as error:
-                why = f"rows {low} to {max(high - 1, low)}: {first_line(error)}"
-                self.gaps.append(str(self.damaged("step", why)))
+                rows = f"rows {low} to {max(high - 1, low)}: "
+                self.gaps.append(str(self.damaged("step", error, rows)))
                 continue
             self.rows |= {s: low + row for row, s in enumerate(numbers) if s >= 0}
 
@@ -460,8 +461,8 @@ class RankGroup:
                 values[places] = np.asarray(array.zarr[low:high])[wanted[places] - low]
             except Exception as error:
                 numbers = [s for s, row in self.rows.items() if row // size == i]
-                why = f"steps {min(numbers)} to {max(numbers)}: {first_line(error)}"
-                raise self.damaged(name, why) from error
+                where = f"steps {min(numbers)} to {max(numbers)}: "
+                raise self.damaged(name, error, where) from error
         return values
 
     def joined(self, name: str) -> NDArray[Any]:

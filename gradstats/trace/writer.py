@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -425,6 +426,19 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
         codec = Blosc(name, level, getattr(Blosc, shuffle.upper()), block)
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
+    for pause in _PAUSES_S:
+        try:
+            _write_in_place(file, spec, *parts)
+            return
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            time.sleep(pause)  # of the writing thread: the training goes on
+    _write_in_place(file, spec, *parts)
+
+
+def _write_in_place(file: str, spec: ArraySpec, *parts: Any) -> None:
+    """Write a chunk's file, and the folders that it lies in."""
     try:
         write_file(file, *parts)
     except FileNotFoundError:
@@ -468,6 +482,10 @@ def _lay_out(
 
 
 _NOT_THERE = (errno.EPERM, errno.EACCES, errno.EROFS)
+_PASSING = (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors that may be gone when a write is tried again."""
+_PAUSES_S = (0.05, 0.2)
+"""Seconds before it is."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 

@@ -8,7 +8,7 @@ import pytest
 from pages import block
 from records import DOCS, stored
 
-SLOW = {"failing disks", "resumes", "lost ranks", "outputs"}
+SLOW = {"failing disks", "resumes", "lost ranks", "messages of ranks", "outputs"}
 SHORT = [
     pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name, part in campaign.PARTS.items()

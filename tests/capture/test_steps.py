@@ -67,6 +67,20 @@ def test_a_step_is_the_optimizers_however_often_gradients_are_exchanged(trained)
 
 
 @pytest.mark.distributed
+def test_a_backward_pass_that_no_optimizer_takes_is_no_step(trained):
+    for folder, rank, ways in results(trained, "passes"):
+        for way, (gradients, said) in ways.items():
+            trace = near(folder / f"{way}.zarr", rank, gradients)
+            assert said
+            assert all("generator's pass through a discriminator" in each for each in said), way
+            losses = trace.scalars(rank)["loss"].tolist()
+            # nobody had called step() yet when the first step was over
+            first = [np.nan] if way == "passes after all" else [0]
+            if way != "passes never":
+                np.testing.assert_array_equal(losses, [*first, 1, 2])
+
+
+@pytest.mark.distributed
 def test_every_option_of_ddp_is_right_or_refused_by_name(trained):
     for folder, rank, (options, known) in results(trained, "options"):
         # options of newer releases need a line in workers/steps.py; these have nothing to do with exchanges

@@ -137,10 +137,10 @@ def test_every_way_to_send_is_tried_and_loses_nothing(double_sampling):
             messages = 1 if whole else 3
             if ratios == {1}:  # values alone, and the flags before them
                 assert selected == target == 20_000
-                assert sent == 4 * 20_000 + messages * 16
+                assert sent == 4 * 20_000 + messages * 40
             elif not double_sampling:
                 assert selected == target
-                assert sent == 8 * selected + 4 * (2 * messages + 2 * messages)
+                assert sent == 8 * selected + 4 * (8 * messages + 2 * messages)
             else:
                 # above the second largest of a sample of 200 lies less than a twentieth of that once in two hundred
                 # draws; above 4/3 the selection is made again
@@ -155,7 +155,7 @@ def test_a_layer_goes_dense_where_its_positions_would_make_it_longer():
         assert lost < 1e-5
         assert residual == 0
         assert selected == 500 + 20 == sum(m.sent for m in predicted)
-        flags, header = 4 * 3, 4 * 4
+        flags, header = 4 * 9, 4 * 10
         assert sent == (flags + 4 * 500) + (header + 8 * 20) == sum(m.bytes_sent for m in predicted)
 
 
@@ -315,7 +315,7 @@ def test_values_of_16_bits_leave_their_rounding_in_the_residual(dtype, digits):
             assert sent >= 400 * (4 + dtype.itemsize)
     assert reports[0][0][0] < 1e-5
     sizes = reports[0][0][2]
-    assert sizes == 4 * (2 + 2 + 400 + 400 * dtype.itemsize // 4)
+    assert sizes == 4 * (8 + 2 + 400 + 400 * dtype.itemsize // 4)
 
 
 @distributed
@@ -324,7 +324,7 @@ def test_a_dense_union_is_all_reduced():
     for gathered, reduced in zip(sparse[0], dense[0], strict=True):
         np.testing.assert_allclose(gathered[4], reduced[4], atol=1e-5 * np.abs(gathered[4]).max())
         assert gathered[3] == reduced[3]
-    assert [d[2] for d in dense[0]] == [sparse[0][0][2], 4012, 4012]  # the first does not know yet
+    assert [d[2] for d in dense[0]] == [sparse[0][0][2], 4036, 4036]  # the first does not know yet
 
 
 def test_refusals():

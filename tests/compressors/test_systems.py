@@ -12,6 +12,7 @@ from exits import assert_ends
 from ranks import run_ranks
 from workers import systems as cases
 
+from gradstats.collectives.header import HEADER_BYTES
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO, partition
 from gradstats.compressors.randomk import RandomK
@@ -186,8 +187,8 @@ def test_cltk_takes_the_leaders_positions(world):
         left[:, union] = 0
         assert np.array_equal(residual, left)
         sizes = column(records, "bytes")
-        assert (np.delete(sizes, t % world) == 4 + 4 * union.size).all()
-        assert sizes[t % world] == 4 + 4 * union.size + 4 * (1 + k)
+        assert (np.delete(sizes, t % world) == 32 + 4 * union.size).all()
+        assert sizes[t % world] == 32 + 4 * union.size + 4 * (2 + k)
 
 
 @pytest.mark.distributed
@@ -255,7 +256,10 @@ def test_quantised_redsync_sends_one_sign_and_its_mean(world, name):
 @each_world
 def test_quantisation_halves_the_bytes(world):
     sizes = reports(world)[0]["sizes"]
-    plain, quantised = sum(sizes["redsync"][1]), sum(sizes["redsync-quant"][1])
+    # headers take as much of both
+    plain, quantised = (
+        sum(each - HEADER_BYTES for each in sizes[name][1]) for name in ("redsync", "redsync-quant")
+    )
     assert quantised / plain == pytest.approx(0.5, abs=0.01)
 
 

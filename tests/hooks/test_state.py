@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from ranks import run_ranks
+from support.checkpoints import resealed
 from workers import state as cases
 
 from gradstats.compressors import (
@@ -184,7 +185,7 @@ def test_a_checkpoint_that_is_not_plain_gets_no_advice():
         (b"", ""),
     ):
         with pytest.raises(InputError, match=f"compressor cannot be read: {why}") as caught:
-            state.load_state_dict({"rank0": {**own, "compressor": damaged}})
+            state.load_state_dict(resealed(0, own, compressor=damaged))
         assert "weights_only" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -195,8 +196,11 @@ def test_a_compressor_that_cannot_load_is_left_as_it_was():
     state = CompressionState(compressor, named_parameters=model.named_parameters())
     own, before = state.state_dict()["rank0"], compressor.state_dict()
     half = pack_state({"step": 7})
-    with pytest.raises(KeyError, match="controller"):
-        state.load_state_dict({"rank0": {**own, "step": 7, "compressor": half}})
+    with pytest.raises(InputError, match="do not both have capacity"):
+        state.load_state_dict(resealed(0, own, step=7, compressor=half))
+    odd = pack_state({**before, "step": 7, "controller": {"threshold": "high"}})
+    with pytest.raises(InputError, match="the checkpoint does not fit: "):
+        state.load_state_dict(resealed(0, own, step=7, compressor=odd))
     assert compressor.state_dict() == before
     assert state.step == 0
 
@@ -229,8 +233,12 @@ def test_refusals():
             CompressionState(compressor, error_feedback=True)
     state = CompressionState(TopK(0.1), named_parameters=torch.nn.Linear(2, 2).named_parameters())
     own = state.state_dict()["rank0"]
+    for key in ("memory", "dense_memory"):
+        for odd in ([], None, {"residual": []}):
+            with pytest.raises(InputError, match="the checkpoint's"):
+                state.load_state_dict(resealed(0, own, step=3, **{key: odd}))
     with pytest.raises(InputError, match="memory holds velocity where this one holds residual"):
-        state.load_state_dict({"rank0": {**own, "step": 3, "memory": {"velocity": {}}}})
+        state.load_state_dict(resealed(0, own, step=3, memory={"velocity": {}}))
     assert state.step == 0
 
 

@@ -59,7 +59,7 @@ def by_name(records):
 def test_topk_and_dense_have_closed_forms(world, ratio):
     found = by_name(plan(ZEROS, link(), COMPUTE, [world], [ratio], ["topk"]))
     k = target_count(ratio, D)
-    message, wire = 4 * (2 * k + 4), 2 * (world - 1) / world * 4 * D
+    message, wire = 4 * (2 * k + 10), 2 * (world - 1) / world * 4 * D
     dense = COMPUTE + 2 * (world - 1) * ALPHA + wire * BETA
     local = SELECT * D + world * k * UNPACK
     sparse = COMPUTE + local + (world - 1) * (ALPHA + message * BETA)
@@ -205,7 +205,7 @@ def test_a_compressor_from_outside_is_planned_by_what_its_class_says(forgotten):
         first = by_name(plan(ZEROS, link(), COMPUTE, [4], [0.01], compressors))["first"]
         k = target_count(0.01, D)
         reduce = 6 * ALPHA + 6 / 4 * 4 * k * BETA
-        assert first["seconds"] == pytest.approx(COMPUTE + 3 * (ALPHA + 4 * BETA) + reduce)
+        assert first["seconds"] == pytest.approx(COMPUTE + 3 * (ALPHA + 32 * BETA) + reduce)
         assert (first["bytes"], first["union"], first["basis"]) == (4 * k, k, "exact")
 
 
@@ -256,12 +256,12 @@ def test_a_codec_pays_below_a_bandwidth_in_closed_form(world, values):
     network, codec = Network.of_link(ALPHA, BETA, costs), Codec("rice", values)
     found = by_name(plan(ZEROS, network, COMPUTE, [world], [ratio], ["topk", "none"], codec=codec))
     k, topk = target_count(ratio, D), found["topk"]
-    words = 4 + codec.index_words(k, D) + codec.value_words(k)
+    words = 10 + codec.index_words(k, D) + codec.value_words(k)
     assert topk["bytes"] == 4 * words
     assert (topk["indices"], topk["values"]) == ("rice", values)
     coded = 2 if values == "int8" else 1
     # (n−1)·(bytes saved)·β = time of coding
-    beta = coded * k * (encode + world * decode) / ((world - 1) * 4 * (4 + 2 * k - words))
+    beta = coded * k * (encode + world * decode) / ((world - 1) * 4 * (10 + 2 * k - words))
     assert topk["codec_break_even"] == pytest.approx(8e-6 / beta, rel=1e-5)
     below = format_rate(8e-6 / beta)
     assert f"Its codec (rice, {values}) pays below {below}." in advice([topk, found["none"]])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import time
@@ -16,8 +18,10 @@ from support.traces import LAYERS, gradient, write
 
 from gradstats import open_trace
 from gradstats.errors import GradstatsError, InputError, TraceError
-from gradstats.trace import KINDS, Layer, TraceWriter, create_trace, format, is_trace
+from gradstats.files import write_file
+from gradstats.trace import KINDS, Layer, TraceWriter, create_trace, format, is_trace, writer
 from gradstats.trace.export import save_safetensors
+from gradstats.trace.stored import StoredArray
 
 STEPS = list(range(0, 140, 2))
 
@@ -448,3 +452,40 @@ def test_exports_are_replaced_whole(path, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot write"):
         save_safetensors(path, tmp_path / "nowhere" / "g.safetensors", 2)
     assert {p.name for p in tmp_path.iterdir()} == {"run.zarr", "g.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ESTALE, "Stale file handle"),
+        OSError(errno.EIO, "Input/output error"),
+        MemoryError("Unable to allocate 3 GiB"),
+    ],
+)
+def test_what_the_machine_cannot_read_is_not_called_damaged(path, monkeypatch, error):
+    def refuse(*_):
+        raise error
+
+    opened = open_trace(path)
+    monkeypatch.setattr(StoredArray, "holds", refuse)
+    line = raised(lambda: opened.read(2))
+    assert re.search("cannot be read: .*(Stale|output|not enough memory)", line)
+    assert "damaged" not in line
+
+
+def test_a_write_that_fails_once_is_tried_again(tmp_path, monkeypatch):
+    failed = []
+
+    def once(file, *parts):
+        if "/gradient/c/1" in str(file) and len(failed) < 2:
+            failed.append(file)
+            raise OSError(errno.EIO, "Input/output error")
+        return write_file(file, *parts)
+
+    monkeypatch.setattr(writer, "write_file", once)
+    create_trace(tmp_path / "a.zarr", LAYERS)
+    write(tmp_path / "a.zarr", range(3))
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.steps() == [0, 1, 2]
+    assert len(failed) == 2
+    assert np.array_equal(trace.read(1), gradient(1))

@@ -8,6 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.checkpoints import resealed
 from torch.distributed.fsdp import fully_shard
 from workers.sharded import batch, fingerprint, gathered, loss_of, mesh_of, network, shard, trained
 
@@ -111,18 +112,15 @@ def resumes(rank, world, name, folder):
     assert state.full_tensor().shape == (32, 24)
     refused = []
     mine = template["local"][f"rank{rank}"]
-    others = [own for own in mine["fragments"][0] if own.startswith("rank")]
-    foreign = {
-        **mine["fragments"][-1],
-        others[0]: {**mine["fragments"][-1][others[0]], "system": "x"},
-    }
+    last = mine["fragments"][-1]
+    foreign = {**last, "state": {**last["state"], "system": "x"}}
     for wrong in (
         {f"rank{(rank + 1) % world}": mine},
-        {f"rank{rank}": {**mine, "outer": b"damaged"}},
-        {f"rank{rank}": {**mine, "parameters": dict.fromkeys(mine["parameters"], torch.ones(3))}},
-        {f"rank{rank}": {**mine, "ranks": [0, 1]}},
-        {f"rank{rank}": {**mine, "optimizer": mine["outer"]}},
-        {f"rank{rank}": {**mine, "fragments": [*mine["fragments"][:-1], foreign]}},
+        resealed(rank, mine, outer=b"damaged"),
+        resealed(rank, mine, parameters=dict.fromkeys(mine["parameters"], torch.ones(3))),
+        resealed(rank, mine, ranks=[0, 1]),
+        resealed(rank, mine, optimizer=mine["outer"]),
+        resealed(rank, mine, fragments=[*mine["fragments"][:-1], foreign]),
     ):
         before = fingerprint(model)
         try:

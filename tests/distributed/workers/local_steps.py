@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.checkpoints import resealed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -247,7 +248,7 @@ def resumes(rank, world, name, folder):
         {"parameters": {}},
         {"fragments": []},
     ):
-        other = {f"rank{rank}": {**saved[f"rank{rank}"], **change}}
+        other = resealed(rank, saved[f"rank{rank}"], **change)
         try:
             local.load_state_dict(other)
         except GradstatsError as error:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.checkpoints import resealed
 from support.traces import flat_gradient
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -234,9 +235,9 @@ def resumed(rank, world, folder, compressor):
     mine = hook.state_dict()[f"rank{rank}"]
     for wrong in (
         {f"rank{(rank + 1) % world}": mine},
-        {f"rank{rank}": {**mine, "replicas": 3}},
-        {f"rank{rank}": {**mine, "units": {"other": {}}}},
-        {f"rank{rank}": {**mine, "units": mine["units"] | {"2": mine["units"]["0"]}}},
+        resealed(rank, mine, replicas=3),
+        resealed(rank, mine, units={"other": {}}),
+        resealed(rank, mine, units=mine["units"] | {"2": mine["units"]["0"]}),
     ):
         before = repr(hook.state_dict())
         try:

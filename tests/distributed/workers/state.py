@@ -6,6 +6,7 @@ import random
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.checkpoints import resealed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from workers.hook import model
@@ -281,11 +282,11 @@ def resume(rank, world, name, folder):
     own = saved["state"][f"rank{rank}"]
     messages = []
     for wrong in (
-        {f"rank{rank}": {**own, "world_size": world + 1}},
+        resealed(rank, own, world_size=world + 1),
         {f"rank{rank + 1}": own},
-        {f"rank{rank}": {**own, "system": "Other"}},
-        {f"rank{rank}": {**own, "memory": {}}},
-        {f"rank{rank}": {**own, "memory": {k: {"x": torch.ones(1)} for k in own["memory"]}}},
+        resealed(rank, own, system="Other"),
+        resealed(rank, own, memory={}),
+        resealed(rank, own, memory={k: {"x": torch.ones(1)} for k in own["memory"]}),
     ):
         try:
             target = fresh()[1]

@@ -76,6 +76,39 @@ def unended(rank, net, ddp, capture):
     return accumulate(rank, net, ddp, Silent())
 
 
+def pass_through(rank, net, ddp, capture, end="after update", zero=False):
+    """Have a second loss pass its gradient through the model, as a GAN's generator does: no optimizer takes it here."""
+    optimizer, gradients = torch.optim.SGD(net.parameters(), 0.01), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradients.append(alone(net, partial(plain_loss, rank=rank, step=step)))
+        plain_loss(ddp, rank, step).backward()
+        if end == "before update":
+            capture.step(loss=float(step))
+        optimizer.step()
+        if end == "after update":
+            capture.step(loss=float(step))
+        if zero:
+            optimizer.zero_grad()
+        plain_loss(ddp, rank, 100 + step).backward()
+        if end == "after all":
+            capture.step(loss=float(step))
+    return gradients
+
+
+def passes(rank, folder):
+    """Return, for each place of `capture.step()`, the gradients that the trace should hold, and what was warned of."""
+    results = {}
+    for end in ("before update", "after update", "after all", "never"):
+        for zero in {"before update": (False, True), "after update": (False, True)}.get(
+            end, (False,)
+        ):
+            way = f"passes {end}{' zeroed' if zero else ''}"
+            train = partial(pass_through, rank, end=end, zero=zero)
+            results[way] = captured(f"{folder}/{way}.zarr", model(), train)
+    return results
+
+
 def compressed(net):
     return CompressionState(TopK(0.1), named_parameters=net.named_parameters()), compression_hook
 
@@ -348,6 +381,7 @@ CASES = {
     "copied": copied,
     "sharded": ignored_by_fsdp,
     "accumulations": accumulations,
+    "passes": passes,
     "skipping": skipping,
     "ignored": ignored,
     "swapped": swapped_under_ddp,

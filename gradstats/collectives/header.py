@@ -1,0 +1,435 @@
+"""What stands before every exchange: a header of fixed size with kind, step, length and checksums.
+
+Eight 32-bit words::
+
+    magic, wire version and kind | step | length | flag | details | 0 | checksum of these | checksum of the body
+
+What must be the same on all ranks at this moment of the training (:class:`Moment`) travels as a number, `details`; only
+where the numbers differ do the ranks exchange the texts behind it, to name what it is.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from gradstats.errors import ExchangeError, InputError
+
+__all__ = [
+    "HEADER_BYTES",
+    "HEADER_WORDS",
+    "WIRE",
+    "Header",
+    "Kind",
+    "Moment",
+    "at_moment",
+    "by_rank",
+    "check_bodies",
+    "check_kinds",
+    "checked_bytes",
+    "checksum",
+    "damaged",
+    "moment",
+    "read_headers",
+    "words_of",
+]
+
+WIRE = 1
+"""Version of the messages: ranks of another one are refused by name."""
+HEADER_WORDS = 8
+"""Words of a header."""
+HEADER_BYTES = 4 * HEADER_WORDS
+"""Bytes of a header."""
+
+_MAGIC = 0x6773
+_CHECKED = 6
+"""Words that the header's own checksum is of."""
+_NOT_ZERO = 0x5BD1E995
+"""Added to checksums: words and checksum that were all lost, and are zero, do not fit."""
+_ODD = 0x9E3779B1
+"""An odd number far from any pattern (Knuth's multiplicative hash)."""
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    AGREEMENT = 1
+    TEXTS = 2
+    STEP = 3
+    FLAGS = 4
+    SELECTIONS = 5
+    POSITIONS = 6
+    COUNTS = 7
+    HISTOGRAM = 8
+    WORDS = 9
+    END = 10
+    DIGESTS = 11
+
+    def __str__(self) -> str:
+        return _SHOWN[self]
+
+
+_SHOWN = {
+    Kind.AGREEMENT: "the options of a training that begins",
+    Kind.TEXTS: "texts",
+    Kind.STEP: "the beginning of a step",
+    Kind.FLAGS: "flags",
+    Kind.SELECTIONS: "selections",
+    Kind.POSITIONS: "positions",
+    Kind.COUNTS: "numbers of elements",
+    Kind.HISTOGRAM: "a histogram",
+    Kind.WORDS: "words",
+    Kind.END: "the end of local steps",
+    Kind.DIGESTS: "digests of an update",
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in a training an exchange takes place.
+
+    Attributes
+    ----------
+    step : int
+        Number of the step.
+    details : mapping of str to str
+        What else must be the same on all ranks, such as the ratio of the step, by name.
+    """
+
+    step: int = 0
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> int:
+        """The details as a number."""
+        if not self.details:
+            return 0
+        return _signed(zlib.crc32("\n".join(map(str, self.details.items())).encode()))
+
+
+_NOW: ContextVar[Moment] = ContextVar("gradstats_moment")
+_NEVER = Moment()
+
+
+def moment() -> Moment:
+    """Return where in a training this code runs."""
+    return _NOW.get(_NEVER)
+
+
+@contextmanager
+def at_moment(now: Moment) -> Iterator[None]:
+    """Let the headers of exchanges inside say where in the training they take place.
+
+    Parameters
+    ----------
+    now : Moment
+        Step, and what must agree in it.
+    """
+    token = _NOW.set(now)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a message says of itself.
+
+    Attributes
+    ----------
+    kind : int
+        A :class:`Kind`, if this version knows it.
+    length : int
+        Words that the rank sends behind it, padding not counted.
+    flag : int
+        A small integer for the other ranks.
+    step : int
+        Number of the step.
+    details : int
+        Digest of what else must be the same in this step.
+    body : int
+        Checksum of the words behind it.
+    """
+
+    kind: int
+    length: int = 0
+    flag: int = 0
+    step: int = 0
+    details: int = 0
+    body: int = 0
+
+    @classmethod
+    def now(cls, kind: Kind, length: int = 0, flag: int = 0) -> Header:
+        """Return a header of this moment of the training.
+
+        Parameters
+        ----------
+        kind : Kind
+            What the message is.
+        length : int
+            Words that this rank sends behind it.
+        flag : int
+            A small integer for the other ranks.
+        """
+        at = moment()
+        return cls(kind, length, flag, at.step & 0x7FFFFFFF, at.digest)
+
+    def words(self, body: torch.Tensor) -> torch.Tensor:
+        """Return the header, followed by nothing yet.
+
+        Parameters
+        ----------
+        body : int32 tensor, shape (n,)
+            What will follow, for its checksum.
+
+        Returns
+        -------
+        int32 tensor, shape (8,)
+            The header, on the body's device.
+        """
+        kind = _signed(_MAGIC << 16 | WIRE << 8 | self.kind)
+        fields = (kind, self.step, self.length, self.flag, self.details, 0)
+        known = [*fields, _check(fields)]
+        if body.is_cpu:
+            return torch.tensor([*known, _sum(body)], dtype=torch.int32)
+        made = torch.tensor(known, dtype=torch.int32, device=body.device)
+        # without waiting for the device
+        return torch.cat([made, checksum(body)[None]])
+
+
+def _signed(number: int) -> int:
+    """Return the int32 of the same 32 bits."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
+def _check(fields: Sequence[int]) -> int:
+    """Return the checksum of a header's own words."""
+    return _signed(zlib.crc32(struct.pack(f"<{_CHECKED}i", *fields)))
+
+
+def damaged(rank: int, why: str) -> ExchangeError:
+    """Return the error for a message that no rank of this program can have sent.
+
+    Parameters
+    ----------
+    rank : int
+        Rank that it came from.
+    why : str
+        What is wrong with it.
+    """
+    return ExchangeError(f"the message of rank {rank} is damaged: {why}")
+
+
+def read_headers(rows: torch.Tensor, own: Header, rank: int) -> list[Header]:
+    """Return the headers that all ranks sent.
+
+    Parameters
+    ----------
+    rows : int32 tensor, shape (ranks, 8)
+        What arrived.
+    own : Header
+        What this rank sent.
+    rank : int
+        This rank.
+
+    Returns
+    -------
+    list of Header
+        Headers, by rank.
+
+    Raises
+    ------
+    ExchangeError
+        If one is damaged.
+    """
+    headers = []
+    for sender, row in enumerate(rows.tolist()):
+        *fields, check, body = row
+        if check != _check(fields):
+            raise damaged(sender, "its header does not have its checksum")
+        kind, step, length, flag, details, _ = fields
+        word = kind & 0xFFFFFFFF
+        # another program's, or another version's, is no kind of this one
+        known = word >> 8 == _MAGIC << 8 | WIRE
+        headers.append(Header(word & 0xFF if known else -1, length, flag, step, details, body))
+    came = replace(headers[rank], body=own.body)
+    if came != own:
+        raise damaged(rank, f"it came back as {came.length} words, and {own.length} were sent")
+    return headers
+
+
+def check_kinds(headers: Sequence[Header]) -> None:
+    """Check that all ranks exchange the same thing.
+
+    Parameters
+    ----------
+    headers : sequence of Header
+        Headers, by rank.
+
+    Raises
+    ------
+    InputError
+        If they do not, on all ranks.
+    """
+    if len({header.kind for header in headers}) > 1:
+        shown = [
+            str(Kind(h.kind)) if h.kind in _SHOWN else "something of another version"
+            for h in headers
+        ]
+        raise InputError(
+            f"the ranks send different things, {by_rank(shown)}: all of them must make the same steps in the same order"
+        )
+
+
+def by_rank(values: Sequence[str], most: int = 4) -> str:
+    """Return which rank has which value, in words; of many ranks, those that differ.
+
+    Parameters
+    ----------
+    values : sequence of str
+        Values, by rank.
+    most : int
+        Number of values to name.
+
+    Returns
+    -------
+    str
+        Such as ``0.1 on rank 0, 0.01 on ranks 1 and 2``.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    shown = []
+    for value, those in list(ranks.items())[:most]:
+        first = ", ".join(map(str, those[:most])) + (" and more" if len(those) > most else "")
+        shown.append(f"{value} on rank{'s' if len(those) > 1 else ''} {first}")
+    return ", ".join(shown) + (" and others" if len(ranks) > most else "")
+
+
+_BLOCK = 1 << 18
+"""Words whose weights are kept."""
+_WEIGHTS = (2 * np.arange(_BLOCK, dtype=np.uint32) + 1) * np.uint32(_ODD)
+_weights: dict[torch.device, torch.Tensor] = {}
+
+
+def checksum(words: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of words: the sum of each times an odd number of its own, modulo 2³².
+
+    One changed word is always noticed, as an odd number divides nothing of 2³²; of two or more in 4 billion cases one
+    is not.
+
+    Parameters
+    ----------
+    words : int32 tensor, shape (…, n)
+        Words. Zeros behind them change nothing.
+
+    Returns
+    -------
+    int32 tensor, shape (…)
+        Checksums, on the same device.
+    """
+    if words.is_cpu:
+        rows = words.reshape(-1, words.shape[-1]) if words.dim() > 1 else words[None]
+        sums = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
+        return sums.view(words.shape[:-1])
+    weights = _weights.get(words.device)
+    if weights is None:
+        weights = torch.from_numpy(_WEIGHTS.view(np.int32)).to(words.device)
+        _weights[words.device] = weights
+    total = torch.full(words.shape[:-1], _NOT_ZERO, dtype=torch.int64, device=words.device)
+    for i, start in enumerate(range(0, words.shape[-1], _BLOCK)):
+        block = words[..., start : start + _BLOCK]
+        part = (block * weights[: block.shape[-1]]).sum(-1, dtype=torch.int64)
+        total += (part & 0xFFFFFFFF) * (2 * i + 1)
+    return _narrow(total)
+
+
+def _sum(words: torch.Tensor) -> int:
+    """Return the checksum of a vector in this machine's memory, as an int32."""
+    numbers = words.contiguous().numpy().view(np.uint32)
+    total = _NOT_ZERO
+    for i, start in enumerate(range(0, numbers.size, _BLOCK)):
+        block = numbers[start : start + _BLOCK]
+        # in 32 bits, and without a temporary of the block's size
+        total += int(np.dot(block, _WEIGHTS[: block.size])) * (2 * i + 1)
+    return _signed(total)
+
+
+def _narrow(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the lower 32 bits of numbers as int32."""
+    low = numbers & 0xFFFFFFFF
+    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
+
+
+def checked_bytes(size: int) -> int:
+    """Return the bytes of a message that travels with a checksum behind it.
+
+    Parameters
+    ----------
+    size : int
+        Bytes without it.
+
+    Returns
+    -------
+    int
+        Whole words, and one more.
+    """
+    return 4 * (-(-size // 4) + 1)
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as words, with zeros up to a whole one.
+
+    Parameters
+    ----------
+    values : tensor
+        Values of any dtype.
+
+    Returns
+    -------
+    int32 tensor, shape (⌈bytes/4⌉,)
+        A view of them where that is possible.
+    """
+    flat = values.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.element_size() % 4 == 0 and flat.numel():
+        return flat.view(torch.int32)
+    octets = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    padded = octets.new_zeros(-(-octets.numel() // 4) * 4)
+    padded[: octets.numel()] = octets
+    return padded.view(torch.int32)
+
+
+def check_bodies(bodies: Sequence[torch.Tensor], sums: Sequence[int]) -> None:
+    """Check that messages arrived as they were sent.
+
+    Parameters
+    ----------
+    bodies : sequence of int32 tensors
+        Words, by rank.
+    sums : sequence of int
+        The checksums that came with them.
+
+    Raises
+    ------
+    ExchangeError
+        If one did not.
+    """
+    if all(body.is_cpu for body in bodies):
+        found = [_sum(body) for body in bodies]
+    else:  # one transfer from a device for all ranks
+        found = torch.stack([checksum(body) for body in bodies]).tolist()
+    for rank, (expected, actual) in enumerate(zip(sums, found, strict=True)):
+        if expected != actual:
+            raise damaged(rank, "what it carries does not have its checksum")

@@ -1,0 +1,107 @@
+"""Ranks that differ are refused on all of them by name, and updates that differ are found."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from ranks import run_ranks
+from workers import agreement as cases
+
+from gradstats.compressors import COMPRESSORS, Layerwise, make_compressor, make_selector
+from gradstats.hooks import AdamCorrection, ErrorFeedback, MomentumCorrection
+from gradstats.hooks.agreement import described, optimizer_options
+
+OPTIONS = {
+    **{
+        f"{name}: seed": (functools.partial(make_compressor, name, 0.1), {"seed": 1})
+        for name in ("randomk", "signsgd", "ef-signsgd", "ssdm", "cascading", "marsit")
+    },
+    **{
+        f"{name}: values": (functools.partial(make_compressor, name, 0.1), {"values": "int8"})
+        for name in ("topk", "sidco-e", "lags", "redsync-quantised")
+        if name != "redsync-quantised"
+    },
+    "cltk: indices": (functools.partial(make_compressor, "cltk", 0.1), {"indices": "rice"}),
+    "marsit: full": (functools.partial(make_compressor, "marsit", 0.1), {"full_every": 7}),
+    "decay": (ErrorFeedback, {"decay": 0.5}),
+    "momentum": (MomentumCorrection, {"momentum": 0.5}),
+    "masking": (MomentumCorrection, {"masking": False}),
+    "betas": (AdamCorrection, {"betas": (0.8, 0.99)}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_described(name):
+    make, other = OPTIONS[name]
+    assert dict(described("x", make())) == dict(described("x", make()))
+    assert dict(described("x", make())) != dict(described("x", make(**other)))
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "none"])
+def test_a_ratio_is_described_wherever_there_is_one(name):
+    one, other = (make_compressor(name, ratio) for ratio in (0.1, 0.2))
+    differ = dict(described("x", one)) != dict(described("x", other))
+    assert differ == one.has_ratio
+
+
+def test_functions_are_known_by_what_is_in_them():
+    def choose(ratio):
+        return Layerwise(lambda name, numel: make_selector("topk", ratio))
+
+    one, same, other = (dict(described("x", choose(ratio))) for ratio in (0.1, 0.1, 0.2))
+    assert one == same != other
+
+
+def test_a_rate_of_an_optimizer_is_in_its_options():
+    weight = torch.nn.Parameter(torch.ones(1))
+    one, other = (
+        optimizer_options(torch.optim.SGD([weight], lr=rate, momentum=0.9)) for rate in (0.1, 0.2)
+    )
+    assert "lr 0.1" in one
+    assert one != other
+
+
+@pytest.mark.distributed
+def test_what_differs_is_named_on_all_ranks():
+    reports = run_ranks(2, cases.differences)
+    said = reports[0]
+    assert reports[1] == said
+    assert said["ratio"] == (
+        "InputError: the ranks differ in compressor.selector.ratio, 0.2 on rank 0, 0.1 on rank 1: give all of them "
+        "the same"
+    )
+    assert said["left alone"] == "0"
+    assert "differ in compressor.seed, 0 on rank 0, 1 on rank 1" in said["seed"]
+    assert said["on the way"].endswith("differ in ratio in step 1, 0.1 on rank 0, 0.3 on rank 1")
+    assert said["dense on one"].endswith("differ in ratio in step 3, 0.1 on rank 0, 1 on rank 1")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_update_that_differs_is_found_where_it_is_verified(world):
+    who = "ranks 0 and 1 differ" if world == 2 else "rank 2 differs from the others"
+    for report in run_ranks(world, cases.verified):
+        assert report == [
+            "",
+            "",
+            f"ExchangeError: step 2: 1.weight did not become the same on all ranks: {who}",
+            True,
+        ]
+
+
+@pytest.mark.distributed
+def test_local_steps_that_differ_are_named():
+    reports = run_ranks(2, cases.local_steps)
+    said = reports[0]
+    assert reports[1] == said
+    assert "differ in steps, 4 on rank 0, 3 on rank 1" in said["steps"]
+    assert "differ in the outer optimizer's options in step" in said["a scheduler of one rank"]
+    assert "lr 0.5" in said["a scheduler of one rank"]
+    for name in ("two steps more", "two steps more, late"):
+        assert "the ranks have taken different numbers of local steps" in said[name]
+        assert "rank 0 has ended after 8, rank 1 is at " in said[name]
+    assert "1.bias did not become the same on all ranks: ranks 0 and 1 differ" in said["verified"]
+    assert said["well"] == ""
+    assert "rank 0 has ended after 8, rank 1 has ended after 9" in said["a step more"]
