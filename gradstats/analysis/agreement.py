@@ -151,7 +151,7 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
         "cosine": float(np.mean(cosines)),
         "signs": agree / either if either else math.nan,
         "overlap": both / selected if selected else math.nan,
-        "union": fit_union(numel, counts).predicted(workers) / selected if selected else math.nan,
+        "union": fit_union(counts).predicted(workers) / selected if selected else math.nan,
         "explained": of_mean / square if square else math.nan,
         "noise": noise,
         "signal": of_mean - noise / n,
