@@ -67,10 +67,11 @@ def plan(
         Source whose layers are sent: a trace or its path, a gradient file, an array, or named arrays. Its gradients say
         how many elements threshold rules keep, and several captured ranks how much their selections overlap.
     network : Network, str or Path
-        Cost model, measured or assumed, or the file that it was saved to.
+        Cost model, measured or assumed (:func:`gradstats.network.link`), or the file that it was saved to.
     compute : float or sequence of float
-        Seconds of a step's forward and backward pass. Give several measurements if there are: the median counts, and
-        the intervals have their noise.
+        Seconds of a step's forward and backward pass on one worker. Give those of several steps if there are: the
+        median counts, and their spread says how long all wait for the slowest, the largest of so many draws of a
+        log-normal law. A single time does not say.
     workers : sequence of int
         Numbers of workers.
     ratios : sequence of float
@@ -111,7 +112,7 @@ def plan(
         - utilisation, the share of it that is computing, and its 95 % interval utilisation_low and utilisation_high.
         - bandwidth_50, _75, _90, _95 and _99, the Mbit/s from which on utilisation is at least so many percent;
           infinite if no bandwidth is enough, 0 if any is. These fields are there where local steps are asked for.
-        - speedup over the baseline, and its 95 % interval speedup_low and speedup_high.
+        - speedup over the baseline, and its 95 % interval speedup_low and speedup_high; NaN of the baseline itself.
         - break_even, the bandwidth in Mbit/s where it begins to be faster than the baseline, and pays, on which side:
           ``"below"``, ``"above"``, ``"always"`` (break_even is infinite), ``"never"`` (0), or empty for the baseline
           (NaN).
@@ -125,6 +126,10 @@ def plan(
         - bytes, sent by a rank in a step, with local steps in an interval, and selected, the number of elements.
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
+        - slowest, how many times as long as the median the slowest worker is expected to compute, which is in compute;
+          NaN if unknown.
+        - measured, whether the network knows how long it takes to select. If not, the fields that depend on it are NaN,
+          limit is ``"not measured"``, and the record is after the others and not recommended.
         - union, the number of positions that all workers send together; NaN if unknown.
         - layers, the ratio of each layer if the compressor chooses them, else empty. They are equal where it sends the
           gradient as a whole.
