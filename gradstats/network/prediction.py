@@ -83,12 +83,13 @@ class Draws:
         generator = np.random.default_rng(0)
         drawn = [network.drawn(generator) for _ in range(draws)]
 
-        def errors() -> Seconds:
+        def errors(steps: int) -> Seconds:
             error = ERROR * generator.standard_t(SYSTEMS - 1, draws * _TRAININGS)
-            return np.exp([0.0, *(LATE + error)])
+            # what makes a step late is in each exchange: of local steps, few have one
+            return np.exp([0.0, *(LATE / max(steps, 1) + error)])
 
         by_training = {
-            (*each, steps): errors()
+            (*each, steps): errors(steps)
             for steps in dict.fromkeys((0, *question.local_steps))
             for each in question.choices()
         }
