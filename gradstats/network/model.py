@@ -519,7 +519,12 @@ class Network:
             if not isinstance(content["about"], dict):
                 raise ValueError("its description is no object")
             lines = tuple(Line(**_tuples(line)) for line in content["lines"])
-            if not all(map(_sound, lines)):
+            doubt = content["about"].get("doubt", [0.0, 0.0])
+            if (
+                not all(map(_sound, lines))
+                or len(doubt) != 2
+                or not all(0 <= d < _MOST_DOUBT for d in doubt)
+            ):
                 raise ValueError("numbers that no measurement gives")
             return cls(lines, dict(content["algorithms"]), dict(content["about"]))
         except OSError as error:
@@ -533,6 +538,8 @@ class Network:
             raise InputError(f"{path} is not a measured network") from None
 
 
+_MOST_DOUBT = 10.0
+"""Standard deviations of the logarithm that no link has."""
 _MOST = 1e18
 """Bytes, seconds or ranks that nothing measured reaches: what is computed of more leaves the range of numbers."""
 

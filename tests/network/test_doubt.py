@@ -165,6 +165,18 @@ class TestLinks:
             width = math.log(most / least) / 2
             assert ends == pytest.approx([-width, width], rel=0.1, abs=0.01)
 
+    def test_it_is_kept_in_a_file(self, tmp_path):
+        link("wan").save(tmp_path / "wan.json")
+        again = Network.load(tmp_path / "wan.json")
+        rng = [np.random.default_rng(5) for _ in range(2)]
+        assert again.drawn(rng[0]).lines == link("wan").drawn(rng[1]).lines
+        for wrong in ([math.inf, 1], [0.1], "xy", 3):
+            content = json.loads((tmp_path / "wan.json").read_text())
+            content["about"]["doubt"] = wrong
+            (tmp_path / "wrong.json").write_text(json.dumps(content))
+            with pytest.raises(InputError, match="is not a measured network"):
+                Network.load(tmp_path / "wrong.json")
+
     def test_a_round_trip_is_two_messages(self):
         alpha, beta = link("2.5gbit", rtt=0.02).link("hop")
         assert alpha.value == pytest.approx(0.01)
