@@ -210,7 +210,7 @@ def plan(  # numpydoc ignore=PR01
         note(f"Not considered, as the network was measured without them: {records[0]['left_out']}.")
     if unknown := sorted({r["compressor"] for r in records if not r["measured"]}):
         note(f"Selection not measured, and so not ranked: {', '.join(unknown)}.")
-    if any("?" in _shown(r)["pays"] for r in records):
+    if not local and any("?" in _shown(r)["pays"] for r in records):
         note("?: by the prediction alone; at this rate it cannot be told from dense.")
     if link is not None:
         note(_assumed(cluster))
