@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import numpy as np
 
+from gradstats.analysis.over import Over, shares, subset_of
 from gradstats.console import followed
 from gradstats.errors import InputError, TraceError
 from gradstats.primitives import Array, top_candidates
@@ -25,18 +26,14 @@ __all__ = ["agreement"]
 _OVER_STEPS = ("cosine", "signs", "overlap", "union", "explained")
 
 
+@shares(Over)
 def agreement(
     source: object,
     *,
     ratio: float = 0.001,
     workers: int | None = None,
     batch: int | None = None,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Over],
 ) -> Records:
     """Compare the gradients that the ranks of a run had in the same steps.
 
@@ -50,16 +47,8 @@ def agreement(
         Number of workers to predict the union for; by default twice as many as were captured.
     batch : int, optional
         Samples in a rank's batch; by default ``batch_size`` of the trace's metadata.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; by default all ranks, and the steps that all of them have.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
-    per_layer : bool, optional
-        Look at every parameter by itself, too.
-    on_progress : callable, optional
-        Called after every step of each kind.
+    **over : Unpack[Over]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
 
     Returns
     -------
@@ -87,10 +76,11 @@ def agreement(
     steps) from 20 steps on. The interval is about these steps: the noise scale grows as the loss falls. Of a kind other
     than ``gradient`` it describes the vector that is exchanged, and is no batch size.
 
-    All ranks' gradients of one step are in memory at once.
+    By default it looks at all ranks, and at the steps that all of them have. All ranks' gradients of one step are in
+    memory at once.
     """
     opened, k_ratio = open_source(source), check_ratio(ratio)
-    subset = Subset(steps, ranks, kinds, layers, per_layer)
+    subset = subset_of(over)
     parameters = subset.parameters(opened)
     if batch is not None:
         batch = check_count(batch, "batch")
@@ -110,7 +100,7 @@ def agreement(
                 found = _one([v[layer] for v in vectors], k_ratio, world)
                 several.setdefault(layer, []).append(found)
                 records.append(_record(labels, [found], batch))
-            on_progress()
+            over["on_progress"]()
         for layer, found_ in several.items():
             labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
             records.append(_record(labels, found_, batch))
@@ -161,7 +151,7 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
         "cosine": float(np.mean(cosines)),
         "signs": agree / either if either else math.nan,
         "overlap": both / selected if selected else math.nan,
-        "union": fit_union(numel, counts).predicted(workers) / selected if selected else math.nan,
+        "union": fit_union(counts).predicted(workers) / selected if selected else math.nan,
         "explained": of_mean / square if square else math.nan,
         "noise": noise,
         "signal": of_mean - noise / n,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
+from gradstats.analysis.over import SpreadGradients, shares, subset_of
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import RATIOS, check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
@@ -20,8 +21,7 @@ from gradstats.statistics.laws.choice import chosen
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import Z95, FitError
 from gradstats.tables import Records
-from gradstats.trace import Kind
-from gradstats.trace.sources import Source, Subset
+from gradstats.trace.sources import Source
 
 __all__ = ["closest_laws", "evenly", "law_pairs"]
 
@@ -131,18 +131,15 @@ def _by_layer(
     return threshold
 
 
+@shares(SpreadGradients)
 def law_pairs(
     source: Source,
     models: Sequence[str] | Literal["all"] | None = None,
     *,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
     most: int | None = None,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[SpreadGradients],
 ) -> Records:
     """Fit laws at every captured step, and compare their thresholds with the exact ones of the next captured step.
 
@@ -160,16 +157,10 @@ def law_pairs(
         Method of all fits, as in :func:`gradstats.fit`. By default each law has its own.
     ratios : sequence of float, optional
         Kept fractions k/d in use, each in (0, 1]; those that leave fewer than ten elements are left out.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
     most : int, optional
         Most steps looked at, evenly spread from the first to the last; all by default.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Returns
     -------
@@ -185,12 +176,12 @@ def law_pairs(
         If a law, a method or a ratio is unknown, or nothing matches.
     """
     work = _Thresholds(tuple(chosen(models, method)), method, tuple(check_ratios(ratios)))
-    subset = Subset(steps, ranks, kinds)
+    subset = replace(subset_of(over), per_layer=len(source.layers) > 1)
     if most is not None:
         steps = evenly(sorted({step for _, _, step in subset.keys(source)}), most)
-    subset = Subset(steps, ranks, kinds, per_layer=len(source.layers) > 1)
+        subset = replace(subset, steps=steps)
     series: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in each_sketched(source, subset, work, client, on_progress):
+    for record in each_sketched(source, subset, work, over["client"], over["on_progress"]):
         key = tuple(record[label] for label in ("trace", "rank", "kind"))
         series.setdefault(key, []).append(record)
     found = Records()

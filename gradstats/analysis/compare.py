@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.causes import Measured, explain
+from gradstats.analysis.over import Over, shares
 from gradstats.analysis.pieces import PIECE, Key
 from gradstats.console import followed
 from gradstats.errors import InputError
@@ -72,18 +73,14 @@ class _Side:
                 yield as_numpy(self.source.elements(*key, p.start, p.stop))
 
 
+@shares(Over)
 def compare(
     a: object,
     b: object,
     *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
     weights: object = None,
     tolerance: float = TOLERANCE,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Over],
 ) -> Comparison:
     """Compare the gradients of two runs, aligned by parameter name, kind, step and rank, and name the likely cause.
 
@@ -92,21 +89,12 @@ def compare(
     a, b : str, Path, Trace, array_like, mapping of str to array_like, or Source
         Traces or their paths, gradient files, arrays, or arrays by layer name. ``module.`` and the like, which
         wrappers put before names, do not count. A single vector is laid out as the other source's parameters are.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to compare; by default all that both have. A file has step 0 of rank 0, and is compared with
-        whatever single step is chosen of a trace.
-    kinds : sequence of Kind, optional
-        Kinds to compare; by default all that both have.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: give records of these parameters, too.
-    per_layer : bool, optional
-        Give a record of every parameter, too.
     weights : str, Path, mapping of str to array_like, or Source, optional
         Parameters of the model, such as a file of its ``state_dict``: tells weight decay from its first step on.
     tolerance : float, optional
         Relative error up to which two gradients are the same, in (0, 1).
-    on_progress : callable, optional
-        Called after every group of layers.
+    **over : Unpack[Over]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
 
     Returns
     -------
@@ -124,6 +112,9 @@ def compare(
 
     Notes
     -----
+    By default all steps, ranks and kinds are compared that both have. A file has step 0 of rank 0, and is compared with
+    whatever single step is chosen of a trace.
+
     A cause is a guess that fits: it is named where b follows from a by that cause alone, to the tolerance (or to the
     rounding of the shorter type). Several mistakes at once, and what follows from a difference in later steps, have no
     such name. A factor of 4 is the same whether four ranks or four micro-batches were summed: the world sizes that
@@ -138,11 +129,11 @@ def compare(
     """
     tolerance = check_number(tolerance, "tolerance", 0, 1)
     names, shapes, sides, unmatched = _aligned(
-        open_source(a), open_source(b), {"steps": steps, "ranks": ranks, "kinds": kinds}
+        open_source(a), open_source(b), {n: over[n] for n in ("steps", "ranks", "kinds")}
     )
-    wanted = chosen(names, layers, per_layer, "the two sources")
+    wanted = chosen(names, over["layers"], over["per_layer"], "the two sources")
     decayed = None if weights is None else _weights(open_source(weights), names, sides[0])
-    measured = _measure(names, shapes, sides, decayed, on_progress)
+    measured = _measure(names, shapes, sides, decayed, over["on_progress"])
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
     found = Comparison()
     found.unmatched = unmatched

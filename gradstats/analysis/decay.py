@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.analysis.over import SpreadGradients, shares, subset_of
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_largest, plan_sketches
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import (
@@ -20,21 +21,16 @@ from gradstats.statistics.compressibility import (
     with_blocks,
 )
 from gradstats.tables import Records
-from gradstats.trace import Kind
-from gradstats.trace.sources import Source, Subset
+from gradstats.trace.sources import Source
 
 __all__ = ["compressibility_records"]
 
 
+@shares(SpreadGradients)
 def compressibility_records(
     sources: Iterable[Source],
     window: tuple[int, int] | None = None,
-    *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[SpreadGradients],
 ) -> Records:
     """Return the decay of every gradient, then of controls of the same size and window.
 
@@ -44,14 +40,8 @@ def compressibility_records(
         Sources to read piece by piece.
     window : (int, int), optional
         First and last rank to look at, as in :func:`gradstats.compressibility`.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Returns
     -------
@@ -64,7 +54,7 @@ def compressibility_records(
     InputError
         If the window does not fit, or nothing matches.
     """
-    subset = Subset(steps, ranks, kinds)
+    subset = subset_of(over)
     records = Records()
     sizes: dict[int, None] = {}
     for source in sources:
@@ -78,9 +68,9 @@ def compressibility_records(
             layers = np.array([layer.offset for layer in source.layers], np.int64)
             return submit(_decay, source.labels(*key), largest, sketches, window, layers)
 
-        for record in evaluate(plan, subset.keys(source), client):
+        for record in evaluate(plan, subset.keys(source), over["client"]):
             records.append(record)
-            on_progress()
+            over["on_progress"]()
         sizes[source.numel] = None
     for numel in sizes:
         for name in CONTROLS:

@@ -6,11 +6,12 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.analysis.over import Spread, shares, subset_of
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
 from gradstats.analysis.quality import inner_90, spread_of
 from gradstats.errors import unknown
@@ -24,7 +25,6 @@ from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Drift, Records
-from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
 if TYPE_CHECKING:
@@ -115,19 +115,14 @@ class _Measuring:
         return {"shape": fitted.shape, "scale": fitted.params["scale"], **measured}
 
 
+@shares(Spread)
 def over_training(
     source: object,
     *,
     models: Sequence[str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Spread],
 ) -> xarray.Dataset:
     """Measure every captured gradient of a run.
 
@@ -141,18 +136,8 @@ def over_training(
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     ratios : sequence of float, optional
         Kept fractions k/d of the exact thresholds, each in (0, 1].
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: measure these parameters by themselves, too.
-    per_layer : bool, optional
-        Measure every parameter by itself, too.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Spread]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -169,12 +154,12 @@ def over_training(
     """
     return dataset_of(
         open_source(source),
-        Subset(steps, ranks, kinds, layers, per_layer),
+        subset_of(over),
         models=models,
         method=method,
         ratios=ratios,
-        client=client,
-        on_progress=on_progress,
+        client=over["client"],
+        on_progress=over["on_progress"],
     )
 
 
@@ -275,6 +260,7 @@ def _scalars(
     return {name: (("step", "rank"), array) for name, array in arrays.items()}
 
 
+@shares(Spread)
 def drift(
     source: object,
     quantities: Sequence[str] = (),
@@ -282,13 +268,7 @@ def drift(
     models: Sequence[str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Spread],
 ) -> Records:
     """Measure every captured gradient of a run, and quantify how it moves: :func:`drift_records` in one call.
 
@@ -304,18 +284,8 @@ def drift(
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     ratios : sequence of float, optional
         Kept fractions k/d of the exact thresholds, each in (0, 1].
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: follow these parameters by themselves, too.
-    per_layer : bool, optional
-        Follow every parameter by itself, too.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Spread]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -335,19 +305,7 @@ def drift(
     for name in names:
         if name not in QUANTITIES:
             raise unknown("quantity", name, QUANTITIES)
-    dataset = over_training(
-        source,
-        models=models,
-        method=method,
-        ratios=ratios,
-        steps=steps,
-        ranks=ranks,
-        kinds=kinds,
-        layers=layers,
-        per_layer=per_layer,
-        client=client,
-        on_progress=on_progress,
-    )
+    dataset = over_training(source, models=models, method=method, ratios=ratios, **over)
     return drift_records(dataset, names)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
+from gradstats.analysis.over import Spread, shares, subset_of
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import fit
@@ -15,8 +16,7 @@ from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Records
-from gradstats.trace import Kind
-from gradstats.trace.sources import Source, Subset
+from gradstats.trace.sources import Source
 
 __all__ = ["UNTESTED", "fit_records"]
 
@@ -96,6 +96,7 @@ class _Fitting:
         return UNTESTED | tested
 
 
+@shares(Spread)
 def fit_records(
     source: Source,
     models: Sequence[str] | Literal["all"] | None = None,
@@ -104,13 +105,7 @@ def fit_records(
     replicates: int = 0,
     size: int = 2000,
     seed: int = 0,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Spread],
 ) -> Records:
     """Fit models to every gradient of a source, whole (layer ``all``) and optionally by layer.
 
@@ -128,18 +123,8 @@ def fit_records(
         Elements of the subsample that the bootstrap tests.
     seed : int, optional
         Seed of the subsample and the replicates.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: fit these parameters by themselves, too.
-    per_layer : bool, optional
-        Fit every parameter by itself, too.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Spread]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -155,5 +140,4 @@ def fit_records(
         If a model or method is unknown, or nothing matches.
     """
     work = _Fitting(tuple(chosen(models, method)), method, replicates, size, seed)
-    subset = Subset(steps, ranks, kinds, layers, per_layer)
-    return each_sketched(source, subset, work, client, on_progress)
+    return each_sketched(source, subset_of(over), work, over["client"], over["on_progress"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
+from gradstats.analysis.over import Spread, SpreadGradients, shares, subset_of
 from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import check_count, check_ratios, check_seed
 from gradstats.primitives.sketch import Sketch
@@ -22,7 +23,6 @@ from gradstats.statistics.pot.peaks import MODEL
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Records
-from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, open_source
 
 __all__ = ["mixture_records", "pot", "pot_records"]
@@ -97,6 +97,7 @@ class _Peaks:
         return records
 
 
+@shares(Spread)
 def pot(
     source: object,
     ratios: Sequence[float] | None = None,
@@ -105,13 +106,7 @@ def pot(
     replicates: int = 0,
     size: int = 1000,
     seed: int = 0,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Spread],
 ) -> Records:
     """Fit the peaks over a series of thresholds, or one tail layer by layer; ``gradstats.pot(…)`` is this function.
 
@@ -130,18 +125,8 @@ def pot(
         Elements of each subsample that the bootstrap tests.
     seed : int, optional
         Seed of the subsamples and the replicates.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: compare these layers.
-    per_layer : bool, optional
-        Compare the tails of all layers, pooled, normalised and one by one, instead of thresholds.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Spread]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -153,19 +138,25 @@ def pot(
     InputError
         If a ratio is outside (0, 1], the method is unknown, or nothing matches.
 
+    Notes
+    -----
+    With `layers` or `per_layer` the tails of these layers or of all are compared, pooled, normalised and one by one,
+    in place of thresholds.
+
     Examples
     --------
     ``gradstats.pot("run.zarr", steps=[100]).to_dataframe()``
     """
     opened = open_source(source)
-    given: dict[str, Any] = {"method": method, "steps": steps, "ranks": ranks, "kinds": kinds}
-    given |= {"client": client, "on_progress": on_progress}
+    layers, per_layer = over.pop("layers"), over.pop("per_layer")
+    given: dict[str, Any] = {"method": method, **over}
     if per_layer or layers is not None:
         at = _TAIL if ratios is None else [*check_ratios(ratios), _TAIL][0]
         return mixture_records(opened, at, layers=layers, **given)
     return pot_records(opened, ratios, replicates=replicates, size=size, seed=seed, **given)
 
 
+@shares(SpreadGradients)
 def pot_records(
     source: Source,
     ratios: Sequence[float] | None = None,
@@ -174,11 +165,7 @@ def pot_records(
     replicates: int = 0,
     size: int = 1000,
     seed: int = 0,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[SpreadGradients],
 ) -> Records:
     """Return the peaks over a series of thresholds of every gradient of a source.
 
@@ -197,14 +184,8 @@ def pot_records(
         Elements of each subsample that the bootstrap tests.
     seed : int, optional
         Seed of the subsamples and the replicates.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Returns
     -------
@@ -223,20 +204,17 @@ def pot_records(
     law_of(MODEL).solver(method)
     check_count(replicates, "replicates", 0)
     work = _Peaks(asked, method, replicates, check_count(size, "size", 2), check_seed(seed))
-    return each_sketched(source, Subset(steps, ranks, kinds), work, client, on_progress)
+    return each_sketched(source, subset_of(over), work, over["client"], over["on_progress"])
 
 
+@shares(SpreadGradients)
 def mixture_records(
     source: Source,
     at: float = _TAIL,
     *,
     method: Method = "mle",
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
     layers: Sequence[str] | None = None,
-    client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[SpreadGradients],
 ) -> Records:
     """Return the tail shapes of every gradient: pooled, pooled after normalising layers, and layer by layer.
 
@@ -248,16 +226,10 @@ def mixture_records(
         Share of the non-zero elements that counts as the tail, as in :func:`gradstats.pot.mixture`.
     method : Method, optional
         Method of the generalized Pareto fits.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
     layers : sequence of str, optional
         Patterns of parameter names, as in :mod:`fnmatch`: show only these. The pooled shapes have all parameters.
-    client : distributed.Client, optional
-        Cluster that does the work.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Returns
     -------
@@ -274,8 +246,8 @@ def mixture_records(
     """
     shown = Subset(layers=layers, per_layer=True).parameters(source)
     work = partial(_mixture, at=at, method=method, shown=("pooled", "normalised", *shown))
-    subset = Subset(steps, ranks, kinds, per_layer=True)
-    records = each_sketched(source, subset, work, client, on_progress)
+    subset = replace(subset_of(over), per_layer=True)
+    records = each_sketched(source, subset, work, over["client"], over["on_progress"])
     each = (r for r in records if r["layer"] not in ("pooled", "normalised"))
     add_holm(each, "p_value", "p_holm", ("step", "rank", "kind"))
     return records

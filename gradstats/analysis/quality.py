@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.analysis.over import Over, shares, subset_of
 from gradstats.console import followed
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
@@ -22,7 +23,6 @@ from gradstats.statistics.solution import Z95
 from gradstats.tables import Quality, Records
 from gradstats.thresholds import ESTIMATORS, Estimate, Estimator, make_estimator
 from gradstats.thresholds.base import RandomEstimator
-from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
 __all__ = [
@@ -124,18 +124,14 @@ def spread_of(count: int) -> str:
     return "least to largest" if count < _FEWEST_FOR_QUANTILES else "5 % to 95 %"
 
 
+@shares(Over)
 def quality_series(
     source: object,
     ratios: Sequence[float] = RATIOS,
     estimators: Iterable[str] | None = None,
     *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
     options: Options | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Over],
 ) -> Records:
     """Replay estimators over every gradient of a source, one record each.
 
@@ -149,18 +145,10 @@ def quality_series(
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
-    per_layer : bool, optional
-        Look at every parameter by itself, too.
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Over]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
 
     Returns
     -------
@@ -176,9 +164,13 @@ def quality_series(
     InputError
         If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
     """
-    subset = Subset(steps, ranks, kinds, layers, per_layer)
     return series_of(
-        open_source(source), subset, ratios, estimators, options=options, on_progress=on_progress
+        open_source(source),
+        subset_of(over),
+        ratios,
+        estimators,
+        options=options,
+        on_progress=over["on_progress"],
     )
 
 
@@ -355,18 +347,14 @@ def _energy(values: NDArray[np.float64]) -> float:
         return float(np.square(values).sum())
 
 
+@shares(Over)
 def quality(
     source: object,
     ratios: Sequence[float] = RATIOS,
     estimators: Iterable[str] | None = None,
     *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
     options: Options | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Over],
 ) -> Records:
     """Compare the number of elements that estimated thresholds keep with the target, k̂/k.
 
@@ -378,18 +366,10 @@ def quality(
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
-    per_layer : bool, optional
-        Look at every parameter by itself, too.
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Over]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
 
     Returns
     -------
@@ -416,15 +396,14 @@ def quality(
     Stateful rules (reuse, feedback, warm start, adaptive stages) see the captured steps as if they were adjacent. On a
     trace of a few distant steps they look worse than in training.
     """
-    subset = Subset(steps, ranks, kinds, layers, per_layer)
     return summarise(
         series_of(
             open_source(source),
-            subset,
+            subset_of(over),
             ratios,
             estimators,
             options=options,
-            on_progress=on_progress,
+            on_progress=over["on_progress"],
         )
     )
 
@@ -589,18 +568,14 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     return found
 
 
+@shares(Over)
 def stage_budget(
     source: object,
     ratios: Sequence[float] = RATIOS,
     estimators: Iterable[str] | None = None,
     *,
-    steps: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-    kinds: Sequence[Kind] | None = None,
-    layers: Sequence[str] | None = None,
-    per_layer: bool = False,
     options: Options | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    **over: Unpack[Over],
 ) -> Records:
     """Split the error of multi-stage thresholds over their stages.
 
@@ -615,18 +590,10 @@ def stage_budget(
         Kept fractions k/d, each in (0, 1].
     estimators : iterable of str, optional
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default. Those without stages have no records.
-    steps, ranks : sequence of int, optional
-        Steps and ranks to look at; all by default.
-    kinds : sequence of Kind, optional
-        Kinds to look at; all by default.
-    layers : sequence of str, optional
-        Patterns of parameter names, as in :mod:`fnmatch`: look at these parameters by themselves, too.
-    per_layer : bool, optional
-        Look at every parameter by itself, too.
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
-    on_progress : callable, optional
-        Called after every gradient.
+    **over : Unpack[Over]
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
 
     Returns
     -------
@@ -639,8 +606,7 @@ def stage_budget(
     InputError
         If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
     """
-    subset = Subset(steps, ranks, kinds, layers, per_layer)
-    opened = open_source(source)
+    opened, subset, on_progress = open_source(source), subset_of(over), over["on_progress"]
     records = Records()
     for played in _replay(opened, subset, ratios, estimators, options, on_progress):
         stages = played.estimate.details.get("stages", [])

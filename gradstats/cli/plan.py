@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +29,9 @@ from gradstats.cli.options import (
 from gradstats.cli.output import Records, emit, given, note
 from gradstats.errors import InputError
 
+if TYPE_CHECKING:
+    from gradstats.network import Network
+
 __all__ = ["plan"]
 
 _CAVEAT = "Predicted, not run; the prediction says nothing about how training converges."
@@ -32,23 +39,38 @@ _CAVEAT = "Predicted, not run; the prediction says nothing about how training co
 
 def plan(  # numpydoc ignore=PR01
     source: SourceArgument,
+    workers: Annotated[
+        list[int], typer.Option("--workers", help="Number of workers (repeatable).", min=1)
+    ],
     measured_network: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--network",
             help="Measured cluster: a file that `bench-network --measure` or "
             "`python -m gradstats.network` wrote.",
             metavar="network.json",
         ),
-    ],
-    workers: Annotated[
-        list[int], typer.Option("--workers", help="Number of workers (repeatable).", min=1)
-    ],
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --network, a link that was not measured: 1gbit, 10gbit, 100gbit, wan, or another rate. "
+            "Selections are timed on this machine.",
+            metavar="LINK",
+        ),
+    ] = None,
+    rtt: Annotated[
+        str | None,
+        typer.Option(
+            help="Round trip between two workers of --link, as `ping` shows it: 20ms, 80us.",
+            metavar="TIME",
+        ),
+    ] = None,
     compute: Annotated[
         list[float] | None,
         typer.Option(
-            help="Time of a step without its exchange; that of --measured if absent. Repeat it for several "
-            "measurements: the intervals then have their noise.",
+            help="Time of a step of one worker without its exchange; that of --measured if absent. Repeat it for "
+            "several steps: how they differ says how long all wait for the slowest.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -122,7 +144,7 @@ def plan(  # numpydoc ignore=PR01
     and 99 % of it take, with pseudo-gradients in place of gradients.
     """
     from gradstats import network
-    from gradstats.collectives import Codec
+    from gradstats.collectives.codec import PLAIN, Codec
     from gradstats.console import progress_bar
     from gradstats.network.rates import format_rate, parse_rate
     from gradstats.trace.sources import open_sources
@@ -137,11 +159,15 @@ def plan(  # numpydoc ignore=PR01
         if not (up and down) or rates:
             raise InputError("--up and --down go together, and take the place of --bandwidth")
         rates = [(parse_rate(up), parse_rate(down))]
+    coded = Codec(indices, values) != PLAIN
     with progress_bar() as bar:
         bar.add_task("plan", total=None)
+        cluster = _cluster(
+            measured_network, link, rtt, sources[0].numel, ratio, compressor or (), coded
+        )
         records = network.plan(
             sources[0],
-            network.Network.load(measured_network),
+            cluster,
             compute,
             workers,
             **given(ratios=ratio, compressors=compressor, rates=rates, local_steps=local_steps),
@@ -182,17 +208,26 @@ def plan(  # numpydoc ignore=PR01
         note(f"Assumed to send exactly k: {', '.join(assumed)}.")
     if not compressor and records[0]["left_out"]:
         note(f"Not considered, as the network was measured without them: {records[0]['left_out']}.")
-    if any(r["low"] < r["high"] for r in records):
-        held, known = network.HELD
-        note(
-            f"Intervals: 95 %; of {known} steps measured elsewhere (docs/network.md) they held {held}"
-            + (", none of them with local steps." if local else ".")
-        )
+    if unknown := sorted({r["compressor"] for r in records if not r["measured"]}):
+        note(f"Selection not measured, and so not ranked: {', '.join(unknown)}.")
+    if not local and any("?" in _shown(r)["pays"] for r in records):
+        note("?: by the prediction alone; at this rate it cannot be told from dense.")
+    if link is not None:
+        note(_assumed(cluster))
+    if any(math.isnan(r["slowest"]) for r in records) and not measured:
+        note("How long all wait for the slowest worker is not known from one --compute.")
+    held, known = network.HELD
+    note(
+        f"Intervals: 95 %; of {known} steps of {network.SYSTEMS} systems (docs/network.md), each left out when the "
+        f"error was estimated, they held {held}" + (", none with local steps." if local else ".")
+    )
     note(_CAVEAT)
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record with its break-even bandwidths in words."""
+    from gradstats.network import doubtful
+
     found: dict[str, Any] = {
         name: "never" if math.isinf(value) else "any" if not value else _rounded(value)
         for name, value in record.items()
@@ -203,6 +238,8 @@ def _shown(record: dict[str, Any]) -> dict[str, Any]:
         found[name] = (
             f"{side} {_rounded(record[at])}" if side in ("below", "above") else side or "–"
         )
+    if record["pays"] and doubtful(record):
+        found["pays"] += "?"
     return record | found
 
 
@@ -234,11 +271,63 @@ def _points(path: Path) -> Records:
         ) from None
 
 
+def _cluster(
+    file: Path | None,
+    link: str | None,
+    rtt: str | None,
+    numel: int,
+    ratios: list[float] | None,
+    compressors: Sequence[str],
+    coded: bool,
+) -> Network:
+    """Return the network that a plan is for: measured, or of usual links, with local work timed here."""
+    from gradstats import network
+    from gradstats.compressors import COMPRESSORS
+    from gradstats.network.measure import time_local
+
+    if (file is None) == (link is None):
+        raise InputError(
+            "say one of --link (1gbit, 10gbit, 100gbit, wan, or a rate) and --network FILE, which `torchrun … -m "
+            "gradstats.network -o FILE` writes on the cluster and `gradstats bench-network --measure FILE` in a lab"
+        )
+    if file is not None:
+        if rtt is not None:
+            raise InputError("--rtt is of --link; a measured network has its latencies")
+        return network.Network.load(file)
+    assert link is not None
+    usual = network.link(link, None if rtt is None else _seconds(rtt))
+    selects = [name for name in compressors or COMPRESSORS if name != "none"]
+    return replace(
+        usual,
+        lines=usual.lines + time_local(numel, (ratios or [0.001])[0], selects, coded=coded),
+    )
+
+
+def _assumed(usual: Network) -> str:
+    """Say what a link that was not measured is taken to be, and in which range."""
+    alpha, beta = (each.value for each in usual.link("hop"))
+    (low, high), (fast, slow) = usual.about["range"].values()
+    return (
+        f"{usual.about['link']} was not measured: a message takes {1e3 * alpha:.3g} ms ({1e3 * low:.3g} to "
+        f"{1e3 * high:.3g}) and {beta * usual.rate / 8:.3g} times its bytes at the link's rate ({fast:.3g} to "
+        f"{slow:.3g}), with sources in docs/concepts/cost.md."
+    )
+
+
+def _seconds(text: str) -> float:
+    """Return a round trip in seconds."""
+    units = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(us|µs|ms|s)", text.strip().lower())
+    if match is None:
+        raise InputError(f"a round trip is like 20ms, 80us or 0.1s, not {text!r}")
+    return float(match[1]) * units[match[2]]
+
+
 def _computing(points: Records) -> list[float]:
-    """Return the times of computing in the measured steps."""
+    """Return the time of computing in the measured steps, which has the wait for the slowest already."""
     if not points:
         raise InputError("say --compute SECONDS, or --measured with a file of `bench-network`")
-    return list(dict.fromkeys(float(point["compute"]) for point in points))
+    return [median(float(point["compute"]) for point in points)]
 
 
 def _draw(records: Records, points: Records, path: Path) -> None:

@@ -5,10 +5,12 @@ command line.
 """
 
 from gradstats.compressors.cost import Exchange, Work
-from gradstats.network.advice import advice, local_advice
+from gradstats.network.advice import advice, doubtful, local_advice
 from gradstats.network.exchange import break_even, exchange
+from gradstats.network.links import LINKS, Link, link
 from gradstats.network.model import ALGORITHMS, Interval, Line, Network, fit_line, interval
 from gradstats.network.plan import HELD, TARGETS, plan
+from gradstats.network.prediction import SYSTEMS
 from gradstats.network.timeline import (
     LayerTime,
     Message,
@@ -25,11 +27,14 @@ from gradstats.network.union import UnionGrowth, union_growth
 __all__ = [
     "ALGORITHMS",
     "HELD",
+    "LINKS",
+    "SYSTEMS",
     "TARGETS",
     "Exchange",
     "Interval",
     "LayerTime",
     "Line",
+    "Link",
     "Message",
     "Network",
     "Timeline",
@@ -38,12 +43,14 @@ __all__ = [
     "advice",
     "break_even",
     "deliveries",
+    "doubtful",
     "exchange",
     "fit_line",
     "interval",
     "lags_way",
     "layer_ratios",
     "layer_times",
+    "link",
     "local_advice",
     "local_interval",
     "plan",

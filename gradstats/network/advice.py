@@ -8,8 +8,13 @@ from typing import Any
 
 from gradstats.network.rates import format_rate
 
-__all__ = ["advice", "local_advice"]
+__all__ = ["ALIKE", "advice", "doubtful", "local_advice"]
 
+_MEASURE = "measure the cluster, `python -m gradstats.network` under torchrun, or let --link time them on this machine"
+_DOUBT = "which cannot be told from 1"
+_LITTLE = "which may be less than 2 %"
+ALIKE = 0.02
+"""Share of a step that is no reason to prefer one compressor to a simpler one."""
 _BUSY = 90
 """Percent of the time spent computing for which local steps are advised."""
 
@@ -24,11 +29,18 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     """
     best = next(r for r in records if r["recommended"])
     dense = next(r for r in records if r["compressor"] == r["baseline"])
-    others = [r for r in records if r is not best]
+    others = [r for r in records if r is not best and r["measured"]]
+    unknown = [r["compressor"] for r in records if not r["measured"]]
     called = "dense" if dense["compressor"] == "none" else _label(dense)
     where = f"{best['workers']} workers at {format_rate(best['rate'])}: "
     if best is dense:
-        text = f"{where}don't compress. {called.capitalize()} takes {_duration(dense)}"
+        text = (
+            f"{where}don't compress. {called.replace('dense', 'Dense', 1)} takes {_duration(dense)}"
+        )
+        if not others and unknown:
+            return (
+                f"{text}. How long selecting takes was not measured of any compressor: {_MEASURE}."
+            )
         if not others:
             return (
                 f"{text}. No compressor was considered: measure the network again with --compressor, or name one "
@@ -37,7 +49,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
         other = others[0]
         text += f"; {_label(other)}, the fastest alternative, {_duration(other)}, limited by {other['limit']}"
         if other["seconds"] < dense["seconds"]:
-            text += f": {_speedup(other)}, which cannot be told from 1"
+            text += f": {_speedup(other)}, {_DOUBT if other['speedup_low'] <= 1 else _LITTLE}"
         return f"{text}. {_worth(other)}"
     text = (
         f"{where}{_label(best)}. It takes {_duration(best)} instead of {called} {_duration(dense)}, "
@@ -49,8 +61,6 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
         text += f" {_label(others[0])} ({_duration(others[0])}) is no faster, within the interval"
         few = others[0]["quality"] < 1
         text += f", if it sent k elements and not {others[0]['quality']:.2g} k." if few else "."
-    if best["speedup_low"] <= 1:
-        text += f" The interval includes 1: {called} may be as fast."
     return text
 
 
@@ -63,6 +73,7 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
         Records of :func:`gradstats.network.plan` with local steps, for one number of workers and one rate.
     """
     ddp = next(r for r in records if not r["local_steps"] and r["compressor"] == r["baseline"])
+    records = [r for r in records if r["measured"]]
     local = [r for r in records if r["local_steps"]]
     workers = f"{ddp['workers']} worker{'s' * (ddp['workers'] != 1)}"
     text = (
@@ -106,10 +117,7 @@ def _steps(record: Mapping[str, Any]) -> str:
 
 def _speedup(record: Mapping[str, Any]) -> str:
     low, high = record["speedup_low"], record["speedup_high"]
-    interval = (
-        f" ({low:.3g} to {high:.3g})" if low < high else ""
-    )  # of an assumed network there is none
-    return f"{record['speedup']:.3g} times as fast{interval}"
+    return f"{record['speedup']:.3g} times as fast ({low:.3g} to {high:.3g})"
 
 
 def _label(record: Mapping[str, Any]) -> str:
@@ -122,9 +130,26 @@ def _duration(record: Mapping[str, Any]) -> str:
     return f"{milliseconds:,.7g} ms"
 
 
+def doubtful(record: Mapping[str, Any]) -> bool:
+    """Return whether a compressor cannot be told from the baseline at this rate, or may differ by 2 % only.
+
+    Parameters
+    ----------
+    record : mapping
+        Record of :func:`gradstats.network.plan`.
+    """
+    return bool(record["speedup_low"] <= 1 + ALIKE and record["speedup_high"] >= 1 - ALIKE)
+
+
 def _worth(record: Mapping[str, Any]) -> str:
-    """Say at which bandwidths a compressor, and its codec, save time."""
-    text = f"It {_pays(record['break_even'], record['pays'])}."
+    """Say at which bandwidths a compressor, and its codec, save time; with as much doubt as there is at this rate."""
+    pays = _pays(record["break_even"], record["pays"])
+    if not doubtful(record):
+        text = f"It {pays}."
+    elif record["pays"] in ("below", "above"):
+        text = f"By the prediction alone it {pays}; here the difference is within its doubt."
+    else:
+        text = "Whether it pays has to be measured."
     if (record["indices"], record["values"]) == ("plain", "float32"):
         return text
     pays = _pays(record["codec_break_even"], record["codec_pays"])

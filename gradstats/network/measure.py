@@ -33,7 +33,7 @@ from gradstats.network.operations import (
 from gradstats.primitives.ratio import check_ratio
 from gradstats.thresholds import warm_up
 
-__all__ = ["compare", "measure"]
+__all__ = ["compare", "measure", "time_local"]
 
 _SMALLEST = 1 << 7
 _FEWEST_SIZES = 4
@@ -188,9 +188,100 @@ def measure(
     for world in worlds:
         lines += _collectives(world, largest, repeats, device, on_progress)
     dist.barrier()
+    lines += _local(select, ratio, largest_numel, repeats, device, alone, on_progress)
+    about = {
+        "world_size": everybody,
+        "worlds": worlds,
+        "backend": dist.get_backend(),
+        **_machine(device),
+        "ratio": ratio,
+        "repeats": repeats,
+        "versions": {p: version(p) for p in ("gradstats", "numpy", "torch")},
+    }
+    algorithms = {operation: next(iter(known)) for operation, known in ALGORITHMS.items()}
+    return Network(tuple(lines), algorithms, about)
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Return what is said of the machine that was measured."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cores": os.cpu_count(),
+        "ranks_per_host": int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
+
+
+def time_local(
+    numel: int,
+    ratio: float = 0.001,
+    select: Collection[str] = COMPRESSORS,
+    repeats: int = 5,
+    coded: bool = False,
+) -> tuple[Line, ...]:
+    """Time local work in this process alone, on the CPU: what :func:`measure` does between collectives.
+
+    Parameters
+    ----------
+    numel : int
+        Elements of the gradient; sizes up to it are timed, at least 8192 and at most 2²¹.
+    ratio : float
+        Kept fraction k/d of the selections, in (0, 1].
+    select : collection of str
+        Names of :data:`gradstats.compressors.COMPRESSORS` whose selection is timed.
+    repeats : int
+        How often each size is timed.
+    coded : bool
+        Whether codecs are timed, too.
+
+    Returns
+    -------
+    tuple of Line
+        A line for every operation.
+    """
+    warm_up()
+    least = _SMALLEST * _STEP ** (_FEWEST_SIZES - 1)
+    largest = min(max(numel, least), 1 << 21)
+    alone, threads = not dist.is_initialized(), torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # as torchrun starts processes; and two pools on few cores stall each other
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        lines = _local(
+            select,
+            ratio,
+            largest,
+            repeats,
+            torch.device("cpu"),
+            dist.new_group([dist.get_rank()]),
+            lambda _: None,
+            coded,
+        )
+    finally:
+        torch.set_num_threads(threads)
+        if alone:
+            dist.destroy_process_group()
+    return tuple(lines)
+
+
+def _local(  # what both of the above take
+    select: Collection[str],
+    ratio: float,
+    largest_numel: int,
+    repeats: int,
+    device: torch.device,
+    alone: dist.ProcessGroup,
+    on_progress: Callable[[str], None],
+    coded: bool = True,
+) -> list[Line]:
+    """Return the lines of local work, timed on all ranks at once."""
+    everybody, lines = dist.get_world_size(), []
     on_progress("local work")
     sizes = _geometric(largest_numel)
-    works = [local_work(size, largest_numel, device) for size in sizes]
+    works = [local_work(size, largest_numel, device, coded) for size in sizes]
     local = {
         operation: _swept([work[operation] for work in works], repeats, None, device)
         for operation in works[0]
@@ -210,21 +301,7 @@ def measure(
         # nobody sends a whole gradient as positions and values
         end = -1 if operation.split(":")[0] in _OF_SENT else None
         lines.append(fit_line(operation, 1, sizes[:end], seconds[:end]))
-    about = {
-        "world_size": everybody,
-        "worlds": worlds,
-        "backend": dist.get_backend(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cores": os.cpu_count(),
-        "ranks_per_host": int(os.environ.get("LOCAL_WORLD_SIZE", everybody)),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "ratio": ratio,
-        "repeats": repeats,
-        "versions": {p: version(p) for p in ("gradstats", "numpy", "torch")},
-    }
-    algorithms = {operation: next(iter(known)) for operation, known in ALGORITHMS.items()}
-    return Network(tuple(lines), algorithms, about)
+    return lines
 
 
 def _collectives(

@@ -367,6 +367,16 @@ class Network:
             seconds=(),
         )
 
+    def knows(self, operations: Iterable[str]) -> bool:
+        """Return whether all of some operations were measured or assumed.
+
+        Parameters
+        ----------
+        operations : iterable of str
+            Names of operations.
+        """
+        return {line.operation for line in self.lines}.issuperset(operations)
+
     def link(self, operation: str = "all_reduce") -> tuple[Interval, Interval]:
         """Return α, seconds per message, and β, seconds per byte on the wire, from the fit of a collective.
 
@@ -444,7 +454,18 @@ class Network:
         generator : numpy.random.Generator
             Source of randomness.
         """
-        return replace(self, lines=tuple(line.drawn(generator) for line in self.lines))
+        doubt = self.about.get("doubt")
+        if not doubt:
+            return replace(self, lines=tuple(line.drawn(generator) for line in self.lines))
+        # every message of an assumed link is as slow as the others
+        latency, slower = np.exp(np.multiply(doubt, generator.standard_normal(2))).tolist()
+        lines = (
+            replace(line, fixed=latency * line.fixed, slope=slower * line.slope)
+            if line.operation in ALGORITHMS
+            else line.drawn(generator)
+            for line in self.lines
+        )
+        return replace(self, lines=tuple(lines))
 
     def save(self, path: str | Path) -> None:
         """Write the network to a JSON file.
@@ -498,7 +519,12 @@ class Network:
             if not isinstance(content["about"], dict):
                 raise ValueError("its description is no object")
             lines = tuple(Line(**_tuples(line)) for line in content["lines"])
-            if not all(map(_sound, lines)):
+            doubt = content["about"].get("doubt", [0.0, 0.0])
+            if (
+                not all(map(_sound, lines))
+                or len(doubt) != 2
+                or not all(0 <= d < _MOST_DOUBT for d in doubt)
+            ):
                 raise ValueError("numbers that no measurement gives")
             return cls(lines, dict(content["algorithms"]), dict(content["about"]))
         except OSError as error:
@@ -512,6 +538,8 @@ class Network:
             raise InputError(f"{path} is not a measured network") from None
 
 
+_MOST_DOUBT = 10.0
+"""Standard deviations of the logarithm that no link has."""
 _MOST = 1e18
 """Bytes, seconds or ranks that nothing measured reaches: what is computed of more leaves the range of numbers."""
 

@@ -98,7 +98,7 @@ def random_gradient(numel: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(sample_gradient(numel)).to(device)
 
 
-def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
+def local_work(size: int, numel: int, device: torch.device, coded: bool = True) -> dict[str, Call]:
     """Return calls of local work by name.
 
     Parameters
@@ -109,6 +109,8 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
         Elements of the dense gradient from which they are sent.
     device : torch.device
         Device of the tensors.
+    coded : bool
+        Whether codecs are there, too.
     """
     gradient = random_gradient(size, device)
     indices = torch.arange(size, device=device) * (numel // size)
@@ -142,7 +144,7 @@ def local_work(size: int, numel: int, device: torch.device) -> dict[str, Call]:
         "average": lambda: torch.zeros_like(gradient).div_(2),
         "unpack_signs": lambda: total.add_(signed(packed, size, 0.0, total.dtype)),
         "merge_signs": lambda: merge(packed, 1, 1)(packed),
-        **_coding(positions, gradient, numel),
+        **(_coding(positions, gradient, numel) if coded else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.errors import InputError
+from gradstats.network.advice import ALIKE, doubtful
 from gradstats.network.evidence import Evidence, evidence
 from gradstats.network.model import Network
 from gradstats.network.prediction import (
@@ -28,10 +30,17 @@ from gradstats.trace.sources import open_source
 
 __all__ = ["HELD", "TARGETS", "plan"]
 
-HELD = (44, 48)
-"""Measured steps that were within their 95 % interval, and how many there are, in docs/network.md."""
-_ALIKE = 0.02
-"""Share of a step that is no reason to prefer one compressor to a simpler one."""
+HELD = (46, 48)
+"""Measured steps that were within their 95 % interval, and how many there are, in docs/network.md.
+
+The model's error in an interval is that of the other systems.
+"""
+_TIMED = (
+    *("seconds", "low", "high", "speedup", "speedup_low", "speedup_high", "seconds_at_k", "select"),
+    *("utilisation", "utilisation_low", "utilisation_high", "break_even", "codec_break_even"),
+    *(f"bandwidth_{target}" for target in TARGETS),
+)
+"""Fields that depend on how long a selection takes."""
 
 
 def plan(
@@ -58,10 +67,11 @@ def plan(
         Source whose layers are sent: a trace or its path, a gradient file, an array, or named arrays. Its gradients say
         how many elements threshold rules keep, and several captured ranks how much their selections overlap.
     network : Network, str or Path
-        Cost model, measured or assumed, or the file that it was saved to.
+        Cost model, measured or assumed (:func:`gradstats.network.link`), or the file that it was saved to.
     compute : float or sequence of float
-        Seconds of a step's forward and backward pass. Give several measurements if there are: the median counts, and
-        the intervals have their noise.
+        Seconds of a step's forward and backward pass on one worker. Give those of several steps if there are: the
+        median counts, and their spread says how long all wait for the slowest, the largest of so many draws of a
+        log-normal law. A single time does not say.
     workers : sequence of int
         Numbers of workers.
     ratios : sequence of float
@@ -102,7 +112,7 @@ def plan(
         - utilisation, the share of it that is computing, and its 95 % interval utilisation_low and utilisation_high.
         - bandwidth_50, _75, _90, _95 and _99, the Mbit/s from which on utilisation is at least so many percent;
           infinite if no bandwidth is enough, 0 if any is. These fields are there where local steps are asked for.
-        - speedup over the baseline, and its 95 % interval speedup_low and speedup_high.
+        - speedup over the baseline, and its 95 % interval speedup_low and speedup_high; NaN of the baseline itself.
         - break_even, the bandwidth in Mbit/s where it begins to be faster than the baseline, and pays, on which side:
           ``"below"``, ``"above"``, ``"always"`` (break_even is infinite), ``"never"`` (0), or empty for the baseline
           (NaN).
@@ -116,6 +126,10 @@ def plan(
         - bytes, sent by a rank in a step, with local steps in an interval, and selected, the number of elements.
         - quality, k̂/k, and basis, where it comes from: ``"trace"``, ``"assumed"``, or ``"exact"`` for a compressor that
           always sends k. Quality is NaN for a compressor that chooses ratios itself.
+        - slowest, how many times as long as the median the slowest worker is expected to compute, which is in compute;
+          NaN if unknown.
+        - measured, whether the network knows how long it takes to select. If not, the fields that depend on it are NaN,
+          limit is ``"not measured"``, and the record is after the others and not recommended.
         - union, the number of positions that all workers send together; NaN if unknown.
         - layers, the ratio of each layer if the compressor chooses them, else empty. They are equal where it sends the
           gradient as a whole.
@@ -166,10 +180,11 @@ def _table(question: Question, known: Evidence) -> Plan:
     """Return the records of a plan: by number of workers, rate and local steps the fastest first."""
     network, records, draws = question.network, Plan(), Draws.of(question)
     for world in dict.fromkeys(question.workers):
+        waited = draws.among(world)
         groups = [list(group) for group in _groups(question, known, world)]
         dense = groups[0][0].sender
         for link in dict.fromkeys(question.links):
-            here = draws.slowed(network.rate / min(link))
+            here = waited.slowed(network.rate / min(link))
             dense_seconds = here.seconds(dense)
             at = {
                 "workers": world,
@@ -178,7 +193,10 @@ def _table(question: Question, known: Evidence) -> Plan:
                 "down": link[1] / 1e6,
             }
             for group in groups:
-                seconds = [here.seconds(row.sender) for row in group]
+                seconds = [
+                    dense_seconds if row.sender is dense else here.seconds(row.sender)
+                    for row in group
+                ]
                 found = [
                     row.record(at, here, row_seconds, dense_seconds)
                     for row, row_seconds in zip(group, seconds, strict=True)
@@ -186,7 +204,7 @@ def _table(question: Question, known: Evidence) -> Plan:
                 best = _recommended(found, seconds)
                 for i, record in enumerate(found):
                     record |= {"recommended": i == best, "left_out": ", ".join(question.left_out)}
-                records += sorted(found, key=lambda record: record["seconds"])
+                records += sorted(found, key=lambda r: (not r["measured"], r["seconds"]))
     return records
 
 
@@ -203,16 +221,21 @@ class _Row:
     def record(self, at: Record, draws: Draws, seconds: Seconds, dense: Seconds) -> dict[str, Any]:
         """Return the record at a rate; `seconds` has the step on every network, and `dense` the baseline's."""
         network = draws.networks[0]
-        return {
+        found = {
             "compressor": self.sender.name,
             **at,
             "ratio": self.sender.ratio,
             **predicted(self.sender, network, seconds, dense),
-            **utilisation(self.sender, seconds, draws.slower),
+            **utilisation(self.sender, seconds, draws.trained(draws.slower)),
             **self.price,
             "seconds_at_k": self.at_k.seconds(network),
             **self.about,
+            "measured": network.knows(self.sender.selections()),
         }
+        if not found["measured"]:  # what was not measured does not take no time
+            found |= {name: math.nan for name in _TIMED if name in found}
+            found |= {"pays": "", "codec_pays": "", "limit": "not measured"}
+        return found
 
 
 def _groups(question: Question, known: Evidence, world: int) -> Iterator[Iterator[_Row]]:
@@ -246,6 +269,7 @@ def _rows(
                 "baseline": baseline.name,
                 "indices": each.codec.indices,
                 "values": each.codec.values,
+                "slowest": question.slowest(world),
                 "quality": known.quality(name, ratio),
                 "basis": known.basis(name, ratio),
                 "union": known.union(name, ratio, world),
@@ -258,15 +282,19 @@ def _recommended(records: Sequence[Record], steps: Sequence[Seconds]) -> int:
     scaled = [
         step * (r["seconds_at_k"] / r["seconds"]) for r, step in zip(records, steps, strict=True)
     ]
-    fastest = min(range(len(records)), key=lambda i: records[i]["seconds_at_k"])
+    timed = [i for i, r in enumerate(records) if r["measured"]]
+    fastest = min(timed, key=lambda i: records[i]["seconds_at_k"])
 
     def alike(i: int) -> bool:
         low, _ = drawn_interval(scaled[i] / scaled[fastest])
-        return low <= 1 + _ALIKE
+        return low <= 1 + ALIKE
 
     def plainness(i: int) -> tuple[int, float]:
         name = records[i]["compressor"]
         known = [records[0]["baseline"], "none", "topk"]
         return known.index(name) if name in known else len(known), records[i]["seconds_at_k"]
 
-    return min(filter(alike, range(len(records))), key=plainness)
+    close = list(filter(alike, timed))
+    if 0 not in close:  # what is said to be faster than the baseline can be told from it
+        close = [i for i in close if not doubtful(records[i])] or close
+    return min(close, key=plainness)

@@ -15,6 +15,7 @@ from gradstats.compressors import COMPRESSORS, codecs, compressor_class
 from gradstats.errors import InputError
 from gradstats.hooks.local_steps import check_room
 from gradstats.network.model import Network
+from gradstats.network.waiting import waiting
 from gradstats.primitives.ratio import (
     check_count,
     check_number,
@@ -87,6 +88,16 @@ class Question:
     def compute(self) -> float:
         """Time of a step's forward and backward pass, in seconds."""
         return float(np.median(self.times))
+
+    def slowest(self, world: int) -> float:
+        """Return how many times as long as the median the slowest worker computes; NaN if one time does not say.
+
+        Parameters
+        ----------
+        world : int
+            Number of workers.
+        """
+        return waiting(self.times, world)
 
     @property
     def backward(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -110,6 +111,10 @@ class Sender(ABC):
         """
         return self
 
+    def selections(self) -> set[str]:
+        """Return the operations of its selection, which a network has to know to price it."""
+        return {f"select:{self.name}"}
+
     def plain(self) -> Sender:
         """Return it without its codec."""
         return replace(self, codec=PLAIN)
@@ -159,6 +164,10 @@ class DDP(Sender):
         size = DDP_BYTES[self.name]
         return deliveries(network, self.layers, self.world, None, merge=_BUCKET, dense_bytes=size)
 
+    def selections(self) -> set[str]:
+        """Return none."""
+        return set()
+
     def memory(self, network: Network) -> float:
         """Return 0."""
         return 0.0
@@ -169,6 +178,10 @@ class OneMessage(Sender):
     """A compressor of the whole gradient, which sends it after the backward pass."""
 
     exchange: Exchange
+
+    def selections(self) -> set[str]:
+        """Return those of its exchange."""
+        return {work.operation for work in self.exchange.select}
 
     def plain(self) -> Sender:
         """Return it without its codec, with as many elements selected."""
@@ -353,12 +366,14 @@ def sender(
     ddp = name in DDP_BYTES
     kept = known.qualities.get((name, ratio))
     codec = PLAIN if ddp else question.codec.only(codecs(name))
+    slowest = question.slowest(world)
+    slowest = 1.0 if math.isnan(slowest) else slowest  # whom all wait for
     common: dict[str, Any] = {
         "name": name,
         "ratio": ratio,
         "world": world,
-        "layers": known.times,
-        "forward": question.compute - question.backward,
+        "layers": [each._replace(backward=slowest * each.backward) for each in known.times],
+        "forward": slowest * (question.compute - question.backward),
         "codec": codec,
     }
 
@@ -370,7 +385,7 @@ def sender(
 
     if steps:
         common["layers"] = [each._replace(backward=0.0) for each in known.times]
-        common["forward"] = question.compute
+        common["forward"] = slowest * question.compute
         fragment = one(-(-known.numel // question.fragments))
         if ddp:  # no bucket of DDP's: the ranks say that they can, then average
             fragment = replace(fragment, communicate=(FLAG, *fragment.communicate))

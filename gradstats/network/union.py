@@ -59,5 +59,5 @@ def union_growth(
             selection = top_candidates(gradient, target_count(ratio, trace.numel))[1]
             times[np.asarray(selection.indices)] += 1
         counts = np.bincount(times, minlength=len(trace.ranks) + 1).astype(np.int64)
-        found.append(fit_union(trace.numel, counts))
+        found.append(fit_union(counts))
     return found

@@ -116,15 +116,13 @@ class UnionGrowth:
         return mean * rest, (1 - mean) * rest
 
 
-def fit_union(numel: int, counts: NDArray[np.int64]) -> UnionGrowth:
+def fit_union(counts: NDArray[np.int64]) -> UnionGrowth:
     """Fit the model to how many positions were selected by how many ranks.
 
     Parameters
     ----------
-    numel : int
-        Elements of the gradient, d.
     counts : ndarray of int64, shape (ranks + 1,)
-        How many positions were selected by 0, 1, … ranks.
+        How many of the gradient's d positions were selected by 0, 1, … ranks.
 
     Returns
     -------
@@ -132,6 +130,8 @@ def fit_union(numel: int, counts: NDArray[np.int64]) -> UnionGrowth:
         The model, whose union of all ranks is the measured one.
     """
     from scipy.optimize import brentq
+
+    numel = int(counts.sum())
 
     def growth(logit: float) -> UnionGrowth:
         return UnionGrowth(numel, counts, float(1 / (1 + np.exp(-logit))))

@@ -76,7 +76,7 @@ def test_numbers_are_those_of_naive_loops(trace):
         expected = 32 * noise / signal if signal > 0 else math.inf
         assert record["noise_scale"] == pytest.approx(expected, rel=1e-6)
         times = np.bincount([i for s in top for i in s], minlength=g[0].size)
-        growth = fit_union(g[0].size, np.bincount(times, minlength=n + 1))
+        growth = fit_union(np.bincount(times, minlength=n + 1))
         assert growth.predicted(n) / k == pytest.approx(len(set().union(*top)) / k, rel=1e-6)
         assert record["union"] == pytest.approx(growth.predicted(8) / k)
 
@@ -87,7 +87,7 @@ def test_the_union_is_the_beta_binomials():
         a, b = growth._beta()
         expected = 1000 * (1 - betabinom.pmf(0, world, a, b))
         assert growth.predicted(world) == pytest.approx(expected, rel=1e-5 if rho > 1e-6 else 1e-2)
-    assert fit_union(3, np.array([0, 0, 3])).predicted(7) == 3
+    assert fit_union(np.array([0, 0, 3])).predicted(7) == 3
 
 
 def test_a_planted_noise_scale_is_found_in_samples(trace):

@@ -34,7 +34,7 @@ def inputs(folder):
     create_trace(folder / "run.zarr", LAYERS, world_size=2)
     for rank in (0, 1):
         write(folder / "run.zarr", range(2), rank=rank, kinds=("corrected",))
-    Network.of_link(5e-5, 0.8e-9).save(folder / "network.json")
+    Network.of_link(5e-5, 0.8e-9, {"select:rayleigh": 1e-9}).save(folder / "network.json")
 
 
 @pytest.fixture(scope="module")

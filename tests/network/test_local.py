@@ -92,7 +92,8 @@ def test_dense_and_topk_have_closed_forms(world, steps):
         r = found[name]
         assert r["seconds"] == pytest.approx(COMPUTE + exchanged / steps)
         assert r["utilisation"] == pytest.approx(COMPUTE / r["seconds"])
-        assert r["utilisation_low"] == r["utilisation_high"] == r["utilisation"]
+        assert r["utilisation_low"] < r["utilisation"]
+        assert r["utilisation"] <= r["utilisation_high"] <= 1
         parts = [r[part] for part in ("compute", "memory", "select", "pack", "latency", "transfer")]
         assert sum(parts) == pytest.approx(r["seconds"])
         assert r["hidden"] == pytest.approx(0, abs=1e-12)

@@ -35,6 +35,7 @@ from gradstats.network import (
     exchange,
     layer_ratios,
     plan,
+    prediction,
     simulate,
 )
 from gradstats.network.rates import format_rate, parse_rate
@@ -65,8 +66,10 @@ def test_topk_and_dense_have_closed_forms(world, ratio):
     sparse = COMPUTE + local + (world - 1) * (ALPHA + message * BETA)
     topk = found["topk"]
     assert found["none"]["seconds"] == pytest.approx(dense)
-    assert topk["seconds"] == topk["low"] == topk["high"] == pytest.approx(sparse)
-    assert topk["speedup"] == topk["speedup_low"] == pytest.approx(dense / sparse)
+    assert topk["low"] < topk["seconds"] < topk["high"]  # no network is known exactly
+    assert topk["seconds"] == pytest.approx(sparse)
+    assert topk["speedup_low"] < topk["speedup"] < topk["speedup_high"]
+    assert topk["speedup"] == pytest.approx(dense / sparse)
     assert topk["bytes"] == message
     # local + (n−1)(α + mβ) = 2(n−1)α + wire·β
     beta = (local - (world - 1) * ALPHA) / (wire - (world - 1) * message)
@@ -103,7 +106,8 @@ def test_parts_add_up_for_every_system(world):
         assert r["low"] <= r["seconds"] * (1 + 1e-9)
         assert r["seconds"] <= r["high"] * (1 + 1e-9)
         if r["compressor"] == "none":
-            assert r["speedup_low"] == r["speedup_high"] == 1
+            assert math.isnan(r["speedup_low"])  # it is as fast as itself, without a doubt
+            assert math.isnan(r["speedup_high"])
         elif world > 1:
             assert r["low"] < r["high"]
             assert r["speedup_low"] < r["speedup_high"]
@@ -253,6 +257,7 @@ def test_the_fastest_is_recommended_and_dense_where_it_is():
 def test_a_codec_pays_below_a_bandwidth_in_closed_form(world, values):
     encode, decode, ratio = 4e-9, 6e-9, 0.01
     costs = {f"encode:{c}": encode for c in CODED} | {f"decode:{c}": decode for c in CODED}
+    costs["select:topk"] = SELECT
     network, codec = Network.of_link(ALPHA, BETA, costs), Codec("rice", values)
     found = by_name(plan(ZEROS, network, COMPUTE, [world], [ratio], ["topk", "none"], codec=codec))
     k, topk = target_count(ratio, D), found["topk"]
@@ -300,7 +305,7 @@ def test_a_rule_that_keeps_fewer_elements_is_not_preferred_for_that(tmp_path):
     """sidco-e keeps 0.76 k of a gradient of which a tenth has ten times the scale."""
     rng = np.random.default_rng(0)
     x = rng.laplace(size=D) * np.where(rng.random(D) < 0.1, 10, 1)
-    found = plan(x, link(select=0), COMPUTE, [8], [0.1], ["sidco-e", "topk"], rates=[1e7])
+    found = plan(x, link(select=0), COMPUTE, [2], [0.1], ["sidco-e", "topk"], rates=[1e7])
     rule, exact, dense = (by_name(found)[name] for name in ("sidco-e", "topk", "none"))
     assert rule["quality"] < 0.9
     assert rule["seconds"] < exact["seconds"] < dense["seconds"]
@@ -317,11 +322,16 @@ def test_intervals_have_the_noise_of_computing_and_of_trainings():
         return math.log(topk["topk"]["high"] / topk["topk"]["low"]) / 2 / 1.96
 
     base = half_width(COMPUTE)
-    assert base > 0.13  # what no fitted line knows is 0.14
+    assert base > 0.95 * prediction.ERROR * 2.365 / 1.96  # of Student's t of eight systems
     times = [0.015, 0.02, 0.025]
-    spread = np.std(np.log(times), ddof=1) * math.sqrt(1 + 1 / 3)
-    tails = 4.303 / 1.96  # of Student's t with two degrees of freedom
-    assert half_width(times) == pytest.approx(math.hypot(base, tails * spread), rel=0.25)
+    rng = np.random.default_rng(
+        3
+    )  # the slowest of four workers, by the times' own spread and middle
+    sigma = np.std(np.log(times), ddof=1) * np.sqrt(2 / rng.chisquare(2, 100_000))
+    middle = rng.standard_normal(100_000) / math.sqrt(3)
+    slowest = sigma * (middle + rng.standard_normal((4, 100_000)).max(axis=0))
+    noise = np.subtract(*np.quantile(slowest, (0.975, 0.025))) / 2 / 1.96
+    assert half_width(times) == pytest.approx(math.hypot(base, noise), rel=0.25)
     assert half_width([COMPUTE] * 3) == pytest.approx(base, rel=0.1)
 
 
@@ -332,16 +342,9 @@ def test_the_coverage_that_the_command_says_is_that_of_the_page():
     rows = rows[: HELD[1]]
     inside = sum(low <= measured <= high for measured, _, low, high in rows)
     assert abs(inside - HELD[0]) <= 1  # a rounded end
-    assert f"{HELD[0]} of the measured steps lie within the predicted interval" in page
+    assert f"{HELD[0]} of the measured steps lie within the interval" in page
     concepts = (ROOT / "docs" / "concepts" / "cost.md").read_text(encoding="utf-8")
     assert f"they held {HELD[0]} of {HELD[1]}" in concepts
-    errors = [math.log(measured / predicted) for measured, predicted, *_ in rows]
-    systems = re.findall(r"\| \d \| \d+ \| `([\w-]+)` \|", page)[: HELD[1]]
-    others = [
-        error for error, name in zip(errors, systems, strict=True) if name != "redsync-quantised"
-    ]
-    assert math.sqrt(np.mean(np.square(others))) == pytest.approx(0.10, abs=0.005)
-    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(0.14, abs=0.005)
 
 
 def test_where_nothing_was_measured_the_plan_says_so(inputs, capsys):
@@ -356,7 +359,7 @@ def test_where_nothing_was_measured_the_plan_says_so(inputs, capsys):
 
 def test_where_only_fast_links_gain_it_pays_above_a_bandwidth():
     doubling = {"all_gather": "recursive doubling"}
-    network = Network.of_link(1e-3, 1e-9, algorithms=doubling)
+    network = Network.of_link(1e-3, 1e-9, {"select:signsgd": 0.0}, doubling)
     found = by_name(plan(ZEROS, network, COMPUTE, [1024], compressors=["signsgd"], rates=[1e12]))
     assert found["signsgd"]["speedup"] > 1
     at = found["signsgd"]["break_even"]
@@ -497,7 +500,7 @@ def test_tables_fit_80_columns_and_end_with_the_recommendation(inputs, capsys):
     assert max(map(cell_len, out.splitlines())) <= 80
     assert "Too wide" not in out
     assert out.count("A step of") == 2
-    assert " ".join(out.split()).count("It pays") == 2
+    assert " ".join(out.split()).count("it pays") == 2  # by the prediction alone
     assert "Assumed to send exactly k: micro, redsync-quantised." in err
     code, out, err = run(capsys, "plan", "--help")
     assert code == 0
@@ -519,7 +522,8 @@ def test_other_formats_have_every_field(inputs, capsys):
     assert "don't compress" in err
     assert "which cannot be told from 1" in err
     assert (
-        f"95 %; of {HELD[1]} steps measured elsewhere (docs/network.md) they held {HELD[0]}." in err
+        f"95 %; of {HELD[1]} steps of 8 systems (docs/network.md), each left out when the error was estimated, they "
+        f"held {HELD[0]}." in err
     )
     rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
     assert list(rows[0]) == list(records[0])
@@ -603,11 +607,20 @@ def test_bad_input_is_one_line(inputs, capsys, options, message):
 
 
 def test_what_is_missing_is_named(inputs, capsys):
-    for option in ("--network", "--workers"):
-        at = PLAN.index(option)
-        code, _, err = run(capsys, *PLAN[:at], *PLAN[at + 2 :])
+    at = PLAN.index("--workers")
+    code, _, err = run(capsys, *PLAN[:at], *PLAN[at + 2 :])
+    assert code == 2
+    assert "Missing option '--workers'" in err
+    at = PLAN.index("--network")
+    for both in ([], [*PLAN[at : at + 2], "--link", "1gbit"]):
+        code, _, err = run(capsys, *PLAN[:at], *PLAN[at + 2 :], *both)
         assert code == 2
-        assert f"Missing option '{option}'" in err
+        assert len(err.strip().splitlines()) == 1
+        for way in (
+            "--link (1gbit, 10gbit, 100gbit, wan, or a rate)",
+            "-m gradstats.network -o FILE",
+        ):
+            assert way in err
     collectives = [line for line in link(0, 1).lines if line.operation in ALGORITHMS]
     lines = (*collectives, Line("memory", 1, 0.0, 0.0))
     with pytest.raises(InputError, match="without 'select:dgc'"):

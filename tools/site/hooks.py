@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -10,7 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension, Module, NameResolutionError, Object
+from griffe import (
+    Extension,
+    Function,
+    Module,
+    NameResolutionError,
+    Object,
+    Parameter,
+    ParameterKind,
+)
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -97,12 +107,32 @@ class Docstrings(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite a docstring before it is parsed."""
         if obj.docstring:
+            if isinstance(obj, Function) and "over" in obj.parameters:
+                _show_shared(obj)
             text = re.sub(r"^::$|:(?=:$)", "", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = _ROLE.sub(lambda role: _link(role[1], obj), text)
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
         """Do the same for a package, which griffe does not count among its objects."""
         self.on_object(obj=pkg)
+
+
+def _show_shared(obj: Function) -> None:
+    """Show the options that a function shares with others, as `help` does."""
+    function = getattr(importlib.import_module(obj.module.path), obj.name)
+    obj.docstring.value = inspect.getdoc(function)
+    del obj.parameters["over"]
+    for p in inspect.signature(function).parameters.values():
+        if p.name not in obj.parameters:
+            default = getattr(p.default, "__name__", repr(p.default))
+            obj.parameters.add(
+                Parameter(
+                    p.name,
+                    annotation=p.annotation,
+                    kind=ParameterKind.keyword_only,
+                    default=default,
+                )
+            )
 
 
 def _link(name: str, obj: Object) -> str:
