@@ -54,10 +54,11 @@ __all__ = [
 ]
 
 FITS = Table(
-    "Fits",
+    "Fits; p tail: of the number that the model's threshold keeps at the smallest ratio, of which tail k are right, as "
+    "if elements were independent; visible: the smallest k̂/k − 1 that it sees with probability 0.8",
     (
         *("trace", "step", "rank", "kind", "layer", "model", "params"),
-        *("ks", "wasserstein", "tail_error"),
+        *("ks", "tail_error", "p_tail", "tail_k", "visible"),
     ),
     ("trace", "kind"),
 )
@@ -126,9 +127,9 @@ def fit(  # numpydoc ignore=PR01
     """Fit symmetric distributions, and show which is closest to the data.
 
     The table has the closest model of every gradient at the last step, or at those of --step. tail error: largest
-    |ln η_model/η_exact| at ratios from 0.1 to 0.0001; ks: Kolmogorov distance; wasserstein: distance relative to the
-    mean magnitude. --all, --bootstrap and the other formats have every model; JSON and CSV every distance, standard
-    errors and k̂/k, too.
+    |ln η_model/η_exact| at ratios from 0.1 to 0.0001; ks: Kolmogorov distance. --all, --bootstrap and the other formats
+    have every model, and p tail: of the number of elements that the model's threshold keeps at the smallest ratio in
+    use; JSON and CSV every distance, standard errors and k̂/k, too.
     """
     from gradstats.analysis import fits
 
@@ -165,10 +166,15 @@ def fit(  # numpydoc ignore=PR01
         note_statuses(records, format, "model")
         return
     if bootstrap:
-        test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance"
-        table = FITS.extended(test, "p_value", "p_naive")
+        test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance: of the body"
+        table = FITS.extended(test, "p_value", "subsample")
     table.emit(records, format, output)
     note_statuses(records, format, "model")
+    layers = len({r["layer"] for r in records if r["layer"] != "all"})
+    if bootstrap and layers > 1 and bootstrap < (fewest := fits.fewest_replicates(layers)):
+        note(
+            f"{bootstrap} replicates cannot reject anything at 5 % among {layers} layers (Holm): it takes {fewest:,}"
+        )
 
 
 def _closest_laws(
