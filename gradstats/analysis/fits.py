@@ -60,6 +60,11 @@ class _Fitting:
             for layer, each in sketches.items()
             for model in self.models
         ]
+        for layer in sketches:
+            here = [r for r in records if r["layer"] == layer]
+            least = min((r["aic"] for r in here if not math.isnan(r["aic"])), default=math.nan)
+            for record in here:
+                record["delta_aic"] = record["aic"] - least
         if self.replicates:
             layers = (r for r in records if r["layer"] != "all")
             add_holm(layers, "p_value", "p_holm", ("model",))
@@ -184,10 +189,11 @@ def fit_records(
     -------
     Records
         trace, step, rank, kind, layer, model, method, n, zeros, params, stderr, the fields of
-        :class:`gradstats.statistics.goodness.Goodness`; tail_ratio, tail_k, p_tail and visible, the test of the tail at
-        the smallest ratio in use (:func:`gradstats.statistics.goodness.tail_test`); with a bootstrap p_value, p_naive,
-        subsample and p_holm (p_value of a layer, corrected for the number of layers; NaN where so few replicates cannot
-        reject any); and status. A layer that a model cannot describe has empty numbers and the reason in ``status``.
+        :class:`gradstats.statistics.goodness.Goodness`; delta_aic, AIC above the least of the same elements' models;
+        tail_ratio, tail_k, p_tail and visible, the test of the tail at the smallest ratio in use
+        (:func:`gradstats.statistics.goodness.tail_test`); with a bootstrap p_value, p_naive, subsample and p_holm
+        (p_value of a layer, corrected for the number of layers; NaN where so few replicates cannot reject any); and
+        status. A layer that a model cannot describe has empty numbers and the reason in ``status``.
 
     Raises
     ------

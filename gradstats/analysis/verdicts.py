@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstats.analysis.rules import COUNTING, TOLERANCE
+from gradstats.statistics.compressibility import Ruling
 from gradstats.statistics.goodness import TailTest, widened
 from gradstats.statistics.laws import LAWS
 
@@ -19,6 +20,7 @@ __all__ = [
     "Verdict",
     "closest_law",
     "counting_rules",
+    "decay_shown",
     "left_out",
     "tail_tests",
     "which_rule",
@@ -32,6 +34,9 @@ _FAR = math.log(2)
 """|ln| of a law's thresholds, or of a rule's k̂/k, from which on it is warned of, or left out of a short table."""
 _POWERLESS = math.log(1.2)
 """What chance may do to exact thresholds before they cannot tell laws apart."""
+
+
+_CONTROLS = {"uniform": "uniform", "halfnorm": "half-normal", "laplace": "Laplace"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,64 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
     if len(rejected) == len(tests) > 1:
         named = f"all {len(tests)} laws"
     return f"{text}, and rejects {named or 'none of them'}."
+
+
+def decay_shown(
+    decay: Sequence[Mapping[str, Any]], controls: Sequence[Mapping[str, Any]]
+) -> Verdict:
+    """Say at which steps the sorted magnitudes fall fast enough, and whether a control does.
+
+    Parameters
+    ----------
+    decay : sequence of dict
+        Records of :func:`gradstats.analysis.decay.compressibility_records` of one trace, rank and kind.
+    controls : sequence of dict
+        Those of the controls.
+    """
+    rows = [r for r in decay if math.isfinite(r["p"])]
+    if not rows:
+        return Verdict("No power", "Fewer ranks than an exponent takes.")
+    judged = [r for r in rows if r["reason"] not in (Ruling.TOO_FEW, Ruling.TOO_WIDE)]
+    if not judged:
+        return Verdict("No power", f"No verdict: {rows[0]['reason']}.")
+    yes = sum(r["compressible"] is True for r in rows)
+    headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
+    if yes:
+        headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
+    ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
+    at = ", ".join(f"{_between(r, 'p')} at step {r['step']}" for r in ends)
+    last = int(rows[0]["window"].split("-")[1])
+    numbers = f"p = {at}, of the largest {last:,}. It takes ½, in every window, by Hill's estimate and by σ_k. "
+    unsure = [r for r in rows if r["compressible"] is None]
+    reasons: dict[str, list[Mapping[str, Any]]] = {}
+    for r in unsure:
+        reasons.setdefault(r["reason"], []).append(r)
+    for reason, those in reasons.items():
+        at = f"Step {those[0]['step']}" if len(those) == 1 else f"{len(those)} of {len(rows)} steps"
+        of = "" if len(those) == 1 else f"at step {those[-1]['step']} "
+        numbers += f"{at}: {reason} ({of}p = {_by_window(those[-1])}). "
+    passing = [r["kind"] for r in controls if r["compressible"]]
+    listed = ", ".join(f"{_CONTROLS.get(r['kind'], r['kind'])} {r['p']:.2f}" for r in controls)
+    numbers += f"Controls: {listed}"
+    numbers += ": passes what it must reject!" if passing else ", rejected."
+    return Verdict(headline, numbers, bool(passing))
+
+
+def _by_window(record: Mapping[str, Any]) -> str:
+    """Return p by the last rank of the window, from a record of a decay."""
+    shown = (
+        f"{p:.2f} to rank {int(ranks.split('-')[1]):,}" for ranks, p in record["windows"].items()
+    )
+    return ", ".join(shown)
+
+
+def _between(record: Mapping[str, Any], name: str) -> str:
+    middle, low, high = (_rounded(record[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"
+
+
+def _rounded(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
 def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:

@@ -15,14 +15,14 @@ from gradstats.analysis.verdicts import (
     Verdict,
     closest_law,
     counting_rules,
+    decay_shown,
     tail_tests,
     which_rule,
 )
 from gradstats.analysis.worth import should_compress
-from gradstats.plots.style import label_of
 from gradstats.primitives.ratio import target_count
 from gradstats.report.measured import Measured
-from gradstats.statistics.compressibility import Ruling, control
+from gradstats.statistics.compressibility import control
 from gradstats.statistics.pot import FEWEST
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource
@@ -249,36 +249,7 @@ def _signed(value: float) -> str:
 
 def _compressible(measured: Measured, kind: Kind) -> Verdict:
     """Say at which steps the sorted magnitudes fall fast enough, and whether a control does."""
-    rows = [r for r in _of(measured.decay, kind) if math.isfinite(r["p"])]
-    controls = [r for r in measured.decay if r["step"] is None]
-    if not rows:
-        return Verdict("No power", "Fewer ranks than an exponent takes.")
-    judged = [r for r in rows if r["reason"] not in (Ruling.TOO_FEW, Ruling.TOO_WIDE)]
-    if not judged:
-        return Verdict("No power", f"No verdict: {rows[0]['reason']}.")
-    yes = sum(r["compressible"] is True for r in rows)
-    headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
-    if yes:
-        headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
-    ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
-    at = ", ".join(f"{_interval(r, 'p')} at step {r['step']}" for r in ends)
-    last = int(rows[0]["window"].split("-")[1])
-    numbers = f"p = {at}, of the largest {last:,}. It takes ½, in every window, by Hill's estimate and by σ_k. "
-    unsure = [r for r in rows if r["compressible"] is None]
-    numbers += "".join(f"Step {r['step']}: {r['reason']} (p = {_by_window(r)}). " for r in unsure)
-    passing = [r["kind"] for r in controls if r["compressible"]]
-    listed = ", ".join(f"{label_of(r['kind'])} {r['p']:.2f}" for r in controls)
-    numbers += f"Controls: {listed}"
-    numbers += ": passes what it must reject!" if passing else ", rejected."
-    return Verdict(headline, numbers, bool(passing))
-
-
-def _by_window(record: dict[str, Any]) -> str:
-    """Return p by the last rank of the window, from a record of a decay."""
-    shown = (
-        f"{p:.2f} to rank {int(ranks.split('-')[1]):,}" for ranks, p in record["windows"].items()
-    )
-    return ", ".join(shown)
+    return decay_shown(_of(measured.decay, kind), [r for r in measured.decay if r["step"] is None])
 
 
 def _model(measured: Measured, kind: Kind) -> Verdict:

@@ -198,7 +198,7 @@ def tail_test(fit: Fit, ratio: float, k: int, quality: float) -> TailTest:
     k : int
         Elements that the threshold should keep.
     quality : float
-        k̂/k, what it keeps over what it should.
+        Quotient k̂/k, what it keeps over what it should.
 
     Returns
     -------
@@ -219,7 +219,7 @@ def widened(test: TailTest, quality: float, design: float) -> TailTest:
     test : TailTest
         Test of independent elements.
     quality : float
-        k̂/k, what the threshold keeps over what it should.
+        Quotient k̂/k, what the threshold keeps over what it should.
     design : float
         Variance of the count over that of independent elements.
 
