@@ -192,11 +192,12 @@ def _cost(measured: Sequence[Training], adaptive: bool, own: float | None) -> st
     listed = []
     for ratio, (low, high) in ends.items():
         span = _signed(low) if low == high else f"{_signed(low)} to {_signed(high)}"
-        listed.append(f"{span} at ratio {ratio:g}{', this run’s' if ratio == own else ''}")
+        unit = "" if listed else " nats above dense training"
+        listed.append(f"{span}{unit} at {ratio:g}{' (this run’s ratio)' if ratio == own else ''}")
     of = _joined([t.name for t in family])
     early = max(t.early[ratios[-1]] for t in family)
     text = (
-        f"Trained by {family[0].optimizer}, topk with error feedback ended {_joined(listed)} nats above dense training "
+        f"Trained by {family[0].optimizer}, topk with error feedback ended {_joined(listed)} "
         f"({of}; 2 workers, 3 seeds), and at {ratios[-1]:g} up to {early:.2f} above it in the first tenth of the steps."
     )
     if not adaptive:

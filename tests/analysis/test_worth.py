@@ -58,14 +58,17 @@ def test_the_optimizer_decides():
     for name in ("AdamW", "Adam", "Lion"):
         verdict = said(optimizer=name)
         assert verdict.headline == f"Not behind {name}, by what was measured"
-        assert "Trained by AdamW, topk with error feedback ended 0.19 to 0.21 " in verdict.numbers
+        assert (
+            "Trained by AdamW, topk with error feedback ended 0.19 to 0.21 nats above"
+            in verdict.numbers
+        )
         assert "SGD" not in verdict.numbers
         assert "--local-steps 20" in verdict.numbers.split("Next: ")[1]
     unknown = said(optimizer=None)
     assert unknown.headline.endswith("at ratio 0.1; not behind Adam")
     assert "Trained by SGD" in unknown.numbers
     assert "Trained by AdamW" in unknown.numbers
-    assert "at ratio 0.001, this run’s" in said(ratio=0.001).numbers
+    assert " at 0.001 (this run’s ratio)" in said(ratio=0.001).numbers
 
 
 def test_a_plan_goes_first():

@@ -168,7 +168,8 @@ def test_the_answer_comes_first_and_the_run_last(page, path):
     said = text[worth:table]
     assert "topk with error feedback, at ratio 0.1." in said
     assert f"{low} to {high}\N{NO-BREAK SPACE}% at 0.01" in said
-    assert "at ratio 0.001, this run’s nats above dense training" in said
+    assert "0.02 nats above dense training at 0.1, " in said
+    assert "0.31 at 0.001 (this run’s ratio)" in said
     assert said.count("<li>") == 3
 
 
