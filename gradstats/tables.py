@@ -44,6 +44,7 @@ _HEADERS = {
     "scale": "σ − ξu",
     "scale_low": "σ − ξu low",
     "scale_high": "σ − ξu high",
+    "delta_aic": "ΔAIC",
     "select": "select s",
     "communicate": "communicate s",
     "overlapped": "overlapped s",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Unpack
 
 from gradstats.analysis.over import Spread, shares, subset_of
 from gradstats.analysis.pieces import each_sketched
+from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.primitives.sketch import Sketch
-from gradstats.statistics.fitting import fit
-from gradstats.statistics.goodness import bootstrap, goodness
+from gradstats.statistics.fitting import Fit, fit
+from gradstats.statistics.goodness import bootstrap, goodness, tail_test
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
@@ -18,7 +20,7 @@ from gradstats.statistics.solution import FitError
 from gradstats.tables import Records
 from gradstats.trace.sources import Source
 
-__all__ = ["UNTESTED", "fit_records"]
+__all__ = ["LEVEL", "UNJUDGED", "fewest_replicates", "fit_records"]
 
 UNTESTED = {
     "p_value": float("nan"),
@@ -27,6 +29,17 @@ UNTESTED = {
     "subsample": 0,
 }
 """Fields of a fit whose bootstrap was not run or failed."""
+
+UNJUDGED = {
+    "tail_ratio": float("nan"),
+    "tail_k": 0,
+    "p_tail": float("nan"),
+    "visible": float("nan"),
+}
+"""Fields of a fit whose tail was not tested: no ratio in use leaves ten elements."""
+
+LEVEL = 0.05
+"""Level of the tests."""
 
 _DISTANCES = ("nll", "aic", "bic", "ks", "wasserstein", "ad_upper", "tail_error")
 
@@ -47,9 +60,17 @@ class _Fitting:
             for layer, each in sketches.items()
             for model in self.models
         ]
+        for layer in sketches:
+            here = [r for r in records if r["layer"] == layer]
+            least = min((r["aic"] for r in here if not math.isnan(r["aic"])), default=math.nan)
+            for record in here:
+                record["delta_aic"] = record["aic"] - least
         if self.replicates:
             layers = (r for r in records if r["layer"] != "all")
             add_holm(layers, "p_value", "p_holm", ("model",))
+            if self.replicates < fewest_replicates(len(sketches) - 1):
+                for record in records:
+                    record["p_holm"] = math.nan
         return records
 
     def _one(self, model: str, reduced: Sketch) -> dict[str, Any]:
@@ -65,7 +86,7 @@ class _Fitting:
         except FitError as error:
             numbers = dict.fromkeys(_DISTANCES, nan)
             record |= {"params": {}, "stderr": {}, **numbers, "log_quantile": {}, "quality": {}}
-            record |= {"criteria": ""}
+            record |= {"criteria": ""} | UNJUDGED
             if self.replicates:
                 record |= UNTESTED
             return record | {"status": str(error)}
@@ -75,6 +96,7 @@ class _Fitting:
             "stderr": dict(fitted.stderr),
             "tail_error": distances.tail_error,
             **asdict(distances),
+            **_tail(fitted, distances.quality, reduced),
         }
         if self.replicates:
             record |= self._test(model, method, reduced)
@@ -94,6 +116,28 @@ class _Fitting:
             return UNTESTED
         tested = {"p_value": test.p_value, "p_naive": test.p_naive, "subsample": test.size}
         return UNTESTED | tested
+
+
+def fewest_replicates(layers: int) -> int:
+    """Return the replicates with which a test of one of so many layers can reject at 5 %, corrected by Holm.
+
+    Parameters
+    ----------
+    layers : int
+        Number of layers.
+    """
+    return math.ceil(max(layers, 1) / LEVEL) - 1
+
+
+def _tail(fitted: Fit, quality: Mapping[float, float], reduced: Sketch) -> dict[str, Any]:
+    """Return the test of the tail at the smallest ratio in use."""
+    judged = [ratio for ratio in RATIOS if ratio in quality]
+    if not judged:
+        return UNJUDGED
+    ratio = min(judged)
+    k = target_count(ratio, reduced.numel - reduced.moments.nonfinite)
+    test = tail_test(fitted, ratio, k, quality[ratio])
+    return {"tail_ratio": ratio, "tail_k": k, "p_tail": test.p_value, "visible": test.visible}
 
 
 @shares(Spread)
@@ -130,9 +174,11 @@ def fit_records(
     -------
     Records
         trace, step, rank, kind, layer, model, method, n, zeros, params, stderr, the fields of
-        :class:`gradstats.statistics.goodness.Goodness`, with a bootstrap p_value, p_naive, subsample and p_holm
-        (p_value of a layer, corrected for the number of layers), and status. A
-        layer that a model cannot describe has empty numbers and the reason in ``status``.
+        :class:`gradstats.statistics.goodness.Goodness`; delta_aic, AIC above the least of the same elements' models;
+        tail_ratio, tail_k, p_tail and visible, the test of the tail at the smallest ratio in use
+        (:func:`gradstats.statistics.goodness.tail_test`); with a bootstrap p_value, p_naive, subsample and p_holm
+        (p_value of a layer, corrected for the number of layers; NaN where so few replicates cannot reject any); and
+        status. A layer that a model cannot describe has empty numbers and the reason in ``status``.
 
     Raises
     ------

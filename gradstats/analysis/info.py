@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from gradstats.tables import Records, format_value
+from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource
 
-__all__ = ["describe", "info_records"]
+__all__ = ["describe", "info_records", "info_summary"]
 
 
 def describe(source: TraceSource) -> dict[str, str]:
@@ -131,3 +135,51 @@ def info_records(source: Source) -> Records:
             }
         records.append(record)
     return records
+
+
+def info_summary(source: Source) -> Records:
+    """Return what a source holds, in one record of each kind, read rank by rank and not gradient by gradient.
+
+    Parameters
+    ----------
+    source : Source
+        Source to describe.
+
+    Returns
+    -------
+    Records
+        trace, kind, ranks and steps (in words), gradients (their number), numel; from a trace also zeros (most elements
+        of one gradient) and nonfinite (gradients with any).
+    """
+    groups: dict[Kind, dict[int, list[int]]] = {}
+    for rank, kind, step in source.entries():
+        groups.setdefault(kind, {}).setdefault(rank, []).append(step)
+    scalars = {}
+    if isinstance(source, TraceSource):
+        scalars = {rank: source.trace.scalars(rank) for rank in source.trace.ranks}
+    found = Records()
+    for kind, ranks in groups.items():
+        steps = sorted({step for each in ranks.values() for step in each})
+        rank, step = next(iter(ranks)), steps[0]
+        record = {"trace": source.labels(rank, kind, step)["trace"], "kind": kind}
+        record |= {"ranks": _spanned([*ranks]), "steps": _spanned(steps)}
+        record |= {"gradients": sum(map(len, ranks.values())), "numel": source.numel}
+        if scalars:
+            zeros, nonfinite = 0, 0
+            for each, have in ranks.items():
+                columns = scalars[each]
+                some = np.isin(columns["step"], have)
+                zeros = max(zeros, int(columns[f"{kind}_zeros"][some].max(initial=0)))
+                nonfinite += int(np.count_nonzero(columns[f"{kind}_nonfinite"][some] > 0))
+            record |= {"zeros": zeros, "nonfinite": nonfinite}
+        found.append(record)
+    return found
+
+
+def _spanned(numbers: Sequence[int]) -> str:
+    """Return whole numbers in few words."""
+    if len(numbers) < 5:
+        return ", ".join(map(str, numbers))
+    apart = {b - a for a, b in pairwise(numbers)}
+    each = f" every {next(iter(apart))}" if len(apart) == 1 and apart != {1} else ""
+    return f"{len(numbers)}, {numbers[0]} to {numbers[-1]}{each}"

@@ -11,9 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstats.analysis.rules import COUNTING, TOLERANCE
+from gradstats.statistics.compressibility import Ruling
+from gradstats.statistics.goodness import TailTest, widened
 from gradstats.statistics.laws import LAWS
 
-__all__ = ["FITS", "Verdict", "closest_law", "left_out", "which_rule"]
+__all__ = [
+    "FITS",
+    "Verdict",
+    "closest_law",
+    "counting_rules",
+    "decay_shown",
+    "left_out",
+    "tail_tests",
+    "which_rule",
+]
 
 FITS = math.log(1.05)
 """Median |ln| of a law's thresholds over the exact ones up to which it fits, where these are known that well."""
@@ -23,6 +34,9 @@ _FAR = math.log(2)
 """|ln| of a law's thresholds, or of a rule's k̂/k, from which on it is warned of, or left out of a short table."""
 _POWERLESS = math.log(1.2)
 """What chance may do to exact thresholds before they cannot tell laws apart."""
+
+
+_CONTROLS = {"uniform": "uniform", "halfnorm": "half-normal", "laplace": "Laplace"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,98 @@ def _name(law: Mapping[str, Any]) -> str:
     return f"{label}, one a layer" if law["by_layer"] else label
 
 
+def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]) -> str:
+    """Say which laws a test of the tail rejects at the smallest ratio in use, and what it can see.
+
+    Parameters
+    ----------
+    fits : sequence of dict
+        Records of :func:`gradstats.analysis.fits.fit_records` of one gradient.
+    designs : mapping of float to float
+        By ratio, the design effect of the elements beyond it, where it is known.
+    """
+    judged = [r for r in fits if math.isfinite(r["p_tail"]) and not LAWS[r["model"]].control]
+    if not judged:
+        return ""
+    ratio, k = judged[0]["tail_ratio"], judged[0]["tail_k"]
+    design = max(designs.get(ratio, 1.0), 1.0)
+    tests = {}
+    for r in judged:
+        test = TailTest(ratio, k, r["p_tail"], r["visible"])
+        tests[r["model"]] = widened(test, r["quality"][ratio], design)
+    rejected = [model for model, test in tests.items() if test.p_value <= 0.05]
+    visible = min(test.visible for test in tests.values())
+    seen = (
+        f"{100 * visible:.0f}\N{NO-BREAK SPACE}% more than k"
+        if visible < 3
+        else f"{1 + visible:.2g} k"
+    )
+    how = f"; design effect {design:.2g}" if design >= 1.5 else ""
+    text = f"A test of what the thresholds keep at ratio {ratio:g} (k = {k:,}{how}) sees {seen} with probability 0.8"
+    named = ", ".join(LAWS[model].label for model in rejected)
+    if len(rejected) == len(tests) > 1:
+        named = f"all {len(tests)} laws"
+    return f"{text}, and rejects {named or 'none of them'}."
+
+
+def decay_shown(
+    decay: Sequence[Mapping[str, Any]], controls: Sequence[Mapping[str, Any]]
+) -> Verdict:
+    """Say at which steps the sorted magnitudes fall fast enough, and whether a control does.
+
+    Parameters
+    ----------
+    decay : sequence of dict
+        Records of :func:`gradstats.analysis.decay.compressibility_records` of one trace, rank and kind.
+    controls : sequence of dict
+        Those of the controls.
+    """
+    rows = [r for r in decay if math.isfinite(r["p"])]
+    if not rows:
+        return Verdict("No power", "Fewer ranks than an exponent takes.")
+    judged = [r for r in rows if r["reason"] not in (Ruling.TOO_FEW, Ruling.TOO_WIDE)]
+    if not judged:
+        return Verdict("No power", f"No verdict: {rows[0]['reason']}.")
+    yes = sum(r["compressible"] is True for r in rows)
+    headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
+    if yes:
+        headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
+    ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
+    at = ", ".join(f"{_between(r, 'p')} at step {r['step']}" for r in ends)
+    last = int(rows[0]["window"].split("-")[1])
+    numbers = f"p = {at}, of the largest {last:,}. It takes ½, in every window, by Hill's estimate and by σ_k. "
+    unsure = [r for r in rows if r["compressible"] is None]
+    reasons: dict[str, list[Mapping[str, Any]]] = {}
+    for r in unsure:
+        reasons.setdefault(r["reason"], []).append(r)
+    for reason, those in reasons.items():
+        at = f"Step {those[0]['step']}" if len(those) == 1 else f"{len(those)} of {len(rows)} steps"
+        of = "" if len(those) == 1 else f"at step {those[-1]['step']} "
+        numbers += f"{at}: {reason} ({of}p = {_by_window(those[-1])}). "
+    passing = [r["kind"] for r in controls if r["compressible"]]
+    listed = ", ".join(f"{_CONTROLS.get(r['kind'], r['kind'])} {r['p']:.2f}" for r in controls)
+    numbers += f"Controls: {listed}"
+    numbers += ": passes what it must reject!" if passing else ", rejected."
+    return Verdict(headline, numbers, bool(passing))
+
+
+def _by_window(record: Mapping[str, Any]) -> str:
+    """Return p by the last rank of the window, from a record of a decay."""
+    shown = (
+        f"{p:.2f} to rank {int(ranks.split('-')[1]):,}" for ranks, p in record["windows"].items()
+    )
+    return ", ".join(shown)
+
+
+def _between(record: Mapping[str, Any], name: str) -> str:
+    middle, low, high = (_rounded(record[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"
+
+
+def _rounded(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
 def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     """Say which estimating rule hits k at all ratios.
 
@@ -132,8 +238,14 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     """
     estimating = [r for r in rules if r["estimator"] not in COUNTING]
     known = [r for r in estimating if r["mean"]]
-    unknown = [f"{r['estimator']}: {r['reason']}" for r in estimating if not r["mean"]]
-    missing = f" Not judged: {'; '.join(unknown)}." if unknown else ""
+    unknown: dict[str, list[str]] = {}
+    for r in estimating:
+        if not r["mean"]:
+            unknown.setdefault(r["reason"], []).append(r["estimator"])
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in unknown.items()]
+    if len(unknown) == 1 and not known:
+        reasons = [*unknown]
+    missing = f" Not judged: {'; '.join(reasons)}." if reasons else ""
     if not known:
         return Verdict("No estimating rule is judged", missing.strip())
     hitting = [r for r in known if r["hits"]]
@@ -159,6 +271,33 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     if worst is not best:
         numbers += f" Farthest off: {worst['estimator']}, {_span(worst)}."
     return Verdict(headline, numbers + missing)
+
+
+def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
+    """Say how near rules that count elements come to k, and what keeps them from it.
+
+    Parameters
+    ----------
+    series : sequence of dict
+        Records of :func:`gradstats.quality_series` of one trace and kind.
+    """
+    rows = [r for r in series if r["estimator"] in COUNTING and r["k"] >= 1 and r["selected"]]
+    short = [r for r in rows if r["selected"] < r["k"] and r["threshold"] == 0]
+    rest = [r for r in rows if r not in short]
+    said = ""
+    if short:
+        ratios = {r["ratio"]: None for r in short}
+        said = f" There are fewer non-zero elements than k at {_listed([*ratios])}: all are kept."
+    if not rest:
+        return said
+    off = max(abs(math.log(r["quality"])) for r in rest)
+    if off == 0:
+        return f"{said} Rules that count elements keep k exactly."
+    worst = max(rest, key=lambda r: abs(math.log(r["quality"])))
+    of = "" if worst["k"] >= 100 else f" (k = {worst['k']})"
+    if worst["estimator"] == "exact":
+        return f"{said} Even rules that count elements are up to {_percent(off)} off{of}: magnitudes are tied."
+    return f"{said} Rules that count elements keep k within {_percent(off)}{of}."
 
 
 def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
@@ -189,7 +328,8 @@ def _names(rules: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _span(rule: Mapping[str, Any]) -> str:
-    low, high = min(rule["mean"].values()), max(rule["mean"].values())
+    means = [0.0 if rule["nothing"][r] == rule["n"] else m for r, m in rule["mean"].items()]
+    low, high = min(means), max(means)
     ends = [_short(low), _short(high)]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 

@@ -9,16 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradstats.cli.options import FormatOption, OutputOption, RatioOption, SourceArgument, one_of
+from gradstats.cli.options import (
+    EverythingOption,
+    FormatOption,
+    OutputOption,
+    RatioOption,
+    SourceArgument,
+    one_of,
+)
 from gradstats.cli.output import Table, given, note
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     from gradstats.trace.sources import TraceSource
 
-__all__ = ["INFO", "import_", "info", "report"]
+__all__ = ["INFO", "SUMMARY", "import_", "info", "report"]
 
 INFO = Table("Captured gradients", ("trace", "step", "rank", "kind", "numel"))
+SUMMARY = Table(
+    "Captured gradients; zeros: most elements of one; nonfinite: gradients with any",
+    ("trace", "kind", "ranks", "steps", "gradients", "numel"),
+    (),
+)
 _RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
 
 
@@ -29,18 +41,31 @@ def _kinds() -> tuple[str, ...]:
 
 
 def info(  # numpydoc ignore=PR01
-    source: SourceArgument, format: FormatOption = "table", output: OutputOption = None
+    source: SourceArgument,
+    everything: EverythingOption = False,
+    format: FormatOption = "table",
+    output: OutputOption = None,
 ) -> None:
-    """Show what a trace holds: the run, its compressor, loss and size; steps, ranks, kinds, and what was recorded."""
+    """Show what a trace holds: the run, its compressor, loss and size; steps, ranks, kinds, and what was recorded.
+
+    The table has one row of each kind; --all and the other formats have every gradient.
+    """
     from gradstats.analysis import info
     from gradstats.trace.sources import TraceSource, open_sources
 
     sources = open_sources(source)
-    records = [record for s in sources for record in info.info_records(s)]
     if format == "table" and output is None:
         for s in sources:
             if isinstance(s, TraceSource):
                 typer.echo(_describe(s) + "\n")
+    if format == "table" and not everything:
+        records = [record for s in sources for record in info.info_summary(s)]
+        counted = ("zeros", "nonfinite") if records and "zeros" in records[0] else ()
+        SUMMARY.extended("", *counted).emit(records, format, output)
+        if any(r["gradients"] > 1 for r in records):
+            note(f"{sum(r['gradients'] for r in records):,} gradients; --all has a row of each.")
+        return
+    records = [record for s in sources for record in info.info_records(s)]
     recorded = _RECORDED if records and "loss" in records[0] else ()
     INFO.extended("", *recorded).emit(records, format, output)
 

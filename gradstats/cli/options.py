@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from gradstats.errors import unknown
+from gradstats.errors import InputError, unknown
 from gradstats.statistics.laws import LAWS, METHODS
 
 __all__ = [
@@ -127,18 +127,45 @@ SourceArgument = Annotated[
         show_default=False,
     ),
 ]
+ENDINGS = {".csv": "csv", ".json": "json", ".md": "markdown", ".tex": "latex", ".txt": "table"}
+"""Formats by the endings of files that tables are written to."""
+
+
+def _format_of(context: typer.Context, value: str) -> str:
+    """Return the format that a file's ending asks for, or the one given."""
+    if value not in _formats():
+        raise unknown("format", value, _formats())
+    output = context.params.get("output")
+    source = context.get_parameter_source("format")
+    given = source is not None and source.name != "DEFAULT"
+    if output is None or not output.suffix:
+        return value
+    ending = output.suffix.lower()
+    if ending not in ENDINGS and not given:
+        raise InputError(f"no format for {output}: name it {', '.join(ENDINGS)}, or give --format")
+    if given and ENDINGS.get(ending, value) != value:
+        raise InputError(f"--format {value} is not what {output} is named for: give one of them")
+    return ENDINGS.get(ending, value)
+
+
 FormatOption = Annotated[
     str,
     typer.Option(
         "--format",
-        help="Format: table, json, csv, markdown or latex.",
+        help="Format: table, json, csv, markdown or latex; by default that of FILE's ending.",
         metavar="FORMAT",
-        **one_of("format", _formats),
+        **one_of("format", _formats) | {"callback": _format_of},
     ),
 ]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("-o", "--output", help="Write to this file instead of stdout.", metavar="FILE"),
+    typer.Option(
+        "-o",
+        "--output",
+        help="Write to this file instead of stdout: .csv, .json, .md, .tex or .txt.",
+        metavar="FILE",
+        is_eager=True,
+    ),
 ]
 StepOption = Annotated[
     list[int] | None, typer.Option("--step", help="Look at this step only (repeatable).")

@@ -26,6 +26,7 @@ from gradstats.cli.options import (
     StepOption,
 )
 from gradstats.cli.output import (
+    MOST_ROWS,
     Records,
     Table,
     analyse,
@@ -54,10 +55,11 @@ __all__ = [
 ]
 
 FITS = Table(
-    "Fits",
+    "Fits; p tail: of the number that the model's threshold keeps at the smallest ratio, of which tail k are right, as "
+    "if elements were independent; visible: the smallest k̂/k − 1 that it sees with probability 0.8",
     (
         *("trace", "step", "rank", "kind", "layer", "model", "params"),
-        *("ks", "wasserstein", "tail_error"),
+        *("ks", "tail_error", "p_tail", "tail_k", "visible"),
     ),
     ("trace", "kind"),
 )
@@ -126,9 +128,9 @@ def fit(  # numpydoc ignore=PR01
     """Fit symmetric distributions, and show which is closest to the data.
 
     The table has the closest model of every gradient at the last step, or at those of --step. tail error: largest
-    |ln η_model/η_exact| at ratios from 0.1 to 0.0001; ks: Kolmogorov distance; wasserstein: distance relative to the
-    mean magnitude. --all, --bootstrap and the other formats have every model; JSON and CSV every distance, standard
-    errors and k̂/k, too.
+    |ln η_model/η_exact| at ratios from 0.1 to 0.0001; ks: Kolmogorov distance. --all, --bootstrap and the other formats
+    have every model, and p tail: of the number of elements that the model's threshold keeps at the smallest ratio in
+    use; JSON and CSV every distance, standard errors and k̂/k, too.
     """
     from gradstats.analysis import fits
 
@@ -165,10 +167,15 @@ def fit(  # numpydoc ignore=PR01
         note_statuses(records, format, "model")
         return
     if bootstrap:
-        test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance"
-        table = FITS.extended(test, "p_value", "p_naive")
+        test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance: of the body"
+        table = FITS.extended(test, "p_value", "subsample")
     table.emit(records, format, output)
     note_statuses(records, format, "model")
+    layers = len({r["layer"] for r in records if r["layer"] != "all"})
+    if bootstrap and layers > 1 and bootstrap < (fewest := fits.fewest_replicates(layers)):
+        note(
+            f"{bootstrap} replicates cannot reject anything at 5 % among {layers} layers (Holm): it takes {fewest:,}"
+        )
 
 
 def _closest_laws(
@@ -251,12 +258,14 @@ def compressibility(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    everything: EverythingOption = False,
     scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Check the power-law decay of the sorted magnitudes, and of controls that have none.
 
+    The table has the first and the last step of every kind; --all and the other formats have all steps.
     compressible: yes only where all windows, Hill's estimate and the error of keeping the k largest agree, – where they
     do not; JSON and CSV have the reason. sigma p: exponent with which that error falls; a power law gives about p − ½.
     """
@@ -274,6 +283,11 @@ def compressibility(  # numpydoc ignore=PR01
         ranks=rank,
         kinds=kind,
     )
+    if format == "table" and not everything:
+        shown, answers = _ends(records)
+        DECAY.emit(shown, format, output, answers)
+        _note_rest(records, shown)
+        return
     DECAY.emit(records, format, output)
     if format == "table":
         undecided = Counter(r["reason"] for r in records if r["compressible"] is None)
@@ -282,6 +296,25 @@ def compressibility(  # numpydoc ignore=PR01
         taken = [r for r in records if r["trace"] != "control"]
         for reason, n in Counter(r["dependence"] for r in taken if r["dependence"]).items():
             note(f"runs –, {n} of {len(taken)}: {reason}")
+
+
+def _ends(records: Records) -> tuple[Records, list[str]]:
+    """Return the first and the last step of each gradient and the controls, and what all steps show, in sentences."""
+    from gradstats.analysis.verdicts import decay_shown
+
+    controls = [r for r in records if r["trace"] == "control"]
+    gradients: dict[tuple[Any, ...], Records] = {}
+    for record in records:
+        if record["trace"] != "control":
+            key = tuple(record[name] for name in ("trace", "rank", "kind"))
+            gradients.setdefault(key, []).append(record)
+    several = len({rank for _, rank, _ in gradients}) > 1
+    shown, answers = [], []
+    for (trace, rank, kind), each in [*gradients.items()][:MOST_ROWS]:
+        shown += each if len(each) < 3 else [each[0], each[-1]]
+        of = f", rank {rank}" if several else ""
+        answers.append(f"{trace}, {kind}{of}: {decay_shown(each, controls)}")
+    return shown + controls, answers
 
 
 def _window(text: str | None) -> tuple[int, int] | None:

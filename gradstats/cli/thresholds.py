@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from gradstats.primitives import Array
     from gradstats.trace import Kind
 
-__all__ = ["BENCH", "BY_STAGE", "CHANGES", "DIFFERENCES", "QUALITY", "bench", "quality"]
+__all__ = [
+    "BENCH",
+    "BY_STAGE",
+    "CHANGES",
+    "DIFFERENCES",
+    "QUALITY",
+    "WORST_STAGE",
+    "bench",
+    "quality",
+]
 
 QUALITY = Table(
     "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; fresh: of rules without a past; "
@@ -46,6 +55,15 @@ BY_STAGE = Table(
     (
         *("trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"),
         *("asked", "got", "factor", "quality", "blame"),
+    ),
+    ("trace", "kind"),
+)
+WORST_STAGE = Table(
+    "k̂/k of multi-stage rules, means over the gradients; blame: the stage that is farthest off in most of them, and in "
+    "how many; factor: share it got over share asked",
+    (
+        *("trace", "kind", "layer", "estimator", "ratio", "n", "stages"),
+        *("quality", "blame", "blamed", "factor"),
     ),
     ("trace", "kind"),
 )
@@ -112,13 +130,14 @@ def quality(  # numpydoc ignore=PR01
     """Compare how many elements thresholds keep with how many they should: k̂/k.
 
     The table has the rules nearest to k first; --all and the other formats have those that count elements, and those
-    that are more than twofold off, too. Rules with a state (reuse, feedback, warm start, adaptive stages) see the
-    captured steps in order, as if they were adjacent: fresh is what they do without a past. From twenty steps on the
-    mean has a 95 % interval, by blocks of neighbouring steps.
+    that are more than twofold off, too, and with --by-stage every gradient. Rules with a state (reuse, feedback, warm
+    start, adaptive stages) see the captured steps in order, as if they were adjacent: fresh is what they do without a
+    past. From twenty steps on the mean has a 95 % interval, by blocks of neighbouring steps.
     """
     from math import isfinite
 
     from gradstats.analysis import quality
+    from gradstats.analysis.stages import worst_stages
     from gradstats.thresholds import ESTIMATORS
 
     options = {name: {"stages": stages} for name in ESTIMATORS if "sidco" in name and stages}
@@ -142,6 +161,10 @@ def quality(  # numpydoc ignore=PR01
         if any(isfinite(r["mean_low"]) for r in records):
             intervals = "; mean low–high: 95 % interval of the mean, by blocks of steps"
             table = QUALITY.extended(intervals, "mean_low", "mean_high")
+    elif format == "table" and not everything:
+        rows = len(records)
+        table, records = WORST_STAGE, worst_stages(records)
+        note(f"{rows:,} rows in short; --all shows each gradient's stages.")
     table.emit(records, format, output, answers)
     if versus and format == "table":
         for status in dict.fromkeys(r["status"] for r in records if r["status"] != "ok"):

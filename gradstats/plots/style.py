@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 
@@ -20,9 +19,9 @@ from gradstats.tables import visible
 from gradstats.thresholds import ESTIMATORS
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 __all__ = [
     "HATCHES",
@@ -159,23 +158,30 @@ def tidy(ax: Axes, title: str | None) -> Axes:
         ax.set_title(visible(title))
     ax.grid(alpha=0.3)
     sns.despine(ax=ax)
-    _plain_text(ax)
+    _plain_text([ax])
     return ax
 
 
-def _plain_text(artist: Artist) -> None:
+def _plain_text(axes: Iterable[Axes]) -> None:
     """Show every text as it is: a dollar in a parameter's name begins no formula. Ticks of numbers keep theirs."""
-    axes = [a for a in artist.findobj(Axes) if isinstance(a, Axes)]
-    numbers = {
-        id(label)
-        for ax in axes
-        for axis in (ax.xaxis, ax.yaxis)
-        if isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter)
-        for label in axis.get_ticklabels(which="both")
-    }
-    for text in artist.findobj(Text):
-        if isinstance(text, Text) and id(text) not in numbers:
-            text.set_parse_math(False)
+    for ax in axes:
+        texts = [ax.title, *ax.texts]
+        if legend := ax.get_legend():
+            texts += [legend.get_title(), *legend.get_texts()]
+        for axis in (ax.xaxis, ax.yaxis):
+            texts.append(axis.label)
+            # ticks of numbers are not made just to be looked at: that takes as long as a drawing
+            if not isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter):
+                texts += axis.get_ticklabels(which="both")
+        _plain(texts)
+
+
+def _plain(texts: Iterable[Text]) -> None:
+    for text in texts:
+        text.set_parse_math(False)
+        # names come from outside, and matplotlib's warning of a missing glyph repeats it as it is
+        if not (shown := text.get_text()).isprintable():
+            text.set_text("\n".join(map(visible, shown.split("\n"))))
 
 
 def plain_log(axis: Axis) -> None:
@@ -248,17 +254,19 @@ def png(figure: Figure, *, dpi: int = 110) -> bytes:
     bytes
         Content of the file.
     """
-    from matplotlib.text import Text
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
-    # names come from outside, and matplotlib's warning of a missing glyph repeats it as it is
-    for text in figure.findobj(Text):
-        if not (shown := text.get_text()).isprintable():
-            text.set_text("\n".join(map(visible, shown.split("\n"))))
-    _plain_text(figure)
-    stream, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(stream, format="png", dpi=dpi)
-    with Image.open(stream) as image:
-        colours = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-        colours.save(small, format="png", optimize=True)
+    _plain_text(figure.axes)
+    _plain(figure.texts)
+    before = figure.dpi
+    figure.set_dpi(dpi)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]  # once; savefig draws twice for the layout's sake
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    image = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
+    figure.set_dpi(before)
+    small = io.BytesIO()
+    colours = image.quantize(256, Image.Quantize.MAXCOVERAGE)
+    colours.save(small, format="png", optimize=True)
     return small.getvalue()

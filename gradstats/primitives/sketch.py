@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Histogram, Moments, histogram, moments, select
-from gradstats.primitives.arrays import as_numpy, check, flat_chunks, wide_dtype
+from gradstats.primitives.arrays import as_numpy, check, dot, flat_chunks, wide_dtype
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.histogram import bin_edges, check_bits
 from gradstats.primitives.ratio import check_count, check_magnitude, check_number
@@ -141,7 +141,7 @@ class Magnitudes:
         values : ndarray of float64, shape (cells,)
             The quantity at the middle of each cell.
         """
-        return float(self.weight @ values) / self.count
+        return dot(self.weight, values) / self.count
 
     @cached_property
     def cumulative(self) -> NDArray[np.float64]:

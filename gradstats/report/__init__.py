@@ -17,15 +17,12 @@ from gradstats.files import replace_file
 from gradstats.report.html import escape, page, table
 from gradstats.report.measured import (
     MOST_STEPS,
-    REPLICATES,
-    SEED,
     STAGES,
-    SUBSAMPLE,
     Measured,
     measure,
 )
 from gradstats.report.sections import run, section
-from gradstats.report.verdicts import QUESTIONS, Verdict
+from gradstats.report.verdicts import QUESTIONS, SHOULD, Verdict, should
 from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource, open_source
@@ -47,7 +44,7 @@ def write_report(
     path : str or Path, optional
         File to write, replaced if it exists. Without one only the answers are returned.
     advice : sequence of str, optional
-        What :func:`gradstats.network.advice` says of a plan, for the top of the page.
+        What :func:`gradstats.network.advice` says of plans, each for the source that it begins with the name of.
 
     Returns
     -------
@@ -70,15 +67,19 @@ def write_report(
             if path is not None:
                 sections.append(section(measured[-1]))
             bar.advance(task)
-    answers: _Answers = [
-        (m, kind, {question: answer(m, kind) for question, answer in QUESTIONS.items()})
-        for m in measured
-        for kind in m.kinds
-    ]
+    answers: _Answers = []
+    for i, m in enumerate(measured):
+        named = [text for text in advice if text.startswith(f"{m.source.name}: ")]
+        mine = named or ([] if i else list(advice))  # what names no source is of the first
+        first = {SHOULD: should(m, m.kinds[0], mine)}
+        for kind in m.kinds:
+            answers.append(
+                (m, kind, first | {q: answer(m, kind) for q, answer in QUESTIONS.items()})
+            )
+            first = {}
     if path is not None:
-        body = "\n".join(
-            [_first_screen(measured, answers, advice), *sections, _provenance(measured)]
-        )
+        runs = "".join(map(run, measured))
+        body = "\n".join([_first_screen(measured, answers), *sections, runs, _provenance(measured)])
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             replace_file(Path(path), page("Gradient report", body))
@@ -86,7 +87,7 @@ def write_report(
             raise InputError(f"cannot write {path}: {error.strerror}") from error
     return Records(
         {"source": m.source.name, "kind": kind, "question": question, "answer": v.headline}
-        | {"numbers": v.numbers, "warn": v.warn}
+        | {"numbers": v.numbers.replace("\n", " "), "warn": v.warn}
         for m, kind, found in answers
         for question, v in found.items()
     )
@@ -106,7 +107,7 @@ _Answers: TypeAlias = list[tuple[Measured, Kind, dict[str, Verdict]]]
 """What the first screen answers of every source and kind."""
 
 
-def _first_screen(measured: Sequence[Measured], answers: _Answers, advice: Sequence[str]) -> str:
+def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
     names = [f"{m.source.name}, {kind}" for m, kind, _ in answers]
     heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in names)
     rows = []
@@ -123,20 +124,32 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers, advice: Seque
     links = " · ".join(
         f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
     )
+    worth = "".join(
+        _worth(m.source.name, found[SHOULD]) for m, _, found in answers if SHOULD in found
+    )
     return (
-        f"<h1>Gradient report: {escape(', '.join(m.source.name for m in measured))}</h1>"
+        f"<h1>Gradient report: {escape(', '.join(m.source.name for m in measured))}</h1>{worth}"
         f"<nav>Figures and tables: {links} · "
-        f'<a href="#made">how this page was made</a></nav>{"".join(map(run, measured))}'
-        f"{''.join(f'<p class=advice>{escape(text)}</p>' for text in advice)}"
+        f'<a href="#made">how this page was made</a></nav>'
         f"<div class=scroll><table class=verdicts><thead><tr><td></td>{heads}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{_READING}"
     )
 
 
+def _worth(name: str, verdict: Verdict) -> str:
+    """Return whether to compress, as the beginning of the page."""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in verdict.numbers.split("\n"))
+    warn = " warn" if verdict.warn else ""
+    return (
+        f'<section class="advice{warn}"><h2>{SHOULD}</h2><p>{escape(name)}: '
+        f"<strong>{escape(verdict.headline)}.</strong></p><ol>{lines}</ol></section>"
+    )
+
+
 _READING = """<p class=note>k: elements a ratio asks to keep; k̂: those a threshold keeps. ξ: shape of the generalized
 Pareto distribution of what exceeds a threshold. Compressible: sorted magnitudes fall like rank^(−p), p above ½ (SIDCo,
-definition 1). Intervals are 95 % and take elements as independent, which those of a gradient are not: read them as
-too narrow.</p>"""
+definition 1), which is no advice: error feedback sends later what is not sent now. Intervals are 95 % and take elements
+as independent, which those of a gradient are not: read them as too narrow.</p>"""
 
 
 def _provenance(measured: Sequence[Measured]) -> str:
@@ -161,8 +174,7 @@ def _provenance(measured: Sequence[Measured]) -> str:
     return (
         '<h2 id="made">How this page was made</h2>'
         f"<p><code>{escape(shlex.join([name, *sys.argv[1:]]))}</code></p>"
-        f"<p>{escape(versions)}, Python {platform.python_version()}. Tests: {REPLICATES} refitted replicates of "
-        f"{SUBSAMPLE:,} elements, seed {SEED}. At most {MOST_STEPS} steps of a trace, evenly; fits and figures at the "
-        "first, middle and last of them, of the first rank.</p>"
+        f"<p>{escape(versions)}, Python {platform.python_version()}. At most {MOST_STEPS} steps of a "
+        "trace, evenly; fits and figures at the first, middle and last of them, of the first rank.</p>"
         + table(rows, columns | {"seed": "seed of the training"}, "Sources")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ from gradstats.analysis.closest import closest_laws, evenly, law_pairs
 from gradstats.analysis.compression import compression
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import dataset_of, drift_records
-from gradstats.analysis.fits import UNTESTED, fit_records
+from gradstats.analysis.fits import fit_records
 from gradstats.analysis.info import describe, info_records
 from gradstats.analysis.peaks import mixture_records, pot_records
 from gradstats.analysis.quality import series_of, summarise
 from gradstats.primitives.arrays import as_numpy
-from gradstats.primitives.ratio import target_count
+from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.pot.peaks import MODEL
 from gradstats.tables import Records
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_STEPS",
-    "REPLICATES",
-    "SEED",
     "STAGES",
-    "SUBSAMPLE",
     "TREND_RATIO",
     "Measured",
     "measure",
@@ -40,9 +39,6 @@ __all__ = [
 
 MOST_STEPS = 20
 """Most steps looked at. A longer trace has this many looked at, evenly spread."""
-
-REPLICATES, SUBSAMPLE, SEED = 99, 2000, 0
-"""Replicates, elements of the subsample, and seed of the goodness-of-fit tests."""
 
 TREND_RATIO = 0.01
 """Kept fraction whose exact threshold is followed over training."""
@@ -90,6 +86,9 @@ class Measured:
         Steps of the first rank, and the loss that was recorded there.
     live : list of dict
         Records of :func:`gradstats.compression`.
+    energy : list of dict
+        kind, step, and shares: the share of Σg² that the largest elements hold, by ratio; at the steps shown, where a
+        ratio leaves ten elements.
     """
 
     source: Source
@@ -109,6 +108,7 @@ class Measured:
     facts: dict[str, str]
     losses: list[tuple[int, float]]
     live: list[dict[str, Any]]
+    energy: list[dict[str, Any]]
 
     @property
     def kinds(self) -> list[Kind]:
@@ -142,10 +142,8 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     tails = mixture_records(source, **here)
     peaks = pot_records(source, **here)
     advance()
-    fits = fit_records(source, replicates=REPLICATES, size=SUBSAMPLE, seed=SEED, **here)
-    controls = [name for name, law in LAWS.items() if law.control]
-    fits += [r | UNTESTED for r in fit_records(source, controls, **here)]
-    fits.sort(key=lambda r: (r["kind"], r["step"]))
+    names = sorted(LAWS, key=lambda name: LAWS[name].control)
+    fits = fit_records(source, names, **here)
     laws = closest_laws(law_pairs(source, steps=steps, ranks=[rank]))
     advance()
     series = series_of(source, Subset(steps))
@@ -178,7 +176,25 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         facts,
         losses,
         live,
+        _energy(source, rank, shown),
     )
+
+
+def _energy(source: Source, rank: int, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the share of Σg² that the largest elements hold, of every kind and step."""
+    found = []
+    for _, kind, step in Subset(steps, [rank]).keys(source):
+        m = as_magnitudes(source.read(rank, kind, step).values)
+        counts = {ratio: target_count(ratio, source.numel) for ratio in RATIOS}
+        shares = {}
+        if m.count and (total := m.count * m.mean_square) < math.inf:
+            shares = {
+                ratio: float(np.square(m.largest(k)).sum()) / total
+                for ratio, k in counts.items()
+                if k >= 10
+            }
+        found.append({"kind": kind, "step": step, "shares": shares})
+    return found
 
 
 _LIVE = ("bytes", "build_up", "select", "communicate")
@@ -206,7 +222,8 @@ def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
     zeros, nonfinite: most elements in one step; tied: largest share of the non-zero elements whose magnitude another
-    element has, too; largest_tie: most elements of one magnitude (both are None where only sketches are kept);
+    element has, too; largest_tie: most elements of one magnitude; gap: the largest magnitude over the next one (these
+    three are None where only sketches are kept);
     constant: names of layers whose elements are all equal at any step, or all zero where only sketches are kept.
     """
     groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
@@ -224,6 +241,7 @@ def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
             "nonfinite_steps": sum(r["nonfinite"] > 0 for r in rows),
             "tied": max((r["tied"] for r in rows if "tied" in r), default=None),
             "largest_tie": max((r["largest_tie"] for r in rows if "tied" in r), default=None),
+            "gap": max((r["gap"] for r in rows if "gap" in r), default=None),
             "constant": sorted({name for r in rows for name in r.get("constant", ())}),
         }
         for (rank, kind), rows in groups.items()
@@ -239,11 +257,12 @@ def _inspect(source: Source, rank: int, kind: Kind, step: int) -> dict[str, Any]
     values = as_numpy(source.read(rank, kind, step).values).reshape(-1)
     finite = np.isfinite(values)
     magnitudes = np.abs(values[finite & (values != 0)])
-    counts = np.unique(magnitudes, return_counts=True)[1]
+    levels, counts = np.unique(magnitudes, return_counts=True)
     return {
         "zeros": int(np.count_nonzero(values == 0)),
         "nonfinite": int(values.size - np.count_nonzero(finite)),
         "tied": float(counts[counts > 1].sum() / max(magnitudes.size, 1)),
         "largest_tie": int(counts.max(initial=0)),
+        "gap": float(levels[-1] / levels[-2]) if levels.size > 1 else 0.0,
         "constant": [la.name for la in layers if (values[la.slice] == values[la.slice][0]).all()],
     }

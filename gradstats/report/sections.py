@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import Sketch, sketch
 from gradstats.report.html import details, escape, figure, note, table
-from gradstats.report.measured import REPLICATES, SUBSAMPLE, TREND_RATIO, Measured
+from gradstats.report.measured import TREND_RATIO, Measured
 from gradstats.report.verdicts import COUNTING, missing_ranks
 from gradstats.statistics.compressibility import default_window
 from gradstats.statistics.fitting import fit
@@ -213,8 +213,7 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
     ends = m.shown[0], m.shown[-1]
     pairs = zip(captured, reduced.values(), strict=True)
     parts += [_fits(m.source.name, c, s) for c, s in pairs if c.step in ends]
-    at = min(RATIOS)
-    rows = [r | {"kept": r["quality"].get(at, math.nan)} for r in m.fits]
+    rows = [r | {"kept": r["quality"].get(r["tail_ratio"], math.nan)} for r in m.fits]
     columns = {
         "kind": "kind",
         "step": "step",
@@ -223,16 +222,17 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
         "nll": "−log L per element",
         "ks": "Kolmogorov",
         "tail_error": "tail error",
-        "kept": f"k̂/k at {at:g}",
-        "p_value": "p",
-        "p_naive": "naive p",
+        "tail_ratio": "ratio",
+        "tail_k": "k",
+        "kept": "k̂/k",
+        "p_tail": "p of k̂",
+        "visible": "sees k̂/k − 1 of",
         "status": "status",
     }
-    caption = f"Fits. Tail error: largest |ln(threshold of the model ÷ exact)|. p: {REPLICATES} refitted replicates of "
-    caption += f"{SUBSAMPLE:,} elements, at least {1 / (REPLICATES + 1):g}; with all elements the smallest misfit "
-    caption += "would be rejected. "
-    caption += (
-        "Naive p takes the fitted parameters as known and hardly ever rejects when it should."
+    caption = (
+        "Fits. Tail error: largest |ln(threshold of the model ÷ exact)|. p: of the number of elements that the model's "
+        "threshold keeps at the smallest ratio in use, if elements were independent; the last column but one is the "
+        "smallest k̂/k − 1 that it sees with probability 0.8."
     )
     return "".join([*parts, table(rows, columns, caption)])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +11,23 @@ import numpy as np
 
 from gradstats.analysis.drift import FEWEST_STEPS
 from gradstats.analysis.rules import COUNTING, judged_rules
-from gradstats.analysis.verdicts import Verdict, closest_law, which_rule
-from gradstats.plots.style import label_of
-from gradstats.primitives.ratio import RATIOS
+from gradstats.analysis.verdicts import (
+    Verdict,
+    closest_law,
+    counting_rules,
+    decay_shown,
+    tail_tests,
+    which_rule,
+)
+from gradstats.analysis.worth import should_compress
+from gradstats.primitives.ratio import target_count
 from gradstats.report.measured import Measured
-from gradstats.statistics.compressibility import Ruling, control
-from gradstats.statistics.fitting import as_magnitudes
+from gradstats.statistics.compressibility import control
 from gradstats.statistics.pot import FEWEST
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource
 
-__all__ = ["COUNTING", "QUESTIONS", "Verdict", "missing_ranks"]
+__all__ = ["COUNTING", "QUESTIONS", "SHOULD", "Verdict", "missing_ranks", "should"]
 
 
 def missing_ranks(measured: Measured) -> list[int]:
@@ -51,36 +57,47 @@ _SOUND = 0.01
 """Share of zeros from which on the first screen warns."""
 _TIED = 0.001
 """Share of elements of one magnitude from which on the first screen warns."""
+_SPIKE = 100
+"""Quotient of the two largest magnitudes from which on the first screen warns; of a Pareto tail with ξ = 0.8, in 3 of
+1,000 gradients."""
 _CLOSE = 0.25
 """Distance of k̂/k from 1 up to which a model fits, and a rule hits k, where chance alone does not make it farther."""
-_WORTH = 0.5
-"""Share of Σg² that what is sent should hold."""
 
 
-def _should(measured: Measured, kind: Kind) -> Verdict:
-    """Say what the gradient has to say about compressing: by which rule, and down to which ratio."""
-    shares = _energies(measured, kind, measured.shown[-1:], RATIOS)
-    if not shares:
-        return Verdict("Too few elements to say", f"{measured.source.numel:,} elements.")
-    held = dict(zip(RATIOS, shares[0][1], strict=True))
-    listed = ", ".join(f"{_percent(share)} at ratio {ratio:g}" for ratio, share in held.items())
-    numbers = f"The k largest hold {listed} of Σg² at step {shares[0][0]}. Whether it saves time depends on the "
-    numbers += (
-        "network: ask gradstats plan, or give gradstats report --network, --workers and --compute."
+def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
+    """Say whether to compress, in three sentences.
+
+    Parameters
+    ----------
+    measured : Measured
+        Measurements of a source.
+    kind : Kind
+        Kind of gradient that would be compressed.
+    advice : sequence of str
+        What plans for networks say of this source.
+    """
+    source = measured.source
+    trace = source.trace if isinstance(source, TraceSource) else None
+    settings = {} if trace is None else trace.attrs
+    optimizer, ratio = settings.get("optimizer"), settings.get("ratio")
+    shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
+    rows = _of(measured.ledger, kind)
+    return should_compress(
+        source.name if trace is None else str(trace.path),
+        shares,
+        {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
+        optimizer=optimizer.get("name") if isinstance(optimizer, Mapping) else None,
+        ratio=ratio if isinstance(ratio, int | float) else None,
+        nonzero=1 - max(r["zeros"] for r in rows) / source.numel,
+        sound=not any(r["nonfinite"] for r in rows),
+        advice=advice,
     )
-    if kind == "corrected":
-        most = max(held)
-        headline = f"With its memory {_percent(held[most])} of the energy goes at ratio {most:g}; the rest waits"
-        return Verdict(headline, numbers)
-    enough = [ratio for ratio, share in held.items() if share >= _WORTH]
-    if not enough:
-        return Verdict(
-            f"Hardly: even ratio {max(held):g} does not hold half of the energy", numbers
-        )
-    ratio = min(enough)
-    headline = f"If the network is slow: topk with error feedback, at ratio {ratio:g}"
-    numbers = f"The smallest of {', '.join(f'{r:g}' for r in RATIOS)} that holds half of the energy. {numbers}"
-    return Verdict(headline, numbers)
+
+
+def _even(numel: int, ratio: float) -> float:
+    """Return the share of Σg² that the largest elements of a normal vector hold."""
+    k = target_count(ratio, numel)
+    return float(np.square(control("halfnorm", numel, (1, k))[1]).sum()) / numel
 
 
 def _live(measured: Measured, kind: Kind) -> Verdict:
@@ -108,6 +125,11 @@ def _live(measured: Measured, kind: Kind) -> Verdict:
     return Verdict(headline, numbers + ".", far)
 
 
+def _spiky(ledger: Sequence[dict[str, Any]]) -> bool:
+    """Return whether one element is so large that what is said of all may be about it alone."""
+    return any((r["gap"] or 0) >= _SPIKE for r in ledger)
+
+
 def _data(measured: Measured, kind: Kind) -> Verdict:
     """Say whether the elements themselves are sound."""
     rows, d = _of(measured.ledger, kind), measured.source.numel
@@ -124,10 +146,13 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
     constant = {name for r in rows for name in r["constant"]}
     if constant:
         found.append(f"{len(constant)} constant layer{'s' * (len(constant) > 1)}")
+    if _spiky(rows):
+        found.append("one element is more than a hundred times the next")
     counts = {r["steps"] for r in rows}
     if len(counts) > 1:
         found.append(f"ranks have {min(counts)} to {max(counts)} steps")
-    numbers = f"{d:,} elements in {len(measured.source.layers)} layers; {max(counts)} steps"
+    numbers = f"{_many(d, 'element')} in {_many(len(measured.source.layers), 'layer')}; "
+    numbers += _many(max(counts), "step")
     absent = missing_ranks(measured)
     if absent:
         numbers += f"; rank {', '.join(map(str, absent))} of {len(rows) + len(absent)} not captured"
@@ -138,32 +163,19 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
     return Verdict("Yes", f"{numbers}.{limits}")
 
 
-def _energies(
-    measured: Measured, kind: Kind, steps: Sequence[int], ratios: Sequence[float]
-) -> list[tuple[int, list[float]]]:
-    """Return the share of Σg² that the largest elements hold, by step and ratio; empty where k would be below ten."""
-    source, found = measured.source, []
-    for step in steps:
-        m = as_magnitudes(source.read(measured.rank, kind, step).values)
-        counts = [max(1, int(source.numel * ratio)) for ratio in ratios]
-        if m.count and max(counts) >= 10:
-            energy = m.count * m.mean_square
-            found.append((step, [float(np.square(m.largest(k)).sum()) / energy for k in counts]))
-    return found
-
-
 def _spread(measured: Measured, kind: Kind) -> Verdict:
     """Say how much of the energy the largest hundredth holds."""
-    source = measured.source
-    k = max(1, source.numel // 100)
-    shares = [(step, each[0]) for step, each in _energies(measured, kind, measured.shown, [0.01])]
+    numel, ratio = measured.source.numel, 0.01
+    shares = {
+        r["step"]: r["shares"][ratio] for r in _of(measured.energy, kind) if ratio in r["shares"]
+    }
     if not shares:
-        return Verdict("Too few elements to say", f"{source.numel:,} elements.")
-    ideal = float(np.square(control("halfnorm", source.numel, (1, k))[1]).sum()) / source.numel
-    at = ", ".join(f"{_percent(share)} at step {step}" for step, share in shares)
-    numbers = f"Share of Σg²: {at}. Of a normal vector: {_percent(ideal)}."
+        return Verdict("Too few elements to say", f"{_many(numel, 'element')}.")
+    at = ", ".join(f"{_percent(share)} at step {step}" for step, share in shares.items())
+    numbers = f"Share of Σg²: {at}. Of a normal vector: {_percent(_even(numel, ratio))}."
     return Verdict(
-        f"The largest {_percent(0.01)} hold {_percent(shares[-1][1])} of its energy", numbers
+        f"The largest {_percent(ratio)} hold {_percent([*shares.values()][-1])} of its energy",
+        numbers,
     )
 
 
@@ -174,6 +186,9 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
     if not pooled or pooled[-1]["n"] < FEWEST:
         return Verdict("Too few elements for a tail", f"It takes {FEWEST} in the largest tenth.")
     last = pooled[-1]
+    if _spiky(_of(measured.ledger, kind)):
+        numbers = f"Of the top tenth, step {last['step']}, with it: {_interval(last, 'c')}."
+        return Verdict("Cannot be told: one element is far beyond all others", numbers)
     step, c = last["step"], last["c"]
     word = _heaviness(last)
     headline = f"{word.capitalize()} in the top tenth: ξ = {_signed(c)}"
@@ -202,7 +217,9 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
 
 def _heaviness(record: dict[str, Any]) -> str:
     """Return what the interval of a shape says of the tail."""
-    if record["c_low"] <= 0 <= record["c_high"]:
+    if record["c_low"] <= 0 <= record["c_high"] or (
+        math.isnan(record["c_low"]) and record["c"] > -0.5
+    ):
         return "exponential"
     return "heavy" if record["c"] > 0 else "short"
 
@@ -213,7 +230,13 @@ def _share(record: dict[str, Any]) -> str:
 
 def _interval(record: dict[str, Any], name: str) -> str:
     middle, low, high = (_signed(record[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    if math.isnan(record[f"{name}_low"]):
+        return f"{middle} (no interval: below −½ likelihood has none)"
     return f"{middle} ({low} to {high})"
+
+
+def _many(n: int, name: str) -> str:
+    return f"{n:,} {name}{'s' * (n != 1)}"
 
 
 def _percent(share: float, digits: int = 0) -> str:
@@ -226,36 +249,7 @@ def _signed(value: float) -> str:
 
 def _compressible(measured: Measured, kind: Kind) -> Verdict:
     """Say at which steps the sorted magnitudes fall fast enough, and whether a control does."""
-    rows = [r for r in _of(measured.decay, kind) if math.isfinite(r["p"])]
-    controls = [r for r in measured.decay if r["step"] is None]
-    if not rows:
-        return Verdict("No power", "Fewer ranks than an exponent takes.")
-    judged = [r for r in rows if r["reason"] not in (Ruling.TOO_FEW, Ruling.TOO_WIDE)]
-    if not judged:
-        return Verdict("No power", f"No verdict: {rows[0]['reason']}.")
-    yes = sum(r["compressible"] is True for r in rows)
-    headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
-    if yes:
-        headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
-    ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
-    at = ", ".join(f"{_interval(r, 'p')} at step {r['step']}" for r in ends)
-    last = int(rows[0]["window"].split("-")[1])
-    numbers = f"p = {at}, of the largest {last:,}. It takes ½, in every window, by Hill's estimate and by σ_k. "
-    unsure = [r for r in rows if r["compressible"] is None]
-    numbers += "".join(f"Step {r['step']}: {r['reason']} (p = {_by_window(r)}). " for r in unsure)
-    passing = [r["kind"] for r in controls if r["compressible"]]
-    listed = ", ".join(f"{label_of(r['kind'])} {r['p']:.2f}" for r in controls)
-    numbers += f"Controls: {listed}"
-    numbers += ": passes what it must reject!" if passing else ", rejected."
-    return Verdict(headline, numbers, bool(passing))
-
-
-def _by_window(record: dict[str, Any]) -> str:
-    """Return p by the last rank of the window, from a record of a decay."""
-    shown = (
-        f"{p:.2f} to rank {int(ranks.split('-')[1]):,}" for ranks, p in record["windows"].items()
-    )
-    return ", ".join(shown)
+    return decay_shown(_of(measured.decay, kind), [r for r in measured.decay if r["step"] is None])
 
 
 def _model(measured: Measured, kind: Kind) -> Verdict:
@@ -263,42 +257,20 @@ def _model(measured: Measured, kind: Kind) -> Verdict:
     step = measured.shown[-1]
     verdict = closest_law(_of(measured.laws, kind))
     rows = [r for r in _of(measured.fits, kind) if r["step"] == step]
-    return replace(verdict, numbers=f"{verdict.numbers} {_power(rows)}")
-
-
-def _power(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the tests of some models on a subsample can tell."""
-    tested = [r for r in rows if math.isfinite(r["p_value"])]
-    if not tested:
-        return "No model was tested."
-    size = tested[0]["subsample"]
-    rejected = [r for r in tested if r["p_value"] <= 0.05]
-    if len(rejected) == len(tested):
-        return (
-            f"A test on {size:,} elements rejects all {len(tested)} models with a closed form; with all elements the "
-            "smallest misfit would be enough: judge by the tail."
-        )
-    if not rejected:
-        return f"On {size:,} elements the test rejects none of {len(tested)} models: no power to choose."
-    kept = ", ".join(label_of(r["model"]) for r in tested if r not in rejected)
-    return f"A test on {size:,} elements, too few to see small misfits, leaves {kept}."
+    series = [r for r in _of(measured.series, kind) if r["rank"] == measured.rank]
+    designs = {
+        r["ratio"]: r["design"]
+        for r in series
+        if (r["step"], r["estimator"]) == (step, "exact") and math.isfinite(r["design"])
+    }
+    return replace(verdict, numbers=f"{verdict.numbers} {tail_tests(rows, designs)}".strip())
 
 
 def _threshold(measured: Measured, kind: Kind) -> Verdict:
     """Say which estimating rule hits k at all ratios, and that rules that count do."""
     rows = _of(measured.series, kind)
     verdict = which_rule(judged_rules(rows))
-    counting = [abs(math.log(r["quality"])) for r in rows if _counts(r) and r["quality"] > 0]
-    if not counting:
-        return verdict
-    off = _percent(math.expm1(max(counting)), 1)
-    return replace(
-        verdict, numbers=f"{verdict.numbers} Rules that count elements keep k within {off}."
-    )
-
-
-def _counts(record: dict[str, Any]) -> bool:
-    return record["estimator"] in COUNTING and record["k"] >= 1
+    return replace(verdict, numbers=(verdict.numbers + counting_rules(rows)).strip())
 
 
 def _training(measured: Measured, kind: Kind) -> Verdict:
@@ -324,8 +296,9 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
     return Verdict(headline, numbers)
 
 
+SHOULD = "Should I compress?"
+"""The first question, which is answered once for a source."""
 QUESTIONS: dict[str, Callable[[Measured, Kind], Verdict]] = {
-    "Should I compress?": _should,
     "What did the compressor do?": _live,
     "Is the data sound?": _data,
     "How uneven is it?": _spread,
@@ -335,4 +308,4 @@ QUESTIONS: dict[str, Callable[[Measured, Kind], Verdict]] = {
     "Which estimate hits k?": _threshold,
     "Does it move?": _training,
 }
-"""Questions that the first screen answers for every gradient."""
+"""Questions that the first screen answers for every gradient, after whether to compress."""

@@ -153,7 +153,10 @@ class Fit(Shown):
         if not isinstance(parameter, str) or parameter not in self.params:
             raise unknown("parameter", parameter, self.params)
         half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
-        return self.params[parameter] - half, self.params[parameter] + half
+        low = self.params[parameter] - half
+        if parameter == "scale" and low < 0:  # of very few elements; no scale is below zero
+            low = 0.0
+        return low, self.params[parameter] + half
 
     def threshold(self, ratio: float) -> float:
         """Return the magnitude that the model exceeds with probability `ratio`.

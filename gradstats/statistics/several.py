@@ -49,8 +49,9 @@ class Fits(list[Fit], Shown):
     __repr__ = Shown.__repr__
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Return a record of each model: shape and scale with intervals, distances, flags or the reason of no fit."""
+        """Return a record of each model: shape and scale with intervals, distances, AIC above the least, flags."""
         rows = []
+        least = min((g.aic for g in self.goodness if not math.isnan(g.aic)), default=math.nan)
         for one, distances in zip(self, self.goodness, strict=True):
             row: dict[str, Any] = {"model": one.model, "method": one.method}
             named = {"scale": "scale"} | {
@@ -61,7 +62,8 @@ class Fits(list[Fit], Shown):
                 ends = (math.nan,) * 2 if parameter is None else one.interval(parameter)
                 value = math.nan if parameter is None else one.params[parameter]
                 row |= {name: value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
-            row |= {"ks": distances.ks, "tail_error": distances.tail_error, "aic": distances.aic}
+            row |= {"ks": distances.ks, "tail_error": distances.tail_error}
+            row |= {"delta_aic": distances.aic - least}
             rows.append(row | {"flags": tuple(map(str, one.flags))})
         empty = dict.fromkeys(rows[0], math.nan) if rows else {"method": ""}
         return rows + [

@@ -12,7 +12,15 @@ from gradstats.errors import InputError
 from gradstats.primitives import kth_largest
 from gradstats.primitives.sketch import Magnitudes, sketch
 from gradstats.statistics.distributions import MAGNITUDES, SIDS
-from gradstats.statistics.goodness import TAIL_RATIOS, bootstrap, compare, goodness
+from gradstats.statistics.fitting import as_magnitudes
+from gradstats.statistics.goodness import (
+    TAIL_RATIOS,
+    bootstrap,
+    compare,
+    goodness,
+    tail_test,
+    widened,
+)
 from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.solution import FitError
 
@@ -263,3 +271,35 @@ def test_fits_of_everything_in_little_time():
     for model in ("double_genpareto", "dgamma", "laplace"):
         goodness(fit(reduced, model, "mle"), reduced)
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("law", "model", "method"),
+    [
+        (stats.expon(), "laplace", "closed"),
+        (stats.gamma(0.6), "dgamma", "closed"),
+        (stats.genpareto(0.15), "double_genpareto", "closed"),
+    ],
+)
+def test_the_tail_of_a_true_law_is_seldom_rejected(law, model, method):
+    rng, rejected = np.random.default_rng(0), 0
+    for _ in range(100):
+        m = as_magnitudes(law.rvs(5000, random_state=rng))
+        fitted = fit(m, model, method)
+        kept = goodness(fitted, m, [0.01]).quality[0.01]
+        rejected += tail_test(fitted, 0.01, 50, kept).p_value <= 0.05
+    assert rejected <= 12
+
+
+def test_what_a_test_of_the_tail_sees():
+    """Counts of independent elements, so many more than the threshold should keep: seen 80 times of 100."""
+    rng = np.random.default_rng(1)
+    fitted = fit(rng.laplace(size=1000), "laplace", "closed")
+    test = tail_test(fitted, 0.01, 200, 1.0)
+    assert (test.k, test.p_value) == (200, 1.0)
+    more = rng.binomial(20_000, 0.01 * (1 + test.visible), 2000) / 200
+    seen = [tail_test(fitted, 0.01, 200, q).p_value <= 0.05 for q in more]
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.04)
+    wide = widened(test, 1.5, 16.0)
+    assert np.sqrt(1 + wide.visible) - 1 == pytest.approx(4 * (np.sqrt(1 + test.visible) - 1))
+    assert wide.p_value > tail_test(fitted, 0.01, 200, 1.5).p_value

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 from scipy.stats import genpareto
 
+from gradstats.primitives.arrays import dot
 from gradstats.primitives.levels import Levels
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.laws.intervals import by_intervals
@@ -122,12 +123,12 @@ def by_likelihood(m: Magnitudes) -> Solution:
     x, weight = m.middle / unit, m.weight / m.weight.sum()
     largest = max(m.max / unit, float(x[-1]))
     # of the cells, not of the elements: near θ = 0 the loss is flatter than the difference of the two
-    mean = float(weight @ x)
+    mean = dot(weight, x)
     exponential = math.log(mean) + 1  # the loss at θ = 0
 
     def shape(theta: float) -> float:
         # the best shape for a θ
-        return float(weight @ np.log1p(theta * x))
+        return dot(weight, np.log1p(theta * x))
 
     def loss(theta: float) -> float:
         # mean negative log-likelihood at the best shape for a θ
@@ -139,8 +140,8 @@ def by_likelihood(m: Magnitudes) -> Solution:
     def slope(theta: float) -> float:
         # derivative of the loss, which gives its minimum to more digits than the loss does
         if abs(theta) < 1e-6:
-            return mean - float(weight @ x**2) / 2 / mean
-        inverse = float(weight @ (x / (1 + theta * x)))
+            return mean - dot(weight, x**2) / 2 / mean
+        inverse = dot(weight, x / (1 + theta * x))
         return inverse / shape(theta) - 1 / theta + inverse
 
     # from the bound set by the largest element (fine there: the loss is steep) through zero to very heavy tails

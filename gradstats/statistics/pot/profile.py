@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.primitives.arrays import dot
 from gradstats.primitives.levels import Levels
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.fitting import Fit
@@ -58,8 +59,8 @@ def likelihood_region(
     def parts(theta: float) -> tuple[float, float]:
         # for θ = ξ/σ the mean loss is ln σ + shape + best/σ, least at σ = best
         if abs(theta) < 1e-9:
-            return 0.0, float(weight @ x)
-        shape = float(weight @ np.log1p(theta * x))
+            return 0.0, dot(weight, x)
+        shape = dot(weight, np.log1p(theta * x))
         return shape, shape / theta
 
     def above(theta: float) -> float:

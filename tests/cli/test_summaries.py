@@ -1,0 +1,72 @@
+"""What tables show first: a summary that fits a screen; and the format that a file's name asks for."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import DATA
+from support.terminal import records, run
+
+EF = DATA / "resnet20-ef.zarr"
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [(("info", EF), 2), (("compressibility", EF), 7), (("quality", EF, "--by-stage"), 18)],
+)
+def test_a_summary_fits_a_screen(command, rows):
+    short, whole = run(*command), run(*command, "--all")
+    assert len(short.stdout.splitlines()) <= 48
+    assert "--all" in short.stderr
+    body, everything = (
+        [line for line in done.stdout.splitlines() if line.startswith(" ") and "──" not in line]
+        for done in (short, whole)
+    )
+    assert rows <= len(body) < len(everything)
+    assert len(records(*command)) > rows
+
+
+def test_a_stage_is_blamed_in_so_many_of_the_gradients():
+    budget = records("quality", EF, "--by-stage", "--kind", "gradient", "--estimator", "sidco-e")
+    here = [r for r in budget if r["ratio"] == 0.001 and r["blame"]]
+    blamed = [r["stage"] for r in here]
+    worst = max(set(blamed), key=blamed.count)
+    shown = run("quality", EF, "--by-stage", "--kind", "gradient", "--estimator", "sidco-e").stdout
+    (row,) = (line.split() for line in shown.splitlines() if " 0.001 " in line)
+    factor = np.mean([r["factor"] for r in here if r["stage"] == worst])
+    assert f"{blamed.count(worst)} of 4" in " ".join(row)
+    assert float(row[-1]) == pytest.approx(factor, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("x.csv", "trace,step"), ("x.json", "["), ("x.md", "| trace"), ("x.tex", "\\begin{tabular}")],
+)
+def test_a_name_gives_the_format(name, start, tmp_path):
+    for command in (("info", EF, "-o", tmp_path / name), ("info", "-o", tmp_path / name, EF)):
+        assert run(*command).returncode == 0
+        text = (tmp_path / name).read_text("utf-8")
+        assert text.startswith(start)
+        if name.endswith("json"):
+            assert len(json.loads(text)) == 8
+
+
+def test_a_name_without_a_format_is_refused(tmp_path):
+    for options, message in (
+        (("-o", tmp_path / "x.pdf"), "name it .csv, .json, .md, .tex, .txt, or give --format"),
+        (("-o", tmp_path / "x.csv", "--format", "json"), "--format json is not what "),
+        (("--format", "json", "-o", tmp_path / "x.csv"), "--format json is not what "),
+    ):
+        done = run("info", EF, *options)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 1
+        assert message in done.stderr
+    assert run("info", EF, "-o", tmp_path / "plain", "--format", "csv").returncode == 0
+
+
+def test_replicates_that_cannot_reject_are_named():
+    few = ("fit", EF, "--per-layer", "--step", 10, "--kind", "gradient", "--model", "laplace")
+    done = run(*few, "--bootstrap", 2, "--size", 50)
+    assert "2 replicates cannot reject anything at 5 % among 59 layers (Holm): it takes 1,179" in (
+        " ".join(done.stderr.split())
+    )

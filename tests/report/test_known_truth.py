@@ -1,0 +1,167 @@
+"""The first screen of data whose truth is known: what it says is so."""
+
+import re
+
+import numpy as np
+import pytest
+
+import gradstats
+from gradstats.report.verdicts import SHOULD
+from gradstats.trace import Layer, TraceWriter, create_trace
+
+N, STEPS = 20_000, 3
+SIZES = (1.0, 0.1, 0.01, 0.003)
+DATA, TAIL, DECAY = "Is the data sound?", "How heavy is its tail?", "Is it compressible?"
+MODEL, RULE, MOVES = "Which model is closest?", "Which estimate hits k?", "Does it move?"
+
+
+def signed(rng, magnitudes):
+    return (magnitudes * rng.choice((-1, 1), magnitudes.size)).astype(np.float32)
+
+
+def exponential(rng, step):
+    return signed(rng, rng.exponential(size=N))
+
+
+MAKE = {
+    "uniform": lambda rng, _: signed(rng, rng.uniform(size=N)),
+    "Laplace": exponential,
+    "layered Laplace": lambda rng, _: np.concatenate(
+        [signed(rng, size * rng.exponential(size=N // 4)) for size in SIZES]
+    ),
+    "Pareto 0.8": lambda rng, _: signed(rng, rng.pareto(1 / 0.8, N)),
+    "clipped": lambda rng, step: np.clip(exponential(rng, step), -4, 4),
+    "two laws": lambda rng, _: signed(
+        rng, np.where(rng.random(N) < 0.02, 30, 1) * rng.exponential(size=N)
+    ),
+    "ties": lambda rng, step: np.round(exponential(rng, step), 1),
+    "zeros": lambda rng, step: np.where(rng.random(N) < 0.001, exponential(rng, step), 0),
+    "one spike": lambda rng, step: np.where(np.arange(N) == 7, 1e6, exponential(rng, step)),
+    "drifting": lambda rng, step: exponential(rng, step) / np.float32(2**step),
+    "short": lambda rng, step: exponential(rng, step)[:60],
+    "one element": lambda rng, _: np.array([1.5], np.float32),
+}
+IF_SLOW = r"If the network is slow: topk with error feedback, at ratio 0\.1; not behind Adam$"
+NO_LAW = r"No law can be judged$"
+TRUE = {
+    "uniform": {
+        SHOULD: r"Hardly: it has no large elements to send$",
+        DATA: r"Yes$",
+        TAIL: r"Short in the top tenth: ξ = −(0\.9|1\.0)\d$",
+        DECAY: r"Not shown at any step$",
+        MODEL: r"double gen\. Pareto: thresholds within \d(\.\d)?\N{NO-BREAK SPACE}% ",
+        MOVES: r"Mean magnitude × (1|0\.99|1\.0)$",
+    },
+    "Laplace": {
+        SHOULD: IF_SLOW,
+        DATA: r"Yes$",
+        TAIL: r"Exponential in the top tenth: ξ = −?0\.0\d; exponential in the top",
+        DECAY: r"Not shown at any step$",
+        MODEL: r"Laplace: thresholds within ",
+        RULE: r"(Not decided; the nearest, )?(sidco-.*|dgc)[,:]",
+    },
+    "layered Laplace": {
+        SHOULD: IF_SLOW,
+        DATA: r"Yes$",
+        DECAY: r"Not shown at any step$",
+        MODEL: r"Laplace, one a layer: thresholds within ",
+    },
+    "Pareto 0.8": {
+        SHOULD: IF_SLOW,
+        DATA: r"Yes$",
+        TAIL: r"Heavy in the top tenth: ξ = 0\.[789]\d; heavy in the top ",
+        DECAY: r"Shown at 3 of 3 steps$",
+        MODEL: r"Too few elements to tell laws apart$",  # 20 elements beyond the smallest ratio
+    },
+    "clipped": {
+        DATA: r"\d+ elements of one magnitude: no threshold lies between them$",
+        DECAY: r"Not shown at any step$",
+        MODEL: r"None; the nearest, ",
+        RULE: r"None; the nearest, ",
+    },
+    "two laws": {
+        SHOULD: IF_SLOW,
+        DATA: r"Yes$",
+        DECAY: r"Not shown at any step$",
+    },
+    "ties": {
+        DATA: r"[\d,]+ elements zero in one step .* elements of one magnitude",
+        TAIL: r"Exponential in the top tenth",
+        DECAY: r"Not shown at any step$",
+    },
+    "zeros": {
+        SHOULD: r"It is sparse already: at ratio 0\.0\d+ nothing is lost$",
+        DATA: r"[\d,]+ elements zero in one step \(99\.9\d",
+        TAIL: r"Too few elements for a tail$",
+        DECAY: r"No power$",
+        MODEL: NO_LAW,
+        RULE: r"None; the nearest, ",
+    },
+    "one spike": {
+        DATA: r"one element is more than a hundred times the next$",
+        TAIL: r"Cannot be told: one element is far beyond all others$",
+        DECAY: r"Not shown at any step$",
+        MODEL: r"None; the nearest, ",
+    },
+    "drifting": {
+        SHOULD: IF_SLOW,
+        DATA: r"Yes$",
+        TAIL: r"Exponential in the top tenth",
+        DECAY: r"Not shown at any step$",
+        MODEL: r"Laplace: thresholds within ",
+        MOVES: r"Mean magnitude × 0\.25$",
+    },
+    "short": {
+        SHOULD: r"Too few elements to say$",
+        DATA: r"Yes$",
+        TAIL: r"Too few elements for a tail$",
+        DECAY: r"No power$",
+        MODEL: NO_LAW,
+        RULE: r"No estimating rule is judged$",
+    },
+    "one element": {
+        SHOULD: r"Too few elements to say$",
+        DATA: r"Yes$",
+        TAIL: r"Too few elements for a tail$",
+        DECAY: r"No power$",
+        MODEL: NO_LAW,
+        RULE: r"No estimating rule is judged$",
+        MOVES: r"Mean magnitude × 1$",
+    },
+}
+"""How headlines begin, by what was made."""
+MORE = {
+    "uniform": [(MODEL, "and rejects Laplace, double gamma."), (TAIL, "no interval: below −½")],
+    "Laplace": [(MODEL, "rejects none of them"), (RULE, "Rules that count elements keep k within")],
+    "clipped": [
+        (RULE, "Even rules that count elements are up to "),
+        (RULE, "-fold off (k = 20): magnitudes are tied."),
+    ],
+    "zeros": [(RULE, "There are fewer non-zero elements than k at ratios 0.1, 0.01 and 0.001")],
+    "short": [(RULE, "Not judged: fewer than 10 elements asked for.")],
+    "one element": [(DATA, "1 element in 1 layer; 3 steps")],
+}
+"""What stands behind headlines, too."""
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_first_screen_is_right(name, tmp_path):
+    rng = np.random.default_rng(0)
+    steps = [MAKE[name](rng, step).astype(np.float32) for step in range(STEPS)]
+    layers = len(SIZES) if "layered" in name else 1
+    each = steps[0].size // layers
+    path = tmp_path / "run.zarr"
+    create_trace(path, [Layer(f"l{i}", i * each, (each,)) for i in range(layers)], world_size=1)
+    writer = TraceWriter(path, 0)
+    for step, values in enumerate(steps):
+        writer.append(step, {"gradient": values})
+    writer.close()
+    rows = {row["question"]: row for row in gradstats.report(path)}
+    for question, headline in TRUE[name].items():
+        assert re.match(headline, rows[question]["answer"]), (question, rows[question]["answer"])
+    for question, text in MORE.get(name, ()):
+        assert text in rows[question]["numbers"], (question, rows[question]["numbers"])
+    everything = " ".join(row["answer"] + row["numbers"] for row in rows.values())
+    assert not re.search(r"\bnan\b|\binf\b|\b1 (elements|layers|steps)\b", everything)
+    warned = {question for question, row in rows.items() if row["warn"]}
+    assert (DATA in warned) == (rows[DATA]["answer"] != "Yes")
