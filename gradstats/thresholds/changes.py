@@ -89,8 +89,8 @@ def _test(new: NDArray[np.float64], old: NDArray[np.float64]) -> tuple[float, fl
     """Return the p-value of a change within the margin, and the interval of the ratio."""
     from scipy.stats import mannwhitneyu
 
-    slower = mannwhitneyu(new, (1 + MARGIN) * old, alternative="greater").pvalue
-    faster = mannwhitneyu(new, old / (1 + MARGIN), alternative="less").pvalue
+    slower = float(mannwhitneyu(new, (1 + MARGIN) * old, alternative="greater").pvalue)
+    faster = float(mannwhitneyu(new, old / (1 + MARGIN), alternative="less").pvalue)
     n, m = new.size, old.size
     ratios = np.sort(np.divide.outer(new, old), axis=None)
     out = math.floor(n * m / 2 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12))

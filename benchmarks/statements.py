@@ -1,0 +1,223 @@
+"""What gradstats says in words, on data whose truth is known: how often it is wrong, and how often it says it at all.
+
+Cases of ``benchmarks/intervals.py``, which runs and stores them. A ``Said`` is right unless a statement was made that
+the data do not bear out; a ``Seen`` is the statement made where it is true, which is its power.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.analysis.causes import Measured, explain
+from gradstats.analysis.compare import TOLERANCE
+from gradstats.thresholds.changes import compared
+
+Generator = np.random.Generator
+Values: TypeAlias = NDArray[np.float64]
+
+
+class Said(NamedTuple):
+    """Whether what was said is right; nothing said is never wrong."""
+
+    right: bool
+
+
+class Seen(NamedTuple):
+    """Whether what is so was said."""
+
+    seen: bool
+
+
+class Statement(NamedTuple):
+    """A simulation: what is printed, of which data, and how many of them."""
+
+    name: str
+    data: str
+    n: int
+    ask: Callable[[Generator], dict[str, Any]]
+    replications: int
+    brief: int
+    stated: bool = True
+    outside: tuple[str, ...] = ()
+
+
+# bench --compare
+
+_ROWS, _ROUNDS = 40, 15
+_TIMED = {"compressor": "exact", "numel": 1, "ratio": 0.1, "threads": 1, "quality": 1.0}
+
+
+def _log_times(kind: str, rng: Generator) -> Values:
+    shape = (_ROWS, _ROUNDS)
+    if kind == "Student's t(4), 3 %":
+        return 0.03 * rng.standard_t(4, shape)
+    if kind == "Student's t(4), 10 %":
+        return 0.1 * rng.standard_t(4, shape)
+    if kind == "5 %, a fifth interrupted":
+        interrupted = (rng.random(shape) < 0.2) * rng.exponential(0.5, shape)
+        return 0.05 * rng.standard_normal(shape) + interrupted
+    each = 0.05 * rng.standard_normal(shape)  # and what a process has for itself
+    return each + 0.02 * rng.standard_normal((_ROWS, 1))
+
+
+TIMES = (
+    "Student's t(4), 3 %",
+    "Student's t(4), 10 %",
+    "5 %, a fifth interrupted",
+    "5 %, and 2 % a process",
+)
+
+
+def ask_times(kind: str, rng: Generator) -> dict[str, Any]:
+    """Ask what changed between two runs of 40 rows, of which the last is slower by half in the second table."""
+
+    def rows(times: Values) -> list[dict[str, Any]]:
+        return [
+            _TIMED | {"numel": i, "streams": float(np.median(x)), "rounds": list(x)}
+            for i, x in enumerate(times)
+        ]
+
+    old, new = (np.exp(_log_times(kind, rng)) for _ in range(2))
+    found = compared(rows(new), rows(old))
+    same = Said(not any(r["status"] in ("slower", "faster") for r in found))
+    new[-1] *= 1.5
+    changed = compared(rows(new), rows(old))[-1]
+    new[-1] *= 1.2 / 1.5
+    less = compared(rows(new), rows(old))[-1]
+    return {
+        "any row of 40 slower or faster": same,
+        "a change of 1.5 is the same": Said(changed["status"] != "same"),
+        "1.5 times, seen": Seen(changed["status"] == "slower"),
+        "1.2 times, seen": Seen(less["status"] == "slower"),
+    }
+
+
+# compare
+
+
+def _cause(runs: list[tuple[Values, Values]]) -> list[str]:
+    """Return the causes of some steps of one rank and one layer."""
+    measured, before = {}, []
+    for step, pair in enumerate(runs):
+        one = Measured.of([0], [0])
+        here = [np.asarray(x, np.float32) for x in pair]
+        one.add("w", (here[0].size,), here, before, None)
+        measured[step, "gradient"], before = one, here
+    return [c["all"] for c in explain(measured, (0, 0), TOLERANCE).values()]
+
+
+def _gradient(law: str, n: int, rng: Generator) -> Values:
+    if law == "normal":
+        return rng.standard_normal(n)
+    if law == "Laplace":
+        return rng.laplace(size=n)
+    return 1e-3 * rng.standard_t(3, n) * np.exp(rng.standard_normal(n))
+
+
+def _float16(x: Values) -> Values:
+    return x.astype(np.float16).astype(np.float32).astype(np.float64)
+
+
+def _bfloat16(x: Values) -> Values:
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+def _int8(x: Values) -> Values:
+    step = np.abs(x).max() / 127
+    return np.rint(x / step) * step
+
+
+SHORT = {"float16": _float16, "bfloat16": _bfloat16, "int8": _int8}
+
+
+def ask_causes(law: str, n: int, rng: Generator) -> dict[str, Any]:
+    """Ask why two gradients differ, for causes that are so and for those that are not."""
+    x, other = (_gradient(law, n, rng) for _ in range(2))
+    s = math.exp(rng.uniform(math.log(1.5), math.log(64)))
+    answers: dict[str, Any] = {}
+    for name, short in SHORT.items():
+        (plain,) = _cause([(x, short(x))])
+        answers[f"a factor beside {name} rounding"] = Said("B = " not in plain)
+        answers[f"{name} rounding, seen"] = Seen(plain == f"{name} rounding of B")
+    for name in ("float16", "bfloat16"):
+        (scaled,) = _cause([(x, SHORT[name](s * x))])
+        whole = ("accumulation", "loss scale", "world size")
+        answers[f"a whole number beside {name}"] = Said(not scaled.startswith(whole))
+        (near,) = _cause([(x, SHORT[name](1.01 * x))])
+        answers[f"a factor of 1.01 in {name}, seen"] = Seen(near.startswith("a factor: B = 1.0"))
+    (eight,) = _cause([(x, _float16(8 * x))])
+    answers["8 times in float16, seen"] = Seen(
+        eight.startswith("accumulation or world size: B = 8")
+    )
+    (data,) = _cause([(x, other)])
+    answers["a cause of different data"] = Said(data.startswith(("different data", "not known")))
+    steps = [_gradient(law, n, rng) for _ in range(5)]
+    late = _cause([(steps[i], steps[max(i - 1, 0)]) for i in range(5)])
+    answers["stale by one step, seen"] = Seen(all(c.startswith("stale: B") for c in late[1:]))
+    return answers
+
+
+def ask_clipping(steps: int, rng: Generator) -> dict[str, Any]:
+    """Ask why one step of many is smaller: by a factor of its own, or clipped at the largest norm of the others."""
+    runs = [math.exp(0.3 * rng.standard_normal()) * rng.standard_normal(500) for _ in range(steps)]
+    at = int(rng.integers(steps))
+    scaled = [(x, x * (rng.uniform(0.3, 0.95) if i == at else 1)) for i, x in enumerate(runs)]
+    said = next(c for c in _cause(scaled) if c)
+    limit = 1.01 * max(float(np.linalg.norm(x)) for x in runs)
+    runs[at] *= rng.uniform(1.2, 2.9) * limit / np.linalg.norm(runs[at])
+    clipped = [(x, x * min(1.0, limit / float(np.linalg.norm(x)))) for x in runs]
+    seen = next(c for c in _cause(clipped) if c)
+    return {
+        "a factor in one step is clipping": Said(not said.startswith("clipping")),
+        "one clipped step, seen": Seen(seen.startswith("clipping")),
+    }
+
+
+def ask_ranks(ranks: int, rng: Generator) -> dict[str, Any]:
+    """Ask what a mean over ranks lacks: one of them, or nothing, or what no single rank explains."""
+    common = rng.standard_normal(500)
+    local = [common + rng.standard_normal(500) for _ in range(ranks)]
+
+    def why(weights: Values) -> str:
+        mean = np.average(local, axis=0, weights=weights)
+        one = Measured.of(range(ranks), range(ranks))
+        both = [np.asarray(x, np.float32) for x in (*local, *[mean] * ranks)]
+        one.add("w", (500,), both, [], None)
+        found = explain({(0, "gradient"): one}, (ranks, ranks), TOLERANCE)
+        return found[0, "gradient", 0]["all"]
+
+    even, j = np.ones(ranks), int(rng.integers(ranks))
+    any_ = why(rng.uniform(0.2, 3, ranks))
+    lacks, doubles = (why(even + change * (np.arange(ranks) == j)) for change in (-1, 1))
+    return {
+        "a rank missing or twice": Said(not any_.startswith("a rank")),
+        "one rank missing, seen": Seen(lacks.endswith(f"without rank {j}")),
+        "one rank twice, seen": Seen(doubles.endswith(f"rank {j} counts double in its mean")),
+    }
+
+
+# What is simulated
+
+
+def statements() -> Iterator[Statement]:
+    """Return every case."""
+    for kind in TIMES:
+        yield Statement("bench --compare", kind, 15, partial(ask_times, kind), 500, 60)
+    for law in ("normal", "Laplace", "t(3), layers"):
+        for n in (200, 5000):
+            ask = partial(ask_causes, law, n)
+            yield Statement("compare, causes", law, n, ask, 500, 40 * (n == 5000))
+    for steps in (4, 24, 50):
+        ask = partial(ask_clipping, steps)
+        yield Statement("compare, clipping", "norms vary by 30 %", steps, ask, 1000, 100)
+    for ranks in (3, 8):
+        ask = partial(ask_ranks, ranks)
+        yield Statement("compare, ranks", "half common", ranks, ask, 500, 40)
