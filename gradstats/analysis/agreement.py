@@ -193,7 +193,8 @@ def _largest(vector: Array, k: int, rank: int) -> NDArray[np.int64]:
     least = np.partition(sizes, sizes.size - k)[sizes.size - k]
     above, tied = np.flatnonzero(sizes > least), np.flatnonzero(sizes == least)
     drawn = np.random.default_rng([rank, k]).permutation(tied)[: k - above.size]
-    return places[np.concatenate([above, drawn])]
+    chosen: NDArray[np.int64] = places[np.concatenate([above, drawn])]
+    return chosen
 
 
 def _record(
