@@ -186,7 +186,9 @@ class TestDrift:
     def test_random_walks_have_no_slope_to_speak_of(self):
         rng = np.random.default_rng(22)
         for n in (60, 1000):
-            found = [slope(np.arange(n) / 100, rng.standard_normal(n).cumsum()) for _ in range(200)]
+            found = [
+                slope_of(np.arange(n) / 100, rng.standard_normal(n).cumsum()) for _ in range(200)
+            ]
             assert np.mean([math.isnan(low) for _, low, _, _ in found]) > 0.7
 
     @pytest.mark.parametrize("pattern", ["bursts", "dense start", "random", "log"])
@@ -241,7 +243,7 @@ class TestDrift:
 
     def test_a_line_has_its_slope(self):
         at = np.arange(50) / 100
-        assert slope(at, 3 * at + 1) == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 0)
+        assert slope_of(at, 3 * at + 1) == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 0)
 
     def test_many_layers_are_corrected_for(self, tmp_path):
         rng = np.random.default_rng(23)
