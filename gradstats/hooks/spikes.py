@@ -14,6 +14,9 @@ __all__ = ["FEWEST", "Spikes", "Trigger"]
 FEWEST = 10
 """Norms of a layer from which on a spike is told from them."""
 
+_SURE = 20
+"""The same from which on it may be an alarm: the deviation of fewer values of a heavy tail is anything."""
+
 _LEAST_SPREAD = 0.05
 """Smallest deviation of a logarithmic norm that a robust z divides by: steady layers move by less."""
 
@@ -29,8 +32,11 @@ _GROWS = 8.0
 _KEPT, _FEWEST_TAIL = 200, 20
 """Largest z that a tail remembers, and the number that it takes to extrapolate them."""
 
-_EARLY, _EARLY_GROWTH = 10.0, 4.0
+_EARLY, _EARLY_GROWTH = 20.0, 4.0
 """How many times the largest z an alarm is before that, of jumps and of growth."""
+
+_SAFE, _SAFE_GROWTH = 2.0, 1.0
+"""Deviations by which the shape of the tail is taken for heavier than it is estimated."""
 
 _APART = 5
 """Steps from one look at the growth to the next: windows that overlap more say the same."""
@@ -44,8 +50,8 @@ Values = NDArray[np.float64]
 class _Tail:
     """The largest z of all layers so far, alarms left out: which one chance would hardly reach in 1,000 steps."""
 
-    def __init__(self, rows: int, early: float) -> None:
-        self._early = early
+    def __init__(self, rows: int, early: float, safe: float) -> None:
+        self._early, self._safe = early, safe
         self._probability = _FALSE / (_STEPS * rows)
         self._largest = np.empty(0)
         self._seen = 0
@@ -61,9 +67,8 @@ class _Tail:
         """Return the z that is an alarm, by a generalized Pareto tail, and no less than `least`."""
         k = min(_KEPT, self._seen // 10)
         if k < _FEWEST_TAIL:
-            return (
-                max(least, self._early * float(self._largest[-1])) if self._largest.size else least
-            )
+            most = float(self._largest[-1]) if self._largest.size else 1.0
+            return max(least, self._early * most)
         over = self._largest[-k]
         excess = self._largest[-k + 1 :] - over
         mean = float(excess.mean())
@@ -71,9 +76,8 @@ class _Tail:
         place = (np.arange(excess.size) + 0.65) / excess.size
         weighted = float(((1 - place) * excess).mean())
         xi = 2 - mean / (mean - 2 * weighted) if mean > 2 * weighted else 0.0
-        xi = min(max(xi, 0.0), 0.9) + 1 / math.sqrt(
-            k
-        )  # one deviation, since half of the estimates are too small
+        # deviations of the estimate: too small a shape would let alarms through
+        xi = min(max(xi, 0.0), 0.9) + self._safe / math.sqrt(k)
         scale = mean * (1 - min(xi, 0.95))
         beyond = k / self._seen / self._probability
         return max(least, float(over) + scale / xi * (beyond**xi - 1))
@@ -105,7 +109,10 @@ class Spikes:
         self._limit = limit
         self._logs = np.full((rows, window), math.nan)  # the latest is last
         self._count = np.zeros(rows, np.int64)
-        self._jumps, self._growth = _Tail(rows, _EARLY), _Tail(rows, _EARLY_GROWTH)
+        self._jumps, self._growth = (
+            _Tail(rows, _EARLY, _SAFE),
+            _Tail(rows, _EARLY_GROWTH, _SAFE_GROWTH),
+        )
         self._waiting: deque[Values] = deque(maxlen=max(window // _APART, 1))
         self._factors = _small_samples(window, _FALSE / (_STEPS * rows))
         self._steps = 0
@@ -135,7 +142,8 @@ class Spikes:
         logs = np.log(sizes, where=known, out=np.full(sizes.size, math.nan))
         values: dict[str, float] = {}
         z, widened, middle = self._against_the_past(logs)
-        alarms = np.abs(widened) >= self._jumps.limit(self._limit)
+        sure = self._count >= _SURE
+        alarms = sure & (np.abs(widened) >= self._jumps.limit(self._limit))
         if not math.isnan(z[0]):
             values["spike"] = float(z[0])
         self.doubtful = bool(abs(z[0]) >= self._limit and not alarms[0])
