@@ -80,7 +80,8 @@ class _Tail:
         xi = min(max(xi, 0.0), 0.9) + self._safe / math.sqrt(k)
         scale = mean * (1 - min(xi, 0.95))
         beyond = k / self._seen / self._probability
-        return max(least, float(over) + scale / xi * (beyond**xi - 1))
+        far: float = float(over) + scale / xi * (beyond**xi - 1)
+        return max(least, far)
 
 
 class Spikes:

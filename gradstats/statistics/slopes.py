@@ -36,8 +36,8 @@ def slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float
 
     Returns
     -------
-    slope, low, high, p_value : float
-        The slope, its interval and the p-value of no slope.
+    tuple of float
+        The slope, both ends of its interval, and the p-value of no slope.
     """
     from scipy.special import stdtr, stdtrit
 
@@ -80,8 +80,8 @@ def uneven_slope(
 
     Returns
     -------
-    slope, low, high, p_value : float
-        The slope, its interval and the p-value of no slope.
+    tuple of float
+        The slope, both ends of its interval, and the p-value of no slope.
     """
     from scipy.optimize import minimize_scalar
     from scipy.special import stdtr, stdtrit
