@@ -384,7 +384,9 @@ def statements() -> Iterator[Statement]:
     for kind in ("normal", "Student's t(3)", "AR(0.9)"):
         for layers in (12, 60):
             ask, brief = partial(ask_monitor, kind, layers), 4 * (layers == 12)
-            yield Statement("Monitor", f"{kind}, layers", layers, ask, 40 if layers == 12 else 20, brief)
+            yield Statement(
+                "Monitor", f"{kind}, layers", layers, ask, 40 if layers == 12 else 20, brief
+            )
     for memory, least in {0.0: 5, 0.5: 60}.items():
         for n in (5, 10, 24, 60):
             ask, brief = partial(ask_rules, memory, n), 100 * (n == 60)
