@@ -33,6 +33,7 @@ from scipy import stats
 from scipy.optimize import brentq
 from scipy.signal import lfilter
 from scipy.special import gamma, ndtri
+from statements import Said, Seen, statements
 
 from gradstats import FitError, Magnitudes, compressibility, fit, goodness, pot, sketch
 from gradstats.analysis.drift import drift_records
@@ -53,8 +54,8 @@ BAND = 0.02
 
 Generator = np.random.Generator
 Values = NDArray[np.float64]
-Answer = tuple[float, float, float] | float
-"""Lower end, upper end and truth of an interval, or the p-value of a true null hypothesis."""
+Answer = tuple[float, float, float] | float | Said | Seen
+"""Lower end, upper end and truth of an interval, the p-value of a true null hypothesis, or what is said in words."""
 
 _LAWS = MAGNITUDES | {"pareto": stats.pareto}
 
@@ -198,15 +199,18 @@ class Case:
 def measure(case: Case, replications: int) -> list[Row]:
     """Simulate a case; return a row for each quantity."""
     seen: dict[str, list[tuple[bool, bool, bool]]] = {}  # given, all too low, all too high
-    tests: set[str] = set()
+    kinds: dict[str, str] = {}
     gc.freeze()  # multipletests of statsmodels collects at every call
     for i in range(replications):
         for quantity, answer in case.ask(np.random.default_rng([case.seed, i])).items():
-            if isinstance(answer, tuple):
+            if isinstance(answer, Said | Seen):
+                kinds[quantity] = "statement" if isinstance(answer, Said) else "power"
+                verdict = True, False, not answer[0]
+            elif isinstance(answer, tuple):
                 low, high, truth = answer
                 verdict = bool(low <= high), bool(high < truth), bool(low > truth)
             else:
-                tests.add(quantity)
+                kinds[quantity] = "test"
                 verdict = not math.isnan(answer), False, bool(answer <= 1 - case.level + 1e-9)
             seen.setdefault(quantity, []).append(verdict)
     rows = []
@@ -217,7 +221,7 @@ def measure(case: Case, replications: int) -> list[Row]:
             {
                 "case": case.name,
                 "quantity": quantity,
-                "what": "test" if quantity in tests else "interval",
+                "what": kinds.get(quantity, "interval"),
                 "law": case.law,
                 "n": case.n,
                 "level": case.level,
@@ -503,6 +507,9 @@ def cases() -> Iterator[Case]:
     yield from _series()
     yield from _tests()
     yield from _peaks()
+    for s in statements():
+        name, options = f"statements, {s.name}", {"outside": s.outside, "brief": s.brief}
+        yield Case(name, s.data, s.n, s.ask, s.replications, s.stated, **options)
 
 
 def _fits() -> Iterator[Case]:
@@ -662,6 +669,7 @@ SECTIONS = (
     "quality",
     "low to high",
     "bench-network",
+    "statements",
 )
 """Tables of the page, by the beginning of their cases' names."""
 
@@ -684,6 +692,11 @@ def share(row: Row) -> float:
 
 def off(row: Row, chance: float = 0.05) -> bool:
     """Return whether a coverage is outside its band by more than the simulation's own error."""
+    if row["what"] == "power":
+        return False
+    if row["what"] == "statement":  # right too often is no fault
+        least = stats.binom.ppf(chance, row["given"], row["level"])
+        return bool(row["covered"] < least)
     low, high = stats.binom.ppf(
         [chance, 1 - chance], row["given"], [row["level"] - BAND, row["level"] + BAND]
     )
@@ -708,6 +721,8 @@ def table(rows: list[Row]) -> str:
 
 
 def _what(row: Row) -> str:
+    if section_of(row) == "statements":
+        return f"{row['case'].partition(', ')[2]}: {row['quantity']}"
     return row["quantity"] + {"pot, threshold chosen": ", threshold chosen"}.get(row["case"], "")
 
 

@@ -6,7 +6,6 @@ vectors, and follows from their products. The rest follows from counts.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.analysis.elements import special_cause
 from gradstats.primitives.pairs import Pair, gram, pair
 from gradstats.trace import Kind
 
@@ -38,6 +38,15 @@ _LEAST_SCALE = 128
 _ROUNDING = 1e-3
 """Relative error up to which a difference without a structure is taken for rounding."""
 
+_SMALL = 0.1
+"""Relative error below which other data would be a surprise: what has no cause there is not known."""
+
+_DEVIATIONS = 5
+"""Standard deviations of what rounding does to a factor, within which it may be another."""
+
+_CHANCE = 0.05
+"""Largest probability that any other factor is taken for a whole number, or another step's end for a clipped one."""
+
 
 @dataclass
 class Measured:
@@ -57,6 +66,8 @@ class Measured:
         By layer, counts of each pair of ranks.
     special : dict of list of str
         By layer and pair of ranks, a cause that only the elements themselves can tell; empty where there is none.
+    numbers_of_ranks : (sequence of int, sequence of int)
+        Numbers of the ranks of A and of B.
     """
 
     sizes: tuple[int, int]
@@ -65,6 +76,7 @@ class Measured:
     products: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     counts: dict[str, list[Pair]] = field(default_factory=dict)
     special: dict[str, list[str]] = field(default_factory=dict)
+    numbers_of_ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
 
     @classmethod
     def of(cls, a: Sequence[int], b: Sequence[int]) -> Measured:
@@ -77,7 +89,7 @@ class Measured:
         """
         both = [(i, b.index(rank)) for i, rank in enumerate(a) if rank in b]
         pairs = both or list(zip(range(len(a)), range(len(b)), strict=False))
-        return cls((len(a), len(b)), pairs, [a[i] for i, _ in pairs])
+        return cls((len(a), len(b)), pairs, [a[i] for i, _ in pairs], numbers_of_ranks=(a, b))
 
     def add(
         self,
@@ -111,7 +123,7 @@ class Measured:
         self.special[layer] = [
             ""
             if c.same == c.numel and here[i].size == here[n_a + j].size
-            else _special(here[i], here[n_a + j], shape, c)
+            else special_cause(here[i], here[n_a + j], shape, c)
             for (i, j), c in zip(self.pairs, self.counts[layer], strict=True)
         ]
         if "all" in self.products:
@@ -131,7 +143,9 @@ class Measured:
         at : int
             Place of the pair.
         """
-        return _View(self.products[layer], self.counts[layer][at], self.sizes, *self.pairs[at])
+        i, j = self.pairs[at]
+        counts, numbers = self.counts[layer][at], self.numbers_of_ranks
+        return _View(self.products[layer], counts, self.sizes, i, j, numbers)
 
     def numbers(self, layer: str, at: int) -> dict[str, float]:
         """Return how far apart one layer is on one pair of ranks.
@@ -170,6 +184,7 @@ class _View:
     sizes: tuple[int, int]
     i: int
     j: int
+    numbers: tuple[Sequence[int], Sequence[int]]
 
     def unit(self, place: int) -> NDArray[np.float64]:
         found = np.zeros(len(self.products))
@@ -223,6 +238,30 @@ class _View:
         s = self.dot(x, y) / size
         return s if self.norm(y - s * x) <= slack * self.norm(y) else math.nan
 
+    def doubt(self, s: float, flip: bool = False) -> float:
+        """Return by how much of itself the factor s of B over A (of A over B) may be off, where rounding is the rest.
+
+        The errors of n elements that are off by up to `slack` of themselves leave slack/√(3n) of the factor; n is here
+        (Σa²)² ÷ Σa⁴, and what is off is measured. Small elements that a type takes for zero add the square of it.
+        """
+        x, y = (self.b, self.a) if flip else (self.a, self.b)
+        rest = self.norm(y - s * x) / (self.norm(y) or 1.0)
+        square = self.dot(x, x)
+        share = min(math.sqrt(self.counts.fourth[flip]) / square, 1.0) if square else 1.0
+        return rest**2 + _DEVIATIONS * rest * share
+
+    def weights_over(self, side: int, vector: NDArray[np.float64], slack: float) -> _Vector | None:
+        """Return the weights by which the ranks of a side add up to a vector; None if they do not."""
+        first, n = side * self.sizes[0], self.sizes[side]
+        block = self.products[first : first + n, first : first + n]
+        given = self.products[first : first + n] @ vector
+        if not (np.isfinite(block).all() and np.isfinite(given).all()):
+            return None
+        weights: _Vector = np.linalg.lstsq(block, given, rcond=1e-12)[0]
+        total = np.zeros(len(self.products))
+        total[first : first + n] = weights
+        return weights if self.norm(vector - total) <= slack * self.norm(vector) else None
+
     def differ(self, side: int, slack: float) -> bool:
         """Tell whether the ranks of a side have different gradients."""
         first = self.rank(side, 0)
@@ -235,30 +274,6 @@ class _View:
         if c.same == c.numel or (not a and not self.norm(self.b)):
             return 0.0
         return self.norm(self.b - self.a) / a if a else math.inf
-
-
-def _special(a: _Vector, b: _Vector, shape: tuple[int, ...], counts: Pair) -> str:
-    """Return a cause that only the elements themselves can tell, or an empty text."""
-    for x, y, name in ((a, b, "B"), (b, a, "A")):
-        if x.size < y.size:
-            if not y[x.size :].any():
-                return f"padding: {name} has {y.size - x.size} zeros more at its end"
-            return f"another shape: {a.size} elements in A, {b.size} in B"
-    if counts.prints[0] == counts.prints[1]:
-        for axes in itertools.permutations(range(len(shape))) if len(shape) < 6 else ():
-            if np.array_equal(a.reshape(shape).transpose(axes).reshape(-1), b):
-                return f"permuted: B has A's axes in the order {', '.join(map(str, axes))}"
-        return "permuted: the same values at other places"
-    for x, y, name in ((a, b, "B"), (b, a, "A")):
-        limit = float(np.abs(y).max(initial=0.0))
-        cut = 0 < limit < float(np.abs(x).max(initial=0.0))
-        if cut and np.allclose(np.clip(x, -limit, limit), y, rtol=1e-6, atol=1e-6 * limit):
-            return f"clipping: elements of {name} end at ±{limit:.4g}"
-    k = int(np.abs(b).argmax()) - int(np.abs(a).argmax()) if a.size else 0
-    head, tail = (a[: a.size - k], b[k:]) if k >= 0 else (a[-k:], b[: b.size + k])
-    if k and head.size > a.size // 2 and np.array_equal(head, tail):
-        return f"padding: B is A moved by {k} elements"
-    return ""
 
 
 def explain(
@@ -294,6 +309,8 @@ def explain(
 
 
 _REST = "different data, randomness or weights"
+_UNKNOWN = "not known: less than a tenth apart, and none of the causes fits"
+_UNNAMED = (_REST, _UNKNOWN)
 _DECAY = "weight decay"
 
 
@@ -304,7 +321,7 @@ def _inherit(found: Causes) -> None:
         following = found[after, kind, rank]
         if following["all"].startswith(_DECAY):
             for layer, cause in causes.items():
-                if cause == _REST and following[layer].startswith(_DECAY):
+                if cause in _UNNAMED and following[layer].startswith(_DECAY):
                     causes[layer] = following[layer]
 
 
@@ -326,13 +343,14 @@ def _of_gradient(
         # norms of this layer and rank over the steps of the kind: clipping shows in them
         same = [m for (_, kind), m in measured.items() if kind == key[1] and at < len(m.pairs)]
         views = [m.view(layer, at) for m in same]
-        return next(_causes(view, special, views, worlds, tolerance), later or _REST)
+        rest = _UNKNOWN if view.error < _SMALL else _REST
+        return next(_causes(view, special, views, worlds, tolerance), later or rest)
 
     causes = {layer: cause_of(layer, one.special[layer][at]) for layer in layers}
     kinds = Counter(cause for cause in causes.values() if cause)
     if not kinds:
         return {"all": cause_of("all", ""), **causes}
-    rest = (_REST, later)
+    rest = (*_UNNAMED, later)
     named = [cause for cause in kinds if cause not in rest]
     differing = sum(kinds.values())
     if len(kinds) == len(named) == 1 and differing < len(layers):
@@ -343,7 +361,11 @@ def _of_gradient(
     whole = cause_of("all", special.pop() if len(special) == 1 else "")
     if whole in rest and named:
         heads = dict.fromkeys(cause.partition(":")[0] for cause in named)
-        if len(kinds) == len(named):
+        # layers of a few elements show no grid
+        unnamed = sum(
+            one.counts[la][at].numel for la in layers if causes[la] in rest and causes[la]
+        )
+        if unnamed <= _SMALL * one.counts["all"][at].numel:
             whole = "; ".join(heads) + " (by layer)"
     elif whole:
         # what holds for all together explains a layer that shows no more than a factor, or nothing by itself
@@ -370,13 +392,14 @@ def _causes(
     precision, slack = _precision(v)
     slack = max(slack, tolerance)
     factor = v.factor(v.a, v.b, slack)
-    if abs(factor - 1) <= slack:
+    doubt = max(v.doubt(factor), tolerance)
+    if abs(factor - 1) <= doubt:
         if precision:
             yield precision
     elif not math.isnan(factor):
-        yield "; ".join(filter(None, [_named(factor, steps, worlds, slack), precision]))
+        yield "; ".join(filter(None, [_named(factor, steps, worlds, slack, doubt), precision]))
+    yield from _over_steps(v, slack)
     yield from _over_ranks(v, slack)
-    yield from _over_steps(v)
     if v.counts.prints[0] == v.counts.prints[1]:
         yield "permuted: the same values at other places, shards in another order or padded"
     for side, name, other in ((1, "B", "A"), (0, "A", "B")):
@@ -398,45 +421,59 @@ def _precision(v: _View) -> tuple[str, float]:
     return "", 0.0
 
 
-def _named(s: float, steps: Sequence[_View], worlds: Sequence[int], slack: float) -> str:
+def _named(
+    s: float, steps: Sequence[_View], worlds: Sequence[int], slack: float, doubt: float
+) -> str:
     """Name a constant factor."""
     if s < 0:
-        minus = "−" if abs(s + 1) <= slack else f"{s:.4g} × "
+        minus = "−" if abs(s + 1) <= doubt else f"{s:.4g} × "
         return f"sign: B = {minus}A"
     large = max(s, 1 / s)
     whole = round(large)
-    if abs(large / whole - 1) <= max(slack, 1e-4):
+    if abs(large / whole - 1) <= doubt <= _CHANCE / 2:
         text = f"B = {whole} × A" if s > 1 else f"B = A ÷ {whole}"
         ratio = max(worlds) / max(min(worlds), 1) if all(worlds) else 0
         if whole in {*worlds, ratio}:
             return f"world size: {text}, a sum over ranks instead of a mean"
         if whole >= _LEAST_SCALE and whole & (whole - 1) == 0:
             return f"loss scale: {text}"
-        if whole <= _MOST_SUMMED:
+        # else a factor of any size would be a whole number too often
+        if whole <= _MOST_SUMMED and 2 * doubt * whole <= _CHANCE:
             names = "accumulation" if all(worlds) else "accumulation or world size"
             return f"{names}: {text}"
-    if all(worlds) and abs(large * min(worlds) / max(worlds) - 1) <= max(slack, 1e-4):
+    if all(worlds) and abs(large * min(worlds) / max(worlds) - 1) <= doubt:
         return f"world size: B = {worlds[1]}/{worlds[0]} × A or its inverse"
-    return _clipped(s, steps, slack) or f"a factor: B = {s:.6g} × A in every element"
+    clipped = _clipped(s, steps, slack)
+    if clipped.startswith("clipping"):
+        return clipped
+    return f"a factor: B = {s:.6g} × A in every element{clipped}"
 
 
 def _clipped(s: float, steps: Sequence[_View], slack: float) -> str:
-    """Tell whether the smaller side ends at a norm: the same one in several steps, or a round number."""
+    """Tell whether the smaller side ends at a norm: that of several steps, a round number, or the largest of many."""
     name, flip = ("B", False) if s < 1 else ("A", True)
-    ends, whole = [], []
+    ends, whole, free = [], [], []
     for v in steps:
         before, after = (v.b, v.a) if flip else (v.a, v.b)
         scale = v.factor(before, after, slack)
-        if scale < 1 - 1e-4:
+        if scale < 1 - max(1e-4, v.doubt(scale, flip)):
             ends.append(v.norm(after))
             whole.append(v.norm(before))
+        elif v.norm(after):
+            free.append(v.norm(after))
     if not ends:
         return ""
-    limit, near = float(np.mean(ends)), max(slack, 1e-3)
-    several = np.ptp(whole) > 10 * near * limit
-    same = len(ends) > 1 and np.ptp(ends) <= near * limit and several
-    round_ = abs(float(f"{limit:.1e}") / limit - 1) <= 1e-4 and np.ptp(ends) <= near * limit
-    return f"clipping: the norm of {name} ends at {limit:.4g}" if same or round_ else ""
+    limit, near = float(np.mean(ends)), 1e-3
+    if max(free, default=0.0) > limit * (1 + near) or np.ptp(ends) > near * limit:
+        return ""
+    several = len(ends) > 1 and np.ptp(whole) > 10 * near * limit
+    round_ = abs(float(f"{limit:.1e}") / limit - 1) <= 1e-4
+    # a factor in one step leaves the largest norm there in one of so many runs
+    largest = len(ends) == 1 and 1 / (1 + len(free)) <= _CHANCE
+    if several or round_ or largest:
+        return f"clipping: the norm of {name} ends at {limit:.4g}"
+    one = len(ends) == 1 and free
+    return f"; clipping of {name} at a norm of {limit:.4g} would do the same" if one else ""
 
 
 def _over_ranks(v: _View, slack: float) -> Iterator[str]:
@@ -452,14 +489,46 @@ def _over_ranks(v: _View, slack: float) -> Iterator[str]:
     for j in range(v.sizes[1]):
         if j != v.j and abs(v.factor(v.a, v.rank(1, j), slack) - 1) <= slack:
             yield "permuted: B has A's ranks in another order"
+    for side, this, vector in ((0, "B", v.b), (1, "A", v.a)):
+        if v.sizes[side] > 1 and v.differ(side, slack):
+            yield from filter(None, [_miscounted(v, side, this, vector, slack)])
     for side, this in ((1, "B"), (0, "A")):
         together = v.sizes[1 - side] > 1 and not v.differ(1 - side, slack)
         if together and v.sizes[side] > 1 and v.differ(side, slack):
             yield f"missing all-reduce in {this}: its ranks differ, the other's agree"
 
 
-def _over_steps(v: _View) -> Iterator[str]:
+def _miscounted(v: _View, side: int, this: str, vector: NDArray[np.float64], slack: float) -> str:
+    """Tell which rank of a side a mean over them lacks, or has twice; empty if none or several."""
+    weights = v.weights_over(side, vector, slack)
+    if weights is None:
+        return ""
+    other, numbers, most = "AB"[side], v.numbers[side], float(np.abs(weights).max())
+    zero = np.flatnonzero(np.abs(weights) <= 0.02 * most)
+    if zero.size == weights.size - 1 and abs(most - 1) <= 0.02:
+        j = int(np.abs(weights).argmax())
+        own = j == (v.j if side else v.i)
+        return (
+            ""
+            if own
+            else f"a rank twice in {this}: it has the gradient of {other}'s rank {numbers[j]}"
+        )
+    usual = float(np.median(weights))
+    equal = np.abs(weights / usual - 1) <= 0.02 if usual else np.zeros(weights.size, bool)
+    if weights.size < 3 or equal.sum() != weights.size - 1:
+        return ""
+    j = int(np.flatnonzero(~equal)[0])
+    if zero.size == 1:
+        return f"a rank missing in {this}: it is the mean over {other}'s ranks without rank {numbers[j]}"
+    twice = abs(weights[j] / usual - 2) <= 0.04
+    return f"a rank twice in {this}: rank {numbers[j]} counts double in its mean" if twice else ""
+
+
+def _over_steps(v: _View, slack: float) -> Iterator[str]:
     """Yield the causes that the step before, or the weights, show."""
+    for this, other, before, vector in (("B", "A", v.a_before, v.b), ("A", "B", v.b_before, v.a)):
+        if abs(v.factor(before, vector, slack) - 1) <= slack:
+            yield f"stale: {this} has the gradient that {other} had in the step before"
     difference = v.b - v.a
     for name, before, added in (("B", v.b_before, difference), ("A", v.a_before, -difference)):
         rest = v.factor(before, added, 1e-2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -23,14 +23,18 @@ from gradstats.statistics.goodness import goodness
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
+from gradstats.statistics.slopes import slope, uneven_slope
 from gradstats.statistics.solution import FitError
-from gradstats.tables import Drift, Records
+from gradstats.tables import Drift, Records, format_uncertain, format_value
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
 if TYPE_CHECKING:
     import xarray
 
-__all__ = ["FEWEST_STEPS", "QUANTITIES", "dataset_of", "drift", "drift_records", "over_training"]
+__all__ = [
+    *("FEWEST_STEPS", "QUANTITIES", "dataset_of", "drift", "drift_records", "movement"),
+    "over_training",
+]
 
 _PLAIN = ("zero_fraction", "nonfinite", "mean", "rms", "max", "p", "p_low", "p_high", "hill")
 _BY_MODEL = ("shape", "scale", "nll", "ks", "wasserstein", "tail_error")
@@ -71,11 +75,10 @@ _MEANINGS = {
 }
 """Long name and unit of every variable, as xarray shows them; 1 is a plain number, as in the CF conventions."""
 
+_TOTAL = ("total_change", "total_change_low", "total_change_high")
+
 FEWEST_STEPS = 20
 """Steps below which a series says nothing about autocorrelation or stationarity."""
-
-_NEAR_UNIT_ROOT = 8
-"""Steps times (1 − autocorrelation of the residuals) below which a slope has no interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +340,9 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
         slope_p, p of no slope; slope_p_holm, the same corrected for the number of layers, models and ratios of the
         quantity and kind (Holm 1979); acf1, the autocorrelation of lag one; adf_p, p of a unit root (small: it
         returns to its line), kpss_p, p of stationarity around a line (small: it wanders off); change_low, change_high:
-        1 % and 99 % quantiles of the ratio of successive steps (of the difference where not relative). Numbers that
-        fewer than :data:`FEWEST_STEPS` steps cannot give are NaN.
+        1 % and 99 % quantiles of the ratio of successive steps (of the difference where not relative); total_change,
+        total_change_low, total_change_high: last over first step on the fitted line (their difference where not
+        relative), with the slope's interval. Numbers that fewer than :data:`FEWEST_STEPS` steps cannot give are NaN.
 
     Raises
     ------
@@ -391,17 +395,20 @@ def _trend(
     at: NDArray[np.float64], y: NDArray[np.float64], spacing: float, relative: bool
 ) -> dict[str, float]:
     fields = ("slope", "slope_low", "slope_high", "slope_p", "slope_p_holm", "acf1", "adf_p")
-    result = dict.fromkeys((*fields, "kpss_p", "change_low", "change_high"), math.nan)
+    result = dict.fromkeys((*fields, "kpss_p", "change_low", "change_high", *_TOTAL), math.nan)
     if y.size < FEWEST_STEPS or np.ptp(y) == 0:
         return result
     from statsmodels.tsa.stattools import acf, adfuller, kpss
 
-    *bounds, result["slope_p"] = _slope(at / 100, y)
+    even = np.diff(at) == spacing
+    *bounds, result["slope_p"] = (slope if even.all() else uneven_slope)(at / 100, y)
     result |= dict(
         zip(fields[:3], map(float, np.expm1(bounds) if relative else bounds), strict=True)
     )
+    over_all = np.array(bounds) * (at[-1] - at[0]) / 100
+    ends = np.exp(over_all) if relative else over_all
+    result |= dict(zip(_TOTAL, map(float, ends), strict=True))
     result["acf1"] = float(acf(y, nlags=1, fft=False)[1])
-    even = np.diff(at) == spacing
     changes = np.diff(y)[even]
     if changes.size >= FEWEST_STEPS:
         ends = np.quantile(changes, [0.01, 0.99])
@@ -419,36 +426,29 @@ def _trend(
     return result
 
 
-def _slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Return the least-squares slope, its 95 % interval, and the p-value of no slope.
+def movement(record: Mapping[str, Any]) -> str:
+    """Say how a quantity moves over a run: the change that is fitted, where its interval leaves no doubt of its side.
 
-    The long-run variance of the residuals is that of few cosines (Lazarus, Lewis, Stock and Watson 2018), after
-    prewhitening by an AR(1) whose coefficient is corrected for its bias (Andrews and Monahan 1992); quantiles are
-    those of t with as many degrees of freedom as cosines. NaN where the residuals are near a unit root, n(1 − ρ) < 8.
+    Parameters
+    ----------
+    record : mapping
+        Record of :func:`drift_records`.
 
-    Of the intervals given, 93 to 97 % cover where the true n(1 − ρ) is about 15 or more: white noise from 20 steps on,
-    AR(1) with acf 0.5 from 40, 0.9 from 150, 0.98 from 1000. With less they cover less: 83 % at acf 0.98 of 300 steps,
-    where 42 % of the series have one; half for a random walk, of which a fifth have one. A slow level seen through
-    noise, ARMA(0.9, −0.5), has 87 % at 60 steps, 93 % at 150.
+    Returns
+    -------
+    str
+        Such as "mean × 0.62 (0.55 to 0.70) from the first step to the last, fitted".
     """
-    from scipy.special import stdtr, stdtrit
-
-    n, x = y.size, at - at.mean()
-    slope = float(x @ y) / float(x @ x)
-    residual = y - y.mean() - slope * x
-    energy = float(residual[:-1] @ residual[:-1])
-    if energy <= 1e-24 * float(y @ y):  # all on the line, up to rounding
-        return slope, slope, slope, 0.0
-    rho = max((n * float(residual[1:] @ residual[:-1]) / energy + 2) / (n - 4), 0.0)
-    if n * (1 - rho) < _NEAR_UNIT_ROOT:
-        return slope, math.nan, math.nan, math.nan
-    white = residual[1:] - rho * residual[:-1] if rho else residual
-    freedom = max(4, round(0.1 * white.size ** (2 / 3)))
-    place = (np.arange(white.size) + 0.5) / white.size
-    waves = [np.cos(math.pi * j * place) for j in range(2, freedom + 2)]
-    # what the line leaves of the cosines
-    basis = np.linalg.qr(np.column_stack([np.ones(white.size), place, *waves]))[0][:, 2:]
-    variance = float(np.square(basis.T @ white).sum()) / freedom / (1 - rho) ** 2
-    error = math.sqrt(variance / float(x @ x))
-    half = float(stdtrit(freedom, 0.975)) * error
-    return slope, slope - half, slope + half, 2 * float(stdtr(freedom, -abs(slope) / error))
+    name, n = record["quantity"], record["n"]
+    change, low, high = (record[f] for f in _TOTAL)
+    if math.isnan(change):
+        fewer = n < FEWEST_STEPS
+        why = f"trends take {FEWEST_STEPS} steps" if fewer else "it is the same in all"
+        return f"{name}: no trend of {n} steps ({why})"
+    sign = "× " if record["relative"] else ""
+    size = f"{sign}{format_value(change)}"
+    if math.isnan(low):
+        return f"{name}: no trend is told; what the line ({size}) leaves wanders like a random walk, or nearly"
+    text = f"{sign}{format_uncertain(change, low, high)} from the first step to the last, fitted"
+    none = float(record["relative"])
+    return f"{name} {text}" if not low <= none <= high else f"{name}: no trend is told, {text}"

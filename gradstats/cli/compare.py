@@ -30,7 +30,8 @@ AGREEMENT = Table(
     "Ranks against each other (no step: over all steps)",
     (
         *("step", "kind", "layer", "cosine", "signs", "overlap", "union", "explained"),
-        *("noise_scale", "low", "high"),
+        *("noise_scale", "low", "high", "union_low", "union_high"),
+        *("cosine_low", "cosine_high", "overlap_low", "overlap_high"),
     ),
     group_by=("trace", "kind"),
 )
@@ -63,8 +64,9 @@ def compare(  # numpydoc ignore=PR01
     """Compare two runs, step by step and layer by layer: by what they differ, and the likely cause.
 
     scale: norm of B over norm of A; error: norm of B − A over norm of A; signs: share of elements of the same sign. The
-    cause is a guess that fits the numbers: world size, accumulation, clipping, loss scale, weight decay, a missing
-    all-reduce, other ranks or places, a shorter type, other data.
+    cause is a guess that fits the numbers: world size, accumulation, clipping, loss scale, weight decay, a step too
+    late, a missing all-reduce, a rank missing or twice, other ranks or places, a shorter type, other data. It may be
+    not known.
     """
     from gradstats.analysis.compare import compare
     from gradstats.console import progress_bar
@@ -115,11 +117,12 @@ def agreement(  # numpydoc ignore=PR01
 ) -> None:
     """Compare the ranks of a run: do workers agree, and how large a batch would pay.
 
-    overlap: share of a rank's top k that another has; union: what the workers select together ÷ k; explained: share of
-    the squared norm that the mean over ranks has; noise scale: an estimate of the critical batch size, with its 95 %
-    interval from 20 steps on.
+    overlap: share of a rank's top k that another has; union: what the workers select together ÷ k, with bounds that
+    need no model; explained: share of the squared norm that the mean over ranks has; noise scale: an estimate of the
+    critical batch size, of ranks whose samples are independent, with its 95 % interval from 20 steps on, as cosine
+    and overlap have them. A sentence below says whether a larger batch would pay.
     """
-    from gradstats.analysis.agreement import agreement
+    from gradstats.analysis.agreement import agreement, batch_sentence
 
     work = one_by_one(agreement, ratio=ratio, workers=workers, batch=batch, per_layer=per_layer)
     records = analyse("comparing", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
@@ -131,3 +134,9 @@ def agreement(  # numpydoc ignore=PR01
     note(f"noise scale in {unit}; union of {records[0]['workers']} workers, k = {ratio:g} d")
     for reason in dict.fromkeys(r["reason"] for r in records if r["step"] is None and r["reason"]):
         note(f"no interval: {reason}")
+    note(
+        "noise that ranks share (the same samples, an augmentation) makes the noise scale too small, unseen"
+    )
+    for each in records:
+        if each["step"] is None and (each["kind"], each["layer"]) == ("gradient", "all"):
+            note(f"{each['trace']}: {batch_sentence(each)}")

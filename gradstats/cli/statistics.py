@@ -412,8 +412,9 @@ def drift(  # numpydoc ignore=PR01
 ) -> None:
     """Quantify how a gradient moves over training: trend, memory, step-to-step change.
 
-    low–high: 90 % of steps and ranks, all of them below twenty. slope: relative change per 100 steps (JSON and CSV have
-    its interval, which is not given near a unit root). acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles
+    First what changed from the first step to the last, by a fitted line with its 95 % interval. low–high: 90 % of steps
+    and ranks, all of them below twenty. slope: relative change per 100 steps (JSON and CSV have its interval, which is
+    not given near a unit root). acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles
     of a step's value over the last one's. These take twenty steps: capture sketches of every step (gradstats capture
     --store sketches --every 1).
     """
@@ -431,7 +432,10 @@ def drift(  # numpydoc ignore=PR01
         kinds=kind,
         layers=layer,
     )
-    DRIFT.emit(records, format, output)
+    whole = [r for r in records if r["layer"] == "all"]
+    firsts = {(r["trace"], r["kind"]): r for r in reversed(whole)}
+    answers = [f"{k}: {drift.movement(r)}" for (_, k), r in reversed(firsts.items())]
+    DRIFT.emit(records, format, output, answers)
     fewest = min((r["n"] for r in records), default=0)
     if format == "table" and fewest < drift.FEWEST_STEPS:
         note(

@@ -87,10 +87,11 @@ BENCH = Table(
     ("threads", "cache", "gradient", "layers", "numel"),
 )
 CHANGES = Table(
-    "Streams against an earlier run; slower, faster: the quartiles of the two runs lie apart",
+    "Streams against an earlier run; slower, faster: by more than 5 %, in at most 5 of 100 tables by chance",
     (
         *("gradient", "layers", "numel", "threads", "cache", "compressor", "ratio"),
-        *("streams_before", "streams", "change", "status", "quality_before", "quality"),
+        *("streams_before", "streams", "change", "change_low", "change_high", "status"),
+        *("p_holm", "quality_before", "quality"),
     ),
     ("threads", "cache", "gradient", "layers", "numel"),
 )
@@ -236,7 +237,7 @@ def bench(  # numpydoc ignore=PR01
         list[int] | None,
         typer.Option("--threads", help="Number of threads (repeatable); by default 1 and all."),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds of measurement; medians are shown.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Rounds of measurement; medians are shown.")] = 15,
     references: Annotated[
         bool, typer.Option(help="Time torch.topk, torch.kthvalue and numpy.argpartition, too.")
     ] = True,
@@ -250,7 +251,9 @@ def bench(  # numpydoc ignore=PR01
     compare: Annotated[
         Path | None,
         typer.Option(
-            help="JSON of an earlier run: show what changed, in ratios of streams.", metavar="FILE"
+            help="JSON of an earlier run, or a folder with another version's package, which is then run in turns with "
+            "this one: show what changed, in ratios of streams.",
+            metavar="FILE",
         ),
     ] = None,
     step: StepOption = None,
@@ -268,6 +271,25 @@ def bench(  # numpydoc ignore=PR01
         raise InputError("numel and repeats must be at least 1")
     if source is None and (step or rank or kind or per_layer):
         raise InputError("--step, --rank, --kind and --per-layer choose of a SOURCE: name one")
+    if compare is not None and compare.is_dir():
+        asked = {
+            "--numel": numel,
+            "--tail": tail,
+            "--layout": layout,
+            "--ratio": ratio,
+            "--estimator": estimator,
+            "--threads": threads,
+            "--step": step,
+            "--rank": rank,
+            "--kind": kind,
+        }
+        arguments = [] if source is None else [str(source.resolve())]
+        arguments += [str(a) for n, values in asked.items() for v in values or () for a in (n, v)]
+        switches = {"--per-layer": per_layer, "--published": published, "--cold": cold}
+        arguments += [
+            name for name, on in {**switches, "--no-references": not references}.items() if on
+        ]
+        return _changed(*_alternated(compare, arguments, repeats), compare, format, output)
     before = None if compare is None else _earlier(compare)
     gradients = None
     if source is not None:
@@ -294,14 +316,39 @@ def bench(  # numpydoc ignore=PR01
             cold=cold,
             on_progress=lambda: bar.advance(task),
         )
-    if before is not None:
-        both = bench.compared(records, before)
-        if not both:
-            raise InputError(
-                f"{compare} has nothing in common with this run: give the same options"
-            )
-        return CHANGES.emit(both, format, output)
+    if before is not None and compare is not None:
+        return _changed(records, before, compare, format, output)
     return BENCH.emit(records, format, output)
+
+
+def _alternated(other: Path, arguments: list[str], repeats: int) -> tuple[Records, Records]:
+    """Run this version and another one in turns."""
+    from gradstats.console import progress_bar
+    from gradstats.thresholds.changes import alternated
+
+    with progress_bar() as bar:
+        task = bar.add_task("bench", total=2 * repeats)
+        return alternated(other, arguments, repeats, lambda: bar.advance(task))
+
+
+def _changed(
+    records: Records, before: Records, compare: Path, format: str, output: Path | None
+) -> None:
+    """Show what changed between two runs."""
+    from gradstats.thresholds.changes import FEWEST_ROUNDS, compared
+
+    both = compared(records, before)
+    if not both:
+        raise InputError(f"{compare} has nothing in common with this run: give the same options")
+    CHANGES.emit(both, format, output)
+    few = min(r["rounds"] for r in both)
+    if format == "table" and few < FEWEST_ROUNDS:
+        note(
+            f"too few rounds to tell a difference: {few} in one of the runs, and it takes {FEWEST_ROUNDS} in both "
+            "(--repeats, and a JSON that has them)"
+        )
+    elif format == "table":
+        note("unknown: the interval of the change reaches beyond 5 %; more rounds narrow it")
 
 
 def _gradients(
@@ -342,7 +389,7 @@ def _earlier(path: Path) -> Records:
     """Read what ``gradstats bench --format json`` wrote."""
     import json
 
-    from gradstats.thresholds.bench import compared
+    from gradstats.thresholds.changes import compared
 
     try:
         records = json.loads(path.read_text(encoding="utf-8"))

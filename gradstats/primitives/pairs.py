@@ -6,7 +6,7 @@ Both are sums over elements, so those of a gradient are those of its layers adde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
@@ -79,6 +79,8 @@ class Pair:
         Elements of a and of b that bfloat16, and that float16 with its range, would round.
     prints : (int, int)
         Fingerprints of the non-zero elements of a and of b in any order, modulo 2⁶⁴.
+    fourth : (float, float)
+        Σa⁴ and Σb⁴ of the finite elements; infinite where that leaves the range of float64.
     """
 
     numel: int
@@ -90,6 +92,7 @@ class Pair:
     nonfinite: tuple[int, int]
     fine: tuple[tuple[int, int], tuple[int, int]]
     prints: tuple[int, int]
+    fourth: tuple[float, float] = field(compare=False)  # depends on the order of the sum
 
     def __add__(self, other: Pair) -> Pair:
         (a, b), (c, d) = self.fine, other.fine
@@ -103,6 +106,7 @@ class Pair:
             (self.nonfinite[0] + other.nonfinite[0], self.nonfinite[1] + other.nonfinite[1]),
             ((a[0] + c[0], a[1] + c[1]), (b[0] + d[0], b[1] + d[1])),
             tuple((p + q) % 2**64 for p, q in zip(self.prints, other.prints, strict=True)),  # type: ignore[arg-type]
+            (self.fourth[0] + other.fourth[0], self.fourth[1] + other.fourth[1]),
         )
 
 
@@ -135,7 +139,7 @@ def sign_pairs(vectors: Sequence[Array]) -> tuple[int, int]:
     return agree, either
 
 
-_NOTHING = Pair(0, 0, 0, 0, 0, (0, 0), (0, 0), ((0, 0), (0, 0)), (0, 0))
+_NOTHING = Pair(0, 0, 0, 0, 0, (0, 0), (0, 0), ((0, 0), (0, 0)), (0, 0), (0.0, 0.0))
 
 
 def pair(a: Array, b: Array) -> Pair:
@@ -173,7 +177,14 @@ def _pair(x: NDArray[np.floating], y: NDArray[np.floating], exact: bool) -> Pair
         tuple(int(np.count_nonzero(~np.isfinite(v))) for v in (x, y)),  # type: ignore[arg-type]
         (_fine(narrow[0]), _fine(narrow[1])),
         (_print(narrow[0]), _print(narrow[1])),
+        (_fourth(x), _fourth(y)),
     )
+
+
+def _fourth(x: NDArray[np.floating]) -> float:
+    with np.errstate(over="ignore"):
+        squares = np.square(x[np.isfinite(x)], dtype=np.float64)
+        return float(squares @ squares)
 
 
 def _fine(x: NDArray[np.float32]) -> tuple[int, int]:

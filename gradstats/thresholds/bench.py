@@ -24,8 +24,8 @@ from gradstats.tables import Records
 from gradstats.thresholds import ESTIMATORS, make_estimator, warm_up
 
 __all__ = [
-    *("KEY", "NUMELS", "PUBLISHED", "REFERENCES", "TAILS", "USUAL", "bench", "compared"),
-    *("numbers_of_threads", "sample_gradient"),
+    *("NUMELS", "PUBLISHED", "REFERENCES", "TAILS", "USUAL", "bench", "numbers_of_threads"),
+    "sample_gradient",
 ]
 
 NUMELS = (260_000, 2_600_000, 26_000_000)
@@ -215,7 +215,7 @@ def bench(
     *,
     estimators: Sequence[str] | None = None,
     threads: Sequence[int] | None = None,
-    repeats: int = 7,
+    repeats: int = 15,
     references: bool = True,
     published: bool = False,
     tails: Sequence[str] = USUAL,
@@ -263,7 +263,8 @@ def bench(
         same parts), ``streams_low`` and ``streams_high`` (the same with the quartiles), ``streams_mean`` (with the
         mean, for rules that search every few steps), ``quality`` (mean k̂/k), ``memory`` (largest extra NumPy memory
         in one call, as a fraction of the gradient's; NaN for references, whose memory torch allocates), ``speedup``
-        (over torch.topk; NaN without references) and ``repeats``.
+        (over torch.topk; NaN without references), ``repeats`` and ``rounds`` (streams of each round, over the read in
+        the same round), by which :func:`gradstats.thresholds.changes.compared` tells two runs apart.
 
     Raises
     ------
@@ -360,7 +361,8 @@ def _bench_one(
                 seconds[name].append(elapsed)
                 kept[name] += found
         on_progress()
-    one = statistics.median(seconds.pop(_STREAM))
+    reads = seconds.pop(_STREAM)
+    one = statistics.median(reads)
     sorting = statistics.median(seconds.get("torch.topk", [math.nan]))
     for name, run in runs.items():
         low, middle, high = np.quantile(seconds[name], (0.25, 0.5, 0.75)).tolist()
@@ -380,63 +382,8 @@ def _bench_one(
             "memory": math.nan if name in references else _memory(run, case),
             "speedup": sorting / middle,
             "repeats": repeats,
+            "rounds": [rule / read for rule, read in zip(seconds[name], reads, strict=True)],
         }
-
-
-def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> Records:
-    """Compare a run of :func:`bench` with an earlier one, in streams: a slower machine reads the data slower, too.
-
-    Parameters
-    ----------
-    records : sequence of mapping
-        The run.
-    before : sequence of mapping
-        The earlier one.
-
-    Returns
-    -------
-    Records
-        One per combination that both have: its fields, ``streams`` and ``streams_before``, ``change`` (the first over
-        the second), ``quality`` and ``quality_before``, and ``status``: ``"slower"`` or ``"faster"`` where the
-        quartiles of the two runs lie apart, else ``"same"``, and ``"unknown"`` where a run has less than five rounds.
-    """
-    earlier = {_key(record): record for record in before}
-    found = Records()
-    for record in records:
-        old = earlier.get(_key(record))
-        if old is None:
-            continue
-        status = "unknown"
-        if min(each.get("repeats", 0) for each in (record, old)) >= _ROUNDS:
-            apart = (
-                record["streams_low"] > old["streams_high"],
-                record["streams_high"] < old["streams_low"],
-            )
-            status = "slower" if apart[0] else "faster" if apart[1] else "same"
-        found.append(
-            {
-                **dict(zip(KEY, _key(record), strict=True)),
-                "streams_before": old["streams"],
-                "streams": record["streams"],
-                "change": record["streams"] / old["streams"],
-                "quality_before": old["quality"],
-                "quality": record["quality"],
-                "status": status,
-            }
-        )
-    return found
-
-
-_ROUNDS = 5
-"""Rounds from which quartiles say how far medians can be trusted."""
-
-KEY = ("compressor", "gradient", "numel", "layers", "ratio", "threads", "cache")
-"""Fields by which two runs of :func:`bench` are compared."""
-
-
-def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what was timed; a run of before there was a choice is of layered gradients in one part."""
-    return tuple({"gradient": "layered", "layers": 1, "cache": "warm", **record}[n] for n in KEY)
 
 
 def _memory(run: Callable[[Sequence[torch.Tensor]], int], case: _Case) -> float:

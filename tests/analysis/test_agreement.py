@@ -11,6 +11,7 @@ from scipy.stats import betabinom
 from support.terminal import records, run
 
 import gradstats
+from gradstats.analysis.agreement import batch_sentence
 from gradstats.errors import InputError, TraceError
 from gradstats.statistics.resampling import ratio_interval
 from gradstats.statistics.union import UnionGrowth, fit_union
@@ -78,7 +79,9 @@ def test_numbers_are_those_of_naive_loops(trace):
         times = np.bincount([i for s in top for i in s], minlength=g[0].size)
         growth = fit_union(np.bincount(times, minlength=n + 1))
         assert growth.predicted(n) / k == pytest.approx(len(set().union(*top)) / k, rel=1e-6)
-        assert record["union"] == pytest.approx(growth.predicted(8) / k)
+        low, high = growth.bounds(8)
+        assert record["union"] == pytest.approx(min(max(growth.predicted(8), low), high) / k)
+        assert (record["union_low"], record["union_high"]) == pytest.approx((low / k, high / k))
 
 
 def test_the_union_is_the_beta_binomials():
@@ -102,6 +105,38 @@ def test_a_planted_noise_scale_is_found_in_samples(trace):
         r for r in gradstats.agreement(trace, batch=1, kinds=["gradient"]) if r["step"] is None
     ]
     assert other["noise_scale"] == pytest.approx(one["noise_scale"] / 32)
+
+
+def test_ties_are_not_agreement(tmp_path):
+    """Of independent signs of one size any k are the largest."""
+
+    def signs(step, rank):
+        rng = np.random.default_rng([4, step, rank])
+        return np.float32(0.01) * rng.choice(np.array([-1, 1], np.float32), NUMEL)
+
+    path = write(tmp_path / "signs.zarr", of=signs)
+    (one,) = [
+        r for r in gradstats.agreement(path, ratio=0.1, kinds=["gradient"]) if r["step"] is None
+    ]
+    assert one["overlap"] == pytest.approx(0.1, abs=0.03)
+    assert 1 <= one["union_low"] <= one["union"] <= one["union_high"]
+    assert one["union_low"] == pytest.approx((1 - 0.9**RANKS) / 0.1, rel=0.05)
+
+
+def test_means_over_steps_have_intervals_and_the_batch_a_sentence(trace):
+    (one,) = [r for r in gradstats.agreement(trace, kinds=["gradient"]) if r["step"] is None]
+    for name, truth in (("cosine", 1 / 5), ("overlap", None)):
+        assert one[f"{name}_low"] < one[name] < one[f"{name}_high"]
+        assert truth is None or one[f"{name}_low"] < truth < one[f"{name}_high"] + 0.01
+    assert batch_sentence(one | {"world": 1}).startswith(
+        "a larger batch would pay: that of all ranks, 32 samples, is below"
+    )
+    assert batch_sentence(one | {"world": 4}).startswith(
+        "the batch of all ranks, 128 samples, is about the noise"
+    )
+    assert batch_sentence(one | {"world": 9}).startswith("a larger batch would bring little")
+    few = one | {"low": math.nan, "reason": "fewer than 20 steps"}
+    assert "not known: fewer than 20 steps" in batch_sentence(few)
 
 
 def test_the_interval_of_a_ratio_covers():
@@ -174,6 +209,9 @@ def test_the_command(trace, monkeypatch):
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "Too wide" not in done.stdout
     assert "no interval: fewer than 20 steps" in done.stderr
+    said = " ".join(done.stderr.split())
+    assert "whether a larger batch than 128 samples would pay is not known" in said
+    assert "noise that ranks share" in said
     done = run("agreement", trace, "--rank", 0)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

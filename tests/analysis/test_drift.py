@@ -8,11 +8,13 @@ from scipy import stats
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
 from gradstats import fit, over_training
-from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, _slope, drift_records
+from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, drift_records, movement
 from gradstats.errors import InputError
 from gradstats.primitives import kth_largest
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.goodness import goodness
+from gradstats.statistics.slopes import slope as slope_of
+from gradstats.statistics.slopes import uneven_slope
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
@@ -142,7 +144,7 @@ class TestDrift:
         wrong = given = 0
         for _ in range(800):
             y = lfilter([1, ma], [1, -memory], rng.standard_normal(n + 1000))[-n:]
-            _, low, high, p = _slope(np.arange(n) / 100, y)
+            _, low, high, p = slope_of(np.arange(n) / 100, y)
             given += math.isfinite(low)
             wrong += low > 0 or high < 0
             assert math.isnan(low) or (p < 0.05) == (low > 0 or high < 0)
@@ -179,19 +181,69 @@ class TestDrift:
         error = math.sqrt(variance / np.sum((at - at.mean()) ** 2))
         half = stats.t.ppf(0.975, cosines) * error
         p = 2 * stats.t.sf(abs(slope) / error, cosines)
-        assert _slope(at, y) == pytest.approx((slope, slope - half, slope + half, p))
+        assert slope_of(at, y) == pytest.approx((slope, slope - half, slope + half, p))
 
     def test_random_walks_have_no_slope_to_speak_of(self):
         rng = np.random.default_rng(22)
         for n in (60, 1000):
             found = [
-                _slope(np.arange(n) / 100, rng.standard_normal(n).cumsum()) for _ in range(200)
+                slope_of(np.arange(n) / 100, rng.standard_normal(n).cumsum()) for _ in range(200)
             ]
             assert np.mean([math.isnan(low) for _, low, _, _ in found]) > 0.7
 
+    @pytest.mark.parametrize("pattern", ["bursts", "dense start", "random", "log"])
+    @pytest.mark.parametrize(("memory", "ma"), [(0.0, 0.0), (0.5, 0.0), (0.9, -0.5)])
+    def test_uneven_steps_seldom_have_a_slope_that_is_not_there(self, pattern, memory, ma):
+        """Few intervals miss a slope of zero, of the series that get one and of all; 60 steps, 120 series."""
+        from scipy.signal import lfilter
+
+        rng, n, missed = np.random.default_rng([26, len(pattern)]), 60, 0
+        for _ in range(120):
+            at = {
+                "bursts": np.arange(n) // 10 * 100 + np.arange(n) % 10,
+                "dense start": np.r_[np.arange(40), 40 + 20 * np.arange(n - 40)],
+                "random": np.sort(rng.choice(5 * n, n, replace=False)),
+                "log": np.unique(np.geomspace(1, 20 * n, 80).astype(int))[:n],
+            }[pattern]
+            y = lfilter([1, ma], [1, -memory], rng.standard_normal(at[-1] + 1001))[1000 + at]
+            _, low, high, p = uneven_slope(at / 100, y)
+            missed += not (math.isnan(low) or low <= 0 <= high)
+            assert math.isnan(low) or (p < 0.05) == (low > 0 or high < 0)
+        limit = 0.05 if not ma else 0.09  # a slow level seen through noise, as at even steps
+        assert missed <= 120 * limit + 3.1 * math.sqrt(120 * limit * (1 - limit))
+
+    def test_uneven_steps_of_a_line_have_its_slope(self):
+        at = np.array([0, 1, 2, 3, 50, 51, 52, 200, 201, 500]) / 100
+        assert uneven_slope(at, 3 * at + 1)[:3] == pytest.approx((3, 3, 3))
+        noisy = 3 * np.repeat(at, 3) + np.arange(30) / 1e3
+        y = noisy + np.random.default_rng(0).standard_normal(30) / 10
+        _, low, high, p = uneven_slope(np.repeat(at, 3) + np.arange(30) / 1e3, y)
+        assert low < 3 < high < 3.3
+        assert p < 1e-3
+
+    def test_the_change_of_a_run_is_that_of_its_line(self, tmp_path):
+        """Not last ÷ first: the last step is an outlier."""
+        scales = [0.8 ** (s / 100) for s in range(60)]
+        scales[-1] *= 3
+        path = drifting_trace(tmp_path / "run.zarr", range(60), scales.__getitem__)
+        (mean,) = drift_records(over_training(path, models=[]), ["mean"])
+        assert mean["total_change_low"] < 0.8**0.6 < mean["total_change_high"]
+        assert mean["total_change"] < 1.1
+        said = movement(mean)
+        assert "from the first step to the last, fitted" in said
+        assert movement(mean | {"total_change_low": 0.8, "total_change_high": 0.9}).startswith(
+            "mean × 0."
+        )
+        assert movement(mean | {"total_change_high": 1.2}).startswith("mean: no trend is told, × ")
+        few = over_training(path, models=[], steps=range(5))
+        assert (
+            movement(drift_records(few, ["mean"])[0])
+            == "mean: no trend of 5 steps (trends take 20 steps)"
+        )
+
     def test_a_line_has_its_slope(self):
         at = np.arange(50) / 100
-        assert _slope(at, 3 * at + 1) == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 0)
+        assert slope_of(at, 3 * at + 1) == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 0)
 
     def test_many_layers_are_corrected_for(self, tmp_path):
         rng = np.random.default_rng(23)

@@ -82,6 +82,18 @@ def test_a_wrong_width_leaves_the_band(factor):
     assert intervals.off(row)
 
 
+@pytest.mark.parametrize(("right", "fails"), [(1.0, False), (0.95, False), (0.7, True)])
+def test_a_statement_may_be_right_too_often_and_not_too_seldom(right, fails):
+    def ask(rng):
+        said = intervals.Said(bool(rng.random() < right))
+        return {"said": said, "seen": intervals.Seen(False)}
+
+    said, seen = intervals.measure(intervals.Case("statements, a", "b", 1, ask, 400), 400)
+    assert (said["what"], seen["what"]) == ("statement", "power")
+    assert intervals.off(said, 0.0005) == fails
+    assert not intervals.off(seen)
+
+
 def test_misses_have_a_side_and_a_missing_interval_is_none():
     answers = iter(
         [(1.0, 2.0, 3.0), (1.0, 2.0, 0.0), (1.0, 2.0, 1.5), (float("nan"),) * 2 + (1.0,)]
@@ -104,7 +116,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.jsonl"
 
     def run(*options):
-        arguments = ["intervals.py", "--results", str(path), "--only", "bench", *options]
+        arguments = ["intervals.py", "--results", str(path), "--only", "bench-network", *options]
         monkeypatch.setattr(sys, "argv", [*arguments, "--replications", "3"])
         intervals.main()
         return path.read_text().splitlines()

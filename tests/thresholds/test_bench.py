@@ -19,9 +19,9 @@ from gradstats.thresholds.bench import (
     REFERENCES,
     TAILS,
     bench,
-    compared,
     sample_gradient,
 )
+from gradstats.thresholds.changes import alternated, compared
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +111,70 @@ def test_quartiles_and_the_best_are_around_the_median(records):
     assert any(r["streams_mean"] % 1 for r in records)
 
 
-def test_comparing_says_what_changed_beyond_the_quartiles():
-    base = {"compressor": "exact", "gradient": "layered", "numel": 10, "layers": 1, "ratio": 0.1,
-            "threads": 1, "cache": "warm", "streams": 4.0, "streams_low": 3.5, "streams_high": 4.5,
-            "quality": 1.0, "repeats": 5}  # fmt: skip
-    now = [
-        base | {"streams": 4.4, "streams_low": 4.2, "streams_high": 4.7},
-        base | {"numel": 20, "streams": 8.0, "streams_low": 7.0, "streams_high": 9.0},
-        base | {"numel": 30, "streams": 2.0, "streams_low": 1.9, "streams_high": 2.1},
-        base | {"numel": 40},
+BASE = {"compressor": "exact", "gradient": "layered", "numel": 10, "layers": 1, "ratio": 0.1,
+        "threads": 1, "cache": "warm", "quality": 1.0}  # fmt: skip
+
+
+def timed(rounds, **fields):
+    return BASE | {"streams": float(np.median(rounds)), "rounds": list(rounds)} | fields
+
+
+def test_comparing_says_what_changed_and_how_surely():
+    noise = 1 + 0.01 * np.random.default_rng(0).standard_normal((8, 15))
+    before = [timed(4 * noise[i], numel=i) for i in range(4)]
+    now = [timed(4 * f * noise[4 + i], numel=i) for i, f in enumerate((1.0, 2.0, 0.5, 1.05))]
+    found = compared([*now, timed([1.0], numel=9)], [*before, timed([1.0], numel=9, cache="cold")])
+    assert [(r["numel"], r["status"]) for r in found] == [
+        (0, "same"),
+        (1, "slower"),
+        (2, "faster"),
+        (3, "unknown"),  # the interval reaches beyond 5 %
     ]
-    old = {n: v for n, v in base.items() if n not in ("gradient", "layers", "cache")}
-    before = [old, old | {"numel": 20}, old | {"numel": 30}, base | {"cache": "cold", "numel": 40}]
-    found = compared(now, before)
-    assert [(r["numel"], r["change"], r["status"]) for r in found] == [
-        (10, 1.1, "same"),
-        (20, 2.0, "slower"),
-        (30, 0.5, "faster"),
-    ]
-    for unknown in (old | {"repeats": 4}, {n: v for n, v in old.items() if n != "repeats"}):
-        assert compared(now, [unknown])[0]["status"] == "unknown"
+    for record, truth in zip(found, (1.0, 2.0, 0.5, 1.05), strict=True):
+        assert record["change_low"] < truth < record["change_high"]
+        assert record["change"] == pytest.approx(truth, rel=0.02)
+    old = {n: v for n, v in before[1].items() if n not in ("gradient", "layers", "cache")}
+    assert compared(now, [old])[0]["status"] == "slower"  # of before there was a choice
+    for few in (timed(4 * noise[0, :14], numel=1), {n: old[n] for n in old if n != "rounds"}):
+        (record,) = compared(now, [few])
+        assert record["status"] == "unknown"
+        assert record["rounds"] == len(few.get("rounds", ()))
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_unchanged_rows_are_seldom_called_slower_or_faster(noise):
+    """Tables of 40 rows of the same code, in each of which a false verdict is one too many."""
+    rng, wrong, tables = np.random.default_rng(5), 0, 100
+    for _ in range(tables):
+        old, new = (np.exp(noise * rng.standard_t(4, (40, 15))) for _ in range(2))
+        found = compared(*([timed(x, numel=i) for i, x in enumerate(side)] for side in (new, old)))
+        wrong += any(r["status"] in ("slower", "faster") for r in found)
+    assert wrong <= 10  # of 5 expected at most: two deviations
+
+
+def test_two_versions_are_run_in_turns(tmp_path):
+    (tmp_path / "gradstats").mkdir()
+    (tmp_path / "gradstats" / "__init__.py").touch()
+    # a version whose rule takes three times as long: what its command prints
+    program = "import json, sys\ndef main():\n    print(json.dumps([%r]))\n"
+    slow = timed([1.0], streams=1e9, numel=3000)
+    (tmp_path / "gradstats" / "cli.py").write_text(program % slow, encoding="utf-8")
+    options = ["--numel", "3000", "--ratio", "0.1", "--threads", "1", "--estimator", "exact"]
+    turns = []
+    arguments = [*options, "--no-references"]
+    new, old = alternated(tmp_path, arguments, 2, lambda: turns.append(0))
+    assert len(turns) == 4
+    assert [len(r["rounds"]) for r in (*new, *old)] == [2, 2]
+    assert old[0]["streams"] == 1e9
+    assert new[0]["streams"] < 1e9
+    assert compared(new, old)[0]["change"] < 1
+    done = run("bench", "--compare", tmp_path, "--repeats", 1, *arguments, "--format", "json")
+    (record,) = json.loads(done.stdout)
+    assert (record["streams_before"], record["status"]) == (1e9, "unknown")
+    with pytest.raises(InputError, match="no tail"):
+        alternated(tmp_path, ["--tail", "none"], 1)
+    with pytest.raises(InputError, match="holds no package gradstats"):
+        alternated(tmp_path / "gradstats", options, 1)
 
 
 def test_the_command_times_sources_and_layouts_and_compares(tmp_path):

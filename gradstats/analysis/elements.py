@@ -1,0 +1,99 @@
+"""Why two gradients differ, as only their elements can tell: shapes, places, cut magnitudes, types of few values."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.primitives.pairs import Pair
+
+__all__ = ["special_cause"]
+
+_Vector: TypeAlias = NDArray[np.floating[Any]]
+
+_HEAD, _MOST_LEVELS = 4096, 256
+"""Elements that are looked at first, and magnitudes that a type of 8 bits has at most."""
+_FEWEST_ROUNDED, _FEWEST_LEVELS = 32, 8
+"""Elements, and different magnitudes, below which they may lie on a grid by chance."""
+
+
+def special_cause(a: _Vector, b: _Vector, shape: tuple[int, ...], counts: Pair) -> str:
+    """Return a cause that only the elements themselves can tell, or an empty text.
+
+    Parameters
+    ----------
+    a, b : ndarray
+        One layer of A and of B, flat.
+    shape : tuple of int
+        Its shape in A.
+    counts : Pair
+        What they have in common.
+    """
+    for x, y, name in ((a, b, "B"), (b, a, "A")):
+        if x.size < y.size:
+            if not y[x.size :].any():
+                return f"padding: {name} has {y.size - x.size} zeros more at its end"
+            return f"another shape: {a.size} elements in A, {b.size} in B"
+    if counts.prints[0] == counts.prints[1]:
+        for axes in itertools.permutations(range(len(shape))) if len(shape) < 6 else ():
+            if np.array_equal(a.reshape(shape).transpose(axes).reshape(-1), b):
+                return f"permuted: B has A's axes in the order {', '.join(map(str, axes))}"
+        return "permuted: the same values at other places"
+    for x, y, name in ((a, b, "B"), (b, a, "A")):
+        limit = float(np.abs(y).max(initial=0.0))
+        cut = 0 < limit < float(np.abs(x).max(initial=0.0))
+        if cut and np.allclose(np.clip(x, -limit, limit), y, rtol=1e-6, atol=1e-6 * limit):
+            return f"clipping: elements of {name} end at ±{limit:.4g}"
+    for x, y, name in ((a, b, "B"), (b, a, "A")):
+        if short := _short_type(x, y):
+            return f"{short} rounding of {name}"
+    k = int(np.abs(b).argmax()) - int(np.abs(a).argmax()) if a.size else 0
+    head, tail = (a[: a.size - k], b[k:]) if k >= 0 else (a[-k:], b[: b.size + k])
+    if k and head.size > a.size // 2 and np.array_equal(head, tail):
+        return f"padding: B is A moved by {k} elements"
+    return ""
+
+
+def _short_type(x: _Vector, y: _Vector) -> str:
+    """Name the type of 8 bits or fewer that y is x rounded to, with one scale for all; empty if there is none."""
+    levels = np.unique(np.abs(y[:_HEAD]))
+    if y.size < _FEWEST_ROUNDED or not 1 < levels.size <= _MOST_LEVELS:
+        return ""
+    if np.unique(np.abs(x[:_HEAD])).size < 2 * levels.size:
+        return ""
+    levels = np.unique(np.abs(y)).astype(np.float64)
+    levels = levels[levels > 0]
+    if not np.isfinite(levels).all() or levels.size > _MOST_LEVELS:
+        return ""
+    if levels.size < _FEWEST_LEVELS and y.size < _FEWEST_ROUNDED * levels.size:
+        return ""
+    off, size = np.abs(y.astype(np.float64) - x), np.abs(x)
+    names = []
+    step = float(np.diff(levels, prepend=0.0).min())
+    for _ in range(2):  # the step that all levels together have
+        whole = np.rint(levels / step)
+        step = float(levels @ whole / (whole @ whole))
+    if whole[-1] <= 128 and _near_whole(levels / step) and _most(off <= 1.01 * step):
+        names.append("int8" if whole[-1] > 7 else "int4")
+    for name, bits in {"fp8 (e5m2)": 2, "fp8 (e4m3)": 3}.items():
+        # the largest has one of the significands, whatever the scale
+        tops = np.arange(2**bits, 2 ** (bits + 1))
+        fits = any(
+            _near_whole(np.frexp(levels * (top / levels[-1]))[0] * 2 ** (bits + 1)) for top in tops
+        )
+        if fits and _most(off <= np.maximum(1.01 * 2.0**-bits * size, levels[0])):
+            names.append(name)
+            break
+    return " or ".join(names)
+
+
+def _near_whole(x: _Vector) -> bool:
+    return bool((np.abs(x - np.rint(x)) <= 1e-3).all())
+
+
+def _most(holds: NDArray[np.bool_]) -> bool:
+    """Tell whether something holds of all elements but those that a type cut off."""
+    return float(holds.mean()) >= 0.99

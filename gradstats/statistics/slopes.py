@@ -1,0 +1,130 @@
+"""Slopes of series whose neighbours depend on each other, and their intervals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["slope", "uneven_slope"]
+
+_NEAR_UNIT_ROOT = 8
+"""Steps times (1 − autocorrelation of the residuals) below which a slope has no interval."""
+_FEWEST_INDEPENDENT = 14
+"""The same of uneven steps: 1 − autocorrelation over each gap, added up."""
+
+
+def slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Return the least-squares slope, its 95 % interval, and the p-value of no slope.
+
+    The long-run variance of the residuals is that of few cosines (Lazarus, Lewis, Stock and Watson 2018), after
+    prewhitening by an AR(1) whose coefficient is corrected for its bias (Andrews and Monahan 1992); quantiles are
+    those of t with as many degrees of freedom as cosines. NaN where the residuals are near a unit root, n(1 − ρ) < 8.
+
+    Of the intervals given, 93 to 97 % cover where the true n(1 − ρ) is about 15 or more: white noise from 20 steps on,
+    AR(1) with acf 0.5 from 40, 0.9 from 150, 0.98 from 1000. With less they cover less: 83 % at acf 0.98 of 300 steps,
+    where 42 % of the series have one; half for a random walk, of which a fifth have one. A slow level seen through
+    noise, ARMA(0.9, −0.5), has 87 % at 60 steps, 93 % at 150.
+
+    Parameters
+    ----------
+    at : ndarray, shape (n,)
+        Steps, evenly spaced.
+    y : ndarray, shape (n,)
+        Values, at least five.
+
+    Returns
+    -------
+    tuple of float
+        The slope, both ends of its interval, and the p-value of no slope.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    n, x = y.size, at - at.mean()
+    slope = float(x @ y) / float(x @ x)
+    residual = y - y.mean() - slope * x
+    energy = float(residual[:-1] @ residual[:-1])
+    if energy <= 1e-24 * float(y @ y):  # all on the line, up to rounding
+        return slope, slope, slope, 0.0
+    rho = max((n * float(residual[1:] @ residual[:-1]) / energy + 2) / (n - 4), 0.0)
+    if n * (1 - rho) < _NEAR_UNIT_ROOT:
+        return slope, math.nan, math.nan, math.nan
+    white = residual[1:] - rho * residual[:-1] if rho else residual
+    freedom = max(4, round(0.1 * white.size ** (2 / 3)))
+    place = (np.arange(white.size) + 0.5) / white.size
+    waves = [np.cos(math.pi * j * place) for j in range(2, freedom + 2)]
+    # what the line leaves of the cosines
+    basis = np.linalg.qr(np.column_stack([np.ones(white.size), place, *waves]))[0][:, 2:]
+    variance = float(np.square(basis.T @ white).sum()) / freedom / (1 - rho) ** 2
+    error = math.sqrt(variance / float(x @ x))
+    half = float(stdtrit(freedom, 0.975)) * error
+    return slope, slope - half, slope + half, 2 * float(stdtr(freedom, -abs(slope) / error))
+
+
+def uneven_slope(
+    at: NDArray[np.float64], y: NDArray[np.float64]
+) -> tuple[float, float, float, float]:
+    """Return the slope of a series at uneven steps, its 95 % interval, and the p-value of no slope.
+
+    Generalized least squares: over a gap of g the residuals keep ρᵍ of themselves (an AR(1) in time), where ρ has the
+    largest restricted likelihood. The variance of what is whitened is again that of few cosines, as in :func:`slope`.
+    There is no interval where 1 − ρᵍ, added up over the gaps, is below 14; few of those that should have none get one.
+
+    Parameters
+    ----------
+    at : ndarray, shape (n,)
+        Steps, ascending.
+    y : ndarray, shape (n,)
+        Values, at least five.
+
+    Returns
+    -------
+    tuple of float
+        The slope, both ends of its interval, and the p-value of no slope.
+    """
+    from scipy.optimize import minimize_scalar
+    from scipy.special import stdtr, stdtrit
+
+    n, x = y.size, at - at.mean()
+    gaps = np.diff(at) / np.diff(at).min()
+    line = np.column_stack([np.ones(n), x])
+
+    def whitened(logit: float) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        left = np.exp(-gaps * math.log1p(math.exp(-logit)))  # ρᵍ
+        spread = np.sqrt(-np.expm1(-2 * gaps * math.log1p(math.exp(-logit))))
+        both = np.column_stack([line, y])
+        both[1:] = (both[1:] - left[:, None] * both[:-1]) / spread[:, None]
+        return both[:, :2], both[:, 2], float(np.log(spread).sum())
+
+    def unlikely(logit: float) -> float:
+        design, values, logs = whitened(logit)
+        rest = values - design @ np.linalg.lstsq(design, values)[0]
+        determinant = np.linalg.slogdet(design.T @ design)[1]
+        size = max(float(rest @ rest), 1e-300)
+        return (n - 2) / 2 * math.log(size) + logs + float(determinant) / 2
+
+    grid = np.arange(-6.0, 7.5, 0.5)
+    best = int(np.argmin([unlikely(logit) for logit in grid]))
+    ends = grid[max(best - 1, 0)], grid[min(best + 1, grid.size - 1)]
+    logit = float(minimize_scalar(unlikely, bounds=ends, method="bounded").x)
+    design, values, _ = whitened(logit)
+    found = float(np.linalg.lstsq(design, values)[0][1])
+    plain = float(x @ y) / float(x @ x)
+    rest = y - y.mean() - plain * x
+    if float(rest @ rest) <= 1e-24 * float(y @ y):  # all on the line, up to rounding
+        return plain, plain, plain, 0.0
+    independent = -float(np.expm1(-gaps * math.log1p(math.exp(-logit))).sum())
+    if independent < _FEWEST_INDEPENDENT:
+        return found, math.nan, math.nan, math.nan
+    freedom = max(4, round(0.1 * n ** (2 / 3)))
+    place = (np.arange(n) + 0.5) / n
+    waves = [np.cos(math.pi * j * place) for j in range(1, freedom + 1)]
+    # what constant and slope leave of the cosines
+    basis = np.linalg.qr(np.column_stack([design, *waves]))[0][:, 2:]
+    variance = float(np.square(basis.T @ values).sum()) / freedom
+    constant, steps = design.T
+    steps = steps - constant * float(constant @ steps) / float(constant @ constant)
+    error = math.sqrt(variance / float(steps @ steps))
+    half = float(stdtrit(freedom, 0.975)) * error
+    return found, found - half, found + half, 2 * float(stdtr(freedom, -abs(found) / error))
