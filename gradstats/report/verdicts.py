@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.drift import FEWEST_STEPS
+from gradstats.analysis.drift import FEWEST_STEPS, movement
 from gradstats.analysis.rules import COUNTING, judged_rules
 from gradstats.analysis.verdicts import (
     Verdict,
@@ -281,13 +281,14 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
     if "mean" not in rows:
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
     means = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).values
-    headline = f"Mean magnitude × {means[-1] / means[0]:.2g}"
+    headline = f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
     first, last = measured.steps[0], measured.steps[-1]
     numbers = f"Step {first} to {last}, between {np.nanmin(means):.2g} and {np.nanmax(means):.2g}. "
     slope = rows["mean"]["slope"]
     if math.isnan(slope):
         numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(measured.steps)} have no power."
     else:
+        headline = movement(rows["mean"]).replace("mean", "Mean magnitude", 1)
         low, high = rows["mean"]["slope_low"], rows["mean"]["slope_high"]
         interval = f"{100 * low:+.1f} to {100 * high:+.1f}"
         if math.isnan(low):
