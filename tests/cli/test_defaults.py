@@ -32,7 +32,7 @@ FUNCTIONS = {
     "drift run.zarr": "gradstats.analysis.drift:drift",
     "fit run.zarr --all": "gradstats.analysis.fits:fit_records",
     "import run.zarr --out new.zarr": "gradstats.trace.dumps:dumps_of",
-    "info run.zarr": "gradstats.analysis.info:info_records",
+    "info run.zarr --all": "gradstats.analysis.info:info_records",
     f"plan run.zarr {PLAN}": "gradstats.network:plan",
     "pot run.zarr --all": "gradstats.analysis.peaks:pot",
     "quality run.zarr": "gradstats.analysis.quality:quality_series",
