@@ -35,7 +35,13 @@ _NUMBERS = [
     *("c", "c_low", "c_high", "scale", "scale_low", "scale_high"),
 ]
 _UNSEEN = ("n", "c", "c_low", "c_high")
-_UNCHOSEN = {"p_value": float("nan"), "p_stable": float("nan"), "chosen": False}
+_UNCHOSEN = {
+    "p_value": float("nan"),
+    "p_stable": float("nan"),
+    "chosen": False,
+    "chosen_by": 0,
+    "splits": 0,
+}
 _UNCHOSEN |= {"unseen_n": 0} | {f"unseen_{name}": float("nan") for name in _UNSEEN[1:]}
 
 
@@ -89,6 +95,8 @@ class _Peaks:
             found = {c.ratio: c for c in choice.candidates}
             for record in records:
                 record |= _UNCHOSEN
+                by = choice.splits.count(record["ratio"])
+                record |= {"chosen_by": by, "splits": len(choice.splits)}
                 if candidate := found.get(record["ratio"]):
                     record |= {"p_value": candidate.p_value, "p_stable": candidate.p_stable}
                 if choice.estimate and record["ratio"] == choice.ratio:
@@ -192,8 +200,10 @@ def pot_records(
     Records
         trace, step, rank, kind, ratio, threshold, n; mean_excess, c and scale (σ − cu), each with _low and _high, 95 %
         intervals; status. With a bootstrap also p_value (of the generalized Pareto), p_stable (of one shape from there
-        on), chosen, and in the row chosen unseen_c with unseen_c_low and unseen_c_high, the shape of the unseen_n
-        excesses that the choice did not see: those intervals are not narrowed by it, c_low and c_high are.
+        on), chosen_by (how many of the random splits of the elements, of which there are `splits`, choose this ratio),
+        chosen (the median of what they choose; none where most of them reject every ratio), and in the row chosen
+        unseen_c with unseen_c_low and unseen_c_high, the shape of the unseen_n excesses that the choice did not see:
+        those intervals are not narrowed by it, c_low and c_high are.
 
     Raises
     ------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
@@ -387,13 +388,32 @@ def pot(  # numpydoc ignore=PR01
     table.emit(shown, format, output)
     _note_rest(records, shown)
     note_statuses(records, format, "layer" if table is TAILS else "ratio")
-    for r in records if format == "table" else ():
-        if r.get("chosen"):
-            note(
-                f"{r['trace']}, {r['kind']}, step {r['step']}, rank {r['rank']}: chosen {r['ratio']:g}\n"
-                f"  ξ = {r['unseen_c']:.3f} ({r['unseen_c_low']:.3f} to {r['unseen_c_high']:.3f}) by the "
-                f"{r['unseen_n']:,} excesses that the choice did not see"
+    if choose and not by_layer and format == "table":
+        _note_choices(records)
+
+
+def _note_choices(records: Iterable[dict[str, Any]]) -> None:
+    """Say of every gradient which threshold was chosen, and what each random split of its elements chooses."""
+    gradients: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in records:
+        if r.get("splits"):
+            gradients.setdefault((r["trace"], r["kind"], r["step"], r["rank"]), []).append(r)
+    for (trace, kind, step, rank), rows in gradients.items():
+        by = {f"{r['ratio']:g}": r["chosen_by"] for r in rows if r["chosen_by"]}
+        if none := rows[0]["splits"] - sum(by.values()):
+            by["none"] = none
+        chosen = next((r for r in rows if r["chosen"]), None)
+        answer = f"{chosen['ratio']:g}" if chosen else "none"
+        text = f"{trace}, {kind}, step {step}, rank {rank}: chosen {answer}, the median\n"
+        text += "  random splits choose " + ", ".join(
+            f"{ratio} ({n} of {rows[0]['splits']})" for ratio, n in by.items()
+        )
+        if chosen:
+            text += (
+                f"\n  ξ = {chosen['unseen_c']:.3f} ({chosen['unseen_c_low']:.3f} to {chosen['unseen_c_high']:.3f}) "
+                f"by the {chosen['unseen_n']:,} excesses that the choice did not see"
             )
+        note(text)
 
 
 def drift(  # numpydoc ignore=PR01

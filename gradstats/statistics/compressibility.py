@@ -26,6 +26,7 @@ from gradstats.primitives.ratio import check_count, check_ratios, check_several,
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
 from gradstats.statistics.dependence import NO_POSITIONS, exponent_of, over_blocks, runs_of
 from gradstats.statistics.fitting import as_magnitudes
+from gradstats.statistics.powerlaw import against_lognormal
 from gradstats.statistics.solution import Z95
 from gradstats.tables import Shown
 
@@ -68,6 +69,7 @@ class Ruling(StrEnum):
     NOT_SHOWN = "p above ½ is shown in no window"
     WINDOW = "depends on the window: p above ½ is shown in some of them only"
     NOT_A_POWER_LAW = "not a power law there: Hill's estimate or σ_k disagrees with p"
+    LOGNORMAL = "not told from a log-normal: it is at least as likely among the largest 5 %"
     TOO_FEW = f"too few: a verdict takes {_FEWEST_FOR_VERDICT} ranks"
     TOO_WIDE = f"beyond the largest {100 * _LARGEST_SHARE:g} % of the non-zero elements noise falls like a power law"
 
@@ -98,7 +100,8 @@ class Compressibility(Shown):
         First and last rank, counted from 1.
     compressible : bool or None
         True where p > ½ with 97.5 % confidence on every window of at least 50 ranks, and on `window` Hill's estimate
-        says the same (above ½, the intervals overlapping) and property 1 holds. False where no window shows p > ½.
+        says the same (above ½, the intervals overlapping), property 1 holds, and a power law is likelier than a
+        log-normal among the largest 5 % of the non-zero elements. False where no window shows p > ½.
         None where windows or estimates disagree, or `window` has fewer than 50 ranks or holds more than 5 % of the
         non-zero elements.
     reason : str
@@ -371,6 +374,11 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     ruling = _rule(windows, (first, last), m.count, hill_low, hill_high)
     if ruling is Ruling.SHOWN and bound > 1:
         ruling = Ruling.NOT_A_POWER_LAW
+    if (
+        ruling is Ruling.SHOWN
+        and not against_lognormal(m, first, int(_LARGEST_SHARE * m.count)) > 0
+    ):
+        ruling = Ruling.LOGNORMAL
     return Compressibility(
         p=p,
         p_low=low,

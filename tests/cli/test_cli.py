@@ -365,10 +365,14 @@ def test_a_choice_of_threshold():
     command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 59]
     found = records(*command)
     assert sum(r["chosen"] for r in found) <= 1
+    assert {r["splits"] for r in found} == {5}
+    assert sum(r["chosen_by"] for r in found) <= 5
     assert all(0 < r["p_value"] <= 1 for r in found if r["n"] >= 100)
-    shown = run(*command).stdout
+    done = run(*command)
+    shown = done.stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert "chosen" in shown
+    assert "random splits choose" in done.stderr
     assert "Too wide" not in shown
 
 

@@ -355,3 +355,14 @@ def test_windows_by_share():
     c = compressibility(x)
     assert found[1].p == pytest.approx(c.p, rel=1e-3)
     assert (found[1].p_low, found[1].p_high) == pytest.approx((c.p_low, c.p_high), rel=1e-3)
+
+
+def test_a_log_normal_is_not_called_compressible_and_a_power_law_is():
+    rng, n = np.random.default_rng(0), 100_000
+    for sigma in (1, 2, 3):
+        found = [compressibility(rng.lognormal(0, sigma, n)) for _ in range(10)]
+        assert sum(c.compressible is True for c in found) <= 1
+    assert sum(c.reason == Ruling.LOGNORMAL for c in found) >= 5  # p > ½ in every window of σ = 3
+    power_laws = [compressibility(1 + rng.pareto(1 / 0.8, n)) for _ in range(30)]
+    assert sum(c.reason == Ruling.LOGNORMAL for c in power_laws) == 0
+    assert sum(c.compressible is True for c in power_laws) >= 24

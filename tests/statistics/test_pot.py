@@ -377,12 +377,46 @@ class TestChoice:
         ticks = []
         kwargs = {"ratios": [0.5, 0.05], "replicates": 19, "size": 200, "alpha": 0.1}
         first = choose_threshold(x, **kwargs, on_progress=lambda: ticks.append(1))
-        assert len(ticks) == 2 * 19
+        assert len(ticks) == 5 * 2 * 19
         assert asdict(first) == asdict(choose_threshold(x, **kwargs))
         assert first.candidates != choose_threshold(x, **kwargs, seed=1).candidates
         assert "not rejected is not true" in first.note
         assert (first.size, first.replicates, first.alpha, first.seed) == (200, 19, 0.1, 0)
         assert first.candidates[0].tested == 200
+
+    @pytest.mark.slow
+    def test_other_seeds_answer_within_the_range_of_one(self):
+        """Where the law is known: every threshold of a Pareto tail and of a Laplace law holds, none of a comb."""
+        rng = np.random.default_rng(0)
+        comb = np.floor(40 * rng.random(20_000)) + rng.uniform(0, 0.1, 20_000)
+        laws = {0.5: [pareto(0.3, 20_000), rng.laplace(size=20_000)], None: [comb]}
+        for truth, samples in laws.items():
+            for x in samples:
+                for seed in range(10):
+                    choice = choose_threshold(
+                        x, [0.5, 0.2, 0.05], size=200, replicates=39, seed=seed
+                    )
+                    assert choice.ratio == truth
+                    assert truth in choice.range
+
+    def test_the_median_of_the_splits_is_chosen(self, monkeypatch):
+        x, ratios = pareto(0.3, 20_000), [0.5, 0.2, 0.05]
+        for rejected, ratio, far, near, note in [
+            ([0, 1, 2, 3, 1], 0.2, None, 0.5, "the 5 splits answer 0.05 to 0.5, and none in 1"),
+            ([3, 0, 3, 3, 0], None, None, 0.5, "rejected by 3 of 5 splits"),
+            ([3, 0, 3, 0, 0], 0.5, None, 0.5, "the 5 splits answer 0.5, and none in 2"),
+            ([1, 1, 1, 1, 1], 0.2, 0.2, 0.2, ""),
+        ]:
+            found = iter(rejected)
+            monkeypatch.setattr(
+                "gradstats.statistics.pot.choice._forward_stop", lambda *_, f=found: next(f)
+            )
+            choice = choose_threshold(x, ratios, replicates=19, size=500, alpha=0.1)
+            assert (choice.ratio, choice.range) == (ratio, (far, near))
+            assert note in choice.note
+            assert bool(choice.note) == bool(note)
+            assert choice.candidates[choice.rejected :] == () if ratio is None else choice.estimate
+            assert len(choice.splits) == 5
 
     def test_skips_too_few_exceedances_and_says_so(self):
         choice = choose_threshold(pareto(0.1, 1000), replicates=19, alpha=0.1, size=100)
@@ -404,7 +438,13 @@ class TestChoice:
 
     def test_refuses(self):
         x = pareto(0.1, 1000)
-        for kwargs in [{"alpha": 0}, {"replicates": 9}, {"ratios": [2.0]}, {"seed": -1}]:
+        for kwargs in [
+            {"alpha": 0},
+            {"replicates": 9},
+            {"splits": 0},
+            {"ratios": [2.0]},
+            {"seed": -1},
+        ]:
             with pytest.raises(InputError):
                 choose_threshold(x, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,16 +83,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdChoice:
-    """The lowest threshold that was not rejected.
+    """The lowest threshold that was not rejected: the median of what several random splits of the elements answer.
 
     Attributes
     ----------
     ratio : float or None
-        Ratio of the candidate chosen; None if every one was rejected, or none has enough exceedances.
+        Ratio of the candidate chosen, the median of `splits`, None counting as the furthest out; None if most splits
+        rejected every candidate, or none has enough exceedances.
     threshold : float or None
         Threshold of the candidate chosen, in the gradient's unit.
     candidates : tuple of Candidate
-        All that were tested, from the lowest threshold to the highest.
+        All that were tested, from the lowest threshold to the highest, with the p-values of the first split whose
+        answer is the median.
     rejected : int
         How many of them, from the first on, were rejected.
     alpha : float
@@ -102,8 +104,10 @@ class ThresholdChoice:
     note : str
         Warning about the choice; empty if there is none.
     estimate : Stability or None
-        Fit beyond the threshold chosen of the elements that the choice did not see, so that its intervals are not
+        Fit beyond the threshold chosen of the elements that this split did not see, so that its intervals are not
         narrowed by the choice; None without one.
+    splits : tuple of float or None
+        Ratio that each split answers; None where it rejects every candidate.
     """
 
     ratio: float | None
@@ -116,6 +120,15 @@ class ThresholdChoice:
     seed: int
     note: str = ""
     estimate: Stability | None = None
+    splits: tuple[float | None, ...] = ()
+
+    @property
+    def range(self) -> tuple[float | None, float | None]:
+        """What the splits answer furthest out (None where one of them rejects every candidate) and least far out."""
+        if not self.splits:
+            return None, None
+        ordered = sorted(self.splits, key=_outwards)
+        return ordered[0], ordered[-1]
 
 
 def choose_threshold(
@@ -123,10 +136,11 @@ def choose_threshold(
     ratios: Sequence[float] | None = None,
     alpha: float = 0.05,
     size: int = 1000,
-    replicates: int = 199,
+    replicates: int = 79,
     seed: int = 0,
     method: Method = "mle",
     on_progress: Callable[[], None] = lambda: None,
+    splits: int = 5,
 ) -> ThresholdChoice:
     """Choose the lowest threshold beyond which the excesses are generalized Pareto, and stay so further out.
 
@@ -142,6 +156,9 @@ def choose_threshold(
     The other half gives `estimate`, the fit beyond the threshold chosen: a choice makes the intervals of the elements
     that it looked at too narrow.
 
+    One split answers by chance where candidates are close. So several are made, and the median of what they answer is
+    chosen: no threshold where most of them reject every candidate. Their range says how far chance moves the answer.
+
     Parameters
     ----------
     x : array_like, Sketch or Magnitudes
@@ -155,13 +172,16 @@ def choose_threshold(
     size : int
         Excesses tested of each candidate. At full size a test only says that n is large.
     replicates : int
-        Replicates of each bootstrap.
+        Replicates of each bootstrap, of which there is one a candidate and split.
     seed : int
-        Seed of the split, the subsamples and the replicates.
+        Seed of the splits, the subsamples and the replicates.
     method : {"closed", "moments", "mle", "pwm"}
         Method of every fit, see :func:`gradstats.fit`.
     on_progress : callable
         Called without arguments after every replicate.
+    splits : int
+        How many random splits are made. With an even number the one of the two middle answers that is further out
+        is chosen.
 
     Returns
     -------
@@ -189,53 +209,87 @@ def choose_threshold(
     if -math.log1p(-1 / (replicates + 1)) > alpha:
         raise InputError(f"{replicates} replicates are too few to reject at {alpha}: ask for more")
     check_seed(seed)
+    check_count(splits, "splits")
     m = magnitudes_of(x)
     if ratios is None:
         ratios = np.geomspace(0.5, min(0.01, 1000 / m.count), 8).tolist()
     asked = sorted(set(check_ratios(ratios)), reverse=True)
     m = next(filter(None, (levels_beyond(m, target_count(r, m.count)) for r in asked)), m)
-    split, *seeds = np.random.SeedSequence(seed).generate_state(len(asked) + 1).tolist()
-    seen, unseen = _halves(m, np.random.default_rng(split))
     at = {ratio: threshold_of(m, target_count(ratio, m.count)) for ratio in asked}
-    shapes = _shapes(seen, [*at.values(), *_further(m, asked)], method)
-    candidates: list[Candidate] = []
-    for (ratio, threshold), own in zip(at.items(), seeds, strict=True):
-        over = seen.excesses(threshold)
-        if min(over.count, unseen.excesses(threshold).count) < FEWEST:
-            continue
-        p_value, status = NAN, ""
-        try:
-            p_value = bootstrap(
-                over,
-                MODEL,
-                method,
-                statistic="ad",
-                size=size,
-                replicates=replicates,
-                seed=own,
-                on_progress=on_progress,
-            ).p_value
-        except FitError as error:
-            status = str(error)
-        if threshold not in shapes:  # a subsample may have a fit where all of them have none
-            p_value, status = NAN, status or "all of its excesses have no fit together"
-        beyond, tested = m.excesses(threshold).count, min(size, over.count)
-        stable = _stable(shapes, threshold)
-        candidates.append(Candidate(ratio, threshold, beyond, tested, p_value, status, stable))
-    rejected = _forward_stop([c.p_both for c in candidates], alpha)
-    chosen = candidates[rejected] if rejected < len(candidates) else None
-    return ThresholdChoice(
-        ratio=chosen.ratio if chosen else None,
-        threshold=chosen.threshold if chosen else None,
-        candidates=tuple(candidates),
-        rejected=rejected,
-        alpha=alpha,
-        size=size,
-        replicates=replicates,
-        seed=seed,
-        note=_note(candidates, chosen),
-        estimate=stability_of(unseen, chosen.ratio, chosen.threshold, method) if chosen else None,
-    )
+    further = _further(m, asked)
+
+    def answer(split: int) -> ThresholdChoice:
+        cut, *seeds = (
+            np.random.SeedSequence(seed)
+            .generate_state((split + 1) * (len(at) + 1))[-len(at) - 1 :]
+            .tolist()
+        )
+        seen, unseen = _halves(m, np.random.default_rng(cut))
+        shapes = _shapes(seen, [*at.values(), *further], method)
+        candidates: list[Candidate] = []
+        for (ratio, threshold), own in zip(at.items(), seeds, strict=True):
+            over = seen.excesses(threshold)
+            if min(over.count, unseen.excesses(threshold).count) < FEWEST:
+                continue
+            p_value, status = NAN, ""
+            try:
+                p_value = bootstrap(
+                    over,
+                    MODEL,
+                    method,
+                    statistic="ad",
+                    size=size,
+                    replicates=replicates,
+                    seed=own,
+                    on_progress=on_progress,
+                ).p_value
+            except FitError as error:
+                status = str(error)
+            if threshold not in shapes:  # a subsample may have a fit where all of them have none
+                p_value, status = NAN, status or "all of its excesses have no fit together"
+            beyond, tested = m.excesses(threshold).count, min(size, over.count)
+            stable = _stable(shapes, threshold)
+            candidates.append(Candidate(ratio, threshold, beyond, tested, p_value, status, stable))
+        rejected = _forward_stop([c.p_both for c in candidates], alpha)
+        chosen = candidates[rejected] if rejected < len(candidates) else None
+        return ThresholdChoice(
+            ratio=chosen.ratio if chosen else None,
+            threshold=chosen.threshold if chosen else None,
+            candidates=tuple(candidates),
+            rejected=rejected,
+            alpha=alpha,
+            size=size,
+            replicates=replicates,
+            seed=seed,
+            note=_note(candidates, chosen),
+            estimate=stability_of(unseen, chosen.ratio, chosen.threshold, method)
+            if chosen
+            else None,
+        )
+
+    found = [answer(split) for split in range(splits)]
+    ratios_found = tuple(each.ratio for each in found)
+    median = sorted(ratios_found, key=_outwards)[(splits - 1) // 2]
+    first = found[ratios_found.index(median)]
+    return replace(first, splits=ratios_found, note=_join(first.note, ratios_found, median))
+
+
+def _outwards(ratio: float | None) -> float:
+    """Return a ratio to sort by; no threshold at all is the furthest out."""
+    return 0.0 if ratio is None else ratio
+
+
+def _join(note: str, ratios: Sequence[float | None], median: float | None) -> str:
+    """Add to a note how the splits differ, where they do."""
+    if len(set(ratios)) == 1:
+        return note
+    none, n = ratios.count(None), len(ratios)
+    if median is None:
+        note = f"every candidate was rejected by {none} of {n} splits: no threshold is proposed"
+    known = sorted(r for r in ratios if r is not None)
+    span = f"{known[0]:g}" if known[0] == known[-1] else f"{known[0]:g} to {known[-1]:g}"
+    differ = f"the {n} splits answer {span}" + (f", and none in {none}" if none else "")
+    return "; ".join(filter(None, (note, differ)))
 
 
 def _halves(m: Magnitudes, rng: np.random.Generator) -> tuple[Magnitudes, Magnitudes]:
