@@ -281,7 +281,9 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
     if "mean" not in rows:
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
     means = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).values
-    headline = f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
+    headline = (
+        f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
+    )
     first, last = measured.steps[0], measured.steps[-1]
     numbers = f"Step {first} to {last}, between {np.nanmin(means):.2g} and {np.nanmax(means):.2g}. "
     slope = rows["mean"]["slope"]
