@@ -23,7 +23,6 @@ from gradstats.analysis.causes import Measured, explain
 from gradstats.analysis.compare import TOLERANCE
 from gradstats.analysis.drift import drift_records, movement
 from gradstats.analysis.rules import judged_rules
-from gradstats.hooks.spikes import Spikes
 from gradstats.thresholds.changes import compared
 
 Generator = np.random.Generator
@@ -286,47 +285,6 @@ def ask_uneven(spacing: str, memory: float, n: int, rng: Generator) -> dict[str,
     }
 
 
-# Monitor
-
-_RUN, _BREAK = 1000, 150
-
-
-def _log_norms(kind: str, layers: int, rng: Generator) -> Values:
-    if kind == "Student's t(3)":
-        return 0.1 * rng.standard_t(3, (_RUN, layers))
-    if kind == "AR(0.9)":
-        return 0.2 * lfilter(
-            [math.sqrt(0.19)], [1, -0.9], rng.standard_normal((_RUN, layers)), axis=0
-        )
-    return 0.1 * rng.standard_normal((_RUN, layers))
-
-
-def _alarms(logs: Values) -> dict[int, set[str]]:
-    names = [str(i) for i in range(logs.shape[1])]
-    spikes, found = Spikes(names, 50, 6.0), {}
-    for step, row in enumerate(np.exp(logs)):
-        values, _ = spikes.find(float(np.linalg.norm(row)), dict(zip(names, row, strict=True)))
-        calm = values.get("spike", 0.0) < 6 or spikes.doubtful
-        if some := {n for n in values if n != "spike"} | (set() if calm else {"spike"}):
-            found[step] = some
-    return found
-
-
-def ask_monitor(kind: str, layers: int, rng: Generator) -> dict[str, Any]:
-    """Ask for alarms in 1,000 steps without any cause, and in runs where the first layer breaks at step 150."""
-    logs = _log_norms(kind, layers, rng)
-    answers: dict[str, Any] = {"any alarm in 1,000 steps": Said(not _alarms(logs))}
-    for name, of in {"10 times": "spike", "a tenth": "collapse"}.items():
-        broken = logs[:200].copy()
-        broken[_BREAK, 0] += math.log(10) if of == "spike" else -math.log(10)
-        answers[f"{name}, seen"] = Seen(f"{of}/0" in _alarms(broken).get(_BREAK, ()))
-    broken = logs[:300].copy()
-    broken[_BREAK:, 0] += np.arange(_BREAK) * math.log(2) / 20
-    grown = {n for some in _alarms(broken).values() for n in some}
-    answers["doubling every 20 steps, seen"] = Seen("growth/0" in grown)
-    return answers
-
-
 # quality: does a rule hit k?
 
 
@@ -381,12 +339,6 @@ def statements() -> Iterator[Statement]:
             ask = partial(ask_uneven, spacing, memory, 60)
             name = f"{spacing}, AR({memory:g})"
             yield Statement("drift, uneven", name, 60, ask, 200, 30)
-    for kind in ("normal", "Student's t(3)", "AR(0.9)"):
-        for layers in (12, 60):
-            ask, brief = partial(ask_monitor, kind, layers), 4 * (layers == 12)
-            yield Statement(
-                "Monitor", f"{kind}, layers", layers, ask, 40 if layers == 12 else 20, brief
-            )
     for memory, least in {0.0: 5, 0.5: 60}.items():
         for n in (5, 10, 24, 60):
             ask, brief = partial(ask_rules, memory, n), 100 * (n == 60)

@@ -79,11 +79,10 @@ class Monitor:
     window : int
         Number of steps described before, at least 10, whose norms tell a spike.
     spike : float
-        Smallest robust z from which on a layer is said to spike or to collapse.
+        Robust z from which on a layer is said to spike.
     trigger : mapping of str to float, optional
         Values from which on :meth:`triggered` asks for a capture, by name without the prefix; a name
-        stands for the layers' values, too. By default ``spike`` and ``collapse`` at `spike`, ``growth`` at 2, and
-        ``nonfinite`` at 1.
+        stands for the layers' values, too. By default ``spike`` at `spike`, and ``nonfinite`` at 1.
     following : int
         Number of steps that a trigger asks for.
     start_step : int
@@ -97,8 +96,7 @@ class Monitor:
         What the last step described gave; empty before the first.
     blame : str or None
         Parameter to blame for what is odd in that step: the last one in the order of the model whose gradient is not
-        finite, or of those that spike, collapse or grow the one whose squared norm changed most. None if nothing is
-        odd.
+        finite, or of those that spike the one that adds most to the squared norm. None if nothing is odd.
 
     Raises
     ------
@@ -125,24 +123,17 @@ class Monitor:
         k̂/k of this rank's last step and norm of its residual, with `state`.
     ``spike``, ``spike/LAYER``
         Robust z of the logarithm of the norm: distance from the median of the window ÷ 1.4826 MAD, from ten steps on;
-        of single parameters where it is an alarm.
-    ``collapse``, ``collapse/LAYER``
-        The same, below the median, where it is an alarm.
-    ``growth``, ``growth/LAYER``
-        Factor, at least 2, by which the norm grew from the first to the last third of a full window, where it is an
-        alarm: a norm that doubles every 20 steps is one, unless it wanders as far by itself.
+        of single parameters where it reaches `spike`.
     ``norm/LAYER``
         Norm of every parameter, with `per_layer`.
 
     The norm, the mean and the counts are exact; ξ, p and the share of underflow come from a histogram with cells half a
-    percent wide. An alarm is a z from `spike` on that the z of all layers so far, extrapolated, lead to expect in at
-    most one of twenty runs of 1,000 steps: where norms have heavy tails it takes more. A norm of exactly zero is no
-    collapse, but in ``zeros``. A step described reads every element twice, as a sketch of every parameter; other steps
-    cost nothing. On a device other than the CPU the elements stay there, and the host waits a few times for every
-    parameter. Sharded parameters add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters
-    without a gradient are left out; where an optimizer in the backward pass has taken it, one warning names them, at
-    the first step described. Where none has one, the dict has the number of the step alone. A monitor is not
-    checkpointed: after a resume the window fills anew.
+    percent wide. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
+    On a device other than the CPU the elements stay there, and the host waits a few times for every parameter. Sharded
+    parameters add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are
+    left out; where an optimizer in the backward pass has taken it, one warning names them, at the first step
+    described. Where none has one, the dict has the number of the step alone. A monitor is not checkpointed: after a
+    resume the window fills anew.
 
     Examples
     --------
@@ -179,8 +170,7 @@ class Monitor:
         self._scaler, self._state = scaler, state
         self._per_layer, self._prefix = per_layer, prefix
         spike = check_number(spike, "spike", 0, math.inf)
-        usual = {"spike": spike, "collapse": spike, "growth": 2.0, "nonfinite": 1.0}
-        limits = usual if trigger is None else dict(trigger)
+        limits = {"spike": spike, "nonfinite": 1.0} if trigger is None else dict(trigger)
         for name in limits:
             if name not in _NAMES:
                 raise unknown("quantity of a monitor", name, _NAMES)
@@ -288,7 +278,7 @@ class Monitor:
         if self._per_layer:
             # names of layers reach terminals and files of others
             values |= {f"norm/{visible(name)}": norms[name] for name in names}
-        self._trigger.look_at(values, self._spikes.doubtful)
+        self._trigger.look_at(values)
         self.values = {self._prefix + name: value for name, value in values.items()}
         return self._logged()
 
@@ -339,7 +329,7 @@ class Monitor:
 
 _NAMES = (
     *("norm", "mean", "max", "xi", "p", "zeros", "underflow", "nonfinite"),
-    *("quality", "residual_norm", "spike", "collapse", "growth"),
+    *("quality", "residual_norm", "spike"),
 )
 """Values that can trigger a capture."""
 

@@ -19,7 +19,6 @@ import gradstats
 from capture import Capture
 from gradstats import Monitor
 from gradstats.errors import InputError
-from gradstats.hooks.spikes import Spikes
 from gradstats.statistics.pot.peaks import stability_at
 
 LAYERS = [(n, p.numel()) for n, p in model().named_parameters()]
@@ -245,63 +244,6 @@ def test_a_spike_names_its_layer_and_triggers_a_capture(tmp_path):
                 assert monitor.blame is None
             assert ("gradient/spike" in found) == (step >= 10)
     assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [25, 26, 27]
-
-
-LAYERS_OF_LOGS = [f"layer{i}" for i in range(60)]
-
-
-def alarms_of(logs):
-    """Return the alarms of a run's logarithmic norms, by step."""
-    names, found = LAYERS_OF_LOGS[: logs.shape[1]], {}
-    spikes = Spikes(names, 50, 6.0)
-    for step, row in enumerate(np.exp(logs)):
-        values, blame = spikes.find(np.linalg.norm(row), dict(zip(names, row, strict=True)))
-        alarms = {n for n in values if n != "spike"}
-        assert (blame is None) == (not any("/" in n for n in alarms))
-        if alarms or ("spike" in values and values["spike"] >= 6 and not spikes.doubtful):
-            found[step] = alarms, blame
-    return found
-
-
-def noise(kind, steps, layers, seed=0):
-    rng = np.random.default_rng([seed, layers])
-    if kind == "heavy":
-        return 0.1 * rng.standard_t(3, (steps, layers))
-    x = 0.1 * rng.standard_normal((steps, layers))
-    if kind == "wanders":
-        for i in range(1, steps):
-            x[i] += 0.9 * x[i - 1]
-    return x
-
-
-@pytest.mark.parametrize("kind", ["light", "heavy", "wanders"])
-def test_a_thousand_steps_of_sixty_layers_have_no_false_alarm(kind):
-    assert alarms_of(noise(kind, 1000, 60)) == {}
-
-
-def test_jumps_both_ways_and_slow_growth_are_seen_and_blamed():
-    for seed in range(4):
-        up, down, slow = (noise("light", 260, 12, seed) for _ in range(3))
-        up[150, 3] += math.log(10)
-        down[150:, 4] -= math.log(10)
-        slow[150:, 5] += np.arange(110) * math.log(2) / 20
-        assert alarms_of(up)[150][0] >= {"spike/layer3"}
-        assert alarms_of(down)[150] == ({"collapse/layer4"}, "layer4")
-        grown = alarms_of(slow)
-        assert min(grown) >= 155
-        assert any("growth/layer5" in names for names, _ in grown.values())
-        together = slow[150:] + slow[150:, 5:6]  # all of them, from the first step on
-        assert any("growth" in names for names, _ in alarms_of(together).values())
-
-
-def test_layers_that_take_part_now_and_then_are_followed():
-    logs = noise("light", 200, 3)
-    spikes, seen = Spikes(["a", "b"], 50, 6.0), []
-    for step, (whole, a, b) in enumerate(np.exp(logs)):
-        norms = {"a": a * (30 if step == 190 else 1)} | ({"b": b} if step % 3 else {"b": 0.0})
-        seen.append(spikes.find(whole, norms)[1])
-    assert seen[190] == "a"
-    assert set(seen[:190]) == {None}
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_the_last_layer():

@@ -107,7 +107,9 @@ class Docstrings(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite a docstring before it is parsed."""
         if obj.docstring:
-            if isinstance(obj, Function) and "over" in obj.parameters:
+            if isinstance(obj, Function) and any(
+                p.name == "over" and p.kind is ParameterKind.var_keyword for p in obj.parameters
+            ):
                 _show_shared(obj)
             text = re.sub(r"^::$|:(?=:$)", "", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = _ROLE.sub(lambda role: _link(role[1], obj), text)
