@@ -190,7 +190,10 @@ def decay_shown(
     ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
     at = ", ".join(f"{_between(r, 'p')} at step {r['step']}" for r in ends)
     last = int(rows[0]["window"].split("-")[1])
-    numbers = f"p = {at}, of the largest {last:,}. It takes ½, in every window, by Hill's estimate and by σ_k. "
+    numbers = (
+        f"p = {at}, of the largest {last:,}. Shown means p above ½ in every window, by Hill's estimate and by σ_k too, "
+        "and a power law likelier than a log-normal. "
+    )
     unsure = [r for r in rows if r["compressible"] is None]
     reasons: dict[str, list[Mapping[str, Any]]] = {}
     for r in unsure:

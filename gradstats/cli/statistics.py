@@ -267,8 +267,9 @@ def compressibility(  # numpydoc ignore=PR01
     """Check the power-law decay of the sorted magnitudes, and of controls that have none.
 
     The table has the first and the last step of every kind; --all and the other formats have all steps.
-    compressible: yes only where all windows, Hill's estimate and the error of keeping the k largest agree, – where they
-    do not; JSON and CSV have the reason. sigma p: exponent with which that error falls; a power law gives about p − ½.
+    compressible: yes only where all windows, Hill's estimate and the error of keeping the k largest agree, and a power
+    law is likelier than a log-normal; – where not; JSON and CSV have the reason. sigma p: exponent with which that
+    error falls; a power law gives about p − ½.
     """
     from collections import Counter
 

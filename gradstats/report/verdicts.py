@@ -208,11 +208,11 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
         least = further[-1]
         headline += f"; {_heaviness(least)} in the top {_share(least)}: {_signed(least['c'])}"
         shares = ", ".join(f"{_interval(r, 'c')} in the top {_share(r)}" for r in further)
-        numbers += f". It is about the share it is fitted to: {shares}"
+        numbers += f". Other shares have other shapes: {shares}"
     if len(pooled) > 1:
         before = ", ".join(f"{_signed(r['c'])} at step {r['step']}" for r in pooled[:-1])
         numbers += f". Pooled, {before}"
-    return Verdict(headline, numbers + ". 0 is exponential.")
+    return Verdict(headline, numbers + ". An exponential tail has ξ = 0.")
 
 
 def _heaviness(record: dict[str, Any]) -> str:
