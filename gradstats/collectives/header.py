@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from gradstats.errors import ExchangeError, InputError
+from gradstats.primitives.backend import device_code
 
 __all__ = [
     "HEADER_BYTES",
@@ -199,7 +200,7 @@ class Header:
         kind = _signed(_MAGIC << 16 | WIRE << 8 | self.kind)
         fields = (kind, self.step, self.length, self.flag, self.details, 0)
         known = [*fields, _check(fields)]
-        if body.is_cpu:
+        if _in_memory(body):
             return torch.tensor([*known, _sum(body)], dtype=torch.int32)
         made = torch.tensor(known, dtype=torch.int32, device=body.device)
         # without waiting for the device
@@ -322,6 +323,10 @@ _WEIGHTS = (2 * np.arange(_BLOCK, dtype=np.uint32) + 1) * np.uint32(_ODD)
 _weights: dict[torch.device, torch.Tensor] = {}
 
 
+def _in_memory(words: torch.Tensor) -> bool:
+    return words.is_cpu and device_code(words) is None
+
+
 def checksum(words: torch.Tensor) -> torch.Tensor:
     """Return the checksum of words: the sum of each times an odd number of its own, modulo 2³².
 
@@ -338,7 +343,7 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     int32 tensor, shape (…)
         Checksums, on the same device.
     """
-    if words.is_cpu:
+    if _in_memory(words):
         rows = words.reshape(-1, words.shape[-1]) if words.dim() > 1 else words[None]
         sums = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
         return sums.view(words.shape[:-1])
@@ -426,7 +431,7 @@ def check_bodies(bodies: Sequence[torch.Tensor], sums: Sequence[int]) -> None:
     ExchangeError
         If one did not.
     """
-    if all(body.is_cpu for body in bodies):
+    if all(map(_in_memory, bodies)):
         found = [_sum(body) for body in bodies]
     else:  # one transfer from a device for all ranks
         found = torch.stack([checksum(body) for body in bodies]).tolist()
