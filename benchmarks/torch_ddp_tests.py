@@ -221,7 +221,7 @@ def table():
             and theirs["result"] != row["result"]
         ):
             why = REASONS.get((name, hook), "not known")
-            print(f"| `{name}`, `{hook}` | {row['result']} | {why} |")
+            print(f"| {name}, `{hook}` | {row['result']} | {why} |")
 
 
 def main():

@@ -55,11 +55,13 @@ def trace_path(request):
 
 @pytest.fixture
 def forgotten(monkeypatch):
-    """Forget after the test what it adds to the registries."""
+    """Forget after the test what it adds to the registries, and which files brought it."""
+    from gradstats import registry as files
     from gradstats.compressors import COMPRESSORS
     from gradstats.statistics.laws import LAWS
     from gradstats.thresholds import ESTIMATORS
 
+    monkeypatch.setattr(files, "_FILES", dict(files._FILES))
     for registry in (LAWS, ESTIMATORS, COMPRESSORS):
         monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
 

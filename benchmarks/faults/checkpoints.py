@@ -112,8 +112,7 @@ def _local(steps: int, about: str) -> Subject:
         x = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * steps + step))
         model(x).square().mean().backward()
         optimizer.step()
-    for handle in training._handles:
-        handle.remove()
+    training._optimizers.detach()
     return Subject(training, model)
 
 

@@ -12,11 +12,12 @@ from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import Fit, fit
-from gradstats.statistics.goodness import bootstrap, goodness, tail_test
+from gradstats.statistics.goodness import bootstrap, goodness
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
+from gradstats.statistics.tails import tail_test
 from gradstats.tables import Records
 from gradstats.trace.sources import Source
 
@@ -176,7 +177,7 @@ def fit_records(
         trace, step, rank, kind, layer, model, method, n, zeros, params, stderr, the fields of
         :class:`gradstats.statistics.goodness.Goodness`; delta_aic, AIC above the least of the same elements' models;
         tail_ratio, tail_k, p_tail and visible, the test of the tail at the smallest ratio in use
-        (:func:`gradstats.statistics.goodness.tail_test`); with a bootstrap p_value, p_naive, subsample and p_holm
+        (:func:`gradstats.statistics.tails.tail_test`); with a bootstrap p_value, p_naive, subsample and p_holm
         (p_value of a layer, corrected for the number of layers; NaN where so few replicates cannot reject any); and
         status. A layer that a model cannot describe has empty numbers and the reason in ``status``.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from gradstats.analysis.rules import COUNTING, TOLERANCE
 from gradstats.statistics.compressibility import Ruling
-from gradstats.statistics.goodness import TailTest, widened
 from gradstats.statistics.laws import LAWS
+from gradstats.statistics.tails import TailTest, widened
 
 __all__ = [
     "FITS",

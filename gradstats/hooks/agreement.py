@@ -123,9 +123,9 @@ def described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, s
         Name and text.
     """
     if isinstance(value, _PLAIN):
-        # 1 and 1.0 are the same option
-        whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-        yield name, repr(value).removesuffix(".0") if whole else repr(value)
+        yield name, _text(value)
+    elif isinstance(value, torch.Tensor):
+        yield name, _of_tensor(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from described(f"{name}.{key}", each, depth + 1)
@@ -163,18 +163,29 @@ def _options(value: object) -> Iterator[tuple[str, Any]]:
             yield name.lstrip("_"), each
 
 
+def _text(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return hex(value)  # of longer ones Python has no decimals
+    # 1 and 1.0 are the same option
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return repr(value).removesuffix(".0") if whole else repr(value)
+
+
 def _function(function: Callable[..., Any]) -> str:
     """Return what tells a function from another: its name, and the numbers and texts in it."""
     if isinstance(function, functools.partial):
-        inside = [*function.args, *function.keywords.items()]
-        return f"{_function(function.func)} with {[each for each in inside if isinstance(each, _PLAIN | tuple)]}"
+        named = [(f"{i}", each) for i, each in enumerate(function.args)] + [
+            *function.keywords.items()
+        ]
+        inside = [f"{key}: {_text(each)}" for key, each in named if isinstance(each, _PLAIN)]
+        return f"{_function(function.func)} with {inside}"
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if code is None:
         return str(name)
     cells = [c.cell_contents for c in getattr(function, "__closure__", None) or () if _filled(c)]
     constants = [*code.co_consts, *cells, *(getattr(function, "__defaults__", None) or ())]
-    return f"{name} with {[each for each in constants if isinstance(each, _PLAIN)]}"
+    return f"{name} with {[_text(each) for each in constants if isinstance(each, _PLAIN)]}"
 
 
 def _filled(cell: Any) -> bool:
@@ -356,12 +367,15 @@ def _shared(name: str, state: object) -> Iterator[tuple[str, str]]:
             if key not in _OF_A_RANK:
                 yield from _shared(f"{name}.{key}", each)
     elif isinstance(state, torch.Tensor):
-        yield (
-            name,
-            f"{tuple(state.shape)} {zlib.crc32(bytes(state.cpu().view(torch.uint8).numpy())):08x}",
-        )
+        yield name, _of_tensor(state)
     else:
         yield name, repr(state)
+
+
+def _of_tensor(x: torch.Tensor) -> str:
+    """Return a tensor's shape, type, and a checksum of its values."""
+    octets = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(x.shape)} {x.dtype} {zlib.crc32(bytes(octets.numpy())):08x}"
 
 
 def check_applied(

@@ -18,11 +18,10 @@ from gradstats.statistics.goodness import (
     bootstrap,
     compare,
     goodness,
-    tail_test,
-    widened,
 )
 from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.solution import FitError
+from gradstats.statistics.tails import tail_test, widened
 
 SOLVERS = solvers()
 
