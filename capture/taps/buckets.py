@@ -168,10 +168,9 @@ class BucketTap(Tap):
         self._user_ends = True
         goes_on = self._recorder.phase is Phase.OPEN and self._accumulation.ended
         if self._recorder.phase is not Phase.IDLE and not goes_on:
-            if self._belated:
-                self._drop(
-                    _LATE
-                )  # the step that it is the end of was committed when this pass began
+            if self._unapplied and self._follows_update:
+                # the step that it is the end of was committed when this pass began
+                self._drop(_LATE)
             else:
                 self._conclude(loss, learning_rate)
         elif not self._watch.fired:
@@ -206,7 +205,7 @@ class BucketTap(Tap):
     def _begin_step(self) -> None:
         # the user did not end the last step, or it failed
         if self._recorder.phase is not Phase.IDLE:
-            if self._applied.known and not self._applied.stepped:
+            if self._unapplied:
                 self._drop(_UNAPPLIED)
             else:
                 self._conclude()
@@ -217,17 +216,17 @@ class BucketTap(Tap):
         self._begin(self._recorder.wanted())
 
     @property
-    def _belated(self) -> bool:
-        """Whether the step in progress began by adding to what an optimizer had taken, and was not taken itself."""
-        return self._follows_update and not self._applied.stepped
+    def _unapplied(self) -> bool:
+        """Whether there is an optimizer, and it has not taken the step in progress."""
+        return self._applied.known and not self._applied.stepped
 
     def finish(self) -> None:
         """End the step in progress, if it is one."""
-        unapplied = self._applied.known and not self._applied.stepped
-        if self._recorder.phase is not Phase.IDLE and (
-            self._belated or (unapplied and self._user_ends)
-        ):
-            self._drop(_LATE if self._belated else _UNAPPLIED)
+        if self._recorder.phase is not Phase.IDLE and self._unapplied:
+            if self._follows_update:
+                self._drop(_LATE)
+            elif self._user_ends:
+                self._drop(_UNAPPLIED)
         super().finish()
 
     def _drop(self, why: str) -> None:

@@ -100,6 +100,13 @@ def _size(source: TraceSource) -> str:
     return f"{size:.3g} TB on the disk"
 
 
+def _scalars(source: Source) -> dict[int, Mapping[str, Any]]:
+    """Return the columns of every rank of a trace; none of another source."""
+    if not isinstance(source, TraceSource):
+        return {}
+    return {rank: source.trace.scalars(rank) for rank in source.trace.ranks}
+
+
 def info_records(source: Source) -> Records:
     """Return what a source holds.
 
@@ -115,9 +122,7 @@ def info_records(source: Source) -> Records:
         ``sketch``), zeros and nonfinite (elements), loss, learning_rate, threshold, selected (k̂; None where unknown).
     """
     records = Records()
-    scalars = {}
-    if isinstance(source, TraceSource):
-        scalars = {rank: source.trace.scalars(rank) for rank in source.trace.ranks}
+    scalars = _scalars(source)
     for rank, kind, step in source.entries():
         record = source.labels(rank, kind, step) | {"numel": source.numel}
         if rank in scalars:
@@ -154,9 +159,7 @@ def info_summary(source: Source) -> Records:
     groups: dict[Kind, dict[int, list[int]]] = {}
     for rank, kind, step in source.entries():
         groups.setdefault(kind, {}).setdefault(rank, []).append(step)
-    scalars = {}
-    if isinstance(source, TraceSource):
-        scalars = {rank: source.trace.scalars(rank) for rank in source.trace.ranks}
+    scalars = _scalars(source)
     found = Records()
     for kind, ranks in groups.items():
         steps = sorted({step for each in ranks.values() for step in each})

@@ -47,9 +47,7 @@ def worst_stages(budget: Iterable[dict[str, Any]]) -> Records:
             | {
                 "n": len(each),
                 "stages": " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))),
-            }
-            | {"quality": float(np.mean([stages[-1]["quality"] for stages in each]))}
-            | {
+                "quality": float(np.mean([stages[-1]["quality"] for stages in each])),
                 "blame": worst,
                 "blamed": f"{times} of {len(each)}",
                 "factor": float(np.mean(factors)),

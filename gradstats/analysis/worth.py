@@ -138,7 +138,7 @@ def should_compress(
             f"{holding}, those of a normal vector {_percent(even[most])} at {most:g}: to choose the largest is hardly "
             "better than to choose at random, which every training that was measured lost by."
         )
-        return Verdict(headline, f"{saves}\n{costs}\nNext: {_local(name)}")
+        return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
     adaptive = None if optimizer is None else optimizer.lower().startswith(_ADAPTIVE)
     measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
     costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()
@@ -153,18 +153,12 @@ def should_compress(
         following += f"gradstats quality {name}"
     elif adaptive:
         headline = f"Not behind {optimizer}, by what was measured"
-        following = _local(name)
+        following = f"{plan} --local-steps 20"
     else:
         headline = f"If the network is slow: topk with error feedback, at ratio {small:g}"
         headline += "" if optimizer else "; not behind Adam"
         following = plan
     return Verdict(headline, f"{saves}\n{costs} {holding}.\nNext: {following}")
-
-
-def _local(name: str) -> str:
-    return (
-        f"gradstats plan {name} --link 1gbit --rtt 20ms --workers 8 --compute 0.1 --local-steps 20"
-    )
 
 
 def _holding(shares: Mapping[int, object], held: Mapping[float, Sequence[float]]) -> str:

@@ -185,7 +185,7 @@ class Header:
         return cls(kind, length, flag, at.step & 0x7FFFFFFF, at.digest)
 
     def words(self, body: torch.Tensor) -> torch.Tensor:
-        """Return the header, followed by nothing yet.
+        """Return the header as it travels, without the body.
 
         Parameters
         ----------

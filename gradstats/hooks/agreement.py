@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from gradstats.collectives.plain import (
     all_gather_texts,
 )
 from gradstats.errors import ExchangeError, InputError
+from gradstats.hooks.contents import tensor_text
 
 __all__ = [
     "Agreement",
@@ -125,7 +125,7 @@ def described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, s
     if isinstance(value, _PLAIN):
         yield name, _text(value)
     elif isinstance(value, torch.Tensor):
-        yield name, _of_tensor(value)
+        yield name, tensor_text(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from described(f"{name}.{key}", each, depth + 1)
@@ -367,15 +367,9 @@ def _shared(name: str, state: object) -> Iterator[tuple[str, str]]:
             if key not in _OF_A_RANK:
                 yield from _shared(f"{name}.{key}", each)
     elif isinstance(state, torch.Tensor):
-        yield name, _of_tensor(state)
+        yield name, tensor_text(state)
     else:
         yield name, repr(state)
-
-
-def _of_tensor(x: torch.Tensor) -> str:
-    """Return a tensor's shape, type, and a checksum of its values."""
-    octets = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tuple(x.shape)} {x.dtype} {zlib.crc32(bytes(octets.numpy())):08x}"
 
 
 def check_applied(

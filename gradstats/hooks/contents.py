@@ -19,6 +19,7 @@ __all__ = [
     "field",
     "refusing",
     "seal",
+    "tensor_text",
     "unseal",
 ]
 
@@ -114,6 +115,19 @@ def _plain(text: object) -> str:
     return shown if shown.isprintable() else repr(shown)
 
 
+def tensor_text(x: torch.Tensor) -> str:
+    """Return what tells a tensor from others: dtype, shape, and a checksum of its values.
+
+    Parameters
+    ----------
+    x : tensor
+        The tensor, on any device.
+    """
+    whole = x.detach().cpu().contiguous()
+    octets: Any = whole.reshape(-1).view(torch.uint8).numpy() if whole.numel() else b""
+    return f"{whole.dtype} {tuple(whole.shape)} {zlib.crc32(octets):08x}"
+
+
 def _checksums(content: object, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path and the checksum of everything in an entry, its kind and shape included."""
     if isinstance(content, Mapping):
@@ -124,10 +138,7 @@ def _checksums(content: object, path: str = "") -> Iterator[tuple[str, str]]:
         for i, each in enumerate(content):
             yield from _checksums(each, f"{path}/{i}")
     elif isinstance(content, torch.Tensor):
-        whole = content.detach().cpu().contiguous()
-        kind = f"{whole.dtype} {tuple(whole.shape)}"
-        octets: Any = whole.reshape(-1).view(torch.uint8).numpy() if whole.numel() else b""
-        yield path, f"{kind} {zlib.crc32(octets):08x}"
+        yield path, tensor_text(content)
     else:
         data = content if isinstance(content, bytes) else repr(content).encode()
         yield path, f"{type(content).__name__} {zlib.crc32(data):08x}"

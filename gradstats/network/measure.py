@@ -244,9 +244,8 @@ def time_local(
     least = _SMALLEST * _STEP ** (_FEWEST_SIZES - 1)
     largest = min(max(numel, least), 1 << 21)
     alone, threads = not dist.is_initialized(), torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # as torchrun starts processes; and two pools on few cores stall each other
+    # as torchrun starts processes; and two pools on few cores stall each other
+    torch.set_num_threads(1)
     if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:

@@ -39,8 +39,6 @@ def slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float
     tuple of float
         The slope, both ends of its interval, and the p-value of no slope.
     """
-    from scipy.special import stdtr, stdtrit
-
     n, x = y.size, at - at.mean()
     slope = float(x @ y) / float(x @ x)
     residual = y - y.mean() - slope * x
@@ -52,14 +50,10 @@ def slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float
         return slope, math.nan, math.nan, math.nan
     white = residual[1:] - rho * residual[:-1] if rho else residual
     freedom = max(4, round(0.1 * white.size ** (2 / 3)))
-    place = (np.arange(white.size) + 0.5) / white.size
-    waves = [np.cos(math.pi * j * place) for j in range(2, freedom + 2)]
-    # what the line leaves of the cosines
-    basis = np.linalg.qr(np.column_stack([np.ones(white.size), place, *waves]))[0][:, 2:]
-    variance = float(np.square(basis.T @ white).sum()) / freedom / (1 - rho) ** 2
-    error = math.sqrt(variance / float(x @ x))
-    half = float(stdtrit(freedom, 0.975)) * error
-    return slope, slope - half, slope + half, 2 * float(stdtr(freedom, -abs(slope) / error))
+    place = _places(white.size)
+    line = np.column_stack([np.ones(white.size), place])
+    variance = _variance(white, line, range(2, freedom + 2)) / (1 - rho) ** 2
+    return _with_interval(slope, math.sqrt(variance / float(x @ x)), freedom)
 
 
 def uneven_slope(
@@ -84,7 +78,6 @@ def uneven_slope(
         The slope, both ends of its interval, and the p-value of no slope.
     """
     from scipy.optimize import minimize_scalar
-    from scipy.special import stdtr, stdtrit
 
     n, x = y.size, at - at.mean()
     gaps = np.diff(at) / np.diff(at).min()
@@ -118,13 +111,26 @@ def uneven_slope(
     if independent < _FEWEST_INDEPENDENT:
         return found, math.nan, math.nan, math.nan
     freedom = max(4, round(0.1 * n ** (2 / 3)))
-    place = (np.arange(n) + 0.5) / n
-    waves = [np.cos(math.pi * j * place) for j in range(1, freedom + 1)]
-    # what constant and slope leave of the cosines
-    basis = np.linalg.qr(np.column_stack([design, *waves]))[0][:, 2:]
-    variance = float(np.square(basis.T @ values).sum()) / freedom
+    variance = _variance(values, design, range(1, freedom + 1))
     constant, steps = design.T
     steps = steps - constant * float(constant @ steps) / float(constant @ constant)
-    error = math.sqrt(variance / float(steps @ steps))
+    return _with_interval(found, math.sqrt(variance / float(steps @ steps)), freedom)
+
+
+def _places(n: int) -> NDArray[np.float64]:
+    return (np.arange(n) + 0.5) / n
+
+
+def _variance(values: NDArray[np.float64], line: NDArray[np.float64], waves: range) -> float:
+    """Return the mean square of what a line leaves of cosines in white noise."""
+    cosines = [np.cos(math.pi * j * _places(values.size)) for j in waves]
+    basis = np.linalg.qr(np.column_stack([line, *cosines]))[0][:, 2:]
+    return float(np.square(basis.T @ values).sum()) / len(waves)
+
+
+def _with_interval(slope: float, error: float, freedom: int) -> tuple[float, float, float, float]:
+    """Return a slope, its 95 % interval, and the p-value of no slope, by Student's t."""
+    from scipy.special import stdtr, stdtrit
+
     half = float(stdtrit(freedom, 0.975)) * error
-    return found, found - half, found + half, 2 * float(stdtr(freedom, -abs(found) / error))
+    return slope, slope - half, slope + half, 2 * float(stdtr(freedom, -abs(slope) / error))
