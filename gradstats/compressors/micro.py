@@ -82,9 +82,11 @@ class MiCRO(Compressor):
     Differs from the paper, which leaves out how the threshold is estimated and where it starts: see `rule` and
     `threshold`. An empty selection sends no index; the authors' program makes one up.
 
-    A step in which every rank's partition is zero says nothing about η and leaves it. A step refused by a flag changes
-    nothing, so the ranks stay together. ``selected`` is k̂_i, what this rank chose; ``sent`` is the union, where its
-    residual was zeroed. The first step's bytes include the exchange of magnitudes that yields η.
+    Where no rank's partition reaches η, ``"corrected"`` sends the largest magnitude of them, in a second exchange of
+    positions, and ``"paper"`` nothing. A step in which every partition is zero says nothing about η and leaves it. A
+    step refused by a flag changes nothing, so the ranks stay together. ``selected`` is k̂_i, what this rank chose;
+    ``sent`` is the union, where its residual was zeroed. The first step's bytes include the exchange of magnitudes that
+    yields η.
     """
 
     one_union = True
@@ -163,11 +165,22 @@ class MiCRO(Compressor):
         if any(gathered.flags):
             return Reduced(gathered.flags)
         union = torch.cat(gathered.indices)
+        kept, reached = union.numel(), max(gathered.numbers)
+        if self._controller.clamps and not kept and reached:
+            # as of one gradient: the largest magnitude of all ranks' partitions, which each of them now knows
+            threshold = reached
+            if largest == reached:
+                indices = select(part, reached).indices + own.start
+            extra_bytes += gathered.bytes_sent
+            gathered = self._gather(indices, numel, group, 0.0, flag, expected, span=span)
+            if any(gathered.flags):
+                return Reduced(gathered.flags)
+            union = torch.cat(gathered.indices)
         mean = self._update.average(corrected, union, group)
         count = union.numel()
-        if count or any(gathered.numbers):
+        if kept or reached:
             # The controller's inputs are the same on all ranks, and so is its next η.
-            self._controller.observe(count, k, numel)
+            self._controller.observe(kept, k, numel)
         self._step += 1
         ended = time.perf_counter()
         return Reduced(

@@ -12,6 +12,7 @@ from exits import assert_ends
 from ranks import run_ranks
 from workers import systems as cases
 
+from gradstats import thresholds as rules
 from gradstats.collectives.header import HEADER_BYTES
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO, partition
@@ -150,6 +151,27 @@ def test_micro_reaches_its_count_in_twenty_steps(world):
                 assert np.abs(late - 1).max() < 0.1
             if start is None:
                 assert abs(relative[0] - 1) < 1e-6  # the exact k-th largest
+
+
+@pytest.mark.distributed
+@few_worlds
+def test_micro_sends_the_largest_where_nothing_reaches_its_threshold(world):
+    for rule in ("corrected", "paper"):
+        steer = rules.MiCRO(rule, 1e3)
+        for step, records in enumerate(
+            zip(*(r["beyond"][rule] for r in reports(world)), strict=True)
+        ):
+            parts = [
+                r["corrected"][partition(997, world, (step + rank) % world)]
+                for rank, r in enumerate(records)
+            ]
+            magnitudes = np.abs(np.concatenate(parts))
+            estimate, chosen = steer.select(magnitudes, cases.RATIO)
+            assert {r["threshold"] for r in records} == {estimate.threshold}
+            assert {r["union"] for r in records} == {len(chosen)}
+            assert "beyond" in estimate.details or step
+            assert len(chosen) == (rule == "corrected") or step
+            assert sum(r["selected"] for r in records) == len(chosen)
 
 
 @pytest.mark.distributed

@@ -145,6 +145,11 @@ def converge(rank, start, feedback, rule="corrected"):
     return [r["union"] / (RATIO * 100_000) for r in records], [r["threshold"] for r in records]
 
 
+def beyond(rank, rule):
+    """Return the records of a MiCRO whose η starts far above all gradients."""
+    return run(MiCRO(RATIO, rule, threshold=1e3), "laplace", 997, rank, range(3))[0]
+
+
 def visited(rank, world, numel=101):
     """Count how often each position is chosen in n steps by one rank, the only one with a gradient."""
     counts = []
@@ -195,6 +200,7 @@ def battery(rank, world):
         "resumed": {n: [resumed(m, rank, cut) for cut in cuts] for n, m in few.items()},
         "refused": {n: [refused(m, rank, world, at) for at in refusals] for n, m in few.items()},
         "converge": {how: converge(rank, *how) for how in starts(world)},
+        "beyond": {rule: beyond(rank, rule) for rule in ("corrected", "paper")},
         "visited": visited(rank, world),
         "sizes": {
             "topk": sizes(rank, lambda: SparseCompressor(TopK(0.01))),
