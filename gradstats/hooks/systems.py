@@ -10,7 +10,7 @@ import fnmatch
 import glob
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -65,6 +65,8 @@ class System:
         Whether the paper trains with Nesterov's momentum.
     warm_up : callable
         Function of a number of steps that returns the options of `build` for a warm-up of that many.
+    rule : mapping of str to object
+        Options of the threshold rule of the system's name that it selects with.
     """
 
     build: Callable[..., CompressionState]
@@ -72,6 +74,7 @@ class System:
     memory: type[Memory]
     nesterov: bool
     warm_up: Callable[[int], dict[str, int]]
+    rule: Mapping[str, Any] = field(default_factory=dict)
 
 
 def dgc(
@@ -129,7 +132,8 @@ def dgc(
 
     Notes
     -----
-    Source: deep gradient compression (Lin et al. 2018); its program for what is averaged densely.
+    Source: deep gradient compression (Lin et al. 2018); its program for what is averaged densely and for the selection,
+    see ``rule="program"`` of :class:`gradstats.thresholds.DGC`.
 
     Differs from the paper: messages of small layers are merged; weight decay, an option of the state, is added before
     the accumulation, where the program gives it a momentum of its own afterwards.
@@ -149,11 +153,16 @@ def dgc(
     )
 
 
+_DGC_RULE = {"rule": "program"}
+
+
 def _dgc_choice(dimensions: Mapping[str, int], ratio: float) -> Choice:
     """Return how DGC treats each parameter: vectors are averaged densely."""
 
     def choose(name: str, numel: int) -> Selector:
-        return Everything() if dimensions.get(name, 2) < 2 else make_selector("dgc", ratio)
+        if dimensions.get(name, 2) < 2:
+            return Everything()
+        return make_selector("dgc", ratio, **_DGC_RULE)
 
     return choose
 
@@ -429,7 +438,7 @@ def _redsync_warm_up(steps: int) -> dict[str, int]:
 
 
 SYSTEMS: dict[str, System] = {
-    "dgc": System(dgc, _dgc_choice, MomentumCorrection, False, _dgc_warm_up),
+    "dgc": System(dgc, _dgc_choice, MomentumCorrection, False, _dgc_warm_up, _DGC_RULE),
     "redsync": System(redsync, _redsync_choice, MomentumCorrection, True, _redsync_warm_up),
     "redsync-quantised": System(
         _quantised,

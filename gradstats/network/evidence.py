@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,7 +116,7 @@ def evidence(source: Source, question: Question) -> Evidence:
         LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
         for layer in reversed(source.layers)
     ]
-    qualities = _qualities(source, question.names, question.ratios)
+    qualities = _qualities(source, question)
     return Evidence(source.layers, times, qualities, _unions(source, question.ratios))
 
 
@@ -127,15 +127,17 @@ def _kind(source: Source) -> Kind:
     return next((kind for kind in seen if kind in kinds), "local")
 
 
-def _qualities(
-    source: Source, names: Iterable[str], ratios: Sequence[float]
-) -> dict[Choice, float]:
+def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     """Return k̂/k by threshold rule and ratio: recorded by the run that made the trace, else replayed."""
     # Where all ranks share one selection, one rank's gradient does not say how many elements it has.
-    rules = [name for name in names if name in ESTIMATORS and not compressor_class(name).one_union]
+    shared = {name for name in question.names if compressor_class(name).one_union}
+    rules = [name for name in question.names if name in ESTIMATORS and name not in shared]
     if not rules or not source.entries():
         return {}
-    replayed = quality(source, ratios, rules, kinds=[_kind(source)])
+    # with local steps a system's name is that of the bare rule
+    whole = SYSTEMS if 0 in question.local_steps else {}
+    options = {name: whole[name].rule for name in rules if name in whole}
+    replayed = quality(source, question.ratios, rules, options=options, kinds=[_kind(source)])
     found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
         name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)

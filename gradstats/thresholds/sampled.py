@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives import Array, kth_largest, numel_of, select
+from gradstats.errors import InputError
+from gradstats.primitives import Array, Selection, kth_largest, numel_of, select
 from gradstats.primitives.arrays import torch_index
 from gradstats.primitives.moments import count_above
-from gradstats.primitives.ratio import check_number
+from gradstats.primitives.ratio import check_number, shown
 from gradstats.primitives.select import keep
 from gradstats.thresholds.base import RandomEstimator, Result
 
 __all__ = ["DGC"]
+
+
+Sampling: TypeAlias = Literal["paper", "program"]
+_LOWER, _TIMES = 0.8, 10
+"""The program's factor while fewer than that share of k are selected, and how often it is taken at most."""
 
 
 class DGC(RandomEstimator):
@@ -25,17 +32,24 @@ class DGC(RandomEstimator):
     sample_ratio : float
         Fraction of the elements sampled, in (0, 1].
     tolerance : float
-        Re-select when k̂ > tolerance · k; at least 1.
+        Re-select when k̂ > tolerance · k; at least 1. The program's rule has its own.
     seed : int
         Seed of the sampling.
+    rule : {"paper", "program"}
+        ``"paper"``: too few elements stay too few. ``"program"`` is the selection of the authors' program, which the
+        system has (:func:`gradstats.hooks.systems.dgc`): the sample has two wanted elements at least, the threshold
+        falls to 0.8 of itself while fewer than 0.8 k reach it, up to ten times, and of more than k the k largest are
+        taken.
 
     Notes
     -----
     Source: Lin et al., ICLR 2018, section 3. If more than `tolerance` · k elements reach the threshold, the exact k-th
-    largest of them replaces it (hierarchical re-selection). Too few elements stay too few, as in the paper.
+    largest of them replaces it (hierarchical re-selection).
 
     Differs from the paper in the sample: one element, at random, of each run of 1/`sample_ratio` consecutive ones, so
-    that every region of the gradient is represented and no element is drawn twice.
+    that every region of the gradient is represented and no element is drawn twice; the program's rule takes every n-th
+    element, from a random one on, as the program does. Differs from the program in which elements go where up to 1.3 k
+    reach the threshold: the smallest, and not the last by position.
 
     A sample of s elements estimates k with a standard deviation of about √(k·d/s), ±60 % of k at k = 270 and 1 %: the
     estimate is noisy for small gradients by construction.
@@ -43,34 +57,57 @@ class DGC(RandomEstimator):
 
     name = "dgc"
 
-    def __init__(self, sample_ratio: float = 0.01, tolerance: float = 4 / 3, seed: int = 0) -> None:
+    def __init__(
+        self,
+        sample_ratio: float = 0.01,
+        tolerance: float = 4 / 3,
+        seed: int = 0,
+        rule: Sampling = "paper",
+    ) -> None:
         super().__init__(seed)
         self.sample_ratio = check_number(sample_ratio, "sample_ratio", 0, 1, "(]")
         self.tolerance = check_number(tolerance, "tolerance", 1, math.inf, "[]")
+        if rule not in get_args(Sampling):
+            raise InputError(f"rule must be paper or program, not {shown(rule)}")
+        self.rule = rule
 
-    def _sample_indices(self, numel: int) -> NDArray[np.int64]:
-        """Return the positions of one random element of each run."""
+    def _one_of_each_run(self, numel: int, k: int) -> tuple[NDArray[np.int64], int]:
+        """Return the positions of one random element of each run, and how many of them are wanted."""
         run = max(1, round(min(1 / self.sample_ratio, 2.0**62)))
         starts = np.arange(0, numel, run)
         picks = starts + self._generator.integers(0, run, size=starts.size)
-        return picks[picks < numel]
+        picks = picks[picks < numel]
+        if picks.size == 0:  # the one run's pick fell beyond a tiny gradient's end
+            picks = np.zeros(1, np.int64)
+        return picks, max(1, round(k * picks.size / numel))
+
+    def _every_nth(self, numel: int, k: int) -> tuple[NDArray[np.int64], int]:
+        """Return the positions that the program samples, and how many of them are wanted."""
+        two = -(-2 * numel // k)
+        if numel <= two:
+            return np.arange(numel), k
+        least = max(math.ceil(numel * self.sample_ratio), two)
+        stride = 32 * math.ceil(numel / least / 32) + 1
+        while stride > 8 and numel // stride < least:
+            stride -= 8
+        start = int(self._generator.integers(stride))
+        return np.arange(start, numel, stride), -(-(numel // stride) * k // numel)
 
     def find(self, x: Array, k: int) -> Result:
         """Find the k-th largest of a sample, or of what reaches it where that is too much."""
-        numel = numel_of(x)
-        indices = self._sample_indices(numel)
-        if indices.size == 0:  # the one run's pick fell beyond a tiny gradient's end
-            indices = np.zeros(1, np.int64)
-        flat = x.reshape(-1)
-        sample = flat[torch_index(indices, x)]
-        sampled_k = max(1, round(k * indices.size / numel))
-        threshold = kth_largest(sample, sampled_k)
+        program = self.rule == "program"
+        indices, wanted = (self._every_nth if program else self._one_of_each_run)(numel_of(x), k)
+        sample = x.reshape(-1)[torch_index(indices, x)]
+        threshold = kth_largest(sample, wanted)
         candidates = select(x, threshold)
         found = len(candidates)
-        reselected = found > self.tolerance * k
+        if program:
+            threshold, candidates = _lowered(x, threshold, candidates, _LOWER * k)
+        most = k if program else self.tolerance * k
+        reselected = len(candidates) > most
         if reselected:
             # infinite elements are always among them, and no threshold leaves them out
-            reselected = count_above(candidates.values, 0.0) > self.tolerance * k
+            reselected = count_above(candidates.values, 0.0) > most
         if reselected:
             threshold = kth_largest(candidates.values, k)
             candidates = keep(candidates, threshold)
@@ -80,3 +117,15 @@ class DGC(RandomEstimator):
             "reselected": reselected,
         }
         return Result(threshold, details, candidates)
+
+
+def _lowered(
+    x: Array, threshold: float, candidates: Selection, least: float
+) -> tuple[float, Selection]:
+    """Return a lower threshold with its candidates, where fewer than `least` reach the given one."""
+    for _ in range(_TIMES):
+        if len(candidates) >= least or threshold == 0:
+            break
+        threshold *= _LOWER
+        candidates = select(x, threshold)
+    return threshold, candidates

@@ -38,7 +38,11 @@ OPTIONS = {
     "exact": {"": {}},
     "warm-exact": {"": {}},
     "histogram": {"": {}, "bits=0": {"bits": 0}, "bits=12": {"bits": 12}},
-    "dgc": {"": {}, "sampled": {"sample_ratio": 0.1, "tolerance": 1.0, "seed": 3}},
+    "dgc": {
+        "": {},
+        "sampled": {"sample_ratio": 0.1, "tolerance": 1.0, "seed": 3},
+        "program": {"rule": "program"},
+    },
     "hard": {"": {}, "threshold=0.5": {"threshold": 0.5}},
     "redsync": {"": {}, "paper": {"rule": "paper", "interval": 2}},
     "redsync-trimmed": {"": {}, "paper": {"rule": "paper"}},

@@ -96,3 +96,23 @@ def redsync_published(x, k):
         else:
             left = r
     return eta
+
+
+def dgc_of_its_program(x, ratio, rng):
+    """Return how many elements DGC's authors' program sends (synxlin/deep-gradient-compression), with its defaults."""
+    g = np.abs(np.asarray(x, np.float64))
+    wanted, stride = int(np.ceil(g.size * ratio)), 1
+    least = max(np.ceil(0.01 * g.size), np.ceil(2 / ratio))
+    whole = g.size <= np.ceil(2 / ratio)
+    if not whole:
+        stride = int(np.ceil(g.size / least / 32)) * 32 + 1
+        while g.size // stride < least:
+            stride -= 8
+    sample = np.sort(g[rng.integers(stride) :: stride])
+    threshold = sample[-int(np.ceil((g.size // stride) * ratio))]
+    for _ in range(0 if whole else 10):
+        if np.sum(g >= threshold) >= 0.8 * wanted:
+            break
+        threshold *= 0.8
+    # more than 1.3 of what is wanted are sorted, others cut by position: either way there are no more
+    return min(int(np.sum(g >= threshold)), wanted)

@@ -125,6 +125,38 @@ def test_zeros_have_the_threshold_zero(name):
     assert threshold(np.zeros(100, np.float32), 0.1, name) == 0
 
 
+def test_dgc_of_the_program_keeps_what_its_authors_program_does():
+    # ratios that divide the elements: the program rounds k up
+    for numel, ratio in ((2300, 0.1), (2300, 0.01), (36_800, 0.01), (100_000, 0.001), (150, 0.02)):
+        k, ours, theirs = round(numel * ratio), [], []
+        for seed in range(300):
+            x = np.random.default_rng([numel, seed]).laplace(size=numel).astype("f4")
+            estimate, chosen = DGC(seed=seed, rule="program").select(x, ratio)
+            ours.append(len(chosen) / k)
+            theirs.append(
+                reference.dgc_of_its_program(x, ratio, np.random.default_rng([seed, 1])) / k
+            )
+            assert len(chosen) == np.sum(np.abs(x) >= estimate.threshold)
+        assert 0.8 <= min(ours) <= max(ours) <= 1, (numel, ratio)
+        assert stats.ks_2samp(ours, theirs).pvalue > 1e-3, (numel, ratio)
+        assert np.mean(ours) == pytest.approx(np.mean(theirs), abs=0.02), (numel, ratio)
+    # two of 150 are wanted: all are sampled, and nothing is left to chance
+    assert set(ours) == {1.0}
+
+
+def test_dgc_of_the_program_meets_zeros_infinities_and_lone_elements():
+    for x, count in (
+        (np.zeros(1000), 0),
+        (np.eye(1, 1000)[0], 1),
+        (np.where(np.arange(1000) < 3, np.inf, 1e-3), 1000),  # too many ties to be left out
+        (np.ones(1), 1),
+    ):
+        _, chosen = DGC(rule="program").select(x.astype("f4"), 0.01)
+        assert len(chosen) == count, x
+    with pytest.raises(InputError, match="rule must be paper or program, not 'corrected'"):
+        DGC(rule="corrected")
+
+
 def test_dgc_state_resumes_bit_identically_and_leaves_global_state_alone():
     x = np.random.default_rng(5).laplace(size=50_000).astype(np.float32)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
