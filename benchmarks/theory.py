@@ -31,6 +31,7 @@ from bounds import (
     residual_bound,
     within_tolerance,
 )
+from numpy.typing import NDArray
 from records import DOCS, RESULTS, ROOT, Row, put, store, stored
 from rich.console import Console
 from rich.progress import track
@@ -437,6 +438,11 @@ def cascade(world: int, numel: int, draws: int) -> list[Row]:
 # The window of figure 7 of SIDCo
 
 
+def slope(ranks: NDArray[np.float64], values: NDArray[np.float64]) -> float:
+    """Return how fast values fall with the rank, by the least-squares line through both logarithms."""
+    return -float(np.polyfit(ranks, np.log(values[: ranks.size]), 1)[0])
+
+
 def decay(kind: str, trace: str) -> list[Row]:
     """Fit a line to the logarithms of the largest 10⁵ magnitudes, as figure 7 does, and of controls beside them."""
     opened = gradstats.open_trace(ROOT / "data" / trace)
@@ -449,14 +455,19 @@ def decay(kind: str, trace: str) -> list[Row]:
     ranks = np.log(np.arange(1, FIGURE_7 + 1))
     rows = []
     for name, g in gradients.items():
-        largest = np.sort(np.abs(np.asarray(g, float)))[::-1][:FIGURE_7]
+        magnitudes = np.sort(np.abs(np.asarray(g, float)))[::-1]
+        left = np.cumsum(magnitudes[:0:-1] ** 2)[
+            ::-1
+        ]  # Σ over the ranks after the first, second, …
         ours, theirs = (gradstats.compressibility(g, window=w) for w in (None, (1, FIGURE_7)))
         rows.append(
             {
                 "trace": trace,
                 "kind": kind,
                 "of": name,
-                "line": -float(np.polyfit(ranks, np.log(largest), 1)[0]),
+                "line": slope(ranks, magnitudes),
+                "ends": slope(ranks[[0, -1]], magnitudes[[0, FIGURE_7 - 1]]),
+                "sigma_line": slope(ranks, np.sqrt(left)),
                 "sigma": theirs.sigma_p,
                 "p": ours.p,
                 "last": ours.window[1],
@@ -570,11 +581,12 @@ def decay_table(rows: list[Row]) -> str:
         control = not row["of"].isdigit()
         feedback = "with" if "-ef" in row["trace"] else "without"
         what = f"{row['of']} noise" if control else f"{row['kind']}, {feedback}, step {row['of']}"
-        cells = (row["line"], row["sigma"], row["p"], row["sigma_ours"])
+        cells = (row[n] for n in ("line", "ends", "sigma_line", "sigma", "p", "sigma_ours"))
         lines.append([what, *(f"{cell:.2f}" for cell in cells)])
     lines.sort(key=lambda cells: "noise" in cells[0])
     last = rows[0]["last"]
-    return table(f"of | line, j ≤ 10⁵ | σ_k, k ≤ 10⁵ | p, j ≤ {last:,} | σ_k, k ≤ {last:,}", lines)
+    theirs = "p, line | p, ends | σ_k, line | σ_k, ends"
+    return table(f"of | {theirs} | p, j ≤ {last:,} | σ_k, k ≤ {last:,}", lines)
 
 
 def contraction_table(rows: list[Row]) -> str:

@@ -119,9 +119,17 @@ def test_the_sentences_have_the_numbers_of_the_tables():
     steps = [row for row in rows("decay") if row["of"].isdigit()]
     plain = [row["line"] for row in steps if row["kind"] == "gradient"]
     assert f"$p$ is {min(plain):.2f} to {max(plain):.2f} at every step" in page
+    sigma = [row["sigma_line"] for row in steps if row["kind"] == "gradient"]
+    assert f"falls with {min(sigma):.2f} to {max(sigma):.2f}, faster" in page
+    early, *_, late = (
+        row for row in steps if row["kind"] == "gradient" and "-ef" not in row["trace"]
+    )
+    assert f"$p$ falls from {early['ends']:.2f} to {late['ends']:.2f} over the training" in page
+    assert f"$\\sigma_k$ from {early['sigma']:.2f} to {late['sigma']:.2f}" in page
     assert all(row["line"] < 0.5 and row["p"] < 0.5 for row in steps if row["kind"] == "corrected")
     (laplace,) = [row for row in rows("decay") if row["of"] == "laplace"]
     assert f"has {laplace['line']:.2f} there and {laplace['p']:.2f} in its tail" in page
+    assert f"falls with {laplace['sigma_line']:.2f} by the line" in page
     convergence = rows("convergence")
     bounds = ("bound", "bound_kept", "bound_contraction")
     least = min(row[b] / row["least"] for row in convergence for b in bounds)

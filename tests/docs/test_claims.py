@@ -215,6 +215,7 @@ def facts() -> list[tuple[str, str]]:
         for trace in ("resnet20.zarr", "resnet20-ef.zarr")
     )
     ours = [r["p"] for r in theory("decay", trace="resnet20.zarr") if r["of"].isdigit()]
+    ends = [r["ends"] for r in theory("decay", trace="resnet20.zarr") if r["of"].isdigit()]
     corrected = [r["line"] for r in theory("decay", kind="corrected")]
     laplace = theory("decay", of="laplace")[0]
     kept = {(r["name"], r["rule"], r["feedback"]): r for r in theory("tolerance")}
@@ -270,6 +271,7 @@ def facts() -> list[tuple[str, str]]:
             f"$p$ = {span(plain)} at every step without error feedback and {span(fed)} with it",
         ),
         ("Gradients are compressible", f"{span(corrected)} of corrected gradients"),
+        ("Gradients are compressible", f"falls from {ends[0]:.2f} to {ends[-1]:.2f}"),
         ("Gradients are compressible", f"Laplace noise has {laplace['line']:.2f}"),
         ("Gradients are compressible", f"the largest 1 % have {span(ours)}"),
         ("$\\hat k/k", f"E, GP and P keep {span(adapted)} of k"),
