@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -183,6 +184,115 @@ def residual_bound(
         powers = (left * (1 + etas[:, None])) ** np.arange(1, len(steps) + 1)
         sums = (powers * steps**2).sum(axis=1) / etas
     return float(sums.min() * second_moment)
+
+
+def layerwise_bound(
+    gap: float,
+    smoothness: float,
+    second_moment: float,
+    ratio: float,
+    learning_rates: Sequence[float],
+) -> float:
+    """Return what the weighted mean of the gradient's squared norm is at most, of training with layer-wise top-k.
+
+    Parameters
+    ----------
+    gap : float
+        Initial loss above the least one, f(v₀) − f*.
+    smoothness : float
+        Lipschitz constant C of the gradient of f.
+    second_moment : float
+        Bound M² of the mean squared norm of the averaged stochastic gradient.
+    ratio : float
+        Least kept fraction of any layer, 1/c_max, in (0, 1].
+    learning_rates : sequence of float
+        Learning rates α₀ … α_{T−1} of all steps.
+
+    Returns
+    -------
+    float
+        2·gap/Σα + (C + C²D/η)·M²·Σα²/Σα, for the best η of a grid of 200, with the least D that eq. 15 allows: the
+        largest Σᵢ [(1 − 1/c_max)(1 + η)]ⁱ α²_{t−i}/α_t of any step.
+
+    Raises
+    ------
+    InputError
+        If the ratio is out of range.
+
+    Notes
+    -----
+    Source: LAGS-SGD (Shi et al. 2020), theorem 1, whose formulas the available text has lost. They follow from its
+    proof: E f(x_{t+1}) − f(x_t) ≤ −α_t ⟨∇f(x_t), ∇f(v_t)⟩ + ½Cα_t²M², where the product is at least ½‖∇f(v_t)‖² −
+    ½C²‖v_t − x_t‖², and corollary 1 bounds the distance by M²Dα_t/η. With α = θ/√T it is corollary 2, whose second term
+    falls with 1/T.
+
+    Examples
+    --------
+    >>> layerwise_bound(1.0, 1.0, 1.0, 1.0, [0.5, 0.5])
+    2.5
+    """
+    left = 1 - check_ratio(ratio)
+    rates = np.asarray(learning_rates, float)
+    etas = np.geomspace(1e-4, 1e3, 200)
+    sums, largest = np.zeros_like(etas), np.zeros_like(etas)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for before, rate in pairwise(rates):
+            sums = left * (1 + etas) * (sums + before**2)
+            largest = np.maximum(largest, sums / rate)
+        factors = smoothness + smoothness**2 * largest / etas
+    noise = float(np.nanmin(factors)) * second_moment * np.sum(rates**2)
+    return float((2 * gap + noise) / np.sum(rates))
+
+
+def one_bit_bound(
+    gap: float, smoothness: float, variance: float, ranks: int, every: int, iterations: int
+) -> float:
+    """Return what the mean of the gradient's squared norm is at most, of training with Marsit.
+
+    Parameters
+    ----------
+    gap : float
+        Initial loss above the least one, F(x₀) − F*.
+    smoothness : float
+        Lipschitz constant L of the gradient of F.
+    variance : float
+        Bound σ² of the variance of a rank's stochastic gradient.
+    ranks : int
+        Number of ranks M.
+    every : int
+        Number of rounds K from one full-precision round to the next.
+    iterations : int
+        Number of rounds T, with the local learning rate η = √(M/T) and the global one 1/√(T·D).
+
+    Returns
+    -------
+    float
+        [2·gap/(ηT) + 6L²K(K + 1)(η²σ²/M + 1/T) + Lησ²/M] / a, where a = 1 − Lη − 6L²η²K(K + 1); infinite where a is
+        not positive.
+
+    Raises
+    ------
+    InputError
+        If a number is below 1.
+
+    Notes
+    -----
+    Source: Marsit (Wu et al. 2022), theorem 1, by its proof. Differs from the proof, which has 3 for the 6 in a: the 6
+    of eq. 7 is multiplied by ½ηL², and ½η stands before the bracket.
+
+    Examples
+    --------
+    >>> one_bit_bound(1.0, 0.0, 1.0, 1, 1, 100)
+    0.2
+    """
+    rate = math.sqrt(check_count(ranks, "ranks") / check_count(iterations, "iterations"))
+    rounds = check_count(every, "every") * (every + 1)
+    share = 1 - smoothness * rate - 6 * (smoothness * rate) ** 2 * rounds
+    if share <= 0:
+        return math.inf
+    drift = 6 * smoothness**2 * rounds * (rate**2 * variance / ranks + 1 / iterations)
+    sgd = 2 * gap / (rate * iterations) + smoothness * rate * variance / ranks
+    return (sgd + drift) / share
 
 
 def compensation_bound(gradients: ArrayLike, updates: ArrayLike, every: int) -> float:

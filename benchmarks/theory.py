@@ -39,6 +39,7 @@ from rich.progress import track
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from ranks import run_ranks
+from rates import Regression, of_layers, of_one_bit
 
 import gradstats
 from capture.workloads import RunConfig, run
@@ -102,43 +103,18 @@ def contract(kind: str, ratio: float, name: str) -> list[Row]:
 
 
 @cache
-def digits() -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return scikit-learn's digits with products of pixels as features, their labels, and the smoothness of the loss.
-
-    The Hessian of a softmax regression's mean cross-entropy is at most ½ the largest eigenvalue of XᵀX/n.
-    """
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    x = torch.from_numpy(pixels / 16)
-    rows, columns = torch.triu_indices(64, 64)
-    x = torch.cat([x, x[:, rows] * x[:, columns]], 1)
-    x /= x.norm(dim=1, keepdim=True)
-    smoothness = 0.5 * float(torch.linalg.eigvalsh(x @ x.T)[-1]) / len(x)
-    return x, torch.from_numpy(labels), smoothness
-
-
 def converge(name: str, ratio: float, iterations: int, seed: int) -> list[Row]:
     """Train a softmax regression with error feedback; its smoothness is known, and its loss at least 0."""
-    x, y, smoothness = digits()
-    weights = torch.zeros(x.shape[1], 10, dtype=x.dtype)
-    memory = torch.zeros(weights.numel(), dtype=x.dtype)
+    task = Regression()
+    memory = torch.zeros(task.weights.numel(), dtype=task.weights.dtype)
     selector = make_selector(name, ratio)
     generator = torch.Generator().manual_seed(seed)
     rate = 1 / math.sqrt(iterations + 1)
-
-    def gradient(batch: torch.Tensor) -> torch.Tensor:
-        error = torch.softmax(x[batch] @ weights, 1)
-        error[torch.arange(len(batch)), y[batch]] -= 1
-        return (x[batch].T @ error / len(batch)).flatten()
-
-    everything = torch.arange(len(x))
     least, second_moment, kept, left = math.inf, 0.0, [], []
     for i in range(iterations + 1):
         if i % 10 == 0:
-            least = min(least, float(gradient(everything).square().sum()))
-        batch = torch.randint(len(x), (16,), generator=generator)
-        g = gradient(batch)
+            least = min(least, task.moments()[0])
+        g = task.drawn(generator)
         second_moment = max(second_moment, float(g.square().sum()))
         corrected = (rate * g + memory).float()
         sent = spread(selector.select(corrected), corrected.numel())
@@ -146,9 +122,9 @@ def converge(name: str, ratio: float, iterations: int, seed: int) -> list[Row]:
         kept.append(found.kept)
         left.append(found.left)
         memory = (corrected - sent).double()
-        weights -= sent.double().view_as(weights)
+        task.weights -= sent.double().view_as(task.weights)
     share = statistics.fmean(kept)
-    bound = partial(convergence_bound, math.log(10), smoothness, second_moment)
+    bound = partial(convergence_bound, math.log(10), task.smoothness, second_moment)
     return [
         {
             "name": name,
@@ -514,6 +490,22 @@ def studies() -> dict[str, list[Case]]:
             ]
         ],
         "layers": [("4 ranks", partial(layerwise, 4, 0.001, 60))],
+        "layered rate": [
+            (f"{n} ranks, {ratio:g}, {kind}, {t}", partial(of_layers, n, ratio, kind, t))
+            for n, ratio, kind, t in (
+                *product((2,), (0.1, 0.01), ("constant", "falling"), (100, 1000)),
+                (4, 0.01, "constant", 1000),
+            )
+        ],
+        "one-bit rate": [
+            (f"{n} ranks, K = {k}, {t}", partial(of_one_bit, n, k, t))
+            for n, k, t in (
+                *product((2,), (1, 5, 20, 50), (1000,)),
+                (4, 5, 1000),
+                (2, 5, 10_000),
+                (2, 50, 10_000),
+            )
+        ],
         "equal": [
             (f"{name} {seed}", partial(equal, name, options, seed))
             for (name, options), seed in product(
@@ -710,6 +702,27 @@ def signs_table(rows: list[Row]) -> str:
     return table("system | steps compared | matching signs | lowest to highest | diverged", lines)
 
 
+def layered_rate_table(rows: list[Row]) -> str:
+    """Return both sides of theorem 1 of LAGS-SGD, and its bound of dense training."""
+    lines = []
+    for row in rows:
+        settings = (str(row["nproc"]), f"{row['ratio']:g}", row["schedule"], f"{row['steps']:,}")
+        numbers = (row[n] for n in ("second_moment", "weighted", "bound", "bound_dense"))
+        lines.append([*settings, *map(number, numbers)])
+    return table("ranks | ratio | α | T | M² | Σα‖∇f‖²/Σα | its bound | the bound if dense", lines)
+
+
+def one_bit_rate_table(rows: list[Row]) -> str:
+    """Return both sides of theorem 1 of Marsit."""
+    lines = []
+    for row in rows:
+        bound = "none" if row["bound"] is None else number(row["bound"])
+        settings = (str(row["nproc"]), str(row["every"]), f"{row['steps']:,}")
+        needed = f"{row['steps_needed']:,.0f}"
+        lines.append([*settings, needed, number(row["least"]), number(row["mean"]), bound])
+    return table("ranks | K | T | T needed | least ‖∇F‖² | mean ‖∇F‖² | bound of the mean", lines)
+
+
 def compensation_table(rows: list[Row]) -> str:
     """Return the compensation beside its bound."""
     shown = [row for row in rows if row["step"] % row["every"] in (1, 2, 5, 0) and row["step"] > 0]
@@ -749,9 +762,11 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "convergence": convergence_table,
     "tolerance": tolerance_table,
     "layers": layers_table,
+    "layered rate": layered_rate_table,
     "equal": equal_table,
     "signs": signs_table,
     "compensation": compensation_table,
+    "one-bit rate": one_bit_rate_table,
     "votes": votes_table,
     "cascading": cascading_table,
 }

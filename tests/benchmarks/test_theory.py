@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 
 import numpy as np
@@ -62,6 +63,12 @@ def test_proved_bounds_hold_in_every_case():
     for row in rows("compensation"):
         assert row["compensation"] <= row["bound"] + 1e-9
         assert (row["compensation"] < 1e-9) == (row["step"] % row["every"] == 1 or row["step"] == 0)
+    for row in rows("layered rate"):
+        assert row["weighted"] <= row["bound"]
+        assert row["bound_dense"] <= row["bound"]
+    for row in rows("one-bit rate"):
+        assert row["least"] <= row["mean"] <= (math.inf if row["bound"] is None else row["bound"])
+        assert (row["bound"] is None) == (row["every"] == 50 and row["steps"] == 1000)
     layers = rows("layers")
     moment = max(row["second_moment"] for row in layers)
     for i, row in enumerate(layers):

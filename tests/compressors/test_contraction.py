@@ -13,6 +13,8 @@ from bounds import (
     cascading_bound,
     compensation_bound,
     convergence_bound,
+    layerwise_bound,
+    one_bit_bound,
     rate_iterations,
     residual_bound,
     within_tolerance,
@@ -112,6 +114,41 @@ def test_the_bounds_in_closed_form():
         lambda: residual_bound([0.1], 1, 2.0),
         lambda: residual_bound([0.1], 1, 0.5, eta=0.0),
         lambda: cascading_bound(0, 2, 1.0),
+    ):
+        with pytest.raises(InputError):
+            call()
+
+
+def test_the_bounds_of_layers_and_of_one_bit_as_their_proofs_have_them():
+    rates, ratio = [0.5, 0.4, 0.45, 0.2, 0.1], 0.25
+    dense = (2 * 3 + 2 * 5 * sum(a * a for a in rates)) / sum(rates)
+    assert layerwise_bound(3, 2, 5, 1.0, rates) == pytest.approx(dense)
+    found = []
+    for eta in np.geomspace(1e-4, 1e3, 200):
+        base = (1 - ratio) * (1 + eta)
+        # eq. 15 of every step, as a sum over all steps before it
+        sums = [sum(base**i * rates[t - i] ** 2 for i in range(1, t + 1)) for t in range(5)]
+        constant = max(each / rate for each, rate in zip(sums, rates, strict=True))
+        noise = (2 + 4 * constant / eta) * 5 * sum(a * a for a in rates)
+        found.append((2 * 3 + noise) / sum(rates))
+    assert layerwise_bound(3, 2, 5, ratio, rates) == pytest.approx(min(found))
+    assert layerwise_bound(3, 2, 5, 0.1, rates) > layerwise_bound(3, 2, 5, ratio, rates) > dense
+    # corollary 2: four times the steps halve its first term, and quarter the second
+    first, second = (
+        layerwise_bound(1, 1, 1, 0.1, [1 / math.sqrt(t)] * t) - 3 / math.sqrt(t) for t in (100, 400)
+    )
+    assert first == pytest.approx(4 * second, rel=0.05)
+    # Marsit: of the noise of M ranks a part is left, and the 6 of eq. 7 stands in the divisor
+    rate, rounds = math.sqrt(2 / 1000), 5 * 6
+    share = 1 - 0.3 * rate - 6 * 0.09 * rate**2 * rounds
+    above = 2 * 2.3 / (rate * 1000) + 0.3 * rate * 0.7 / 2
+    above += 6 * 0.09 * rounds * (rate**2 * 0.7 / 2 + 1 / 1000)
+    assert one_bit_bound(2.3, 0.3, 0.7, 2, 5, 1000) == pytest.approx(above / share)
+    assert one_bit_bound(2.3, 0.3, 0.7, 2, 50, 1000) == math.inf
+    for call in (
+        lambda: layerwise_bound(1, 1, 1, 0.0, rates),
+        lambda: one_bit_bound(1, 1, 1, 0, 5, 10),
+        lambda: one_bit_bound(1, 1, 1, 2, 0, 10),
     ):
         with pytest.raises(InputError):
             call()

@@ -265,7 +265,7 @@ def facts() -> list[tuple[str, str]]:
             f"{speed(lstm, 'sidco-e'):.1f}, {speed(lstm, 'sidco-e', 'torch-topk'):.2f} and "
             f"{speed(lstm, 'sidco-e', 'dgc'):.2f} times",
         ),
-        ("Highest throughput", f"1/(1 − {share(lstm):.2f}) = {1 / (1 - share(lstm)):.0f}"),
+        ("Highest throughput", f"1/(1 − {share(lstm):.4f}) = {1 / (1 - share(lstm)):.1f}"),
         (
             "Gradients are compressible",
             f"$p$ = {span(plain)} at every step without error feedback and {span(fed)} with it",
