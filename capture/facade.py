@@ -21,6 +21,7 @@ from capture.states import name_parameters, records_steps, usual_kinds
 from capture.taps.buckets import BucketTap, Hook
 from capture.taps.exchanges import ExchangeTap
 from capture.taps.layout import Layout
+from capture.taps.parts import UnitsOption
 from capture.taps.plain import PlainTap
 from capture.taps.shards import Sharding, ShardTap
 from capture.taps.tap import Tap, several
@@ -95,6 +96,11 @@ class Capture:
     optimizer : torch.optim.Optimizer or list of them, optional
         Optimizers of the model, also as accelerate or Lightning wraps them: for the kinds ``"update"`` and
         ``"weight"``, which need it.
+    units : mapping of str to int or (int, int), optional
+        Parts of parameters that are layers of their own in the trace, by name pattern: ``{"*.experts": 0}`` makes every
+        index of the first dimension one, ``experts[0]`` and so on, such as experts of a fused parameter or rows of an
+        embedding; ``{"*.q_proj.weight": (0, 12)}`` cuts it into 12 equal ones, such as heads. Dimension 0 alone can be
+        cut.
 
     Attributes
     ----------
@@ -169,6 +175,7 @@ class Capture:
         process_group: dist.ProcessGroup | None = None,
         scaler: Scaler | None = None,
         optimizer: Any = None,
+        units: UnitsOption | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         _check_options(kinds, store, dtype)
@@ -177,7 +184,7 @@ class Capture:
         refuse_address(path)  # before any rank waits for another
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
-        self._layout = Layout(model, parameters)
+        self._layout = Layout(model, parameters, units)
         self._kinds = None if kinds is None else tuple(kinds)
         ddp = unwrap(model).ddp
         # weakly, for DDP holds the hook, and with it the capture, where no garbage collector sees it
@@ -226,7 +233,7 @@ class Capture:
                 )
             create_trace(
                 path,
-                self._layout.layers,
+                self._layout.parts.layers,
                 world_size=world_size,
                 metadata={**_origin(storage, self.schedule), **(metadata or {})},
                 overwrite=over,

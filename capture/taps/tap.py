@@ -179,7 +179,7 @@ class Tap(ABC):
                 "the hook's state numbers its parameters, so that its diagnosis of layers cannot be recorded: "
                 "give it named_parameters=model.named_parameters()",
             )
-        return step_columns(observed, self._layout.names)
+        return step_columns(observed, [layer.name for layer in self._layout.parts.layers])
 
     def _mark_absent(self) -> None:  # noqa: B027
         """Mark what of a recorded step was not seen, if that is known only at its end."""
