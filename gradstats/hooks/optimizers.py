@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from gradstats.errors import InputError
 from gradstats.hooks.torch_private import innermost_optimizer
 
-__all__ = ["TakenGradients", "after_closure", "before_steps", "closure_of"]
+__all__ = ["TakenGradients", "after_closure", "after_steps", "before_steps", "closure_of"]
 
 
 def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
@@ -42,6 +42,24 @@ def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
             f"optimizer= takes a torch.optim.Optimizer, and {type(optimizer).__name__} has none of its hooks: call "
             "monitor.step() before its step() instead"
         ) from None
+
+
+def after_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
+    """Call something after every step of an optimizer that :func:`before_steps` takes.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer, in whatever wrappers.
+    call : callable
+        Called as by ``Optimizer.register_step_post_hook``.
+
+    Returns
+    -------
+    RemovableHandle
+        What unhooks it.
+    """
+    return innermost_optimizer(optimizer).register_step_post_hook(call)  # type: ignore[no-any-return]
 
 
 def closure_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
