@@ -85,7 +85,7 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
     import torch
 
     training, rate = config.training(), config.initial_learning_rate
-    decayed = {"lr": rate, "weight_decay": training.weight_decay}
+    decayed: dict[str, Any] = {"lr": rate, "weight_decay": training.weight_decay}
     name = config.optimizer_name
     if name == "AdamW":
         return [torch.optim.AdamW(model.parameters(), betas=_BETAS, **decayed)]
@@ -107,7 +107,7 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
     ]
 
 
-def _matrices(model: torch.nn.Module) -> list[torch.Tensor]:
+def _matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters that Muon takes."""
     import torch
 

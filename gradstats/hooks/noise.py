@@ -53,8 +53,10 @@ def noise_and_signal(squares: float, of_sum: float, count: int) -> tuple[float, 
 
     Returns
     -------
-    noise, signal : float
-        Estimates of tr Σ and of ‖G‖², as of :func:`gradstats.agreement` (McCandlish et al. 2018, appendix A.1).
+    noise : float
+        Estimate of tr Σ, as of :func:`gradstats.agreement` (McCandlish et al. 2018, appendix A.1).
+    signal : float
+        Estimate of ‖G‖².
     """
     square, of_mean = squares / count, of_sum / count**2
     noise = (square - of_mean) * count / (count - 1)
