@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import xarray
+from micro_batches import ask_noise
 from numpy.typing import NDArray
 from records import DOCS, RESULTS, Row, keep, put, store, stored
 from recovery import TRUTHS
@@ -589,6 +590,14 @@ def _series() -> Iterator[Case]:
             ask, brief = partial(ask_mean, memory, n), 300 * (memory == 0.5 and n == 60)
             name = "quality, mean over steps"
             yield Case(name, f"AR({memory:g})", n, ask, 2000, n >= least, brief=brief)
+    for kind in ("normal", "heavy"):
+        for micro, batch in ((2, 4), (4, 8), (8, 1), (4, 64)):
+            for n in (20, 50):
+                ask = partial(ask_noise, kind, micro, batch, n)
+                law = f"{kind} inputs, {micro} micro-batches of {batch}"
+                yield Case(
+                    "monitor, noise", law, n, ask, 1000, brief=300 * (n == 50 and micro == 2)
+                )
     for n in (5, 10, 20):
         ask = partial(ask_line, n)
         yield Case("bench-network", "a line, 5 % noise", n, ask, 1000, brief=300 * (n == 10))
@@ -669,6 +678,7 @@ SECTIONS = (
     "drift",
     "quality",
     "low to high",
+    "monitor",
     "bench-network",
     "statements",
 )

@@ -21,10 +21,12 @@ from capture.states import name_parameters, records_steps, usual_kinds
 from capture.taps.buckets import BucketTap, Hook
 from capture.taps.exchanges import ExchangeTap
 from capture.taps.layout import Layout
+from capture.taps.parts import UnitsOption
 from capture.taps.plain import PlainTap
 from capture.taps.shards import Sharding, ShardTap
 from capture.taps.tap import Tap, several
 from capture.taps.watch import BackwardWatch
+from capture.updates import Updates, optimizers_of
 from gradstats.errors import InputError
 from gradstats.files import refuse_address
 from gradstats.hooks import LocalSteps, Scaler
@@ -59,10 +61,11 @@ class Capture:
         a step, such as :meth:`gradstats.Monitor.triggered`.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
-    kinds : sequence of {"gradient", "corrected", "local", "pseudogradient"}, optional
+    kinds : sequence of {"gradient", "corrected", "local", "pseudogradient", "update", "weight"}, optional
         What to store: the gradient, the gradient plus the hook's memory, and, of a sharded model, this rank's gradient
         before any reduction. If None, the first two where the hook keeps a memory, else the gradient. :meth:`follow`
-        adds the pseudo-gradient, and corrected is then of that.
+        adds the pseudo-gradient, and corrected is then of that. The update is what the optimizer's step takes off the
+        parameters, and the weight the parameters after it: both need `optimizer`.
     parameters : sequence of str, optional
         Name patterns (``fnmatch``) of the parameters to capture; all if None.
     store : {"gradients", "sketches"}
@@ -90,6 +93,14 @@ class Capture:
     scaler : Scaler, optional
         ``torch.amp.GradScaler`` of the training. Gradients are then stored without the loss scale. If None, that of the
         wrapped hook's state, if it has one.
+    optimizer : torch.optim.Optimizer or list of them, optional
+        Optimizers of the model, also as accelerate or Lightning wraps them: for the kinds ``"update"`` and
+        ``"weight"``, which need it.
+    units : mapping of str to int or (int, int), optional
+        Parts of parameters that are layers of their own in the trace, by name pattern: ``{"*.experts": 0}`` makes every
+        index of the first dimension one, ``experts[0]`` and so on, such as experts of a fused parameter or rows of an
+        embedding; ``{"*.q_proj.weight": (0, 12)}`` cuts it into 12 equal ones, such as heads. Dimension 0 alone can be
+        cut.
 
     Attributes
     ----------
@@ -129,6 +140,14 @@ class Capture:
     The layout is that of the parameters that require gradients when the capture is made; one that is unfrozen later is
     left out, with a warning.
 
+    An update is θ before the optimizer's step less θ after it, in the precision of the parameters, and so has the sign
+    of a gradient. It belongs to the step of the trace whose gradient it follows: :meth:`step` may come before or after
+    ``optimizer.step()``. Several steps of an optimizer, or several optimizers, until the next gradient are one update.
+    That of a step which a ``GradScaler`` skipped is zeros; a parameter that none of the optimizers holds is NaN, with a
+    warning. Where a closure calls :meth:`step` several times, as with LBFGS, each has the way to the next. On recorded
+    steps it takes one more copy of this rank's parameters in their own precision, on their device, from the
+    optimizer's step until the step of the trace is over; the weight takes none, nor do steps that are not recorded.
+
     Under FSDP2 (``fully_shard``) every rank writes the shards that it holds of the gradient, which is read back whole
     under the first rank of a replica. With :func:`gradstats.hooks.shard_hook` it is the mean over one replica's ranks,
     as it goes into the compressor; else the mean over all ranks, stored once. Of kind ``"local"`` every rank writes all
@@ -155,14 +174,17 @@ class Capture:
         start_step: int = 0,
         process_group: dist.ProcessGroup | None = None,
         scaler: Scaler | None = None,
+        optimizer: Any = None,
+        units: UnitsOption | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         _check_options(kinds, store, dtype)
+        optimizers = optimizers_of(optimizer, kinds)
         check_count(buffers, "buffers")
         refuse_address(path)  # before any rank waits for another
         self.path = Path(path)
         self.schedule = as_schedule(schedule)
-        self._layout = Layout(model, parameters)
+        self._layout = Layout(model, parameters, units)
         self._kinds = None if kinds is None else tuple(kinds)
         ddp = unwrap(model).ddp
         # weakly, for DDP holds the hook, and with it the capture, where no garbage collector sees it
@@ -192,6 +214,11 @@ class Capture:
             else ShardTap(*common, self._sharding)
         )
         self._tap.check()
+        if optimizers:
+            layers = self._layout.names, self._layout.parameters
+            places = self._layout.slots if self._sharding is None else self._sharding.places
+            watch = self._watch
+            self._recorder.updates = Updates(optimizers, layers, places, lambda: watch.fired)
         world_size = dist.get_world_size(process_group) if distributed else 1
         if restarted() and not overwrite:
             overwrite = "number"
@@ -206,7 +233,7 @@ class Capture:
                 )
             create_trace(
                 path,
-                self._layout.layers,
+                self._layout.parts.layers,
                 world_size=world_size,
                 metadata={**_origin(storage, self.schedule), **(metadata or {})},
                 overwrite=over,
@@ -222,6 +249,14 @@ class Capture:
             )
             warn(f"not captured: {several(self._layout.ignored)}, which {why}")
         self._closed = False
+        updates = self._recorder.updates
+        if updates is not None and active:
+            recorder = self._recorder
+            updates.start(
+                weakref.WeakMethod(self._before_update),
+                weakref.WeakMethod(recorder.submit_waiting),
+                recorder.warn_once,
+            )
         at_exit(weakref.WeakMethod(self.close))
 
     @property
@@ -277,6 +312,10 @@ class Capture:
         """Have the hook that is registered record into another capture: DDP takes one hook, and keeps it."""
         self._tap = later._tap
 
+    def _before_update(self) -> None:
+        if self.active:
+            self._tap.before_update()
+
     def follow(self, local_steps: LocalSteps) -> None:
         """Record the exchanges of local steps: one step of the trace for each, numbered from 0.
 
@@ -295,6 +334,11 @@ class Capture:
         InputError
             If the capture wraps a hook already, or captures kind ``"local"``.
         """
+        if self._recorder.updates is not None:
+            raise InputError(
+                "kinds 'update' and 'weight' are of every optimizer step, and an exchange is of many: leave them and "
+                "optimizer= out, and take 'pseudogradient'"
+            )
         if isinstance(self._tap, BucketTap):
             raise InputError("a Capture wraps a hook or follows local steps: make one for each")
         if self._kinds is not None and "local" in self._kinds:

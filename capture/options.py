@@ -19,6 +19,7 @@ from capture.workloads.config import (
     Size,
 )
 from capture.workloads.launch import signals_raise
+from capture.workloads.optimizers import OptimizerName
 from capture.workloads.registry import WORKLOADS, LearningRates
 from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
@@ -34,6 +35,7 @@ __all__ = [
     "ErrorFeedbackOption",
     "FragmentsOption",
     "HiddenOption",
+    "KindsOption",
     "LearningRateOption",
     "LearningRateWarmUpOption",
     "LearningRatesOption",
@@ -41,6 +43,7 @@ __all__ = [
     "MomentumOption",
     "NesterovOption",
     "NprocOption",
+    "OptimizerOption",
     "OuterLearningRateOption",
     "OuterOption",
     "ParallelOption",
@@ -105,6 +108,22 @@ LearningRatesOption = Annotated[
 ]
 LearningRateWarmUpOption = Annotated[
     int | None, typer.Option(help="Steps in which the learning rate rises to its value.")
+]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="sgd, nesterov (momentum 0.9), adamw, or muon (AdamW for what is no hidden matrix); the workload's if "
+        "absent. Another than that has a learning rate of its own.",
+        **one_of("optimizer", lambda: get_args(OptimizerName)),
+    ),
+]
+KindsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What to capture, with commas: gradient, corrected, local, pseudogradient, update, weight. gradient, and "
+        "what there is of corrected and pseudogradient, if absent.",
+        metavar="KIND,…",
+    ),
 ]
 MomentumOption = Annotated[
     float | None,

@@ -15,11 +15,13 @@ import torch
 
 from capture.copies import Copies, Values
 from capture.schedule import Schedule
+from capture.updates import Updates
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.hooks import Scaler
 from gradstats.hooks.torch_private import before_thread_pools_end
 from gradstats.primitives.ratio import shown
 from gradstats.trace import Kind, Shard, Store, TraceWriter
+from gradstats.trace.format import OF_PARAMETERS
 
 __all__ = ["CaptureWarning", "Contents", "Phase", "Recorder", "Storage", "at_exit", "warn"]
 
@@ -130,6 +132,8 @@ class Recorder:
         Loss scaler of the training.
     storage : Storage
         Where and how to store.
+    updates : Updates or None
+        What writes the kinds that optimizers leave, where they are captured.
     """
 
     def __init__(
@@ -148,14 +152,22 @@ class Recorder:
         self.storage = storage
         self._schedule = schedule
         self._step = step
+        self.updates: Updates | None = None
         self._snapshot: Snapshot | None = None
+        self._arrays: dict[Kind, Values] = {}
+        self._waiting: Snapshot | None = None  # for the optimizers' steps
         self._background: BackgroundWriter | None = None
         self._warnings: set[str] = set()
 
     @property
     def arrays(self) -> Mapping[Kind, Values]:
-        """Where the gradients of the step in progress go, by kind; empty if it is not recorded."""
-        return {} if self._snapshot is None else self._snapshot.arrays
+        """Where the gradients of the step in progress go, by kind; empty if none of it is recorded."""
+        return self._arrays
+
+    @property
+    def records(self) -> bool:
+        """Whether anything of the step in progress is recorded."""
+        return self._snapshot is not None
 
     def wanted(self) -> bool:
         """Ask the schedule whether the next step is to be recorded: once a step, for it may be a user's function."""
@@ -173,14 +185,19 @@ class Recorder:
         """
         assert self.phase is Phase.IDLE
         self.phase = Phase.OPEN
-        if not wanted:
-            return
-        if self._background is None:
+        self.submit_waiting()
+        if wanted and self._background is None:
             self._open(contents())
         self._check()
-        if self.active and self._background is not None:
+        if wanted and self.active and self._background is not None:
             self._snapshot = self._background.borrow(self._on_wait)
+            arrays = self._snapshot.arrays
+            self._arrays = {kind: a for kind, a in arrays.items() if kind not in OF_PARAMETERS}
             self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        if self.updates is not None:
+            self.updates.begin(
+                None if self._snapshot is None else self._snapshot.arrays, self.copies
+            )
 
     def copy(
         self, kind: Kind, place: slice, gradient: torch.Tensor, scale: float | None = None
@@ -299,9 +316,26 @@ class Recorder:
             snapshot.step = self._step
             snapshot.arrived = self.copies.mark()
         self._step += 1
+        self._forget()
+        self._waiting = snapshot
+        if self.updates is not None:
+            self.updates.end()
+        if self.updates is None or self.updates.complete:
+            self.submit_waiting()
+
+    def submit_waiting(self) -> None:
+        """Queue the last step for writing, if it has waited for optimizers' steps: they have come, or will not."""
+        snapshot, self._waiting = self._waiting, None
+        if snapshot is None or self._background is None:
+            return
+        if self.updates is not None:
+            self.updates.finish()
+            snapshot.arrived = _both(snapshot.arrived, self.copies.mark())
+        self._background.submit(snapshot)
+
+    def _forget(self) -> None:
         self._snapshot, self.phase = None, Phase.IDLE
-        if snapshot is not None and self._background is not None:
-            self._background.submit(snapshot)
+        self._arrays = {}
 
     def _put_number(self, scalars: dict[str, Any], name: str, value: Any) -> None:
         """Record a number of the step; what is none is left out, with a warning."""
@@ -318,8 +352,10 @@ class Recorder:
 
     def drop(self) -> None:
         """Forget a step that failed; it does not count."""
-        snapshot, self._snapshot = self._snapshot, None
-        self.phase = Phase.IDLE
+        snapshot, opened = self._snapshot, self.phase is not Phase.IDLE
+        self._forget()
+        if self.updates is not None and opened:
+            self.updates.clear()
         if snapshot is not None and self._background is not None:
             snapshot.arrived = self.copies.mark()
             snapshot.wait()  # what is still on its way would come into another step
@@ -368,6 +404,9 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is queued, and finish the trace."""
+        self.submit_waiting()
+        if self.updates is not None:
+            self.updates.close()
         if self._background is not None:
             self._background.close(on_interrupt=self._on_interrupt)
             self._check()
@@ -375,6 +414,9 @@ class Recorder:
 
     def abandon(self) -> None:
         """Do the same without waiting long for a slow disk: garbage is collected in any place."""
+        self.submit_waiting()
+        if self.updates is not None:
+            self.updates.close()
         background, path = self._background, self.storage.path
         if background is None:
             return
@@ -424,6 +466,20 @@ class Recorder:
 
     def _on_interrupt(self) -> None:
         warn(f"{self.storage.path}: writing what is queued; press Ctrl-C again to lose it")
+
+
+def _both(
+    first: Callable[[], None] | None, second: Callable[[], None] | None
+) -> Callable[[], None] | None:
+    """Return what waits for two things, either of which may be none."""
+    if first is None or second is None:
+        return first or second
+
+    def wait() -> None:
+        first()
+        second()
+
+    return wait
 
 
 def warn(message: str) -> None:

@@ -39,6 +39,7 @@ ROOMS = [
     "capture.copies",
     "capture.states",
     "capture.writer",
+    "capture.updates",
     "capture.recorder",
     "capture.taps",
     "capture.creation",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from capture.taps.parts import Parts, UnitsOption
 from gradstats.errors import InputError
 from gradstats.hooks.torch_private import unwrap
 from gradstats.hooks.units import is_sharded, local_part, units
@@ -25,15 +26,19 @@ class Layout:
         The model, in whatever wrappers.
     patterns : sequence of str, optional
         Name patterns (``fnmatch``) of the parameters to capture; all if None.
+    units : mapping, optional
+        Parameters that are cut into several layers of the trace, as :class:`capture.taps.parts.Parts` takes them.
 
     Attributes
     ----------
     model : torch.nn.Module
         The model without its wrappers.
     layers : list of Layer
-        Names, places and shapes.
+        Names, places and shapes of the parameters.
     names : list of str
-        Names of the layers.
+        Names of the parameters.
+    parts : Parts
+        The layers of the trace: the parameters, or what they are cut into.
     slots : dict of int to slice
         Places by the identity of the parameter.
     parameters : list of torch.Tensor
@@ -44,10 +49,15 @@ class Layout:
     Raises
     ------
     InputError
-        If the model is none, or no parameter matches.
+        If the model is none, no parameter matches, or one cannot be cut as `units` has it.
     """
 
-    def __init__(self, model: object, patterns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: object,
+        patterns: Sequence[str] | None = None,
+        units: UnitsOption | None = None,
+    ) -> None:
         self.model = module_of(model)
         self.layers: list[Layer] = []
         self.slots: dict[int, slice] = {}
@@ -72,6 +82,7 @@ class Layout:
                 raise InputError("DDP or FSDP2 ignores all parameters that are to be captured")
             raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
         self.names = [layer.name for layer in self.layers]
+        self.parts = Parts(units, self.layers)
         self.parameters: list[torch.Tensor] = [
             p for p in self.model.parameters() if id(p) in self.slots
         ]

@@ -71,11 +71,13 @@ class PlainTap(Tap):
             slots = self._layout.slots_of(source)
         # of a step that a tap of the exchange has begun, the schedule was asked
         begun = recorder.phase is not Phase.IDLE
-        wanted = bool(recorder.arrays) if begun else recorder.wanted()
+        wanted = recorder.records if begun else recorder.wanted()
         if source is self._layout.model and (wanted or not self._watch.fired):
             self._take_replaced()
             slots = self._layout.slots
-        if self._has_gradient(source, slots, wanted):
+        # an optimizer's step has begun it, and no gradient is asked for
+        updated = begun and wanted and not recorder.arrays
+        if updated or self._has_gradient(source, slots, wanted):
             self._check_scaler()
             try:
                 if not begun:
@@ -92,7 +94,13 @@ class PlainTap(Tap):
             recorder.misplaced()
             if self._watch.fired:
                 recorder.skip()
+            else:
+                recorder.drop()  # an optimizer's closure has begun it
         self._watch.restart(self._layout.parameters)
+
+    def before_update(self) -> None:
+        """Begin the step of the trace: :meth:`end` comes after the optimizer's step."""
+        self._begin(self._recorder.wanted())
 
     def check(self) -> None:
         """Refuse a hook on the DDP model: the gradients would be what it left."""

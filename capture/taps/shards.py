@@ -90,12 +90,11 @@ class Sharding:
         self._wanted = None if captured is None else set(captured)
         self._rank = dist.get_rank(process_group)
         holds = dist.get_rank() == ranks[0]
-        self.shards = [
-            shard_of(name, p, holds) for name, p in zip(layout.names, parameters, strict=True)
-        ]
+        held = [shard_of(name, p, holds) for name, p in zip(layout.names, parameters, strict=True)]
+        self.shards = layout.parts.shards(held, layout.layers)
         self.places: dict[int, slice] = {}
         end = 0
-        for parameter, shard in zip(parameters, self.shards, strict=True):
+        for parameter, shard in zip(parameters, held, strict=True):
             self.places[id(parameter)] = slice(end, end := end + shard.numel)
 
     def _find_hook(self) -> ShardHook | None:

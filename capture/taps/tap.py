@@ -101,6 +101,9 @@ class Tap(ABC):
             Learning rate of the step.
         """
 
+    def before_update(self) -> None:  # noqa: B027
+        """Take note that an optimizer is about to step, before the step of the trace has begun."""
+
     @abstractmethod
     def check(self) -> None:
         """Refuse a hook that would make the gradients others than the user takes them for.
@@ -154,7 +157,7 @@ class Tap(ABC):
         """Commit the step if its gradients were sent, and arrived; else drop it."""
         if self._recorder.phase is Phase.SENT and self._arrived():
             columns = {}
-            if self._recorder.arrays:
+            if self._recorder.records:
                 columns = self._columns()
                 self._mark_absent()
             self._recorder.commit(loss, learning_rate, columns)
@@ -176,7 +179,7 @@ class Tap(ABC):
                 "the hook's state numbers its parameters, so that its diagnosis of layers cannot be recorded: "
                 "give it named_parameters=model.named_parameters()",
             )
-        return step_columns(observed, self._layout.names)
+        return step_columns(observed, [layer.name for layer in self._layout.parts.layers])
 
     def _mark_absent(self) -> None:  # noqa: B027
         """Mark what of a recorded step was not seen, if that is known only at its end."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from capture.schedule import Schedule, at, every
+from capture.workloads.optimizers import OptimizerName, family, settings_with
 from capture.workloads.registry import LearningRates, WorkloadInfo, workload_info
 from gradstats.errors import InputError, unknown
 
@@ -92,6 +93,9 @@ class RunConfig:
         Kept fraction k/d.
     options : mapping
         Further options of the compressor.
+    optimizer : {"sgd", "nesterov", "adamw", "muon"} or None
+        Optimizer, see :func:`capture.workloads.optimizers.make_optimizers`; the workload's own if None. Another than
+        that has a learning rate of its own, 0.1 for SGD and 0.001 for AdamW and Muon, and no weight decay.
     momentum : float or None
         Momentum m in [0, 1). If None, 0.9 for the systems ``dgc``, ``redsync`` and ``redsync-quantised``, which correct
         it in the memory of each rank, and the workload's for others, whose optimizer has it.
@@ -141,6 +145,8 @@ class RunConfig:
         Steps to capture instead, if there are any.
     ranks : tuple of int or None
         Ranks to capture; all if None.
+    kinds : tuple of str or None
+        Kinds to capture, of :data:`gradstats.trace.KINDS`; as :class:`capture.Capture` chooses if None.
     store : {"gradients", "sketches"}
         What of the gradients is stored.
     dtype : {"float32", "bfloat16"}
@@ -173,6 +179,7 @@ class RunConfig:
     compressor: str = "topk"
     ratio: float = 0.001
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerName | None = None
     momentum: float | None = None
     nesterov: NesterovForm | None = None
     weight_decay: float | None = None
@@ -194,6 +201,7 @@ class RunConfig:
     every: int = 10
     at: tuple[int, ...] = ()
     ranks: tuple[int, ...] | None = None
+    kinds: tuple[str, ...] | None = None
     store: Literal["gradients", "sketches"] = "gradients"
     dtype: Literal["float32", "bfloat16"] = "float32"
     compress: bool = False
@@ -211,6 +219,8 @@ class RunConfig:
     def _chosen(self, name: str) -> Any:
         """Return a setting as given, or else as the recipe or the workload has it; None where none of them does."""
         value = getattr(self, name)
+        if value is None:
+            value = settings_with(self.optimizer, self.info.optimizer).get(name)
         if value is None and self.recipe == "paper":
             value = self.info.recipe.get(name)
             epochs = self.info.recipe.get("epochs" if name == "steps" else f"{name}_epochs")
@@ -241,6 +251,11 @@ class RunConfig:
     def initial_learning_rate(self) -> float:
         """The learning rate the run starts with."""
         return float(self._chosen("learning_rate"))
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name in ``torch.optim``."""
+        return self.info.optimizer if self.optimizer is None else family(self.optimizer)
 
     @property
     def decay(self) -> LearningRates:
@@ -352,8 +367,10 @@ class RunConfig:
             make_state(self.compressor, self.ratio, (), compressor_options=dict(self.options))
         else:
             make_compressor(self.compressor, self.ratio, **self.options)
+        self._check_optimizer()
         self._check_training()
         self._check_parallel()
+        self._check_kinds()
         self._check_local_steps()
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
@@ -376,6 +393,31 @@ class RunConfig:
                 )
             if not any((self.data_dir / name).exists() for name in info.files):
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is not None and self.optimizer not in get_args(OptimizerName):
+            raise unknown("optimizer", self.optimizer, get_args(OptimizerName))
+        if self.optimizer == "muon" and (self.parallel != "ddp" or self.local_steps):
+            raise InputError(
+                "muon needs whole matrices and two optimizers: use parallel=ddp, and no local steps"
+            )
+
+    def _check_kinds(self) -> None:
+        from gradstats.trace.format import KINDS, OF_PARAMETERS
+
+        for kind in self.kinds or ():
+            if kind not in KINDS:
+                raise unknown("kind", kind, KINDS)
+            if (kind == "pseudogradient") > bool(self.local_steps):
+                raise InputError("kind pseudogradient is of local steps: give local_steps too")
+            if kind in OF_PARAMETERS and self.local_steps:
+                raise InputError(
+                    f"kind {kind} is of every step, and with local steps exchanges are captured: take pseudogradient"
+                )
+            if kind == "local" and (self.parallel == "ddp" or self.local_steps):
+                raise InputError(
+                    "kind local is of sharded models: under ddp each rank's gradient is kind gradient"
+                )
 
     def _check_training(self) -> None:
         from gradstats.compressors import RULE
@@ -406,9 +448,9 @@ class RunConfig:
             raise InputError(f"{self.compressor} cannot clip locally: use clip_kind=averaged")
         if training.warm_up and self.compressor in BASELINES[1:]:
             raise InputError(f"{self.compressor} has no warm-up here: leave it out")
-        if self.info.optimizer != "SGD" and (self.whole_system or training.momentum):
+        if self.optimizer_name != "SGD" and (self.whole_system or training.momentum):
             raise InputError(
-                f"{self.workload} trains with {self.info.optimizer}, without momentum: leave it out, and of systems "
+                f"{self.workload} trains with {self.optimizer_name}, without momentum: leave it out, and of systems "
                 f"with a momentum of their own use the rule, such as {RULE}dgc"
             )
 
@@ -488,7 +530,7 @@ class RunConfig:
             "model": info.name.split("-")[0],
             "data": info.name.split("-")[1],
             "optimizer": {
-                "name": info.optimizer,
+                "name": self.optimizer_name,
                 "learning_rate": self.initial_learning_rate,
                 "lr_schedule": self.decay,
                 **({"lr_warm_up": rise} if (rise := self._chosen("lr_warm_up")) else {}),

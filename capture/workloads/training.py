@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.facade import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import DENSE, RunConfig, RunResult
+from capture.workloads.optimizers import make_optimizers
 from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
 from gradstats.hooks import CompressionState, Diagnosis, LocalSteps, ShardHook, compression_hook
 from gradstats.hooks.systems import diloco, make_state, sparseloco
+from gradstats.trace.format import OF_PARAMETERS
 
 if TYPE_CHECKING:
     from capture.workloads.task import Task
@@ -29,9 +32,6 @@ __all__ = ["thread_count", "worker"]
 
 _STREAMED_BUCKET_MB = 0.1
 """Bucket size for compressors that stream: PyTorch's 25 MB would hold all of a small model, with nothing to overlap."""
-
-_BETAS = (0.9, 0.95)
-"""AdamW's decays, as transformers are trained."""
 
 
 _GROUPS: list[dist.ProcessGroup | None] = []
@@ -87,26 +87,26 @@ def _train(config: RunConfig) -> RunResult:
     compression: CompressionState | LocalSteps | ShardHook | None = None
     mesh = None if config.parallel == "ddp" else shard(config, network)
     if config.local_steps:
-        optimizer = _make_optimizer(config, network)
+        optimizers = make_optimizers(config, network)
         replicas = None if mesh is None else mesh["replicate"].get_group()
-        compression = local = _make_local_steps(config, network, optimizer, replicas)
+        compression = local = _make_local_steps(config, network, optimizers[0], replicas)
         capture = _make_capture(config, network)
         if capture is not None:
             capture.follow(local)
     elif mesh is not None:
         compression = compress(config, network, mesh, lambda: _make_compressor(config))
-        capture = _make_capture(config, network)
-        optimizer = _make_optimizer(config, network)
+        optimizers = make_optimizers(config, network)
+        capture = _make_capture(config, network, optimizers)
     else:
         state, hook, bucket_mb = _make_exchange(config, task.model)
         ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
         compression = state if isinstance(state, CompressionState) else None
-        capture = _make_capture(config, ddp)
+        optimizers = make_optimizers(config, ddp)
+        capture = _make_capture(config, ddp, optimizers)
         if capture is not None:
             state, hook = capture.wrap(state, hook)
         if capture is not None or config.compressor != DENSE:  # else DDP is left as PyTorch has it
             ddp.register_comm_hook(state, hook)
-        optimizer = _make_optimizer(config, ddp)
         network = ddp
     training = config.training()
     clip = training.clip if training.clip_kind == "averaged" else None
@@ -117,16 +117,18 @@ def _train(config: RunConfig) -> RunResult:
         for step in range(steps):
             started = time.perf_counter()
             learning_rate = config.learning_rate_at(step)
-            for group in optimizer.param_groups:
+            for group in (g for each in optimizers for g in each.param_groups):
                 group["lr"] = learning_rate
-            optimizer.zero_grad()
+            for each in optimizers:
+                each.zero_grad()
             loss = task.loss(network, step)
             torch.autograd.backward(loss)
             if capture is not None:
                 capture.step(loss=loss, learning_rate=learning_rate)
             if clip is not None:
                 clip_gradients(network, clip)
-            optimizer.step()
+            for each in optimizers:
+                each.step()
             result.losses.append(loss.item())
             result.seconds.append(time.perf_counter() - started)
             if compression is not None and compression.last not in (None, recorded):
@@ -146,22 +148,6 @@ def _train(config: RunConfig) -> RunResult:
         result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
     result.checksum = sum(float(whole(p.detach()).double().sum()) for p in network.parameters())
     return result
-
-
-def _make_optimizer(config: RunConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    training, rate = config.training(), config.initial_learning_rate
-    if config.info.optimizer == "AdamW":
-        return torch.optim.AdamW(
-            model.parameters(), lr=rate, betas=_BETAS, weight_decay=training.weight_decay
-        )
-    outside = not config.whole_system  # a system corrects its momentum in the memory
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=rate,
-        momentum=training.momentum if outside else 0.0,
-        nesterov=outside and bool(training.nesterov),
-        weight_decay=training.weight_decay if outside else 0.0,
-    )
 
 
 def _make_local_steps(
@@ -238,14 +224,21 @@ def _make_compressor(config: RunConfig) -> Compressor:
     return compressor
 
 
-def _make_capture(config: RunConfig, model: torch.nn.Module) -> Capture | None:
+def _make_capture(
+    config: RunConfig,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Capture | None:
     if config.out is None:
         return None
+    moved = set(OF_PARAMETERS) & set(config.kinds or ())
     return Capture(
         config.out,
         model,
         config.schedule,
         ranks=config.ranks,
+        kinds=config.kinds,  # type: ignore[arg-type]  # checked
+        optimizer=list(optimizers) if moved else None,
         store=config.store,
         dtype=config.dtype,
         total_steps=config.setting("steps"),

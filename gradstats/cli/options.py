@@ -177,7 +177,7 @@ KindOption = Annotated[
     list[str] | None,
     typer.Option(
         "--kind",
-        help="Look at this kind only: gradient, corrected or pseudogradient (repeatable).",
+        help="Look at this kind only: gradient, corrected, local, pseudogradient, update or weight (repeatable).",
         **one_of("kind", _kinds),
     ),
 ]

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.gradient import real_view
-from gradstats.hooks.optimizers import TakenGradients, after_closure, before_steps
+from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
+from gradstats.hooks.optimizers import TakenGradients, after_closure, after_steps, before_steps
 from gradstats.hooks.spikes import FEWEST, Spikes, Trigger
 from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
+from gradstats.hooks.updates import UPDATE_NAMES, StepUpdates
 from gradstats.primitives import Moments, moments
 from gradstats.primitives.ratio import check_count, check_number, check_several
 from gradstats.primitives.sketch import Sketch, merge, sketch
@@ -44,7 +46,7 @@ _COUNTS = ("numel", "count", "zeros", "nonfinite")
 _SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
 
 
-# One attribute over 12: they are the user's options, and the two results.
+# Attributes over 12: they are the user's options, and the two results.
 class Monitor:
     """Describe the gradient of a training, as the optimizer is about to use it, once per optimizer step.
 
@@ -67,6 +69,12 @@ class Monitor:
         Optimizer to hook into, also as accelerate or Lightning wraps it. Of ``optimizer.step(closure)`` the gradient
         described is the one that the closure computes first. Steps that a ``GradScaler`` skips never reach it: call
         :meth:`step` before ``scaler.step()`` instead where you want to see them.
+    updates : bool
+        Whether, with `optimizer`, to describe what its steps do to the parameters. It takes one more copy of the
+        parameters during steps that are described.
+    noise : bool or int
+        Whether to compare the micro-batches that are accumulated for one optimizer step; a number says how many samples
+        each of them has, which the noise scale is then in.
     scaler : Scaler, optional
         ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand.
     state : object, optional
@@ -77,7 +85,7 @@ class Monitor:
     per_layer : bool
         Whether the dict has the norm of every parameter, too.
     window : int
-        Number of steps described before, at least 10, whose norms tell a spike.
+        Number of steps described before, at least 10, whose norms tell a spike, and whose micro-batches the noise.
     spike : float
         Robust z from which on a layer is said to spike.
     trigger : mapping of str to float, optional
@@ -126,6 +134,24 @@ class Monitor:
         of single parameters where it reaches `spike`.
     ``norm/LAYER``
         Norm of every parameter, with `per_layer`.
+    ``update_norm``, ``update_to_weight``
+        Norm of what the optimizer's step took off the parameters (before − after), and the same ÷ the norm of the
+        parameters before; with `per_layer` also ``update_to_weight/LAYER``. These four with `optimizer` alone, unless
+        `updates` is False.
+    ``update_cosine``
+        Cosine of that and the gradient in ``.grad`` after the step: 1 for plain SGD.
+    ``unchanged_bf16``
+        Share of the parameters' elements that are the same after the step as before it once both are rounded to
+        bfloat16: what a training without float32 weights would have lost, and a delta in bfloat16 need not send.
+
+    ``noise_scale``, ``micro_cosine``, ``noise_xi``
+        With `noise`, of this process's micro-batches in the last `window` steps described. The gradient noise scale tr
+        Σ ÷ ‖G‖² of McCandlish et al. (2018), which estimates the critical batch size, as the ratio of the means over
+        the steps of both parts without bias, in micro-batches or their samples; the cosine of two micro-batches, ‖G‖² ÷
+        (‖G‖² + tr Σ) of such means; and the shape ξ of the tail of the noise, from the difference of the first two
+        micro-batches: 1/ξ is the tail index. Each has ``_low`` and ``_high``, the ends of a 95 % interval from 20 steps
+        on, of blocks of steps, for the first two computed anew at every fifth step. They take the micro-batches as
+        drawn independently, and the gradient as the same within the window.
 
     The norm, the mean and the counts are exact; ξ, p and the share of underflow come from a histogram with cells half a
     percent wide. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
@@ -133,7 +159,8 @@ class Monitor:
     parameters add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are
     left out; where an optimizer in the backward pass has taken it, one warning names them, at the first step
     described. Where none has one, the dict has the number of the step alone. A monitor is not checkpointed: after a
-    resume the window fills anew.
+    resume the window fills anew. With `noise` every micro-batch of a step described is read three times, as it is
+    accumulated, and no copy of it is kept; under DDP accumulate under ``no_sync()``, for each rank's own sums.
 
     Examples
     --------
@@ -153,6 +180,8 @@ class Monitor:
         every: int = 1,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        updates: bool = True,
+        noise: bool | int = False,
         scaler: Scaler | None = None,
         state: Any = None,
         parameters: Sequence[str] | None = None,
@@ -187,11 +216,18 @@ class Monitor:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
         self._taken = TakenGradients(self._layers)
         self._spikes = Spikes(dict(self._layers), check_count(window, "window", FEWEST), spike)
+        self._noise: MicroBatches | None = None
+        if noise is not False:
+            samples = 1 if noise is True else check_count(noise, "noise")
+            self._noise = MicroBatches(self._layers, samples, window)
+            self._noise.begin(not self._next % self._every)
         self.values: dict[str, float] = {}
         self.blame: str | None = None
-        self._handle = None
+        self._handles: list[Any] = []
+        self._updates = StepUpdates(self._layers)
         if optimizer is not None:
-            self._handle = before_steps(optimizer, self._before)
+            self._handles.append(before_steps(optimizer, partial(self._before, bool(updates))))
+            self._handles.append(after_steps(optimizer, self._after))
 
     def step(self) -> dict[str, float]:
         """Describe the gradient of the step that is about to end, if it is one of every `every`.
@@ -209,9 +245,11 @@ class Monitor:
     def close(self) -> None:
         """Unhook the optimizer. Calling it twice does no harm."""
         self._taken.stop()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._noise is not None:
+            self._noise.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def __enter__(self) -> Monitor:
         return self
@@ -235,14 +273,30 @@ class Monitor:
         return self._trigger.asks_for(step)
 
     def _before(
-        self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any
+        self, updates: bool, optimizer: torch.optim.Optimizer, arguments: Any, options: Any
     ) -> tuple[Any, Any] | None:
         """Take the step that the optimizer begins. Fused optimizers unscale by themselves."""
+        self._updates.forget()
+        if updates and not self._next % self._every:
+            self._updates.before()
         scale = getattr(optimizer, "grad_scale", None)
         take = partial(
             self._take, 1.0 if scale is None else float(scale), self._present_scale(scale)
         )
         return after_closure(arguments, options, take)
+
+    def _after(self, *_: object) -> None:
+        """Add what the optimizer's step has done."""
+        if not self._updates.waiting:
+            return
+        values, ratios = self._updates.after()
+        self._trigger.look_at(
+            values | {f"update_to_weight/{name}": ratio for name, ratio in ratios.items()}
+        )
+        if self._per_layer:
+            values |= {f"update_to_weight/{visible(n)}": ratio for n, ratio in ratios.items()}
+        self.values |= {self._prefix + name: value for name, value in values.items()}
+        self._logged()
 
     def _present_scale(self, given: object = None) -> float:
         if given is not None:
@@ -257,6 +311,9 @@ class Monitor:
     def _take(self, scale: float, present: float | None = None) -> dict[str, float]:
         number = self._next
         self._next += 1
+        compared = {} if self._noise is None else self._noise.end()
+        if self._noise is not None:
+            self._noise.begin(not self._next % self._every)
         if number % self._every:
             self._taken.forget()
             return {}
@@ -267,7 +324,7 @@ class Monitor:
             self.blame, self.values = None, {self._prefix + "step": float(number)}
             return self._logged()
         values |= _described(whole, scale, self._present_scale() if present is None else present)
-        values |= self._compressed()
+        values |= self._compressed() | compared
         norms = {
             name: math.sqrt(s.sum_squares) / scale for name, s in zip(names, sketches, strict=True)
         }
@@ -283,6 +340,8 @@ class Monitor:
         return self._logged()
 
     def _logged(self) -> dict[str, float]:
+        if self._updates.waiting:  # the optimizer's step belongs to it
+            return self.values
         if self._log is not None and not (dist.is_initialized() and dist.get_rank()):
             self._log(dict(self.values))
         return self.values
@@ -330,6 +389,8 @@ class Monitor:
 _NAMES = (
     *("norm", "mean", "max", "xi", "p", "zeros", "underflow", "nonfinite"),
     *("quality", "residual_norm", "spike"),
+    *UPDATE_NAMES,
+    *NOISE_NAMES,
 )
 """Values that can trigger a capture."""
 

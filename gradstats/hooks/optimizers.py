@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from gradstats.errors import InputError
 from gradstats.hooks.torch_private import innermost_optimizer
 
-__all__ = ["TakenGradients", "after_closure", "before_steps"]
+__all__ = ["TakenGradients", "after_closure", "after_steps", "before_steps", "closure_of"]
 
 
 def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
@@ -44,6 +44,37 @@ def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
         ) from None
 
 
+def after_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
+    """Call something after every step of an optimizer that :func:`before_steps` takes.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer, in whatever wrappers.
+    call : callable
+        Called as by ``Optimizer.register_step_post_hook``.
+
+    Returns
+    -------
+    RemovableHandle
+        What unhooks it.
+    """
+    return innermost_optimizer(optimizer).register_step_post_hook(call)  # type: ignore[no-any-return]
+
+
+def closure_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the closure of an optimizer's step, or None.
+
+    Parameters
+    ----------
+    arguments : tuple
+        Positional arguments of ``step()``, the optimizer first.
+    options : dict
+        Keyword arguments.
+    """
+    return arguments[1] if len(arguments) > 1 else options.get("closure")
+
+
 def after_closure(
     arguments: tuple[Any, ...], options: dict[str, Any], call: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -63,7 +94,7 @@ def after_closure(
     tuple of (tuple, dict) or None
         Arguments to replace these; None if there is no closure.
     """
-    closure = arguments[1] if len(arguments) > 1 else options.get("closure")
+    closure = closure_of(arguments, options)
     if closure is None:
         call()
         return None

@@ -59,7 +59,7 @@ def tail_test(fit: Fit, ratio: float, k: int, quality: float) -> TailTest:
     Returns
     -------
     TailTest
-        p-value, and what the test can see; NaN where a standard error is not known.
+        p-value, and what the test can see; NaN where a standard error is not known, or the law ends at its threshold.
     """
     variance = (1 - ratio) / k
     if not fit.is_likelihood:
@@ -102,6 +102,8 @@ def _doubt(fit: Fit, ratio: float) -> float:
     law, params = LAWS[fit.model].magnitude, dict(fit.params)
     threshold = fit.threshold(ratio)
     share = float(law.sf(threshold, **params))
+    if not share:  # the law ends there, to the last digit
+        return math.nan
     total = 0.0
     for name, error in fit.stderr.items():
         high, low = (

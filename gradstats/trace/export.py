@@ -36,7 +36,7 @@ def save_safetensors(
     rank : int
         Rank that captured the gradient.
     kind : Kind
-        ``"gradient"``, ``"corrected"`` or ``"pseudogradient"``.
+        One of :data:`gradstats.trace.KINDS`, such as ``"gradient"``.
 
     Raises
     ------

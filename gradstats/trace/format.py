@@ -33,6 +33,7 @@ __all__ = [
     "GROW",
     "KINDS",
     "LAYER_COMPRESSION",
+    "OF_PARAMETERS",
     "SCHEMA",
     "STATISTICS",
     "STORES",
@@ -58,10 +59,12 @@ __all__ = [
 SCHEMA = 5
 """Version of the format that is written, and the only one that is read."""
 
-Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient"]
+Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient", "update", "weight"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WHOLE: tuple[Kind, ...] = ("local",)
 """Kinds of which every rank has all elements, also where the model is sharded."""
+OF_PARAMETERS: tuple[Kind, ...] = ("update", "weight")
+"""Kinds that are known when the optimizer has stepped: what it takes off the parameters, and what is left of them."""
 
 Store: TypeAlias = Literal["gradients", "sketches"]
 STORES: tuple[Store, ...] = ("gradients", "sketches")
@@ -99,6 +102,8 @@ _LONG_NAMES = {
     "corrected": "gradient plus what error feedback added",
     "local": "gradient of this rank before any reduction",
     "pseudogradient": "parameters at the last exchange less those now",
+    "update": "parameters before the optimizer's step less those after",
+    "weight": "parameters after the optimizer's step",
     "counts": "elements by magnitude",
     "moments": "sums over the elements",
     **{column.name: column.label for column in (*COUNTS, *OF_RUN)},

@@ -137,7 +137,7 @@ def chosen(
     names : sequence of str
         Names of all parameters.
     patterns : sequence of str, optional
-        Patterns of names, as in :mod:`fnmatch`.
+        Names, or patterns of names, as in :mod:`fnmatch`.
     every : bool
         Whether all of them are wanted if there are no patterns.
     where : str
@@ -156,7 +156,8 @@ def chosen(
     if not patterns:
         return list(names) if every else []
     patterns = check_several(patterns, "layers")
-    found = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    # brackets of a part's name, experts[3], are no set of characters
+    found = [n for n in names if any(n == p or fnmatchcase(n, p) for p in patterns)]
     if not found:
         listed = ", ".join(patterns)
         raise InputError(f"no layer of {where} matches {listed}; it has {some(names)}")

@@ -165,6 +165,75 @@ def test_momentum_clipping_and_warm_up_of_a_run(settings, expected):
     json.dumps(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optimizer": "sgd"}, ("SGD", 0.1, 0.0, None, 0.0)),
+        ({"optimizer": "nesterov"}, ("SGD", 0.1, 0.9, "dgc", 0.0)),
+        ({"optimizer": "adamw"}, ("AdamW", 1e-3, 0.0, None, 0.0)),
+        ({"optimizer": "muon", "learning_rate": 0.01}, ("Muon", 0.01, 0.0, None, 0.0)),
+        ({"optimizer": "adamw", "workload": "gpt-pydoc"}, ("AdamW", 1e-3, 0.0, None, 0.1)),
+        ({"optimizer": "nesterov", "workload": "gpt-pydoc"}, ("SGD", 0.1, 0.9, "dgc", 0.0)),
+        ({"optimizer": "nesterov", "workload": "lstm-pydoc"}, ("SGD", 5.0, 0.9, "dgc", 0.0)),
+    ],
+)
+def test_settings_that_an_optimizer_brings(settings, expected):
+    config = RunConfig(**DIGITS | {"compressor": "none"} | settings)
+    config.check()
+    training = config.training()
+    found = training.momentum, training.nesterov, training.weight_decay
+    assert (config.optimizer_name, config.initial_learning_rate, *found) == expected
+    assert config.metadata()["optimizer"]["name"] == expected[0]
+
+
+def test_what_muon_takes():
+    from capture.workloads.networks import small_resnet
+    from capture.workloads.optimizers import make_optimizers
+
+    def shapes(model, **settings):
+        config = RunConfig(**DIGITS | {"optimizer": "muon"} | settings)
+        return [
+            [tuple(p.shape) for group in each.param_groups for p in group["params"]]
+            for each in make_optimizers(config, model)
+        ]
+
+    torch.manual_seed(0)
+    words = torch.nn.Sequential(
+        torch.nn.Embedding(9, 4),
+        torch.nn.Linear(4, 6),
+        torch.nn.LayerNorm(6),
+        torch.nn.Linear(6, 9),
+    )
+    hidden, rest = shapes(words)
+    assert hidden == [(6, 4)]
+    assert rest == [(9, 4), (6,), (6,), (6,), (9, 6), (9,)]
+    images = small_resnet(20, 10)
+    hidden, rest = shapes(images)
+    assert hidden == [(10, 64)]  # the output layer: a convolution's kernel is no matrix
+    assert sum(map(np.prod, hidden + rest)) == sum(p.numel() for p in images.parameters())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"workload": "lstm-pydoc", "hidden": 16, "vocab": 50, "optimizer": "muon"},
+        {"workload": "gpt-pydoc", "size": "0.1M", "vocab": 60, "parallel": "fsdp"},
+    ],
+)
+def test_a_run_captures_what_its_optimizer_applies(tmp_path, settings):
+    path = tmp_path / "run.zarr"
+    settings = {"steps": 3, "batch_size": 4, "every": 1, "compressor": "none", **settings}
+    result = run(RunConfig(**settings, kinds=("update", "weight"), out=path, evaluate=False))
+    trace = open_trace(path)
+    assert trace.kinds(0) == ["update", "weight"]
+    for step in (1, 2):
+        before, after = trace.read(step - 1, 0, "weight"), trace.read(step, 0, "weight")
+        assert np.array_equal(trace.read(step, 0, "update"), before - after)
+        assert (before != after).any()
+    assert after.sum(dtype=np.float64) == pytest.approx(result.checksum, abs=1e-6)
+
+
 def test_learning_rates():
     def rates(**settings):
         config = RunConfig(**DIGITS | {"learning_rate": 2.0} | settings)
@@ -207,6 +276,15 @@ def test_learning_rates():
         ({"compressor": "redsync-quantised", "error_feedback": False}, "use threshold:redsync for"),
         ({"compressor": "threshold:nonsense"}, "no compressor"),
         ({"compressor": "dgc", "options": {"nonsense": 1}}, "system 'dgc'"),
+        ({"optimizer": "adam"}, "no optimizer 'adam'"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "trains with AdamW, without momentum"),
+        ({"optimizer": "muon", "compressor": "dgc"}, "trains with Muon, without momentum"),
+        ({"optimizer": "muon", "parallel": "fsdp", "compressor": "none"}, "whole matrices"),
+        ({"optimizer": "muon", "local_steps": 4}, "whole matrices"),
+        ({"kinds": ("updates",)}, "did you mean update"),
+        ({"kinds": ("update",), "local_steps": 4}, "take pseudogradient"),
+        ({"kinds": ("pseudogradient",)}, "give local_steps too"),
+        ({"kinds": ("local",)}, "of sharded models"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(settings, message):

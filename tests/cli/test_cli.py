@@ -162,7 +162,7 @@ ERRORS = [
     (("quality", EF, "--estimator", "sidko-e"), "did you mean sidco-e?"),
     (
         ("quality", EF, "--kind", "correct"),
-        "there are gradient, corrected, local, pseudogradient; did you mean corrected?",
+        "there are gradient, corrected, local, pseudogradient, update, weight; did you mean corrected?",
     ),
     (("quality", EF, "--format", "xml"), "no format 'xml'; there are table"),
     (("quality",), "gradstats quality: Missing argument 'SOURCE'. (gradstats quality --help)"),

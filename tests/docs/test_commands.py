@@ -103,7 +103,7 @@ def unknown(whole, words):
 def folder(tmp_path_factory):
     """What the pages' commands read, small: runs of two ranks with a compressor, and a measured network."""
     path = tmp_path_factory.mktemp("pages")
-    kinds = ("gradient", "pseudogradient")
+    kinds = ("gradient", "pseudogradient", "update")
     for name in ("run", "right", "wrong", "dense", "ef"):
         create_trace(path / f"{name}.zarr", LAYERS, world_size=2)
         for rank in (0, 1):

@@ -50,6 +50,15 @@ def test_the_example_runs(page):
     subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, cwd=ROOT)
 
 
+def test_the_loop_captures_what_its_optimizer_applies(tmp_path):
+    page = (DOCS / "howto/updates.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    trace = gradstats.open_trace(tmp_path / "run.zarr")
+    assert (trace.steps(), trace.kinds(0)) == ([0, 10, 20, 30], ["gradient", "update", "weight"])
+    assert 0 < abs(trace.read(30, 0, "update")).max() < 0.002  # AdamW's rate is 0.001
+
+
 def test_the_plain_loop_captures(tmp_path):
     page = (DOCS / "howto/plain_loop.md").read_text(encoding="utf-8")
     script, read = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch import nn
 from workers import monitor as cases
 from workers.hook import model
+from workers.trainings import inputs
 
 import gradstats
 from capture import Capture
@@ -47,6 +48,14 @@ def check(values, gradient, scale=1.0):
             start += numel
 
 
+def check_sgd(values):
+    """SGD at a rate of 0.1, whatever it has of the gradient: float32 rounds the parameters."""
+    norm = 0.1 * values["gradient/norm"]
+    assert values["gradient/update_norm"] == pytest.approx(norm, rel=1e-4)
+    assert values["gradient/update_cosine"] == pytest.approx(1, abs=1e-6)
+    assert 0 < values["gradient/unchanged_bf16"] < 1
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return run_ranks(2, cases.two_ranks)
@@ -63,6 +72,7 @@ def test_under_ddp_it_describes_what_the_optimizer_uses(two_ranks, name):
         assert values["gradient/step"] == step
         assert np.array_equal(gradient, other)
         check(values, gradient, scale)
+        check_sgd(values)
         shared = values.keys() - {"gradient/residual_norm", "gradient/quality"}
         assert {n: values[n] for n in shared} == {n: others[n] for n in shared}
         if compress:
@@ -75,6 +85,7 @@ def test_under_ddp_it_describes_what_the_optimizer_uses(two_ranks, name):
 def check_shards(results):
     for (values, gradient, _), *others in zip(*results, strict=True):
         check(values, gradient)
+        check_sgd(values)
         assert all(each[0] == values for each in others)
 
 
@@ -295,3 +306,80 @@ def test_options_that_make_no_sense_are_one_line():
             Monitor(net, **options)
     with pytest.raises(InputError, match=r"torch\.nn\.Module"):
         Monitor("net")
+
+
+def weights(net):
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
+
+
+def by_hand(before, after, gradient):
+    """Return what a monitor says of an update, from whole vectors in float64."""
+    b, a, g = (np.asarray(v, np.float64) for v in (before, after, gradient))
+    rounded = [torch.from_numpy(np.float32(v)).bfloat16() for v in (b, a)]
+    return {
+        "gradient/update_norm": np.linalg.norm(b - a),
+        "gradient/update_to_weight": np.linalg.norm(b - a) / np.linalg.norm(b),
+        "gradient/update_cosine": (b - a) @ g / np.linalg.norm(b - a) / np.linalg.norm(g),
+        "gradient/unchanged_bf16": float((rounded[0] == rounded[1]).float().mean()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused"])
+def test_updates_are_those_of_the_whole(kind):
+    net, logged = model(), []
+    options = {"fused": True} if kind == "fused" else {}
+    make = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
+    optimizer = make(net.parameters(), 1e-3, **options)
+    monitor = Monitor(net, logged.append, every=2, optimizer=optimizer, per_layer=True)
+    wanted = []
+    for step in range(4):
+        optimizer.zero_grad()
+        net(inputs(0, step)).square().mean().backward()
+        before = weights(net)
+        gradient = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).numpy().copy()
+        optimizer.step()
+        wanted.append(by_hand(before, weights(net), gradient))
+        if step == 0:
+            p = net[0].weight
+            ratio = np.linalg.norm(before[: p.numel()] - weights(net)[: p.numel()])
+            ratio /= np.linalg.norm(before[: p.numel()])
+            found = monitor.values["gradient/update_to_weight/0.weight"]
+            assert found == pytest.approx(ratio, rel=1e-5)
+    assert [values["gradient/step"] for values in logged] == [0, 2]
+    for values, want in zip(logged, wanted[::2], strict=True):
+        for name, value in want.items():
+            assert values[name] == pytest.approx(value, rel=1e-5), name
+    assert (wanted[0]["gradient/update_cosine"] > 0.9999) == (kind == "sgd")
+    assert 0 < wanted[0]["gradient/unchanged_bf16"] < 1
+
+
+def test_without_an_optimizer_or_wish_there_are_no_updates():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for options in ({}, {"optimizer": optimizer, "updates": False}):
+        monitor = Monitor(net, **options)
+        net(inputs(0, 0)).square().mean().backward()
+        if not options:
+            monitor.step()
+        optimizer.step()
+        assert "gradient/norm" in monitor.values
+        assert not [name for name in monitor.values if "update" in name or "bf16" in name]
+        monitor.close()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_the_update_of_a_closure_is_that_of_the_whole_step():
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=3)
+    monitor = Monitor(net, optimizer=optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(inputs(0, 0)).square().mean()
+        loss.backward()
+        return loss
+
+    before = weights(net)
+    optimizer.step(closure)
+    want = np.linalg.norm(before.astype(float) - weights(net))
+    assert monitor.values["gradient/update_norm"] == pytest.approx(want, rel=1e-5)

@@ -3,8 +3,10 @@
 No `from __future__ import annotations`: DDP reads the hooks' annotations.
 """
 
+import copy
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -78,6 +80,42 @@ def sharded(rank, world, mesh_shape):
         seen.append((monitor.values, whole.double().numpy(), None))
     dist.barrier()
     return seen
+
+
+def micro_gradients(net, losses):
+    """Return the gradients of some losses by themselves, on a copy of the model."""
+    twin, found = copy.deepcopy(net), []
+    for loss in losses:
+        twin.zero_grad()
+        loss(twin).backward()
+        found.append(flat(twin))
+    return np.stack(found)
+
+
+def noise_by_hand(steps):
+    """Return the noise scale of the gradients (micro-batches, d) of some steps, and the mean of its two parts."""
+    traces, squares = [], []
+    for g in steps:
+        traces.append(g.var(0, ddof=1).sum())
+        squares.append(np.square(g.mean(0)).sum() - traces[-1] / len(g))
+    return np.mean(traces) / np.mean(squares), np.mean(traces), np.mean(squares)
+
+
+def own_noise(rank, world):
+    """Accumulate under DDP; return what the monitor says, and this rank's own noise scale."""
+    net = model()
+    ddp = DDP(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monitor, seen = Monitor(ddp, optimizer=optimizer, noise=True), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [lambda m, i=i: loss_of(m, rank, i) / 3 for i in range(3 * step, 3 * step + 3)]
+        seen.append(micro_gradients(net, losses))
+        for i, loss in enumerate(losses):
+            with nullcontext() if i == 2 else ddp.no_sync():
+                loss(ddp).backward()
+        optimizer.step()
+    return monitor.values["gradient/noise_scale"], noise_by_hand(seen)[0]
 
 
 CASES = {

@@ -1,0 +1,122 @@
+"""Optimizers of the reference runs: the workload's own, or another by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from capture.workloads.config import RunConfig
+
+__all__ = ["OptimizerName", "family", "make_optimizers", "settings_with"]
+
+OptimizerName: TypeAlias = Literal["sgd", "nesterov", "adamw", "muon"]
+"""SGD, with Nesterov's momentum of 0.9, AdamW, or Muon for matrices and AdamW for the rest."""
+
+_FAMILIES: dict[str, Literal["SGD", "AdamW", "Muon"]] = {
+    "sgd": "SGD",
+    "nesterov": "SGD",
+    "adamw": "AdamW",
+    "muon": "Muon",
+}
+_RATES = {"SGD": 0.1, "AdamW": 1e-3, "Muon": 1e-3}
+"""Learning rates where the optimizer is not the workload's own; Muon's updates are scaled to AdamW's size."""
+_BETAS = (0.9, 0.95)
+"""AdamW's decays, as transformers are trained."""
+
+
+def family(name: str) -> str:
+    """Return the optimizer of ``torch.optim`` that a name stands for.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`OptimizerName`.
+    """
+    return _FAMILIES[name]
+
+
+def settings_with(name: OptimizerName | None, own: str) -> Mapping[str, Any]:
+    """Return the settings that an optimizer brings where none are given.
+
+    Parameters
+    ----------
+    name : OptimizerName or None
+        The optimizer; None for the workload's own, which has no others.
+    own : str
+        The workload's own.
+
+    Returns
+    -------
+    mapping of str to object
+        Values by the name of the setting.
+    """
+    if name is None:
+        return {}
+    found: dict[str, Any] = {}
+    if family(name) != own:
+        found = {"learning_rate": _RATES[family(name)], "weight_decay": 0.0}
+    if name == "sgd":
+        found |= {"momentum": 0.0, "nesterov": "none"}
+    elif name == "nesterov":
+        found |= {"momentum": 0.9, "nesterov": "dgc"}
+    else:
+        found["momentum"] = 0.0
+    return found
+
+
+def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a run's model: two for Muon, else one.
+
+    Muon takes matrices alone. As its authors do it, AdamW trains the rest: embeddings, the output layer, vectors, and
+    what torch's Muon does not take, kernels of convolutions. Where no matrix would be left, as in convolutional
+    networks, Muon has the output layer. Its updates are scaled to the size of AdamW's (``match_rms_adamw``), so that
+    one learning rate is both's.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run.
+    model : torch.nn.Module
+        The model, in DDP or not.
+    """
+    import torch
+
+    training, rate = config.training(), config.initial_learning_rate
+    decayed: dict[str, Any] = {"lr": rate, "weight_decay": training.weight_decay}
+    name = config.optimizer_name
+    if name == "AdamW":
+        return [torch.optim.AdamW(model.parameters(), betas=_BETAS, **decayed)]
+    if name == "Muon":
+        matrices = _matrices(model)
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        adamw = [torch.optim.AdamW(rest, betas=_BETAS, **decayed)] if rest else []
+        return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decayed), *adamw]
+    outside = not config.whole_system  # a system corrects its momentum in the memory
+    return [
+        torch.optim.SGD(
+            model.parameters(),
+            lr=rate,
+            momentum=training.momentum if outside else 0.0,
+            nesterov=outside and bool(training.nesterov),
+            weight_decay=training.weight_decay if outside else 0.0,
+        )
+    ]
+
+
+def _matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that Muon takes."""
+    import torch
+
+    embeddings = {
+        id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)
+    }  # an output layer may be tied to one
+    every = [p for p in model.parameters() if p.ndim == 2]
+    inner = [p for p in every if id(p) not in embeddings]
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    outputs = {id(linear[-1].weight)} if linear else set()
+    hidden = [p for p in inner if id(p) not in outputs]
+    return hidden or inner or every
