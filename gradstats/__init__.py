@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradstats.analysis.compression import compression
     from gradstats.analysis.drift import drift, over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
+    from gradstats.analysis.wire import wire
     from gradstats.errors import (
         ExchangeError,
         GradstatsError,
@@ -59,6 +60,7 @@ _HOME = {
     "gradstats.analysis.compression": ("compression",),
     "gradstats.analysis.drift": ("drift", "over_training"),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
+    "gradstats.analysis.wire": ("wire",),
     "gradstats.errors": (
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
@@ -119,6 +121,7 @@ __all__ = [
     "threshold",
     "thresholds",
     "warm_up",
+    "wire",
 ]
 
 

@@ -40,6 +40,7 @@ FUNCTIONS = {
     "quality run.zarr --versus exact": "gradstats.analysis.quality:quality_series",
     "report run.zarr -o report.html": "gradstats.report:write_report",
     f"report run.zarr -o report.html {PLAN}": "gradstats.network:plan",
+    "wire run.zarr": "gradstats.analysis.wire:wire",
     "workloads resnet20-digits --gradient x.npz": "capture.workloads.layouts:backward_pass",
 }
 # What is of this run: what the command line names, and what shows how far it is.

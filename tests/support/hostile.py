@@ -516,6 +516,15 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         ("per_layer",),
     )
     yield Target(gradstats.quality_series, {}, "source", _nothing, ("ratios", "estimators"))
+    yield Target(
+        gradstats.wire,
+        {"formats": ["fp16", "int4", "nvfp4"]},
+        "source",
+        _nothing,
+        ("formats", "roundings", "rotations", "scales", "ratio", "estimator", "seed"),
+    )
+    every = {"roundings": ["stochastic"], "rotations": [16], "ratio": 0.1}
+    yield Target(partial(gradstats.wire, **every), {}, "source", _nothing, ("layers",))
     yield Target(gradstats.stage_budget, {}, "source", _nothing, ("ratios", "estimators"))
     yield Target(gradstats.over_training, {}, "source", _nothing, ("ratios", "models", "method"))
     followed = ("quantities", "ratios", "models", "method")
