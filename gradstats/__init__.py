@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gradstats.analysis.agreement import agreement
     from gradstats.analysis.compare import compare
     from gradstats.analysis.compression import compression
+    from gradstats.analysis.delta import delta
     from gradstats.analysis.drift import drift, over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
     from gradstats.analysis.wire import wire
@@ -58,6 +59,7 @@ _HOME = {
     "gradstats.analysis.agreement": ("agreement",),
     "gradstats.analysis.compare": ("compare",),
     "gradstats.analysis.compression": ("compression",),
+    "gradstats.analysis.delta": ("delta",),
     "gradstats.analysis.drift": ("drift", "over_training"),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
     "gradstats.analysis.wire": ("wire",),
@@ -98,6 +100,7 @@ __all__ = [
     "compressibility",
     "compression",
     "compressors",
+    "delta",
     "distributions",
     "drift",
     "fit",

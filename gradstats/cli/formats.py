@@ -1,9 +1,10 @@
-"""Commands about the bits that numbers take: ``wire``."""
+"""Commands about the bits that numbers take: ``wire`` and ``delta``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -19,9 +20,9 @@ from gradstats.cli.options import (
     StepOption,
     one_of,
 )
-from gradstats.cli.output import Records, Table, analyse, given, note
+from gradstats.cli.output import MOST_ROWS, Records, Table, analyse, given, note
 
-__all__ = ["SMALLEST", "WIRE", "wire"]
+__all__ = ["DELTA", "SIZES", "SMALLEST", "WIRE", "delta", "wire"]
 
 WIRE = Table(
     "Number formats; bits: an element, with scales; error: ‖q − g‖²/‖g‖²; bias: ⟨q − g, g⟩/‖g‖²; zeros, saturated: "
@@ -39,6 +40,22 @@ SMALLEST = Table(
         *("rounding", "rotation", "ranks"),
     ),
     ("trace", "kind"),
+)
+DELTA = Table(
+    "What changed, by lag; predicted: what a law of the update says of bf16; update ÷ weight: of norms",
+    (
+        *("dtype", "lag", "layer", "numel", "changed", "changed_bf16", "changed_fp8", "predicted"),
+        *("rows", "update_to_weight", "law"),
+    ),
+    (),
+)
+SIZES = Table(
+    "Bytes of the changes, and of the later checkpoint; entropy: what byte-wise coders of the XOR cannot go below",
+    (
+        *("dtype", "lag", "layer", "bytes", "bytes_bitmap", "bytes_gaps", "bytes_rice"),
+        *("bytes_xor", "entropy"),
+    ),
+    (),
 )
 
 
@@ -143,3 +160,87 @@ def wire(  # numpydoc ignore=PR01
     left_out = sum(r["nonfinite"] for r in records if r["layer"] == "all")
     if format == "table" and left_out:
         note("elements that are no number count as zero: the field nonfinite says how many")
+
+
+def delta(  # numpydoc ignore=PR01
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="A B…",
+            help="Checkpoints in the order of training: .safetensors, .pt, .npz, folders of DCP; or a trace of "
+            "weights, whose steps are some.",
+            show_default=False,
+        ),
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type that is compared and sent: fp32, bf16 or fp16; by default the shortest that holds all weights.",
+            **one_of("type of weights", lambda: ("fp32", "bf16", "fp16")),
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean magnitude of an update, with AdamW about the learning rate: predict from it, and not from a law "
+            "that is fitted to the difference."
+        ),
+    ] = None,
+    master: Annotated[
+        bool,
+        typer.Option(
+            "--master/--no-master",
+            help="Whether the optimizer keeps float32 weights, and only copies are rounded.",
+        ),
+    ] = True,
+    step: StepOption = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank of traces to look at; the first by default.")
+    ] = None,
+    layer: LayerOption = None,
+    per_layer: PerLayerOption = False,
+    everything: EverythingOption = False,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Show what changed between checkpoints, where, and what sending the changes costs.
+
+    changed: share of the weights that differ; changed bf16, changed fp8: when both are rounded; rows: share of the rows
+    in which any weight differs. Of three or more checkpoints there is a row for each lag: neighbours, next but one, …
+    The bytes are of a bit for every weight, of gaps between changes in bytes and in Rice codes, each with the new
+    numbers, and of the XOR under DEFLATE.
+    """
+    from gradstats.analysis.delta import delta
+    from gradstats.console import progress_bar
+
+    known = cast("Literal['fp32', 'bf16', 'fp16'] | None", dtype)  # --dtype has checked it
+    with progress_bar() as bar:
+        task = bar.add_task("comparing", total=None)
+        found = delta(
+            *checkpoints,
+            dtype=known,
+            rate=rate,
+            master=master,
+            steps=step,
+            rank=rank,
+            layers=layer,
+            per_layer=per_layer,
+            on_progress=lambda: bar.advance(task),
+        )
+    records: Records = found
+    if format == "table" and not everything:
+        records = [r for r in found if r["layer"] == "all"]
+        layers = sorted((r for r in found if r["layer"] != "all"), key=lambda r: -r["changed"])
+        records += layers[:MOST_ROWS]
+        if len(layers) > MOST_ROWS:
+            note(f"the {MOST_ROWS} rows of most changes, of {len(layers)}; --all has every one")
+    if format == "table" and output is None:
+        DELTA.emit(records, format, output, [f"{' → '.join(found.names)}: {found.verdict}."])
+        typer.echo()
+        SIZES.emit(records, format, output)
+    else:
+        columns = (*DELTA.columns, *SIZES.columns[3:])
+        Table(DELTA.title, columns, ()).emit(records, format, output)
+    if format == "table":
+        for remark in found.remarks:
+            note(f"{remark[0].upper()}{remark[1:]}.")

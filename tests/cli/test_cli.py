@@ -37,6 +37,7 @@ COMMANDS = (
     "compression",
     "plan",
     "wire",
+    "delta",
     "report",
     "capture",
     "workloads",

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "compare run.zarr run.zarr": "gradstats.analysis.compare:compare",
     "compressibility run.zarr": "gradstats.analysis.decay:compressibility_records",
     "compression run.zarr": "gradstats.analysis.compression:compression",
+    "delta a.npz b.npz": "gradstats.analysis.delta:delta",
     "drift run.zarr": "gradstats.analysis.drift:drift",
     "fit run.zarr --all": "gradstats.analysis.fits:fit_records",
     "import run.zarr --out new.zarr": "gradstats.trace.dumps:dumps_of",
