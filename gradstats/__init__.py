@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from gradstats.analysis.agreement import agreement
     from gradstats.analysis.compare import compare
     from gradstats.analysis.compression import compression
+    from gradstats.analysis.delta import delta
     from gradstats.analysis.drift import drift, over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
+    from gradstats.analysis.wire import wire
     from gradstats.errors import (
         ExchangeError,
         GradstatsError,
@@ -57,8 +59,10 @@ _HOME = {
     "gradstats.analysis.agreement": ("agreement",),
     "gradstats.analysis.compare": ("compare",),
     "gradstats.analysis.compression": ("compression",),
+    "gradstats.analysis.delta": ("delta",),
     "gradstats.analysis.drift": ("drift", "over_training"),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
+    "gradstats.analysis.wire": ("wire",),
     "gradstats.errors": (
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
@@ -96,6 +100,7 @@ __all__ = [
     "compressibility",
     "compression",
     "compressors",
+    "delta",
     "distributions",
     "drift",
     "fit",
@@ -119,6 +124,7 @@ __all__ = [
     "threshold",
     "thresholds",
     "warm_up",
+    "wire",
 ]
 
 

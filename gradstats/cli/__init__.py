@@ -20,6 +20,7 @@ import typer
 
 from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import import_, info, report
+from gradstats.cli.formats import delta, wire
 from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
@@ -41,6 +42,7 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),
+    "Bits": (wire, delta),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

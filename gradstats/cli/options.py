@@ -197,7 +197,8 @@ IndicesOption = Annotated[
 ValuesOption = Annotated[
     str,
     typer.Option(
-        help="How values travel: float32, float16, bfloat16, float8_e4m3fn, int8, int4 or int2.",
+        help="How values travel: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int4, int2, mxfp8, "
+        "mxfp6, mxfp4 or nvfp4.",
         **one_of("values", _values),
     ),
 ]

@@ -14,6 +14,7 @@ from gradstats.primitives import codec_operators
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.codec import rice_decode, rice_encode, rice_words
 from gradstats.primitives.codec_operators import LOCAL, chunk_decode, chunk_encode, chunk_words
+from gradstats.primitives.formats import FORMATS, Format, Scales
 from gradstats.primitives.ratio import shown
 
 __all__ = [
@@ -31,18 +32,20 @@ __all__ = [
 INDICES = ("plain", "rice", "chunk")
 """Names of the ways in which positions travel."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_FP8 = "float8_e4m3fn"
-_BITS = {_FP8: 8, "int8": 8, "int4": 4, "int2": 2}
-SCALED = tuple(_BITS)
+_SCALED = {
+    "float8_e4m3fn": FORMATS["e4m3"],
+    **{
+        name: FORMATS[name] for name in ("int8", "int4", "int2", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+    },
+    "float8_e5m2": FORMATS["e5m2"],
+}
+SCALED = tuple(_SCALED)
 """Names of the ways in which values travel as multiples of a scale; coding them takes time of its own."""
 VALUES = (*_FLOATS, *SCALED)
 """Names of the ways in which values travel."""
 CHUNK = 256
-"""Values that share a scale."""
-_LARGEST_FP8 = 448.0
+"""Values that share a scale, or, in the formats of shorter blocks, several scales."""
 _WORD = 4
-_TINY = 2.0**-100
-"""Scale below which a chunk's values are sent as 0: with one near it, dividing would leave the normal numbers."""
 _INT32_LIMIT = 2**31
 
 
@@ -72,10 +75,13 @@ class Codec:
         ``"plain"`` for 32 bits each (64 from 2³¹ elements on); ``"rice"`` for the Rice codes of the gaps between them,
         whose parameter is chosen for each selection; ``"chunk"`` for 12 bits each, the place within a chunk of 4,096
         elements, and 16 bits for every chunk's number of them. Where that is longer, positions travel as they are.
-    values : {"float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2"}
+    values : {"float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2", …}
         Type of the values. Integers are rounded to the nearest of 255, 15 or 3 evenly spaced multiples, zero among
         them, of the largest magnitude among :data:`CHUNK` values in index order, which travels as a float32. 8-bit
-        floats have four significant bits, and are scaled so that this magnitude is the largest of them, 448.
+        floats have four significant bits (three of ``"float8_e5m2"``), and are scaled so that this magnitude is the
+        largest of them, 448 (57,344). ``"mxfp8"``, ``"mxfp6"`` and ``"mxfp4"`` are the formats of the OCP's MX
+        specification with a scale of 8 bits for 32 values, ``"nvfp4"`` that of NVIDIA with one for 16 and a float32
+        for all (:mod:`gradstats.primitives.formats`).
 
     Raises
     ------
@@ -142,8 +148,10 @@ class Codec:
         count : int
             Number of values.
         """
-        if self.values in _BITS:
-            return -(-count // CHUNK) + -(-count * _BITS[self.values] // (8 * _WORD))
+        if self.values in _SCALED:
+            form = _SCALED[self.values]
+            sizes = [form.blocks(count) * form.scale_bits, count * form.bits]
+            return sum(-(-bits // (8 * _WORD)) for bits in sizes) + _has_tensor_scale(form, count)
         return -(-count * _FLOATS[self.values].itemsize // _WORD)
 
     def pack_indices(self, indices: torch.Tensor, numel: int) -> torch.Tensor:
@@ -254,8 +262,8 @@ class Codec:
         int32 tensor, shape (words,)
             The words.
         """
-        if self.values in _BITS:
-            return _packed_multiples(values, self.values)
+        if self.values in _SCALED:
+            return _packed(values, _SCALED[self.values])
         values = values.to(_FLOATS[self.values])
         # also where there are none: an empty array of NumPy's has a stride of 0, and no view of another type
         if values.itemsize < _WORD:
@@ -278,19 +286,9 @@ class Codec:
             The values.
         """
         words = words[: self.value_words(count)]
-        if self.values not in _BITS:
+        if self.values not in _SCALED:
             return words.clone().view(_FLOATS[self.values])[:count].float()
-        bits, scales = _BITS[self.values], words[: -(-count // CHUNK)].clone().view(torch.float32)
-        packed = words[scales.numel() :].clone().view(torch.uint8)
-        multiples: torch.Tensor
-        if self.values == _FP8:
-            multiples = packed[:count].view(torch.float8_e4m3fn).float() / _LARGEST_FP8
-        else:
-            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-            codes = ((packed[:, None] >> shifts) & (2**bits - 1)).flatten()[:count]
-            half = 2 ** (bits - 1)
-            multiples = (codes.float() - half) / (half - 1)
-        return multiples.mul_(scales.repeat_interleave(CHUNK)[:count])
+        return _unpacked(words, count, _SCALED[self.values])
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as they will arrive; those too large for their type become its largest number.
@@ -309,10 +307,10 @@ class Codec:
         largest, sent = torch.finfo(wire).max, values.to(wire)
         if torch.finfo(values.dtype).max > largest:
             sent.clamp_(-largest, largest)
-        elif self.values in _BITS:  # infinite ones, in a copy: `sent` may be `values`
+        elif self.values in _SCALED:  # infinite ones, in a copy: `sent` may be `values`
             sent = sent.clamp(-largest, largest)
-        if self.values in _BITS:
-            return self.unpack_values(self.pack_values(sent), sent.numel())
+        if self.values in _SCALED:
+            return _SCALED[self.values].quantised(sent)
         return sent
 
 
@@ -331,29 +329,66 @@ def _by_operators(x: torch.Tensor) -> bool:
         return False
 
 
-def _packed_multiples(values: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a scale for each chunk, and the values as multiples of it, packed from the lowest bits on."""
+def _has_tensor_scale(form: Format, count: int) -> int:
+    """Return the words of a scale that all values share: 1 or 0."""
+    return int(form.scale == "e4m3" and count > 0)
+
+
+def _packed(values: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return the scale of all values, that of each block, and the values' bits, packed from the lowest ones on."""
     if not values.numel():
         return torch.empty(0, dtype=torch.int32, device=values.device)
-    bits, chunks = _BITS[name], -(-values.numel() // CHUNK)
-    half = 2 ** (bits - 1)
-    rows = torch.zeros(chunks * CHUNK, device=values.device)
-    rows[: values.numel()] = values
-    rows = rows.view(chunks, CHUNK)
-    scales = rows.abs().amax(1)
-    scales = torch.where(scales >= _TINY, scales, 0)  # also NaN, which no selector selects
-    largest = _LARGEST_FP8 if name == _FP8 else half - 1
-    rows = rows * torch.where(scales > 0, largest / scales, 0)[:, None]
-    if name == _FP8:  # what lies beyond the largest would become NaN
-        codes = rows.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+    rows = form.rows(values.float())
+    scales = form.scales(rows)
+    codes = form.codes(form.rounded(form.scaled(rows, scales))).view(-1)
+    # blocks are of a whole number of bytes, and of whole words after the last one
+    if form.bits == 6:
+        four = codes.view(-1, 4).int()
+        together = four[:, 0] | four[:, 1] << 6 | four[:, 2] << 12 | four[:, 3] << 18
+        packed = torch.stack([together >> 8 * lane & 255 for lane in range(3)], 1)
+        packed = packed.to(torch.uint8).view(-1)
     else:
-        codes = rows.round_().add_(half).to(torch.uint8)
-    per_byte = 8 // bits
-    packed = codes.view(-1)[::per_byte].clone()
-    for i in range(1, per_byte):
-        packed |= codes.view(-1)[i::per_byte] << (i * bits)
-    used = _WORD * -(-values.numel() * bits // (8 * _WORD))
-    return torch.cat([scales.view(torch.int32), packed[:used].view(torch.int32)])
+        per_byte = 8 // form.bits
+        packed = codes[::per_byte].clone()
+        for i in range(1, per_byte):
+            packed |= codes[i::per_byte] << (i * form.bits)
+    used = _WORD * -(-values.numel() * form.bits // (8 * _WORD))
+    parts = [scales.tensor, scales.each, packed[:used]]
+    return torch.cat([_whole_words(each.view(torch.uint8)) for each in parts])
+
+
+def _whole_words(octets: torch.Tensor) -> torch.Tensor:
+    """Return bytes as words, the last one filled with zeros."""
+    missing = -octets.numel() % _WORD
+    if missing:
+        octets = torch.cat([octets, octets.new_zeros(missing)])
+    return octets.view(torch.int32)
+
+
+def _unpacked(words: torch.Tensor, count: int, form: Format) -> torch.Tensor:
+    """Return the values of what :func:`_packed` returned."""
+    if not count:
+        return torch.empty(0, device=words.device)
+    octets, blocks = words.clone().view(torch.uint8), form.blocks(count)
+    start = _WORD * _has_tensor_scale(form, count)
+    stop = start + blocks * form.scale_bits // 8
+    kinds = {"float32": torch.float32, "e4m3": torch.float8_e4m3fn}
+    each = octets[start:stop].view(kinds.get(form.scale, torch.uint8))
+    scales = Scales(each, octets[:start].view(torch.float32))
+    packed = octets[stop + -stop % _WORD :]
+    if form.bits == 6:
+        packed = torch.cat([packed, packed.new_zeros(-packed.numel() % 3)])
+        three = packed.view(-1, 3).int()
+        together = three[:, 0] | three[:, 1] << 8 | three[:, 2] << 16
+        shifts = torch.arange(0, 24, 6, device=words.device)
+        codes = ((together[:, None] >> shifts) & 63).to(torch.uint8)
+    elif form.bits == 8:
+        codes = packed
+    else:
+        shifts = torch.arange(0, 8, form.bits, dtype=torch.uint8, device=words.device)
+        codes = (packed[:, None] >> shifts) & (2**form.bits - 1)
+    numbers = form.numbers(codes.reshape(-1)[:count].contiguous())
+    return form.restored(form.rows(numbers), scales).view(-1)[:count]
 
 
 PLAIN = Codec()

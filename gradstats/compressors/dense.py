@@ -200,7 +200,11 @@ def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.
     numel = corrected.numel()
     size = CHUNK * -(-numel // (CHUNK * world))
     padded = torch.zeros(world * size, device=corrected.device)
-    padded[:numel] = codec.rounded(corrected)
+    padded[:numel] = corrected
+    for part in padded.view(
+        world, size
+    ):  # by parts, as they are packed: a scale may be for all values
+        part.copy_(codec.rounded(part))
     corrected -= padded[:numel]
     return torch.stack([codec.pack_values(part) for part in padded.view(world, size)]), size
 

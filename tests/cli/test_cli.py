@@ -36,6 +36,8 @@ COMMANDS = (
     "bench-network",
     "compression",
     "plan",
+    "wire",
+    "delta",
     "report",
     "capture",
     "workloads",
@@ -69,6 +71,9 @@ FIELDS = {
     },
     ("compressibility", EF): {
         "step", "rank", "kind", "p", "p_low", "p_high", "c1", "window", "compressible", "sigma_p",
+    },
+    ("wire", EF, "--to", "mxfp4"): {
+        "format", "rounding", "rotation", "layer", "ranks", "bits", "error", "bias", "cosine", "zeros", "saturated",
     },
     ("quality", EF): {"estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"},
 }  # fmt: skip
@@ -120,6 +125,7 @@ WIDE = [
     ("quality", EF, "--per-layer", "--ratio", 0.01, "--step", 10),
     ("quality", EF, "--by-stage", "--step", 10),
     ("bench", "--numel", 1000, "--repeats", 1),
+    ("wire", EF, "--per-layer", "--step", 10, "--all", "--to", "mxfp6", "--to", "int4"),
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "compare run.zarr run.zarr": "gradstats.analysis.compare:compare",
     "compressibility run.zarr": "gradstats.analysis.decay:compressibility_records",
     "compression run.zarr": "gradstats.analysis.compression:compression",
+    "delta a.npz b.npz": "gradstats.analysis.delta:delta",
     "drift run.zarr": "gradstats.analysis.drift:drift",
     "fit run.zarr --all": "gradstats.analysis.fits:fit_records",
     "import run.zarr --out new.zarr": "gradstats.trace.dumps:dumps_of",
@@ -40,6 +41,7 @@ FUNCTIONS = {
     "quality run.zarr --versus exact": "gradstats.analysis.quality:quality_series",
     "report run.zarr -o report.html": "gradstats.report:write_report",
     f"report run.zarr -o report.html {PLAN}": "gradstats.network:plan",
+    "wire run.zarr": "gradstats.analysis.wire:wire",
     "workloads resnet20-digits --gradient x.npz": "capture.workloads.layouts:backward_pass",
 }
 # What is of this run: what the command line names, and what shows how far it is.

@@ -516,6 +516,16 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
         ("per_layer",),
     )
     yield Target(gradstats.quality_series, {}, "source", _nothing, ("ratios", "estimators"))
+    yield Target(
+        gradstats.wire,
+        {"formats": ["fp16", "int4", "nvfp4"]},
+        "source",
+        _nothing,
+        ("formats", "roundings", "rotations", "scales", "ratio", "estimator", "seed"),
+    )
+    yield Target(_changed, {"dtype": None, "rate": 1e-3}, array="x")
+    every = {"roundings": ["stochastic"], "rotations": [16], "ratio": 0.1}
+    yield Target(partial(gradstats.wire, **every), {}, "source", _nothing, ("layers",))
     yield Target(gradstats.stage_budget, {}, "source", _nothing, ("ratios", "estimators"))
     yield Target(gradstats.over_training, {}, "source", _nothing, ("ratios", "models", "method"))
     followed = ("quantities", "ratios", "models", "method")
@@ -697,6 +707,10 @@ class _Plot:
         return self._function(**given, ax=ax, **options)
 
 
+def _changed(x: Any, dtype: Any, rate: float | None) -> Any:
+    return gradstats.delta(x, x, dtype=dtype, rate=rate)
+
+
 def _mixture(x: Any, at: float) -> Any:
     return pot.mixture({"a": x, "b": np.ones(200)}, at)
 
@@ -765,6 +779,7 @@ _ELSEWHERE = (
     "numel_of",  # of arrays that are checked
     "set_num_threads",  # called by _threads, which undoes it
     "mixture",  # called by _mixture
+    "delta",  # called by _changed
     "open_trace",  # of paths and traces: the tests of damaged traces
     "compression",
     "save_safetensors",

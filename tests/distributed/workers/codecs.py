@@ -28,6 +28,7 @@ MADE = {
     "global-histogram": {},
 }
 VALUES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2")
+VALUES += ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
 SUMMED = ("cltk", "micro", "redsync-quantised")
 """Values of these have no codec."""
 SYSTEMS = ("topk", "sidco-e", "micro", "cltk", "lags", "dgc", "redsync", "redsync-quantised")

@@ -1,0 +1,304 @@
+"""Gradients rounded to number formats as they would be sent, piece by piece, against what they were.
+
+A gradient is read once for each format, and once for its largest element; nothing of its size is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradstats.primitives.arrays import CHUNK, Array, Selection, as_numpy, as_positions
+from gradstats.primitives.codec import rice_encode
+from gradstats.primitives.formats import Format, rotated
+
+__all__ = ["Measured", "Message", "Way", "measure"]
+
+_LARGEST = float(np.finfo(np.float32).max)
+_SIGNS = 0x5EED
+"""What the seed of a rotation's signs has more than that of rounding."""
+
+Vector = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write numbers.
+
+    Attributes
+    ----------
+    format : Format
+        Type of the numbers, and their scales.
+    scale : {"none", "tensor", "block"}
+        What shares a scale, for tables.
+    rounding : {"nearest", "stochastic"}
+        How numbers are rounded.
+    rotation : int
+        Numbers that a Hadamard matrix mixes before; 0 for none.
+    """
+
+    format: Format
+    scale: str
+    rounding: str
+    rotation: int
+
+
+class Message:
+    """One rank's gradient: its elements, piece by piece, and which of them are sent.
+
+    Parameters
+    ----------
+    values : array_like, shape (d,)
+        The gradient, of any floating dtype.
+    seed : sequence of int
+        Seed of stochastic rounding.
+    selection : Selection, optional
+        What is sent of it; all of it by default.
+    """
+
+    def __init__(
+        self, values: Array, seed: Sequence[int] = (0,), selection: Selection | None = None
+    ) -> None:
+        self.values: Vector = as_numpy(values).reshape(-1)
+        self.seed = seed
+        self.places: NDArray[np.int64] | None = None
+        self.position_bits = 0
+        self._chosen: Vector | None = None
+        self._largest: dict[int, torch.Tensor] = {}
+        if selection is not None:
+            self.places = as_positions(selection.indices)
+            self._chosen = as_numpy(selection.values)
+            self.position_bits = 32 * int(rice_encode(self.places).size)
+
+    @property
+    def count(self) -> int:
+        """Return the number of elements that are sent."""
+        return self.values.size if self.places is None else self.places.size
+
+    def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the elements in float64, without what is no number, and where they lie."""
+        for start in range(0, self.values.size, CHUNK):
+            where = slice(start, min(start + CHUNK, self.values.size))
+            exact = np.array(self.values[where], np.float64)
+            yield where, torch.from_numpy(exact).nan_to_num_(0.0, 0.0, 0.0)
+
+    def messages(self) -> Iterator[torch.Tensor]:
+        """Yield the numbers that are sent, in float32: piece by piece, or the selection at once."""
+        if self._chosen is not None:
+            yield _single(torch.from_numpy(np.array(self._chosen, np.float64)))
+            return
+        for _, piece in self.pieces():
+            yield _single(piece)
+
+    def largest(self, rotation: int, signs: torch.Tensor | None) -> torch.Tensor:
+        """Return the largest magnitude of the message, rotated or not; remembered.
+
+        Parameters
+        ----------
+        rotation : int
+            Numbers that are mixed; 0 for none.
+        signs : float32 tensor, shape (rotation,), optional
+            Signs of the rotation.
+        """
+        if rotation not in self._largest:
+            each = (_mixed(m, signs).abs().amax() for m in self.messages() if m.numel())
+            self._largest[rotation] = max(each, default=torch.zeros(()))
+        return self._largest[rotation]
+
+
+def _single(exact: torch.Tensor) -> torch.Tensor:
+    return exact.clamp(-_LARGEST, _LARGEST).float()
+
+
+def _mixed(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
+    """Return numbers as they are rounded: mixed in blocks, the last one filled with zeros, if there are signs."""
+    if signs is None:
+        return x
+    if missing := -x.numel() % signs.numel():
+        x = torch.cat([x, x.new_zeros(missing)])
+    return rotated(x.view(-1, signs.numel()), signs).view(-1)
+
+
+def _signs(size: int, seed: int) -> torch.Tensor | None:
+    """Return the signs of a rotation, the same on all ranks."""
+    if not size:
+        return None
+    drawn = np.random.default_rng([_SIGNS, seed]).integers(0, 2, size)
+    return torch.from_numpy(np.where(drawn, 1.0, -1.0).astype(np.float32))
+
+
+@dataclass
+class _Counts:
+    """What happened to the numbers of some messages."""
+
+    nonzero: int = 0
+    zeros: int = 0
+    saturated: int = 0
+
+
+def _arrived(
+    way: Way, sent: Message, signs: torch.Tensor | None, counts: _Counts
+) -> Iterator[torch.Tensor]:
+    """Yield what arrives of each piece of a message, and count."""
+    generator, form = None, way.format
+    if way.rounding == "stochastic":
+        state = np.random.default_rng([*(abs(n) for n in sent.seed)]).integers(0, 2**62)
+        generator = torch.Generator().manual_seed(int(state))
+    whole = sent.largest(way.rotation, signs) if form.scale != "none" else None
+    for message in sent.messages():
+        if not message.numel():
+            yield message
+            continue
+        x = _mixed(message, signs)
+        rows = form.rows(x)
+        scales = form.scales(rows, whole)
+        scaled = form.scaled(rows, scales)
+        numbers = form.rounded(scaled, generator)
+        there = rows != 0
+        counts.nonzero += int(there.sum())
+        counts.zeros += int(((numbers == 0) & there).sum())
+        counts.saturated += int(form.beyond(scaled).sum())
+        found = form.restored(numbers, scales).view(-1)[: x.numel()]
+        if signs is not None:
+            found = rotated(found.view(-1, signs.numel()), signs, back=True).view(-1)
+        yield found[: message.numel()]
+
+
+@dataclass
+class Measured:
+    """What one way did to one gradient, or to the sum of several; fields as in :func:`gradstats.wire`."""
+
+    ranks: int
+    numel: int
+    bits: float
+    error: float
+    bias: float
+    cosine: float
+    zeros: float
+    saturated: float
+    dropped: float
+    nonfinite: int
+
+
+def measure(way: Way, sent: Sequence[Message], seed: int) -> list[Measured]:
+    """Compare what arrives of each rank with its gradient, and the sum of several with their sum.
+
+    Parameters
+    ----------
+    way : Way
+        How numbers are written.
+    sent : sequence of Message
+        The ranks' gradients, of one size.
+    seed : int
+        Seed of the rotation's signs.
+
+    Returns
+    -------
+    list of Measured
+        One for each rank, and, of several, one for their sum.
+    """
+    signs = _signs(way.rotation, seed)
+    counts = [_Counts() for _ in sent]
+    units = [_unit(s) for s in sent]
+    sums = [_Sums(unit) for unit in (*units, min(units, default=1.0))]
+    streams = [_spread(s, _arrived(way, s, signs, c)) for s, c in zip(sent, counts, strict=True)]
+    for pieces in zip(*streams, strict=True):
+        for each, piece in zip(sums, pieces, strict=False):
+            each.add(*piece)
+        if len(sent) > 1:
+            total = [sum(column[1:], column[0].clone()) for column in zip(*pieces, strict=True)]
+            sums[-1].add(total[0], total[1], total[2])
+    bits = [_bits(way, s) for s in sent]
+    found = [
+        _measured(1, s, each, [c], b)
+        for s, each, c, b in zip(sent, sums, counts, bits, strict=False)
+    ]
+    if len(sent) > 1:
+        found.append(_measured(len(sent), sent[0], sums[-1], counts, float(np.mean(bits))))
+        found[-1].nonfinite = sum(each.nonfinite for each in found[:-1])
+    return found
+
+
+def _unit(sent: Message) -> float:
+    """Return a power of two that keeps squares of a gradient's elements within float64."""
+    top = float(sent.largest(0, None))
+    if 0 < top < _LARGEST or not sent.values.size:
+        return 1.0
+    exact = max((float(p.abs().amax()) for _, p in sent.pieces()), default=0.0)
+    return math.ldexp(1.0, min(-math.frexp(exact)[1], 1000)) if exact else 1.0
+
+
+def _spread(
+    sent: Message, arrived: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield a gradient, what was sent of it before rounding, and what arrives, all piece by piece in float64."""
+    if sent.places is None:
+        for (_, exact), found in zip(sent.pieces(), arrived, strict=True):
+            yield exact, exact, found.double()
+        return
+    (all_of_it,) = arrived
+    for where, exact in sent.pieces():
+        first, last = np.searchsorted(sent.places, (where.start, where.stop))
+        inside = torch.from_numpy(sent.places[first:last] - where.start)
+        chosen, found = torch.zeros_like(exact), torch.zeros_like(exact)
+        chosen[inside] = exact[inside]
+        found[inside] = all_of_it[int(first) : int(last)].double()
+        yield exact, chosen, found
+
+
+class _Sums:
+    """Sums of products of a gradient g, what was sent of it, and what arrived, q."""
+
+    def __init__(self, unit: float) -> None:
+        self._unit = unit
+        self.square = self.error = self.along = self.arrived = self.product = self.dropped = 0.0
+
+    def add(self, exact: torch.Tensor, chosen: torch.Tensor, found: torch.Tensor) -> None:
+        """Add one piece."""
+        g, q = exact * self._unit, found * self._unit
+        off = q - g
+        self.square += float(g.dot(g))
+        self.error += float(off.dot(off))
+        self.along += float(off.dot(g))
+        self.arrived += float(q.dot(q))
+        self.product += float(q.dot(g))
+        if chosen is not exact:
+            left = chosen * self._unit - g
+            self.dropped += float(left.dot(left))
+
+
+def _bits(way: Way, sent: Message) -> float:
+    """Return the bits of a message, an element of the gradient."""
+    count = sent.count
+    if way.rotation:
+        count += -count % way.rotation
+    return (way.format.bits_of(count) + sent.position_bits) / max(sent.values.size, 1)
+
+
+def _measured(
+    ranks: int, sent: Message, sums: _Sums, counts: Sequence[_Counts], bits: float
+) -> Measured:
+    nonzero = sum(c.nonzero for c in counts)
+    both = math.sqrt(sums.square) * math.sqrt(sums.arrived)
+
+    def share(part: float, whole: float) -> float:
+        return part / whole if whole else math.nan
+
+    return Measured(
+        ranks=ranks,
+        numel=sent.values.size,
+        bits=bits,
+        error=share(sums.error, sums.square),
+        bias=share(sums.along, sums.square),
+        cosine=share(sums.product, both),
+        zeros=share(sum(c.zeros for c in counts), nonzero),
+        saturated=share(sum(c.saturated for c in counts), nonzero),
+        dropped=share(sums.dropped, sums.square),
+        nonfinite=int(np.count_nonzero(~np.isfinite(sent.values))),
+    )
