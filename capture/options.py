@@ -144,7 +144,8 @@ WeightDecayOption = Annotated[
 RecipeOption = Annotated[
     str,
     typer.Option(
-        help="Training where no option sets it: short, for minutes on a CPU, or paper, as published.",
+        help="Training where no option sets it: short, for minutes on a CPU; paper, as published; "
+        "program, as its authors' program.",
         **one_of("recipe", lambda: get_args(Recipe)),
     ),
 ]

@@ -45,8 +45,8 @@ NesterovForm: TypeAlias = Literal["none", "dgc", "redsync"]
 """No Nesterov's momentum, or one of the forms that :class:`gradstats.hooks.MomentumCorrection` has."""
 Parallel: TypeAlias = Literal["ddp", "fsdp", "hsdp"]
 """Every rank with the whole model, with a shard of it, or shards in each of two replicas."""
-Recipe: TypeAlias = Literal["short", "paper"]
-"""Where settings come from that are not given: the workload's own defaults, or the papers' training."""
+Recipe: TypeAlias = Literal["short", "paper", "program"]
+"""Where settings come from that are not given: the workload's defaults, or the training of a paper or its program."""
 Size: TypeAlias = Literal["0.1M", "0.5M", "2M", "10M", "30M", "124M"]
 """Sizes of the transformer; :mod:`capture.workloads.gpt` has their shapes."""
 Outer: TypeAlias = Literal["diloco", "sparseloco", "mean"]
@@ -65,9 +65,10 @@ class RunConfig:
     ----------
     workload : str
         One of :data:`capture.workloads.WORKLOADS`.
-    recipe : {"short", "paper"}
+    recipe : {"short", "paper", "program"}
         Where settings come from that are None: ``"short"`` is the workload's own defaults, for minutes on a CPU;
-        ``"paper"`` the training of the first paper that has this workload, as far as it is published.
+        ``"paper"`` the training of the first paper that has this workload, as far as it is published; ``"program"``
+        that of its authors' program, where it is public and differs.
     steps : int or None
         Steps to train.
     batch_size : int or None
@@ -113,7 +114,7 @@ class RunConfig:
     warm_up : int or None
         Number of steps in the beginning that send more: DGC's falling ratios for ``dgc``, dense steps for others. If
         None, one step in 20 for these systems and none for others.
-    lr_schedule : {"constant", "step", "thirds", "cosine", "linear", "annealed"} or None
+    lr_schedule : {"constant", "step", "thirds", "milestones", "cosine", "linear", "annealed"} or None
         How the learning rate falls, see :meth:`learning_rate_at`; as the workload's if None.
     lr_warm_up : int or None
         Number of steps in the beginning in which the learning rate rises to its value; as the workload's if None.
@@ -216,14 +217,24 @@ class RunConfig:
         """The workload's defaults."""
         return workload_info(self.workload)
 
+    @property
+    def _recipe(self) -> Mapping[str, Any]:
+        """The training that the recipe stands for."""
+        recipes: dict[str, Mapping[str, Any]] = {
+            "paper": self.info.recipe,
+            "program": self.info.program,
+        }
+        return recipes.get(self.recipe, {})
+
     def _chosen(self, name: str) -> Any:
         """Return a setting as given, or else as the recipe or the workload has it; None where none of them does."""
         value = getattr(self, name)
         if value is None:
             value = settings_with(self.optimizer, self.info.optimizer).get(name)
-        if value is None and self.recipe == "paper":
-            value = self.info.recipe.get(name)
-            epochs = self.info.recipe.get("epochs" if name == "steps" else f"{name}_epochs")
+        if value is None:
+            recipe = self._recipe
+            value = recipe.get(name)
+            epochs = recipe.get("epochs" if name == "steps" else f"{name}_epochs")
             if epochs is not None:
                 value = self._epochs(epochs)
         return getattr(self.info, name, None) if value is None else value
@@ -249,8 +260,16 @@ class RunConfig:
 
     @property
     def initial_learning_rate(self) -> float:
-        """The learning rate the run starts with."""
-        return float(self._chosen("learning_rate"))
+        """The learning rate the run starts with, of a recipe that scales it as many samples take part in a step."""
+        rate = float(self._chosen("learning_rate"))
+        if self.learning_rate is None and self.optimizer is None and "rate_per" in self._recipe:
+            rate *= self.setting("batch_size") * self.nproc / self._recipe["rate_per"]
+        return rate
+
+    @property
+    def decays_vectors(self) -> bool:
+        """Whether weight decay applies to parameters of fewer than two dimensions, too."""
+        return self._recipe.get("decay_vectors", True)  # type: ignore[no-any-return]
 
     @property
     def optimizer_name(self) -> str:
@@ -267,9 +286,9 @@ class RunConfig:
 
         ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run, as in
         He et al. (2016); ``"thirds"`` is divided by 10 at each third, and once more at eight ninths, as in Gross and
-        Wilber (2016) for ImageNet; ``"cosine"`` and ``"linear"`` fall to 0 at the end; ``"annealed"`` is divided by
-        1.01 in each of 150 parts of the run, as DeepSpeech is trained. In the first :attr:`lr_warm_up` steps it rises
-        to this from near 0.
+        Wilber (2016) for ImageNet; ``"milestones"`` at the recipe's; ``"cosine"`` and ``"linear"`` fall to 0 at the
+        end; ``"annealed"`` is divided by 1.01 in each of 150 parts of the run, as DeepSpeech is trained. In the first
+        :attr:`lr_warm_up` steps it rises to this from near 0.
 
         Parameters
         ----------
@@ -286,6 +305,7 @@ class RunConfig:
             "constant": 1.0,
             "step": 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4)),
             "thirds": 0.1 ** sum(9 * step >= part * steps for part in (3, 6, 8)),
+            "milestones": 0.1 ** sum(step >= m * steps for m in self._recipe.get("milestones", ())),
             "cosine": (1 + math.cos(math.pi * step / steps)) / 2,
             "linear": 1 - step / steps,
             "annealed": 1.01 ** -(150 * step // steps),
@@ -352,6 +372,12 @@ class RunConfig:
             )
         if self.recipe == "paper" and not info.recipe:
             raise InputError(f"no paper trains {self.workload}: leave the recipe out")
+        if self.recipe == "program" and not info.program:
+            raise InputError(f"no authors' program of {self.workload} is known: use recipe paper")
+        if self.decay == "milestones" and "milestones" not in self._recipe:
+            raise InputError(
+                "milestones are those of a recipe: use recipe program, or lr_schedule step"
+            )
         if self.compressor in (*BASELINES, NO_EXCHANGE):
             check_ratio(self.ratio)
             if not {"indices", "values"}.isdisjoint(self.options):
@@ -534,6 +560,7 @@ class RunConfig:
                 "learning_rate": self.initial_learning_rate,
                 "lr_schedule": self.decay,
                 **({"lr_warm_up": rise} if (rise := self._chosen("lr_warm_up")) else {}),
+                **({} if self.decays_vectors else {"decay_vectors": False}),
                 **{
                     k: v
                     for k, v in asdict(training).items()

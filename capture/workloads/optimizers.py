@@ -96,13 +96,21 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
         adamw = [torch.optim.AdamW(rest, betas=_BETAS, **decayed)] if rest else []
         return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decayed), *adamw]
     outside = not config.whole_system  # a system corrects its momentum in the memory
+    decay = training.weight_decay if outside else 0.0
+    groups: list[Any] = [*model.parameters()]
+    if decay and not config.decays_vectors:
+        vectors = [p for p in groups if p.ndim < 2]
+        groups = [
+            {"params": [p for p in groups if p.ndim > 1]},
+            *([{"params": vectors, "weight_decay": 0.0}] if vectors else []),
+        ]
     return [
         torch.optim.SGD(
-            model.parameters(),
+            groups,
             lr=rate,
             momentum=training.momentum if outside else 0.0,
             nesterov=outside and bool(training.nesterov),
-            weight_decay=training.weight_decay if outside else 0.0,
+            weight_decay=decay,
         )
     ]
 

@@ -13,7 +13,9 @@ __all__ = ["CIFAR10_FILES", "WORKLOADS", "LearningRates", "WorkloadInfo", "workl
 CIFAR10_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 """Training batches of CIFAR-10's binary version."""
 
-LearningRates: TypeAlias = Literal["constant", "step", "thirds", "cosine", "linear", "annealed"]
+LearningRates: TypeAlias = Literal[
+    "constant", "step", "thirds", "milestones", "cosine", "linear", "annealed"
+]
 """Names of learning-rate schedules."""
 
 
@@ -53,7 +55,7 @@ class WorkloadInfo:
         Name of the optimizer in ``torch.optim``.
     weight_decay : float
         Multiple of the parameter that the optimizer takes off.
-    lr_schedule : {"constant", "step", "thirds", "cosine", "linear", "annealed"}
+    lr_schedule : {"constant", "step", "thirds", "milestones", "cosine", "linear", "annealed"}
         How the learning rate falls, see :meth:`RunConfig.learning_rate_at`.
     momentum : float
         Momentum of the optimizer.
@@ -68,6 +70,10 @@ class WorkloadInfo:
     recipe : mapping of str to object
         Training of the first of these papers: settings of :class:`RunConfig` by name, and those that count
         epochs, ``epochs``, ``lr_warm_up_epochs`` and ``warm_up_epochs``, which the run turns into steps.
+    program : mapping of str to object
+        Training of that paper's authors' program, in the same way. ``milestones`` are shares of the run after which the
+        rate is divided by 10; ``rate_per`` is the number of samples, of all workers, that the rate is for;
+        ``decay_vectors`` false leaves parameters of fewer than two dimensions without weight decay.
     """
 
     name: str
@@ -92,6 +98,7 @@ class WorkloadInfo:
     papers: Mapping[str, str] = field(default_factory=dict)
     epoch: int = 0
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    program: Mapping[str, Any] = field(default_factory=dict)
 
 
 _NESTEROV = {"momentum": 0.9, "nesterov": "dgc"}
@@ -122,6 +129,22 @@ _SIDCO_PTB = {
     "learning_rate": 22.0, "batch_size": 20, "epochs": 30, "lr_warm_up_epochs": 5, "clip": 0.25,
     "lr_schedule": "thirds",
 } | _NESTEROV  # fmt: skip
+
+
+# What the authors' programs do where their papers say something else, or nothing: kljp/micro, sands-lab/SIDCo.
+_MICRO_PROGRAM = _MICRO | _NESTEROV | {
+    "weight_decay": 1e-4, "decay_vectors": False, "rate_per": 128, "lr_warm_up_epochs": 5,
+    "lr_schedule": "milestones", "milestones": (150 / 200,),
+}  # fmt: skip
+_SIDCO_PROGRAM_CIFAR = _SIDCO_CIFAR | {
+    "momentum": 0.9, "decay_vectors": False, "lr_schedule": "milestones", "milestones": (80 / 140, 120 / 140),
+}  # fmt: skip
+_SIDCO_PROGRAM_IMAGENET = _SIDCO_IMAGENET | {
+    "momentum": 0.875, "nesterov": "none", "weight_decay": 2**-14, "decay_vectors": False,
+}  # fmt: skip
+_SIDCO_PROGRAM_PTB = {
+    "learning_rate": 22.0, "batch_size": 20, "epochs": 30, "clip": 0.25, "momentum": 0.0, "lr_schedule": "constant",
+}  # fmt: skip
 
 
 def _images(
@@ -209,6 +232,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             "ResNet-20 on CIFAR-10, binary version",
             "resnet20", 269_722, 10, batch_size=64, steps=3000,
             papers={"SIDCo": "269,467", "LAGS": "", "Marsit": "0.27 M"}, recipe=_SIDCO_CIFAR,
+            program=_SIDCO_PROGRAM_CIFAR,
         ),
         _images(
             "resnet8-cifar16",
@@ -225,6 +249,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             "VGG16 on CIFAR-10, binary version, 14,982,987 parameters",
             "vgg16-small", 14_982_987, 11, learning_rate=0.02, momentum=0.9, lr_warm_up=50,
             papers={"SIDCo": "14,982,987", "LAGS": ""}, recipe=_SIDCO_CIFAR,
+            program=_SIDCO_PROGRAM_CIFAR,
         ),
         _images(
             "vgg16bn-cifar10",
@@ -243,7 +268,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
                 f"{model.lower().replace('-', '')}-{data}",
                 f"{model} on {'CIFAR-' + data[5:]}, binary version",
                 network, count + {"cifar10": 0, "cifar100": 90 * (features + 1)}[data], int(data[5:]),
-                papers={"MiCRO": ""}, recipe=_MICRO,
+                papers={"MiCRO": ""}, recipe=_MICRO, program=_MICRO_PROGRAM,
             )
             for data in ("cifar10", "cifar100")
             for model, network, count, features in (
@@ -266,6 +291,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
         _images(
             "resnet50-imagenet", f"ResNet-50 {_ON_IMAGENET}", "resnet50", 25_559_081, 1001,
             papers={"SIDCo": "25,559,081", "RedSync": "103 MB", "LAGS": "", "Marsit": "25 M"}, recipe=_SIDCO_IMAGENET,
+            program=_SIDCO_PROGRAM_IMAGENET,
         ),
         _images(
             "vgg16-imagenet", f"VGG16 {_ON_IMAGENET}", "vgg16", 138_357_544, 1000, learning_rate=0.01, momentum=0.9,
@@ -274,6 +300,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
         _images(
             "vgg19-imagenet", f"VGG19 {_ON_IMAGENET}", "vgg19", 143_671_337, 1001, learning_rate=0.01, momentum=0.9,
             papers={"SIDCo": "143,671,337"}, recipe=_SIDCO_IMAGENET | {"learning_rate": 0.05},
+            program=_SIDCO_PROGRAM_IMAGENET | {"learning_rate": 0.05},
         ),
         _images(
             "alexnet-imagenet", f"AlexNet {_ON_IMAGENET}", "alexnet", 61_100_840, 1000, learning_rate=0.01,
@@ -293,6 +320,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             "2-layer word LSTM on the Penn Treebank, 66,034,000 parameters at full size",
             66_034_000, steps=1000, files=("ptb.train.txt",), hidden=1500, vocab=10_000,
             papers={"SIDCo": "66,034,000", "LAGS": "", "RedSync": "264 MB"}, epoch=929_589 // 35, recipe=_SIDCO_PTB,
+            program=_SIDCO_PROGRAM_PTB,
         ),
         _words(
             "lstm-wikitext2",
@@ -321,6 +349,10 @@ WORKLOADS: dict[str, WorkloadInfo] = {
                 "learning_rate": 0.004, "batch_size": 20, "epochs": 150, "lr_warm_up_epochs": 5, "clip": 400.0,
                 "lr_schedule": "annealed",
             } | _NESTEROV,
+            program={
+                "learning_rate": 0.0004, "batch_size": 20, "epochs": 150, "clip": 400.0, "lr_schedule": "annealed",
+                "momentum": 0.9, "weight_decay": 1e-4, "decay_vectors": False,
+            },
         ),
     )
 }  # fmt: skip

@@ -14,6 +14,7 @@ from capture.workloads import WORKLOADS, RunConfig, run, speech
 from capture.workloads.classification import make_task
 from capture.workloads.images import ImageFolder, load_cifar10, load_cifar100, load_mnist
 from capture.workloads.layouts import backward_pass, layout
+from capture.workloads.optimizers import make_optimizers
 from capture.workloads.speech import LABELS, DeepSpeech, decode, error_rates, load_an4
 from capture.workloads.text import load_wikitext
 from gradstats.errors import InputError
@@ -120,12 +121,53 @@ def test_recipes_are_the_papers_settings():
     assert redsync.metadata()["optimizer"]["nesterov"] == "dgc"
 
 
+def test_recipes_of_authors_programs_are_theirs():
+    micro = RunConfig(workload="senet18-cifar10", recipe="program", compressor="none", nproc=16)
+    # 0.1 for 128 samples, of which 16 workers have four times as many
+    assert micro.initial_learning_rate == pytest.approx(0.4)
+    steps = micro.setting("steps")
+    assert steps == -(-200 * 50_000 // 512)
+    rates = [micro.learning_rate_at(s) for s in (0, steps // 2, 3 * steps // 4 + 1, steps - 1)]
+    assert rates == pytest.approx([0.4 * 512 / 250_000, 0.4, 0.04, 0.04], rel=0.01)
+    assert micro.replace(learning_rate=0.1).initial_learning_rate == 0.1
+    assert micro.metadata()["optimizer"]["decay_vectors"] is False
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    (optimizer,) = make_optimizers(micro, model)
+    decays = {
+        p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    assert decays == {4: 1e-4, 1: 0.0}
+    assert all(group["nesterov"] for group in optimizer.param_groups)
+    (optimizer,) = make_optimizers(micro.replace(recipe="paper"), model)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [5e-4]
+
+    sidco = RunConfig(workload="resnet20-cifar10", recipe="program", compressor="none")
+    assert (sidco.training().momentum, sidco.training().nesterov) == (0.9, None)
+    steps = sidco.setting("steps")
+    parts = [sidco.learning_rate_at(int(share * steps)) for share in (0.5, 0.6, 0.9)]
+    assert parts == pytest.approx([0.1, 0.01, 0.001])
+    words = RunConfig(workload="lstm-ptb", recipe="program", compressor="none")
+    assert words.training().momentum == words.training().weight_decay == 0
+    assert words.learning_rate_at(0) == words.learning_rate_at(words.setting("steps") - 1) == 22
+    speech = RunConfig(workload="lstm-an4", recipe="program", compressor="none")
+    assert speech.initial_learning_rate == 0.0004
+    for settings, problem in (
+        ({"workload": "resnet44-cifar10", "recipe": "program"}, "no authors' program of resnet44"),
+        ({"workload": "resnet20-digits", "lr_schedule": "milestones"}, "milestones are those"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            RunConfig(**settings).check()
+
+
 @pytest.mark.parametrize("name", [name for name, info in WORKLOADS.items() if info.recipe])
 def test_recipes_can_be_used(name, tmp_path):
     for file in WORKLOADS[name].files:
         (tmp_path / file).touch()
     for compressor in ("none", "topk", "dgc"):
-        RunConfig(workload=name, recipe="paper", compressor=compressor, data_dir=tmp_path).check()
+        for recipe in ("paper", *(["program"] if WORKLOADS[name].program else [])):
+            RunConfig(
+                workload=name, recipe=recipe, compressor=compressor, data_dir=tmp_path
+            ).check()
     with pytest.raises(InputError, match="name their folder with --data-dir"):
         RunConfig(workload=name, recipe="paper").check()
 
