@@ -286,7 +286,7 @@ class TestForwardStop:
 
 class TestChoice:
     def test_finds_where_the_tail_begins(self):
-        choice = choose_threshold(uniform_below_pareto(0.1), replicates=99)
+        choice = choose_threshold(uniform_below_pareto(0.1), replicates=99, splits=1)
         assert choice.threshold >= 1.0
         assert choice.ratio <= 0.1
         low = [c for c in choice.candidates if c.threshold < 1]
@@ -299,7 +299,9 @@ class TestChoice:
     def test_keeps_the_lowest_of_a_pure_tail(self):
         kept = 0
         for seed in range(6):
-            choice = choose_threshold(pareto(0.3, seed=seed), replicates=49, size=500, seed=seed)
+            choice = choose_threshold(
+                pareto(0.3, seed=seed), replicates=49, size=500, seed=seed, splits=1
+            )
             kept += choice.rejected == 0
         assert kept >= 5
 
@@ -348,7 +350,7 @@ class TestChoice:
             set(),
         )
         for seed in range(150):
-            choice = choose_threshold(law.isf(rng.random(10_000)), seed=seed)
+            choice = choose_threshold(law.isf(rng.random(10_000)), seed=seed, splits=1)
             if choice.estimate is None:
                 continue
             known += 1
@@ -392,7 +394,7 @@ class TestChoice:
         laws = {0.5: [pareto(0.3, 20_000), rng.laplace(size=20_000)], None: [comb]}
         for truth, samples in laws.items():
             for x in samples:
-                for seed in range(10):
+                for seed in range(3):
                     choice = choose_threshold(
                         x, [0.5, 0.2, 0.05], size=200, replicates=39, seed=seed
                     )
