@@ -368,7 +368,7 @@ def test_a_bootstrap_says_what_it_tested():
 
 
 def test_a_choice_of_threshold():
-    command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 19]
+    command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 39]
     found = records(*command)
     assert sum(r["chosen"] for r in found) <= 1
     assert {r["splits"] for r in found} == {5}
