@@ -312,8 +312,11 @@ class _Change:
 
     def add(self, other: _Change) -> None:
         """Add what changed in other weights, or in the same between other checkpoints."""
-        for name in vars(other):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, more in vars(other).items():
+            if isinstance(more, Counter):
+                getattr(self, name).update(more)  # a sum would leave out what is 0
+            else:
+                setattr(self, name, getattr(self, name) + more)
 
 
 def _compare(layer: Layer, before: Vector, after: Vector, dtype: str) -> _Change:

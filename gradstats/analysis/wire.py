@@ -216,7 +216,7 @@ def wire(
     >>> import gradstats
     >>> x = np.random.default_rng(0).laplace(size=4096)
     >>> print(gradstats.wire(x).smallest(0.01)["format"])
-    mxfp6
+    nvfp4
     """
     from gradstats.primitives.rounding import Message, measure
 

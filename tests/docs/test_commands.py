@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import typer
 from conftest import ROOT
+from safetensors.numpy import save_file
 from support.installed import files_of
 from support.networks import measured_network
 from support.terminal import run
@@ -28,7 +29,7 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 # What stands for something else on the pages, and an example of it.
 MEANT = {"DIR": ".", "WORKLOAD": "resnet20-digits", "NAME": "topk", "M": "3", "H": "2", "…": None}
 READING = {"agreement", "compare", "compressibility", "compression", "drift", "fit", "info"}
-READING |= {"plan", "pot", "quality"}  # the tutorial's test has the report
+READING |= {"delta", "plan", "pot", "quality", "wire"}  # the tutorial's test has the report
 PROGRAMS = ("gradstats", "python", "torchrun", "pip", "make")
 
 
@@ -112,6 +113,9 @@ def folder(tmp_path_factory):
             )
     for name in ("right", "wrong"):
         np.savez(path / f"{name}.npz", w=np.ones(NUMEL, np.float32))
+    for name in ("old", "new"):
+        tensors = {"w": np.full((4, NUMEL), 1 + (name == "new") / 512, np.float32)}
+        save_file(tensors, path / f"{name}.safetensors")
     np.save(path / "x.npy", np.ones(NUMEL, np.float32))
     measured_network(others=["rayleigh"]).save(path / "network.json")
     for page in ("law.md", "rule.md"):
@@ -149,7 +153,7 @@ def test_the_commands_that_read_run_as_they_are_shown(folder, forgotten, monkeyp
         assert max(map(len, done.stdout.splitlines()), default=0) <= 80, words
 
 
-@pytest.mark.parametrize("page", ["compare", "agreement"])
+@pytest.mark.parametrize("page", ["compare", "agreement", "bits", "delta"])
 def test_their_python_runs_on_the_same_files(folder, monkeypatch, page):
     monkeypatch.chdir(folder)
     text = (ROOT / "docs" / "howto" / f"{page}.md").read_text(encoding="utf-8")
