@@ -19,8 +19,7 @@ from capture.workloads.config import (
     Size,
 )
 from capture.workloads.launch import signals_raise
-from capture.workloads.optimizers import OptimizerName
-from capture.workloads.registry import WORKLOADS, LearningRates
+from capture.workloads.registry import WORKLOADS, LearningRates, OptimizerName
 from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
 

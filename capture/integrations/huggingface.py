@@ -106,6 +106,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         control: TrainerControl,
         *,
         model: torch.nn.Module,
+        optimizer: Any = None,
         **_: Any,
     ) -> None:
         """Create the trace, and register the hook if there is one."""
@@ -119,6 +120,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
             model if self._trainer is None else self._trainer.model_wrapped,
             state.global_step,
             None if self._trainer is None else self._trainer.accelerator.scaler,
+            optimizer,
         )
         self._losses.clear()
         if self._trainer is not None:

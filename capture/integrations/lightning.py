@@ -94,7 +94,7 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
                 "fully_shard()"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._open(trainer.strategy.model, trainer.global_step, scaler)
+        self._open(trainer.strategy.model, trainer.global_step, scaler, list(trainer.optimizers))
 
     def on_before_backward(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor

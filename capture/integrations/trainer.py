@@ -15,6 +15,7 @@ from capture.taps.buckets import Hook
 from gradstats.errors import InputError
 from gradstats.hooks import Monitor, Scaler
 from gradstats.hooks.torch_private import comm_hooks, unwrap
+from gradstats.trace.format import OF_PARAMETERS
 
 __all__ = ["TrainerCapture", "TrainerMonitor"]
 
@@ -33,7 +34,8 @@ class TrainerCapture:
     comm_state : object
         State of the hook.
     **options : object
-        Other options of :class:`capture.Capture`, except ``start_step``.
+        Other options of :class:`capture.Capture`, except ``start_step``. Kinds that need ``optimizer`` are of the
+        trainer's own, unless it is given.
 
     Attributes
     ----------
@@ -62,7 +64,9 @@ class TrainerCapture:
         self._comm_state = comm_state
         self.capture: Capture | None = None
 
-    def _open(self, model: nn.Module, start_step: int, scaler: Scaler | None) -> None:
+    def _open(
+        self, model: nn.Module, start_step: int, scaler: Scaler | None, optimizers: Any = None
+    ) -> None:
         hook, ddp = self._comm_hook, unwrap(model).ddp
         if hook is not None and ddp is None:
             raise InputError(
@@ -71,7 +75,9 @@ class TrainerCapture:
         # without a hook the trainer shows gradients that it has unscaled
         scaling = {"scaler": scaler} if hook is not None else {}
         self._close()  # of a training that failed, and begins again
-        earlier, options = self.capture, scaling | self._arguments
+        moved = set(self._arguments.get("kinds") or ()) & set(OF_PARAMETERS)
+        given = {"optimizer": optimizers} if moved and optimizers else {}
+        earlier, options = self.capture, scaling | given | self._arguments
         if hook is None or ddp is None:
             self.capture = Capture(model=model, start_step=start_step, **options)
         elif earlier is not None and any(state is earlier for _, state in comm_hooks(ddp)):

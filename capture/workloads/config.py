@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from capture.schedule import Schedule, at, every
-from capture.workloads.optimizers import OptimizerName, family, settings_with
-from capture.workloads.registry import LearningRates, WorkloadInfo, workload_info
+from capture.workloads.registry import (
+    LearningRates,
+    OptimizerName,
+    WorkloadInfo,
+    family,
+    settings_with,
+    workload_info,
+)
 from gradstats.errors import InputError, unknown
 
 if TYPE_CHECKING:

@@ -2,69 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+from capture.workloads.config import RunConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from capture.workloads.config import RunConfig
+__all__ = ["make_optimizers"]
 
-__all__ = ["OptimizerName", "family", "make_optimizers", "settings_with"]
-
-OptimizerName: TypeAlias = Literal["sgd", "nesterov", "adamw", "muon"]
-"""SGD, with Nesterov's momentum of 0.9, AdamW, or Muon for matrices and AdamW for the rest."""
-
-_FAMILIES: dict[str, Literal["SGD", "AdamW", "Muon"]] = {
-    "sgd": "SGD",
-    "nesterov": "SGD",
-    "adamw": "AdamW",
-    "muon": "Muon",
-}
-_RATES = {"SGD": 0.1, "AdamW": 1e-3, "Muon": 1e-3}
-"""Learning rates where the optimizer is not the workload's own; Muon's updates are scaled to AdamW's size."""
 _BETAS = (0.9, 0.95)
 """AdamW's decays, as transformers are trained."""
-
-
-def family(name: str) -> str:
-    """Return the optimizer of ``torch.optim`` that a name stands for.
-
-    Parameters
-    ----------
-    name : str
-        One of :data:`OptimizerName`.
-    """
-    return _FAMILIES[name]
-
-
-def settings_with(name: OptimizerName | None, own: str) -> Mapping[str, Any]:
-    """Return the settings that an optimizer brings where none are given.
-
-    Parameters
-    ----------
-    name : OptimizerName or None
-        The optimizer; None for the workload's own, which has no others.
-    own : str
-        The workload's own.
-
-    Returns
-    -------
-    mapping of str to object
-        Values by the name of the setting.
-    """
-    if name is None:
-        return {}
-    found: dict[str, Any] = {}
-    if family(name) != own:
-        found = {"learning_rate": _RATES[family(name)], "weight_decay": 0.0}
-    if name == "sgd":
-        found |= {"momentum": 0.0, "nesterov": "none"}
-    elif name == "nesterov":
-        found |= {"momentum": 0.9, "nesterov": "dgc"}
-    else:
-        found["momentum"] = 0.0
-    return found
 
 
 def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.optim.Optimizer]:

@@ -8,7 +8,16 @@ from typing import Any, Literal, TypeAlias
 
 from gradstats.errors import unknown
 
-__all__ = ["CIFAR10_FILES", "WORKLOADS", "LearningRates", "WorkloadInfo", "workload_info"]
+__all__ = [
+    "CIFAR10_FILES",
+    "WORKLOADS",
+    "LearningRates",
+    "OptimizerName",
+    "WorkloadInfo",
+    "family",
+    "settings_with",
+    "workload_info",
+]
 
 CIFAR10_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 """Training batches of CIFAR-10's binary version."""
@@ -17,6 +26,17 @@ LearningRates: TypeAlias = Literal[
     "constant", "step", "thirds", "milestones", "cosine", "linear", "annealed"
 ]
 """Names of learning-rate schedules."""
+OptimizerName: TypeAlias = Literal["sgd", "nesterov", "adamw", "muon"]
+"""SGD, with Nesterov's momentum of 0.9, AdamW, or Muon for matrices and AdamW for the rest."""
+
+_FAMILIES: dict[str, Literal["SGD", "AdamW", "Muon"]] = {
+    "sgd": "SGD",
+    "nesterov": "SGD",
+    "adamw": "AdamW",
+    "muon": "Muon",
+}
+_RATES = {"SGD": 0.1, "AdamW": 1e-3, "Muon": 1e-3}
+"""Learning rates where the optimizer is not the workload's own; Muon's updates are scaled to AdamW's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,3 +400,43 @@ def workload_info(name: str) -> WorkloadInfo:
         return WORKLOADS[name]
     except KeyError:
         raise unknown("workload", name, WORKLOADS) from None
+
+
+def family(name: str) -> str:
+    """Return the optimizer of ``torch.optim`` that a name stands for.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`OptimizerName`.
+    """
+    return _FAMILIES[name]
+
+
+def settings_with(name: OptimizerName | None, own: str) -> Mapping[str, Any]:
+    """Return the settings that an optimizer brings where none are given.
+
+    Parameters
+    ----------
+    name : OptimizerName or None
+        The optimizer; None for the workload's own, which has no others.
+    own : str
+        The workload's own.
+
+    Returns
+    -------
+    mapping of str to object
+        Values by the name of the setting.
+    """
+    if name is None:
+        return {}
+    found: dict[str, Any] = {}
+    if family(name) != own:
+        found = {"learning_rate": _RATES[family(name)], "weight_decay": 0.0}
+    if name == "sgd":
+        found |= {"momentum": 0.0, "nesterov": "none"}
+    elif name == "nesterov":
+        found |= {"momentum": 0.9, "nesterov": "dgc"}
+    else:
+        found["momentum"] = 0.0
+    return found

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,6 +70,17 @@ def run(folder, script, *launcher):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+MOVED = {"kinds": ["gradient", "update", "weight"]}
+
+
+def updates_agree(trace):
+    """Compare what the trainer's own optimizer was seen to apply with how the weights moved."""
+    for before, step in pairwise(trace.steps()):
+        moved = trace.read(before, 0, "weight") - trace.read(step, 0, "weight")
+        assert np.array_equal(trace.read(step, 0, "update"), moved)
+        assert moved.any()
+
+
 def huggingface(folder, path, steps, *, resume=None, training=None, **options):
     from transformers import Trainer
 
@@ -118,8 +130,9 @@ def test_huggingface_accumulates_and_resumes(tmp_path):
         "save_steps": 2,
     }
     seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(2 * cases.BATCH))
-    trace = huggingface(tmp_path, tmp_path / "a.zarr", 2, training=training)
+    trace = huggingface(tmp_path, tmp_path / "a.zarr", 2, training=training, **MOVED)
     assert trace.steps() == [0, 1]
+    updates_agree(trace)
     again = huggingface(
         tmp_path, tmp_path / "b.zarr", 4, training=training, resume=str(tmp_path / "checkpoint-2")
     )
@@ -172,7 +185,8 @@ def test_lightning_captures_before_clipping(tmp_path, monkeypatch):
 
 
 def test_lightning_accumulates(tmp_path):
-    trace = lightning(tmp_path / "a.zarr", trainer={"accumulate_grad_batches": 2})
+    trace = lightning(tmp_path / "a.zarr", trainer={"accumulate_grad_batches": 2}, **MOVED)
+    updates_agree(trace)
     seen = cases.plain_loop(cases.network(), cases.network_loss, batches(2 * cases.BATCH))
     assert trace.steps() == [0, 1, 2]
     for step, loss in enumerate(trace.scalars()["loss"]):
