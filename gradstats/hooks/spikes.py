@@ -104,10 +104,12 @@ class _Rows:
         z, sure, middle = self._against_the_past(logs)
         alarms = np.zeros(logs.size, np.bool_)
         for side, tail in self._jumps.items():
-            sizes, limit = side * sure, tail.limit()
-            alarms |= (side * z >= self._least) & (sizes >= limit)
-            # an alarm counts as the limit: once it changes nothing, again and again it is how the norms are
-            tail.add(np.minimum(sizes[sizes > 0], limit))
+            sizes = side * sure
+            large = side * z >= self._least
+            if large.any():
+                alarms |= large & (sizes >= tail.limit())
+            # alarms count, too: one changes no quantile, and many are how the norms are
+            tail.add(sizes[sizes > 0])
         known = np.isfinite(logs)
         for past, now in ((self._logs, logs), (self._common, common)):
             past[known, :-1] = past[known, 1:]
@@ -158,7 +160,9 @@ class _Rows:
         if len(self._waiting) == self._waiting.maxlen:
             old = self._waiting.popleft()
             self._growth.add(old[old > 0])
-        alarms = (z >= max(_GROWS, self._growth.limit())) & (rise >= _LEAST_GROWTH)
+        alarms = (z >= _GROWS) & (rise >= _LEAST_GROWTH)
+        if alarms.any():
+            alarms &= z >= self._growth.limit()
         grown[rows[alarms]] = rise[alarms]
         every = np.full(self._count.size, math.nan)
         every[rows[~alarms]] = z[~alarms]
@@ -186,8 +190,8 @@ class Spikes:
     From five layers on, a layer's norm is divided by the median of the others', which takes out how the whole gradient
     fluctuates and decays; the whole is judged by itself. An alarm takes a z of at least `limit`, and one that chance
     would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates them, so heavy
-    tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. What was an
-    alarm counts as the limit among them, so it changes little once, and much where it comes again and again.
+    tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. Alarms are
+    among them: one changes little, and many are how the norms are.
     """
 
     def __init__(self, layers: Iterable[str], window: int, limit: float) -> None:
