@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xarray
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from scipy.signal import lfilter
 
 from gradstats.analysis.agreement import _one as compared_ranks
 from gradstats.analysis.agreement import _record as over_ranks
 from gradstats.analysis.agreement import batch_sentence
 from gradstats.analysis.causes import Measured, explain
+from gradstats.analysis.closest import closest_laws, law_pairs
 from gradstats.analysis.compare import TOLERANCE
 from gradstats.analysis.drift import drift_records, movement
+from gradstats.analysis.quality import _BestK
 from gradstats.analysis.rules import judged_rules
+from gradstats.analysis.verdicts import closest_law
+from gradstats.hooks.spikes import Spikes
 from gradstats.thresholds.changes import compared
+from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace.sources import open_source
 
 Generator = np.random.Generator
 Values: TypeAlias = NDArray[np.float64]
@@ -285,6 +295,56 @@ def ask_uneven(spacing: str, memory: float, n: int, rng: Generator) -> dict[str,
     }
 
 
+# Monitor
+
+_RUN, _BREAK = 1000, 150
+
+NORMS: dict[str, Callable[[Generator, int], Values]] = {
+    "normal": lambda rng, n: 0.1 * rng.standard_normal((_RUN, n)),
+    "Student's t(3)": lambda rng, n: 0.1 * rng.standard_t(3, (_RUN, n)),
+    "AR(0.9)": lambda rng, n: (
+        0.2 * math.sqrt(0.19) * lfilter([1], [1, -0.9], rng.standard_normal((_RUN, n)), axis=0)
+    ),
+    "common t(3)": lambda rng, n: (
+        0.3 * rng.standard_t(3, (_RUN, 1)) + 0.05 * rng.standard_normal((_RUN, n))
+    ),
+    "decaying": lambda rng, n: (
+        0.1 * rng.standard_normal((_RUN, n))
+        - rng.uniform(0.3, 1, n) * np.log1p(np.arange(_RUN) / 10)[:, None]
+    ),
+}
+"""Logarithms of the norms of some layers over 1,000 steps."""
+
+
+def _alarms(spikes: Spikes, logs: Values) -> list[set[str]]:
+    """Return the alarms of each of some steps that follow."""
+    names, found = [str(i) for i in range(logs.shape[1])], []
+    for row in np.exp(logs):
+        values, _ = spikes.find(float(np.linalg.norm(row)), dict(zip(names, row, strict=True)))
+        found.append({n for n in values if n != "spike" or not spikes.doubtful})
+    return found
+
+
+def ask_monitor(kind: str, layers: int, rng: Generator) -> dict[str, Any]:
+    """Ask for alarms in 1,000 steps without any cause, and in runs where the first layer breaks at step 150."""
+    logs = NORMS[kind](rng, layers)
+    spikes, first = Spikes(map(str, range(layers)), 50, 6.0), np.arange(layers) == 0
+    alarms = sum(map(bool, _alarms(spikes, logs[:_BREAK])))
+    seen = {}
+    for name, factor in {"30 times": 30.0, "6 times": 6.0, "a tenth": 0.1}.items():
+        (some,) = _alarms(deepcopy(spikes), logs[_BREAK, None] + math.log(factor) * first)
+        seen[name] = Seen(("spike/0" if factor > 1 else "collapse/0") in some)
+    growth = np.arange(150)[:, None] * math.log(2) / 20 * first
+    grown = _alarms(deepcopy(spikes), logs[_BREAK : _BREAK + 150] + growth)
+    seen["doubling every 20 steps"] = Seen(any("growth/0" in some for some in grown))
+    alarms += sum(map(bool, _alarms(spikes, logs[_BREAK:])))
+    answers: dict[str, Any] = {
+        "any alarm in 1,000 steps": Said(alarms == 0),
+        "more than three in 1,000 steps": Said(alarms <= 3),
+    }
+    return answers | {f"{name}, seen": one for name, one in seen.items()}
+
+
 # quality: does a rule hit k?
 
 
@@ -310,6 +370,75 @@ def ask_rules(memory: float, steps: int, rng: Generator) -> dict[str, Any]:
         "hits k at k, seen": Seen(one["hits"] is True),
         "misses k at 2 k, seen": Seen(far["hits"] is False),
     }
+
+
+LENGTHS = {"independent": 1, "runs of 15": 15, "runs of 200": 200, "runs of 5,000": 5000}
+"""Neighbours that share a scale, which is 1, or 3 for a fifth of them."""
+
+
+def ask_design(length: int, steps: int, rng: Generator) -> dict[str, Any]:
+    """Ask what k̂/k of the true law's threshold is, of a few gradients whose neighbours are large together."""
+    n, k = 200_000, 2000
+
+    def share(t: float) -> float:
+        return 0.8 * math.exp(-t) + 0.2 * math.exp(-t / 3)
+
+    threshold = brentq(lambda t: share(t) - k / n, 0, 100)
+    labels = {"trace": "t", "kind": "gradient", "layer": "all", "estimator": "sidco-e"}
+    labels |= {"ratio": k / n, "k": k, "seen": True, "rank": 0}
+    series, alone = [], []
+    for step in range(steps):
+        scales = np.repeat(np.where(rng.random(-(-n // length)) < 0.2, 3, 1), length)[:n]
+        x = scales * rng.exponential(size=n)
+        selected = int(np.count_nonzero(x >= threshold))
+        series.append(labels | {"step": step, "selected": selected, "design": _BestK(x).design(k)})
+        alone.append(series[-1] | {"design": 1.0})
+    (rule,), (careless,) = judged_rules(series), judged_rules(alone)
+    r = k / n
+    return {
+        "mean k̂/k": (rule["low"][r], rule["high"][r], 1.0),
+        "mean k̂/k without the design effect": (careless["low"][r], careless["high"][r], 1.0),
+    }
+
+
+# Which law is closest?
+
+_STEPS = 4
+
+LAWS: dict[str, tuple[Callable[[Generator, int], Values], tuple[str, ...]]] = {
+    "Laplace": (
+        lambda rng, n: rng.exponential(size=n),
+        ("Laplace", "double gamma", "double gen. Pareto"),
+    ),
+    "double gen. Pareto 0.2": (lambda rng, n: rng.pareto(5, n), ("double gen. Pareto",)),
+    "double gamma 0.6": (lambda rng, n: rng.gamma(0.6, size=n), ("double gamma",)),
+    "two scales, 1 and 30": (
+        lambda rng, n: np.where(rng.random(n) < 0.02, 30, 1) * rng.exponential(size=n),
+        (),
+    ),
+    "log-normal 1.5": (lambda rng, n: np.exp(1.5 * rng.standard_normal(n)), ()),
+}
+"""Magnitudes, and the laws that hold them."""
+
+
+def ask_closest(law: str, n: int, rng: Generator) -> dict[str, Any]:
+    """Ask which law is closest, fitted at each of four steps and judged at the next one."""
+    draw, true = LAWS[law]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.zarr"
+        create_trace(path, [Layer("w", 0, (n,))], world_size=1)
+        writer = TraceWriter(path, 0)
+        for step in range(_STEPS):
+            gradient = draw(rng, n) * rng.choice((-1, 1), n)
+            writer.append(step, {"gradient": gradient.astype(np.float32)})
+        writer.close()
+        said = closest_law(closest_laws(law_pairs(open_source(path)))).headline
+    named = ": thresholds within" in said
+    right = said.startswith(true)
+    answers = {"a law that the data have not": Said(right or not named)}
+    if true:
+        return answers | {"the law, seen": Seen(named and right)}
+    return answers | {"none, seen": Seen(said.startswith("None"))}
 
 
 # What is simulated
@@ -339,6 +468,24 @@ def statements() -> Iterator[Statement]:
             ask = partial(ask_uneven, spacing, memory, 60)
             name = f"{spacing}, AR({memory:g})"
             yield Statement("drift, uneven", name, 60, ask, 200, 30)
+    for kind in NORMS:
+        # of heavy tails few steps say too little
+        outside = ("any alarm in 1,000 steps",) if "t(3)" in kind else ()
+        for layers in (1, 5) if kind == "decaying" else (1, 5, 60):
+            ask, brief = partial(ask_monitor, kind, layers), 3 * (layers == 5)
+            yield Statement("Monitor", kind, layers, ask, 12, brief, outside=outside)
+    for name, length in LENGTHS.items():
+        for steps in (1, 3):
+            ask, brief = partial(ask_design, length, steps), 150 * (steps == 1 and length <= 15)
+            # the range of three is wider than their mean's interval
+            outside = () if length < 512 and steps == 1 else ("mean k̂/k",)
+            if length > 1 or steps > 1:
+                outside = (*outside, "mean k̂/k without the design effect")
+            yield Statement("quality, design", name, steps, ask, 400, brief, outside=outside)
+    for law in LAWS:
+        yield Statement(
+            "report, closest law", law, 20_000, partial(ask_closest, law, 20_000), 20, 3
+        )
     for memory, least in {0.0: 5, 0.5: 60}.items():
         for n in (5, 10, 24, 60):
             ask, brief = partial(ask_rules, memory, n), 100 * (n == 60)

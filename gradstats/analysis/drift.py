@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 _PLAIN = ("zero_fraction", "nonfinite", "mean", "rms", "max", "p", "p_low", "p_high", "hill")
-_BY_MODEL = ("shape", "scale", "nll", "ks", "wasserstein", "tail_error")
+_OF_DECAY = ("p", "p_low", "p_high", "hill")
+_DISTANCES = ("nll", "ks", "wasserstein", "tail_error")
+_BY_MODEL = ("shape", "scale", *_DISTANCES)
 
 QUANTITIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_PLAIN, ()),
@@ -88,13 +90,13 @@ class _Measuring:
     models: tuple[str, ...]
     method: Method | None
     ratios: tuple[float, ...]
+    quantities: frozenset[str]
 
     def __call__(self, sketches: dict[str, Sketch]) -> dict[str, dict[str, Any]]:
         return {layer: self._one(reduced) for layer, reduced in sketches.items()}
 
     def _one(self, reduced: Sketch) -> dict[str, Any]:
         m = reduced.magnitudes
-        decay = compressibility(reduced)
         finite = reduced.numel - reduced.moments.nonfinite
         found: dict[str, Any] = {
             "zero_fraction": m.zero_fraction,
@@ -102,20 +104,27 @@ class _Measuring:
             "mean": m.mean,
             "rms": math.sqrt(m.mean_square) if m.count else math.nan,
             "max": m.max,
-            **{name: getattr(decay, name) for name in ("p", "p_low", "p_high", "hill")},
             "threshold": [m.upper_quantile(max(target_count(r, finite), 1)) for r in self.ratios],
         }
-        rows = [self._fit(model, reduced) for model in self.models]
-        return found | {name: [row[name] for row in rows] for name in _BY_MODEL}
+        if self.quantities.intersection(_OF_DECAY):
+            decay = compressibility(reduced)
+            found |= {name: getattr(decay, name) for name in _OF_DECAY}
+        if self.quantities.intersection(_BY_MODEL):
+            rows = [self._fit(model, reduced) for model in self.models]
+            found |= {name: [row[name] for row in rows] for name in _BY_MODEL}
+        return {name: found[name] for name in self.quantities}
 
     def _fit(self, model: str, reduced: Sketch) -> dict[str, float]:
         try:
             fitted = fit(reduced, model, self.method or law_of(model).default_method)
         except FitError:
             return dict.fromkeys(_BY_MODEL, math.nan)
-        distances = goodness(fitted, reduced)
-        measured = {name: getattr(distances, name) for name in _BY_MODEL[2:]}
-        return {"shape": fitted.shape, "scale": fitted.params["scale"], **measured}
+        measured = dict.fromkeys(_BY_MODEL, math.nan)
+        measured |= {"shape": fitted.shape, "scale": fitted.params["scale"]}
+        if self.quantities.intersection(_DISTANCES):
+            distances = goodness(fitted, reduced)
+            measured |= {name: getattr(distances, name) for name in _DISTANCES}
+        return measured
 
 
 @shares(Spread)
@@ -173,6 +182,7 @@ def dataset_of(
     models: Sequence[str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
+    quantities: Sequence[str] = (),
     client: Any = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> xarray.Dataset:
@@ -190,6 +200,8 @@ def dataset_of(
         Method of all fits, as in :func:`gradstats.fit`. By default each model has its own.
     ratios : sequence of float, optional
         Kept fractions k/d of the exact thresholds, each in (0, 1].
+    quantities : sequence of str, optional
+        What to measure, of :data:`QUANTITIES`; all by default.
     client : distributed.Client, optional
         Cluster that does the work.
     on_progress : callable, optional
@@ -204,7 +216,8 @@ def dataset_of(
 
     names, ratios = chosen(models, method), check_ratios(ratios)
     keys, parameters = subset.keys(source), subset.parameters(source)
-    work = _Measuring(tuple(names), method, tuple(ratios))
+    wanted = tuple(quantities) or tuple(QUANTITIES)
+    work = _Measuring(tuple(names), method, tuple(ratios), frozenset(wanted))
 
     def plan(submit: Submit, key: Key) -> Any:
         return submit(work, plan_sketches(submit, source, key, parameters=parameters))
@@ -218,7 +231,7 @@ def dataset_of(
         "ratio": list(ratios),
     }
     base = ("step", "rank", "kind", "layer")
-    dims = {name: (*base, *others) for name, others in QUANTITIES.items()}
+    dims = {name: (*base, *others) for name, others in QUANTITIES.items() if name in wanted}
     arrays = {n: np.full([len(coords[d]) for d in over], math.nan) for n, over in dims.items()}
     for (rank, kind, step), found in zip(keys, evaluate(plan, keys, client), strict=True):
         place = (
@@ -308,7 +321,16 @@ def drift(
     for name in names:
         if name not in QUANTITIES:
             raise unknown("quantity", name, QUANTITIES)
-    dataset = over_training(source, models=models, method=method, ratios=ratios, **over)
+    dataset = dataset_of(
+        open_source(source),
+        subset_of(over),
+        models=models,
+        method=method,
+        ratios=ratios,
+        quantities=names,
+        client=over["client"],
+        on_progress=over["on_progress"],
+    )
     return drift_records(dataset, names)
 
 

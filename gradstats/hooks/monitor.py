@@ -87,10 +87,11 @@ class Monitor:
     window : int
         Number of steps described before, at least 10, whose norms tell a spike, and whose micro-batches the noise.
     spike : float
-        Robust z from which on a layer is said to spike.
+        Smallest robust z from which on a norm is said to spike or to collapse.
     trigger : mapping of str to float, optional
         Values from which on :meth:`triggered` asks for a capture, by name without the prefix; a name
-        stands for the layers' values, too. By default ``spike`` at `spike`, and ``nonfinite`` at 1.
+        stands for the layers' values, too. By default ``spike`` and ``collapse`` at `spike`, ``growth`` at 2, and
+        ``nonfinite`` at 1.
     following : int
         Number of steps that a trigger asks for.
     start_step : int
@@ -104,7 +105,8 @@ class Monitor:
         What the last step described gave; empty before the first.
     blame : str or None
         Parameter to blame for what is odd in that step: the last one in the order of the model whose gradient is not
-        finite, or of those that spike the one that adds most to the squared norm. None if nothing is odd.
+        finite, or of those that spike, collapse or grow (of all, where only the whole does) the one whose squared norm
+        changed most. None if nothing is odd.
 
     Raises
     ------
@@ -131,7 +133,13 @@ class Monitor:
         k̂/k of this rank's last step and norm of its residual, with `state`.
     ``spike``, ``spike/LAYER``
         Robust z of the logarithm of the norm: distance from the median of the window ÷ 1.4826 MAD, from ten steps on;
-        of single parameters where it reaches `spike`.
+        of single parameters where it is an alarm. With five parameters or more the norm of each is divided by the
+        median of the others' before, which takes out what moves all.
+    ``collapse``, ``collapse/LAYER``
+        The same, below the median, where it is an alarm.
+    ``growth``, ``growth/LAYER``
+        Factor, at least 2, by which the norm grew from the first to the last third of a full window, where it is an
+        alarm.
     ``norm/LAYER``
         Norm of every parameter, with `per_layer`.
     ``update_norm``, ``update_to_weight``
@@ -154,7 +162,10 @@ class Monitor:
         drawn independently, and the gradient as the same within the window.
 
     The norm, the mean and the counts are exact; ξ, p and the share of underflow come from a histogram with cells half a
-    percent wide. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
+    percent wide. An alarm is a z from `spike` on that chance alone, judged by the z of all steps so far, would hardly
+    reach in 1,000 steps; a spike of the whole that is none triggers nothing. Where norms have heavy tails an alarm
+    takes a larger jump, and windows shorter than 20 steps give none. A norm of exactly zero is no collapse, but in
+    ``zeros``. A step described reads every element twice, as a sketch of every parameter; other steps cost nothing.
     On a device other than the CPU the elements stay there, and the host waits a few times for every parameter. Sharded
     parameters add an all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are
     left out; where an optimizer in the backward pass has taken it, one warning names them, at the first step
@@ -199,7 +210,8 @@ class Monitor:
         self._scaler, self._state = scaler, state
         self._per_layer, self._prefix = per_layer, prefix
         spike = check_number(spike, "spike", 0, math.inf)
-        limits = {"spike": spike, "nonfinite": 1.0} if trigger is None else dict(trigger)
+        usual = {"spike": spike, "collapse": spike, "growth": 2.0, "nonfinite": 1.0}
+        limits = usual if trigger is None else dict(trigger)
         for name in limits:
             if name not in _NAMES:
                 raise unknown("quantity of a monitor", name, _NAMES)
@@ -335,7 +347,7 @@ class Monitor:
         if self._per_layer:
             # names of layers reach terminals and files of others
             values |= {f"norm/{visible(name)}": norms[name] for name in names}
-        self._trigger.look_at(values)
+        self._trigger.look_at(values, self._spikes.doubtful)
         self.values = {self._prefix + name: value for name, value in values.items()}
         return self._logged()
 
@@ -388,7 +400,7 @@ class Monitor:
 
 _NAMES = (
     *("norm", "mean", "max", "xi", "p", "zeros", "underflow", "nonfinite"),
-    *("quality", "residual_norm", "spike"),
+    *("quality", "residual_norm", "spike", "collapse", "growth"),
     *UPDATE_NAMES,
     *NOISE_NAMES,
 )

@@ -1,4 +1,4 @@
-"""What is odd in the numbers of a step: norms that spike, and values that ask for a capture."""
+"""What is odd in the norms of a step: jumps, collapses and slow growth; and values that ask for a capture."""
 
 from __future__ import annotations
 
@@ -7,36 +7,201 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
 
 __all__ = ["FEWEST", "Spikes", "Trigger"]
 
 FEWEST = 10
-"""Norms of a layer from which on a spike is told from them."""
+"""Norms of a layer from which on a robust z is told from them."""
+
+_SURE = 20
+"""The same from which on it may be an alarm: the deviation of fewer values of a heavy tail is anything."""
+
+_ENOUGH = 5
+"""Layers from which on each is judged beside the median of the others, which takes out what they have in common."""
 
 _LEAST_SPREAD = 0.05
 """Smallest deviation of a logarithmic norm that a robust z divides by: steady layers move by less."""
 
+_FALSE, _STEPS = 0.1, 1000
+"""False alarms to expect in so many steps, over all layers and all kinds of alarm."""
+
+_LEAST_GROWTH = math.log(2)
+"""Smallest growth between the first and the last third of a window that counts."""
+
+_GROWS = 6.0
+"""Smallest robust z of such growth."""
+
+_PRIOR = 200
+"""Values that a tail begins with, quantiles of Student's t."""
+
+_TAIL = 30
+"""Values that a quantile of the tail rests on."""
+
+_APART = 5
+"""Steps from one look at the growth to the next: windows that overlap more say the same."""
+
+_MAD = 1.4826
+"""Standard deviations of a normal law in a median absolute deviation."""
+
+Values = NDArray[np.float64]
+
+
+class _Tail:
+    """The sizes of all z so far, as a histogram, and the size that chance alone would hardly reach in 1,000 steps."""
+
+    edges = np.geomspace(1e-3, 1e3, 500)
+    inverse_freedom = np.geomspace(0.02, 0.8, 60)
+
+    def __init__(self, tests: float, freedom: float, scale: float) -> None:
+        # a sixth each for jumps up, jumps down and growth, of the layers and of the whole
+        self._probability = _FALSE / 6 / tests
+        self._counts = np.zeros(self.edges.size)
+        places = 0.5 + (np.arange(_PRIOR) + 0.5) / (2 * _PRIOR)
+        self.add(np.asarray(scale * stdtrit(freedom, places), np.float64))
+
+    def add(self, sizes: Values) -> None:
+        """Take in the z of a step."""
+        np.add.at(self._counts, np.searchsorted(self.edges[:-1], sizes), 1)
+
+    def limit(self) -> float:
+        """Return the size that is an alarm, by the Student's t with the same ratio of a far quantile to the median.
+
+        One number is estimated, so that few values do.
+        """
+        above = self._counts[::-1].cumsum()[::-1]
+        share = max(_TAIL / above[0], 0.002)
+        far, middle = (
+            self.edges[np.count_nonzero(above > part * above[0]) - 1] for part in (share, 0.5)
+        )
+        freedom = 1 / self.inverse_freedom
+        ratios = stdtrit(freedom, 1 - share / 2) / stdtrit(freedom, 0.75)
+        nearest = 1 / float(np.interp(far / middle, ratios, self.inverse_freedom))
+        limit = middle * stdtrit(nearest, 1 - self._probability / 2) / stdtrit(nearest, 0.75)
+        return float(limit)
+
+
+class _Rows:
+    """Logarithmic norms over a window of steps, a row for each layer: what jumps or grows among them."""
+
+    def __init__(self, rows: int, window: int, limit: float) -> None:
+        self._least = limit
+        self._logs = np.full((rows, window), math.nan)  # the latest is last
+        self._common = np.zeros((rows, window))  # what was taken off them
+        self._count = np.zeros(rows, np.int64)
+        self._jumps = {side: _Tail(_STEPS * rows, 4, 1) for side in (1, -1)}
+        self._growth = _Tail(_STEPS / _APART * rows, 8, 0.5)
+        self._waiting: deque[Values] = deque(maxlen=max(window // _APART, 1))
+        self._widths = _small_samples(window, _FALSE / (_STEPS * rows))
+        self._steps = 0
+
+    def take(
+        self, logs: Values, common: Values
+    ) -> tuple[Values, NDArray[np.bool_], Values, Values]:
+        """Return the z of each row, which of them are alarms, growth that is (else 0), and the rows' medians."""
+        logs = logs - common
+        z, sure, middle = self._against_the_past(logs)
+        alarms = np.zeros(logs.size, np.bool_)
+        for side, tail in self._jumps.items():
+            sizes = side * sure
+            large = side * z >= self._least
+            if large.any():
+                alarms |= large & (sizes >= tail.limit())
+            # alarms count, too: one changes no quantile, and many are how the norms are
+            tail.add(sizes[sizes > 0])
+        known = np.isfinite(logs)
+        for past, now in ((self._logs, logs), (self._common, common)):
+            past[known, :-1] = past[known, 1:]
+            past[known, -1] = now[known]
+        self._count[known] += 1
+        self._steps += 1
+        return z, alarms, self._grown(), middle
+
+    def _against_the_past(self, logs: Values) -> tuple[Values, Values, Values]:
+        """Return the robust z of each row, the same with the doubt of short windows, and the rows' medians."""
+        z, sure, middle = (np.full(logs.size, math.nan) for _ in range(3))
+        window = self._logs.shape[1]
+        count = np.where(np.isfinite(logs), np.minimum(self._count, window), 0)
+        for n in np.unique(count[count >= FEWEST]):
+            rows = np.flatnonzero(count == n)
+            past = self._logs[rows, window - n :]
+            middle[rows] = np.median(past, axis=1)
+            apart = np.sort(np.abs(past - middle[rows, None]), axis=1)
+            off = logs[rows] - middle[rows]
+            z[rows] = off / np.maximum(_MAD * np.median(apart, axis=1), _LEAST_SPREAD)
+            if n < _SURE:
+                continue
+            # nine tenths of the window tell more of its deviation than the median does
+            spread = np.sqrt(np.square(apart[:, : math.ceil(0.9 * n)]).mean(axis=1))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                sure[rows] = off / (self._widths[n] * spread)
+        return z, sure, middle
+
+    def _grown(self) -> Values:
+        """Return by how much each row has grown over a full window, where that is an alarm; else 0."""
+        window = self._logs.shape[1]
+        grown = np.zeros(self._count.size)
+        rows = np.flatnonzero(self._count >= window)
+        if self._steps % _APART or not rows.size:
+            return grown
+        logs, third = self._logs[rows], window // 3
+
+        def risen(logs: Values) -> Values:
+            first, last = (np.median(part, axis=1) for part in (logs[:, :third], logs[:, -third:]))
+            return np.asarray(last - first)
+
+        rise = risen(logs)
+        rest = logs - (rise / (window - third))[:, None] * np.arange(window)
+        rest -= np.median(rest, axis=1)[:, None]
+        # one that only decays more slowly than the others does not grow
+        rise = np.minimum(rise, risen(logs + self._common[rows]))
+        z = rise / np.maximum(_MAD * np.median(np.abs(rest), axis=1), _LEAST_SPREAD)
+        if len(self._waiting) == self._waiting.maxlen:
+            old = self._waiting.popleft()
+            self._growth.add(old[old > 0])
+        alarms = (z >= _GROWS) & (rise >= _LEAST_GROWTH)
+        if alarms.any():
+            alarms &= z >= self._growth.limit()
+        grown[rows[alarms]] = rise[alarms]
+        every = np.full(self._count.size, math.nan)
+        every[rows[~alarms]] = z[~alarms]
+        # growth under way is none of what chance does, also before it was an alarm
+        for one in self._waiting:
+            one[grown > 0] = math.nan
+        self._waiting.append(every)
+        return grown
+
 
 class Spikes:
-    """Norms that lie far above those of the steps before.
+    """Norms that jump up or down, or grow slowly, against the steps before and what chance does to all layers.
 
     Parameters
     ----------
     layers : iterable of str
         Names of the parameters.
     window : int
-        Number of steps before that tell a spike, at least :data:`FEWEST`.
+        Number of steps before that tell a jump, at least :data:`FEWEST`.
     limit : float
-        Robust z from which on a parameter is said to spike.
+        Smallest robust z of a jump.
+
+    Notes
+    -----
+    From five layers on, a layer's norm is divided by the median of the others', which takes out how the whole gradient
+    fluctuates and decays; the whole is judged by itself. An alarm takes a z of at least `limit`, and one that chance
+    would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates them, so heavy
+    tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. Alarms are
+    among them: one changes little, and many are how the norms are.
     """
 
     def __init__(self, layers: Iterable[str], window: int, limit: float) -> None:
-        self._limit = limit
-        self._whole = deque[float](maxlen=window)
-        self._layers = {name: deque[float](maxlen=window) for name in layers}
+        self._names = list(layers)
+        self._whole = _Rows(1, window, limit)
+        self._layers = _Rows(len(self._names), window, limit)
+        self.doubtful = False
 
     def find(self, norm: float, norms: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """Return what spikes in a step, whose norms are among those before the next one.
+        """Return what jumps or grows in a step, whose norms are among those before the next one.
 
         Parameters
         ----------
@@ -48,33 +213,71 @@ class Spikes:
         Returns
         -------
         values : dict of str to float
-            Robust z of the whole as ``spike``, and of parameters that reach the limit as ``spike/LAYER``.
+            Robust z of the whole as ``spike``. Of alarms, with ``/LAYER`` where they are not of the whole: ``spike``,
+            robust z of a jump up; ``collapse``, that of a jump down; ``growth``, the factor from the first to the last
+            third of the window.
         blame : str or None
-            The spiking parameter that adds most to the squared norm; None if none spikes.
+            The parameter with an alarm whose squared norm changed most, or of all where only the whole has one; None
+            if nothing has.
         """
-        values, excess = {}, {}
-        if (past := _past(self._whole, norm)) is not None:
-            values["spike"] = past[0]
-        for name, each in norms.items():
-            past = _past(self._layers[name], each)
-            if past is not None and past[0] >= self._limit:
-                z, middle = past
-                values[f"spike/{name}"] = z
-                excess[name] = each**2 - math.exp(2 * middle)
-        return values, max(excess, key=excess.__getitem__, default=None)
+        values: dict[str, float] = {}
+        z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1))
+        if np.isfinite(z[0]):
+            values["spike"] = float(z[0])
+        self.doubtful = bool(np.isfinite(z[0]) and not jumps[0])
+        _name(values, [""], z, jumps, grown)
+        whole_is_odd = bool(jumps[0] or grown[0])
+
+        logs = _logs([norms.get(name, 0.0) for name in self._names])
+        common = _of_the_others(logs)
+        z, jumps, grown, middle = self._layers.take(logs, common)
+        _name(values, self._names, z, jumps, grown)
+        change = np.abs(np.exp(2 * logs) - np.exp(2 * (middle + common)))
+        odd = jumps | (grown > 0)
+        if not odd.any() and whole_is_odd:
+            odd = np.isfinite(change)
+        blamed = max(np.flatnonzero(odd), key=lambda i: change[i], default=None)
+        return values, None if blamed is None else self._names[blamed]
 
 
-def _past(logs: deque[float], norm: float) -> tuple[float, float] | None:
-    """Return a norm's robust z among those before, and the median of their logarithms; None where they are too few."""
-    if not norm > 0 or math.isinf(norm):
-        return None
-    log, past = math.log(norm), None
-    if len(logs) >= FEWEST:
-        middle = float(np.median(logs))
-        spread = 1.4826 * float(np.median(np.abs(np.array(logs) - middle)))
-        past = (log - middle) / max(spread, _LEAST_SPREAD), middle
-    logs.append(log)
-    return past
+def _of_the_others(logs: Values) -> Values:
+    """Return the median of all other rows for each, or 0 where they are too few."""
+    known = np.flatnonzero(np.isfinite(logs))
+    common = np.zeros(logs.size)
+    if (n := known.size) >= _ENOUGH:
+        order = known[np.argsort(logs[known])]
+        rank = np.arange(n)
+        places = [np.where(rank <= at, at + 1, at) for at in ((n - 2) // 2, (n - 1) // 2)]
+        common[order] = (logs[order[places[0]]] + logs[order[places[1]]]) / 2
+    return common
+
+
+def _logs(norms: list[float]) -> Values:
+    sizes = np.array(norms, np.float64)
+    known = (sizes > 0) & np.isfinite(sizes)
+    return np.log(sizes, where=known, out=np.full(sizes.size, math.nan))
+
+
+def _name(
+    values: dict[str, float],
+    names: list[str],
+    z: Values,
+    jumps: NDArray[np.bool_],
+    grown: Values,
+) -> None:
+    """Add the alarms of some rows by name."""
+    for i in np.flatnonzero(jumps):
+        kind = "spike" if z[i] > 0 else "collapse"
+        values[f"{kind}/{names[i]}".rstrip("/")] = abs(float(z[i]))
+    for i in np.flatnonzero(grown):
+        values[f"growth/{names[i]}".rstrip("/")] = math.exp(grown[i])
+
+
+def _small_samples(window: int, probability: float) -> Values:
+    """Return, by their number, how much wider the deviation of a few values makes an interval of that probability."""
+    freedom = 0.8 * (np.maximum(np.arange(window + 1), FEWEST) - 1)
+    factors: Values = stdtrit(freedom, 1 - probability) / ndtri(1 - probability)
+    return factors
 
 
 class Trigger:
@@ -95,16 +298,19 @@ class Trigger:
         # the first step that is not asked for any more
         self._until = -1
 
-    def look_at(self, values: Mapping[str, float]) -> None:
+    def look_at(self, values: Mapping[str, float], doubtful: bool = False) -> None:
         """Ask for steps if a value has reached its limit.
 
         Parameters
         ----------
         values : mapping of str to float
             Values of a step, by name or ``name/LAYER``.
+        doubtful : bool
+            Whether the spike of the whole, which is always among them, is no alarm.
         """
         limits = self._limits
-        if any(limits.get(n.partition("/")[0], math.inf) <= v for n, v in values.items()):
+        names = [n for n in values if not (doubtful and n == "spike")]
+        if any(limits.get(n.partition("/")[0], math.inf) <= values[n] for n in names):
             self._armed = True
 
     def asks_for(self, step: int) -> bool:

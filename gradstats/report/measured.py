@@ -77,7 +77,7 @@ class Measured:
     quality : list of dict
         Records of :func:`gradstats.quality`: the series, summarised.
     training : xarray.Dataset
-        Data set of :func:`gradstats.over_training`, by layer.
+        Data set of :func:`gradstats.over_training`, by layer, of what the report shows.
     drift : list of dict
         Records of :func:`gradstats.analysis.drift.drift_records`.
     facts : dict of str to str
@@ -153,6 +153,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         Subset(steps, [rank], per_layer=len(source.layers) > 1),
         models=[MODEL],
         ratios=[TREND_RATIO],
+        quantities=["mean", "zero_fraction", "shape", "threshold"],
     )
     advance()
     drift = drift_records(training.sel(layer=["all"]), ["mean", "threshold"])

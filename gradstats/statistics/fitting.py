@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from gradstats.errors import InputError, unknown
@@ -106,7 +107,7 @@ class Fit(Shown):
     @property
     def magnitude(self) -> Any:
         """Frozen SciPy distribution of the non-zero magnitudes."""
-        return LAWS[self.model].magnitude(**self.params)
+        return _frozen(LAWS[self.model].magnitude, *self.params.items())
 
     @property
     def shape(self) -> float:
@@ -175,6 +176,13 @@ class Fit(Shown):
         """
         conditional = check_ratio(ratio) / (1 - self.zero_fraction)
         return float(self.magnitude.isf(conditional)) if conditional < 1 else 0.0
+
+
+@lru_cache(
+    64
+)  # SciPy takes a millisecond to freeze one, and every distance and threshold asks for it
+def _frozen(magnitude: Any, *params: tuple[str, float]) -> Any:
+    return magnitude(**dict(params))
 
 
 def as_magnitudes(x: Array | Sketch | Magnitudes) -> Magnitudes:

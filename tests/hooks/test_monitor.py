@@ -20,6 +20,7 @@ import gradstats
 from capture import Capture
 from gradstats import Monitor
 from gradstats.errors import InputError
+from gradstats.hooks.spikes import Spikes, Trigger
 from gradstats.statistics.pot.peaks import stability_at
 
 LAYERS = [(n, p.numel()) for n, p in model().named_parameters()]
@@ -255,6 +256,61 @@ def test_a_spike_names_its_layer_and_triggers_a_capture(tmp_path):
                 assert monitor.blame is None
             assert ("gradient/spike" in found) == (step >= 10)
     assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [25, 26, 27]
+
+
+def test_collapse_and_slow_growth_are_alarms_and_name_their_layer():
+    """Of one layer beside others and of a model that has one only; ``growth`` is the factor over a window."""
+    for net in (model(), nn.Linear(40, 100, bias=False)):
+        layers = [n for n, p in net.named_parameters() if p.ndim > 1]
+        for of, change in {
+            "collapse": lambda step: 1e-2 if step == 70 else 1,
+            "growth": lambda step: 2 ** (max(step - 60, 0) / 20),
+        }.items():
+            monitor, found = Monitor(net, following=1), {}
+            for step in range(120):
+                steady(net, step)
+                dict(net.named_parameters())[layers[-1]].grad *= change(step)
+                values = monitor.step()
+                if names := [n for n in values if of in n]:
+                    found[step] = names, monitor.blame, monitor.triggered(step), values
+            assert found
+            first = min(found)
+            names, blamed, asked, values = found[first]
+            assert first == 70 if of == "collapse" else 60 < first <= 110
+            assert f"gradient/{of}/{layers[-1]}" in names
+            assert blamed == layers[-1]
+            assert asked
+            assert values[f"gradient/{of}/{layers[-1]}"] >= (6 if of == "collapse" else 2)
+
+
+def test_what_moves_all_layers_hides_no_layer_and_is_no_alarm():
+    """Common noise with heavy tails, and norms that decay: sixty layers, of which one jumps at the end."""
+    rng, layers = np.random.default_rng(0), [str(i) for i in range(60)]
+    common = 0.3 * rng.standard_t(3, 300) - np.log1p(np.arange(300) / 10)
+    spikes, alarms = Spikes(layers, 50, 6.0), []
+    for step, level in enumerate(common):
+        norms = np.exp(level + 0.05 * rng.standard_normal(60))
+        norms[7] *= 4 if step == 299 else 1
+        whole = float(np.linalg.norm(norms))
+        values, blame = spikes.find(whole, dict(zip(layers, norms, strict=True)))
+        alarms += [(step, n, blame) for n in values if n != "spike" or not spikes.doubtful]
+    assert alarms == [(299, "spike/7", "7")]
+
+
+def test_a_spike_of_the_whole_that_is_no_alarm_triggers_nothing():
+    rng, spikes, trigger = (
+        np.random.default_rng(1),
+        Spikes(["w"], 50, 6.0),
+        Trigger({"spike": 6.0}, 1),
+    )
+    large = asked = 0
+    for step, norm in enumerate(np.exp(0.1 * rng.standard_t(3, 1000))):
+        values, _ = spikes.find(float(norm), {"w": float(norm)})
+        trigger.look_at(values, spikes.doubtful)
+        large += values.get("spike", 0) >= 6
+        asked += trigger.asks_for(step)
+    assert large >= 3
+    assert asked == 0
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_the_last_layer():
