@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+import ranks
 import torch
 from bounds import layerwise_bound, one_bit_bound
 from ranks import run_ranks
@@ -13,6 +14,7 @@ from records import Row
 
 from gradstats.compressors import Compressor, make_compressor
 
+ranks.LIMIT_S = 1800  # trainings, and not only on a quiet machine
 BATCH = 16
 LOOKS = 200
 """Steps of a training, evenly spaced, at which both sides are looked at."""

@@ -252,7 +252,8 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     if not known:
         return Verdict("No estimating rule is judged", missing.strip())
     hitting = [r for r in known if r["hits"]]
-    unsure = [r for r in known if r["hits"] is None]
+    # one that is more than twofold off in the mean is named for that, however few the gradients
+    unsure = [r for r in known if r["hits"] is None and not r["far"] > _FAR]
     best = (hitting or known)[0]
     span = f"k̂/k = {_span(best)}"
     ratios = _listed(best["mean"])

@@ -224,6 +224,16 @@ def test_the_worst_ratio_decides():
     assert f"within a factor of {TOLERANCE:g} of 1" in which_rule(unsure).numbers
 
 
+def test_a_rule_is_not_undecided_and_far_off_at_once():
+    near = played("a", [0.0] * 20)
+    wild = played("b", np.random.default_rng(1).normal(1.0, 6.0, 6))
+    rules = judged_rules(near + wild)
+    (b,) = (r for r in rules if r["estimator"] == "b")
+    assert (b["hits"], b["far"] > np.log(2)) == (None, True)
+    assert "Cannot be told" not in which_rule(rules).numbers
+    assert "More than twofold off: b." in left_out(rules)[1]
+
+
 def test_a_short_table_says_what_it_leaves_out():
     series = [
         row
