@@ -15,6 +15,7 @@ with the names of these tests, so a fault is planted again when its row names ot
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -29,8 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pages import fidelity_rows
-from records import DOCS, RESULTS, ROOT, Row, keep, put, store, stored
+from records import DOCS, RESULTS, ROOT, Row, fidelity_rows, keep, put, store, stored
 from rich.console import Console
 from rich.progress import track
 
@@ -73,8 +73,13 @@ def _test_functions() -> dict[str, list[str]]:
     """Return what pytest is to run for a test function's name."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name in re.findall(r"(?m)^def (test_\w+)\(", path.read_text(encoding="utf-8")):
-            found.setdefault(name, []).append(f"{path.relative_to(ROOT)}::{name}")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        within = [(f"{node.name}::", node) for node in tree.body if isinstance(node, ast.ClassDef)]
+        for prefix, scope in (("", tree), *within):
+            for node in scope.body:
+                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                    place = f"{path.relative_to(ROOT)}::{prefix}{node.name}"
+                    found.setdefault(node.name, []).append(place)
     return found
 
 
