@@ -28,6 +28,20 @@ def test_the_page_shows_the_stored_results():
         assert row["bits"] == pytest.approx(1 + 31 * share, rel=5e-3)
 
 
+@pytest.mark.parametrize(("full_every", "bits"), [(None, 1), (5, 1 + 31 / 5)])
+def test_bits_are_counted_per_element_and_hop(monkeypatch, full_every, bits):
+    def one(config):
+        """Return what every rank of a ring sends: 2(n − 1)/n times the bits of all elements."""
+        assert (config.compressor, config.options) == ("marsit", {"full_every": full_every})
+        hops = 2 * (config.nproc - 1) / config.nproc
+        return {"bytes": hops * bits * config.info.parameters / 8, "loss": 1.0}
+
+    monkeypatch.setattr(marsit, "one", one)
+    row = marsit.train(full_every, 3, None)
+    assert row["full_every"] == full_every
+    assert row["bits"] == pytest.approx(bits)
+
+
 def test_what_the_page_says_of_k():
     found = {(row["full_every"], row["seed"]): row for row in stored(marsit.FILE)}
 

@@ -593,6 +593,7 @@ def test_the_closed_gammas_interval_contains_its_bias(n):
 def test_models_and_distributions_have_the_same_names():
     assert set(MODELS) == set(DISTRIBUTIONS) == set(MAGNITUDES) == set(SHAPES)
     assert SIDS + CONTROLS == MODELS
+    assert SIDS == ("laplace", "dgamma", "double_genpareto")  # SIDCo's three
     assert {model for model, _ in SOLVERS} == set(MODELS)
     assert {method for _, method in SOLVERS} == set(METHODS)
     for model in MODELS:
