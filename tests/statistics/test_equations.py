@@ -119,9 +119,9 @@ def test_equations_7_to_9_and_36_to_38_excesses_are_a_shifted_generalized_pareto
     assert excess.ppf(p) == pytest.approx(inverse)  # (37)
     m, over = moments(x), x - before
     step, c, scale = genpareto(m.mean, m.variance, before, 0.1)
-    assert (c, scale) == pytest.approx(
-        genpareto_by_moments(over.mean(), over.var()), rel=1e-6
-    )  # (8), (9), (38)
+    squared = over.mean() ** 2 / over.var()
+    by_moments = 0.5 * (1 - squared), 0.5 * over.mean() * (squared + 1)
+    assert (c, scale) == pytest.approx(by_moments, rel=1e-6)  # (8), (9), (38)
     eta = before + step
     by_hand = scale / c * (math.exp(-c * math.log(0.1)) - 1) + before
     assert eta == pytest.approx(by_hand)  # (7)
