@@ -182,7 +182,9 @@ class TestAgainstScipy:
         assert f.params["c"] == pytest.approx(-k)
         assert f.params["scale"] == pytest.approx(2 * x.mean() * first / (x.mean() - 2 * first))
 
-    @pytest.mark.parametrize("model", ["dgamma", "dweibull", "gennorm", "lognorm", "t"])
+    @pytest.mark.parametrize(
+        "model", ["dgamma", "double_genpareto", "dweibull", "gennorm", "lognorm", "t"]
+    )
     def test_moments_match_mean_and_mean_square(self, model):
         x = MAGNITUDES["dgamma"](1.2).rvs(N, random_state=4)
         f = fit(x, model, "moments")
