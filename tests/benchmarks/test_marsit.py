@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import marsit
 import pytest
 from pages import block
 from plateau import told_apart
 from records import DOCS, stored
+
+from capture.workloads import RunConfig
 
 
 def test_the_page_shows_the_stored_results():
@@ -37,6 +40,7 @@ def test_bits_are_counted_per_element_and_hop(monkeypatch, full_every, bits):
         return {"bytes": hops * bits * config.info.parameters / 8, "loss": 1.0}
 
     monkeypatch.setattr(marsit, "one", one)
+    monkeypatch.setattr(marsit, "RunConfig", partial(RunConfig, nproc=4))
     row = marsit.train(full_every, 3, None)
     assert row["full_every"] == full_every
     assert row["bits"] == pytest.approx(bits)

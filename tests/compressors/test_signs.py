@@ -433,6 +433,18 @@ def test_a_torus_that_does_not_fit(world, reports):
 
 
 @distributed
+@pytest.mark.parametrize("name", ["cascading", "cascading sign"])
+def test_cascading_adds_up_exactly_where_a_part_is_one_element(reports, name):
+    """A sign and a norm, or a mean magnitude, say all of one number."""
+    for numel in (n for n in cases.SIZES if 0 < n <= len(reports)):
+        for step in range(2):
+            rounds = [report["systems"][name, numel][step] for report in reports]
+            exact = np.mean([before for before, *_ in rounds], axis=0)
+            for _, mean, _ in rounds:
+                np.testing.assert_allclose(mean, exact, rtol=1e-5, atol=1e-6)
+
+
+@distributed
 @pytest.mark.slow
 def test_cascading_deteriorates_with_the_ranks_and_marsit_does_not():
     few, many = (_run(world)[0]["quality"] for world in (2, 8))
