@@ -433,15 +433,13 @@ def test_a_torus_that_does_not_fit(world, reports):
 
 
 @distributed
-@pytest.mark.parametrize("name", ["cascading", "cascading sign"])
-def test_cascading_adds_up_exactly_where_a_part_is_one_element(reports, name):
+def test_cascading_adds_up_exactly_where_a_part_is_one_element():
     """A sign and a norm, or a mean magnitude, say all of one number."""
-    for numel in (n for n in cases.SIZES if 0 < n <= len(reports)):
-        for step in range(2):
-            rounds = [report["systems"][name, numel][step] for report in reports]
-            exact = np.mean([before for before, *_ in rounds], axis=0)
-            for _, mean, _ in rounds:
-                np.testing.assert_allclose(mean, exact, rtol=1e-5, atol=1e-6)
+    results = run_ranks(3, cases.one_element_each)
+    exact = np.mean([own for own, _ in results], axis=0)
+    for _, means in results:
+        for mean in means:
+            np.testing.assert_allclose(mean, exact, rtol=1e-6)
 
 
 @distributed
