@@ -181,7 +181,8 @@ def _counts(
     for name in sorted({name for name, _ in count}):
         killed, survived = count[name, "killed"], count[name, "survived"]
         lines.append(f"| {name} | {killed + survived} | {killed} | {survived} |")
-    lines += ["", "| not noticed | why |", "|---|---|"]
+    if any(row["result"] == "survived" for row in rows):
+        lines += ["", "| not noticed | why |", "|---|---|"]
     why = {key(fault): fault.get("why", "no test yet") for fault in faults}
     for row in rows:
         if row["result"] == "survived":
