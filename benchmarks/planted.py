@@ -1,32 +1,43 @@
 """Plant faults one by one, and see whether the tests of the module notice.
 
-    .venv/bin/python benchmarks/planted.py [WORD] [--again] [--write]
+    .venv/bin/python benchmarks/planted.py [--rows] [WORD] [--again] [--share I/N] [--write]
 
 benchmarks/planted.json lists faults that somebody might make: a comparison the wrong way round, a factor lost, a bound
 off by one. Each is planted in a copy of the repository, whose tests of that room then run. Results are stored one by
 one in docs/results/planted.jsonl, so the program can be interrupted; ``--again`` repeats those whose name of a file
 has the word. It takes hours. The table is printed at the end; ``--write`` also puts it into docs/reliability.md.
+
+With ``--rows`` the faults are those of benchmarks/planted_rows.json, one at least for every row of docs/fidelity.md
+that names code, and only the tests that the row itself names run. Their results are in docs/results/planted_rows.jsonl
+with the names of these tests, so a fault is planted again when its row names others. It takes an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from records import DOCS, RESULTS, ROOT, Row, keep, put, store, stored
+from records import DOCS, RESULTS, ROOT, Row, fidelity_rows, keep, put, store, stored
 from rich.console import Console
 from rich.progress import track
 
 FILE = RESULTS / "planted.jsonl"
+ROWS = RESULTS / "planted_rows.jsonl"
 LIMIT_S = 900
+_DATA = os.environ.get("GRADSTATS_DATA", str(ROOT.parent / "shared" / "data"))
 
 
 def planted() -> list[Row]:
@@ -35,9 +46,53 @@ def planted() -> list[Row]:
     return faults
 
 
-def key(row: Row) -> tuple[str, str, str]:
-    """Return what a fault is known by."""
-    return row["file"], row["old"], row["new"]
+def key(row: Row) -> tuple[str, ...]:
+    """Return what a fault is known by: where it is, and of a row of the papers also whose it is and what judges it."""
+    where = row["file"], row["old"], row["new"]
+    return (row["paper"], row["item"], *where, *row["names"]) if "paper" in row else where
+
+
+def rows_with_code() -> dict[tuple[str, str], list[str]]:
+    """Return the tests named in each row of docs/fidelity.md that names code, by paper and item.
+
+    Where a paper has several rows of an item, such as a section, what the row is about follows it after a colon.
+    """
+    found = [(paper, *cells[:4]) for paper, cells in fidelity_rows()]
+    several = Counter((paper, item) for paper, item, *_ in found)
+    return {
+        (paper, item if several[paper, item] == 1 else f"{item}: {what}"): re.findall(
+            r"`(test_\w+)`", checked
+        )
+        for paper, item, what, here, checked in found
+        if "`" in here
+    }
+
+
+@cache
+def _test_functions() -> dict[str, list[str]]:
+    """Return what pytest is to run for a test function's name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        within = [(f"{node.name}::", node) for node in tree.body if isinstance(node, ast.ClassDef)]
+        for prefix, scope in (("", tree), *within):
+            for node in scope.body:
+                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                    place = f"{path.relative_to(ROOT)}::{prefix}{node.name}"
+                    found.setdefault(node.name, []).append(place)
+    return found
+
+
+def planted_rows() -> list[Row]:
+    """Return the faults in what rows of docs/fidelity.md name, each with the tests that its row names today."""
+    path = Path(__file__).with_name("planted_rows.json")
+    faults: list[Row] = json.loads(path.read_text(encoding="utf-8"))
+    names, found = rows_with_code(), []
+    for fault in faults:
+        named = names.get((fault["paper"], fault["item"]), [])
+        tests = [test for name in named for test in _test_functions().get(name, [])]
+        found.append({**fault, "names": named, "tests": tests})
+    return found
 
 
 def noticed(
@@ -72,7 +127,12 @@ def noticed(
         done = subprocess.run(
             [*command, *tests],
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(copy / "compiled")},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(copy),
+                "NUMBA_CACHE_DIR": str(copy / "compiled"),
+                "GRADSTATS_DATA": _DATA,
+            },
             capture_output=True,
             text=True,
             timeout=limit,
@@ -94,6 +154,8 @@ def plant(fault: Row, copy: Path) -> Row:
     text = target.read_text(encoding="utf-8")
     if text.count(fault["old"]) != 1:
         return {**fault, "result": "gone", "by": ""}
+    if not fault["tests"]:  # pytest would run all there are
+        return {**fault, "result": "survived", "by": ""}
     changed = text.replace(fault["old"], fault["new"])
     result, by = noticed(target, changed, fault["tests"], copy)
     return {**fault, "result": result, "by": by}
@@ -101,45 +163,88 @@ def plant(fault: Row, copy: Path) -> Row:
 
 def table(rows: list[Row]) -> str:
     """Return the counts by room, and every fault that no test noticed."""
-    lines = ["| room | planted | noticed | not noticed |", "|---|---:|---:|---:|"]
+    return _counts(rows, "room", lambda k: k[0].split("/")[1].removesuffix(".py"), planted())
+
+
+def table_of_rows(rows: list[Row]) -> str:
+    """Return the counts by paper, and every fault that no test of its row noticed."""
+    return _counts(rows, "paper", lambda k: k[0], planted_rows())
+
+
+def _counts(
+    rows: list[Row], head: str, group: Callable[[tuple[str, ...]], str], faults: list[Row]
+) -> str:
+    """Return a table of the counts by what each fault's key is grouped by, and one of those not noticed."""
+    lines = [f"| {head} | planted | noticed | not noticed |", "|---|---:|---:|---:|"]
     results = {(key(row), row["result"]) for row in rows if row["result"] != "gone"}
-    count = Counter((found[0][0].split("/")[1].removesuffix(".py"), found[1]) for found in results)
-    for room in sorted({room for room, _ in count}):
-        killed, survived = count[room, "killed"], count[room, "survived"]
-        lines.append(f"| {room} | {killed + survived} | {killed} | {survived} |")
-    lines += ["", "| not noticed | why |", "|---|---|"]
-    why = {key(fault): fault.get("why", "no test yet") for fault in planted()}
+    count = Counter((group(known), result) for known, result in results)
+    for name in sorted({name for name, _ in count}):
+        killed, survived = count[name, "killed"], count[name, "survived"]
+        lines.append(f"| {name} | {killed + survived} | {killed} | {survived} |")
+    if any(row["result"] == "survived" for row in rows):
+        lines += ["", "| not noticed | why |", "|---|---|"]
+    why = {key(fault): fault.get("why", "no test yet") for fault in faults}
     for row in rows:
         if row["result"] == "survived":
             old, new = (" ".join(row[n].split()).replace("|", "\\|") for n in ("old", "new"))
-            lines.append(f"| {row['file']}: `{old}` → `{new}` | {why[key(row)]} |")
+            of = f"{row['paper']}, {row['item']}, " if "paper" in row else ""
+            lines.append(f"| {of}{row['file']}: `{old}` → `{new}` | {why[key(row)]} |")
     return "\n".join(lines)
+
+
+class _Plan(NamedTuple):
+    """One list of faults: where results are stored, what of them, and the table's page, mark and text."""
+
+    faults: Callable[[], list[Row]]
+    file: Path
+    fields: tuple[str, ...]
+    table: Callable[[list[Row]], str]
+    page: str
+    mark: str
+
+
+_RESULT = ("file", "old", "new", "result", "by")
+_OF_ROWS = ("paper", "item", "names", *_RESULT)
+PLANS = {
+    False: _Plan(planted, FILE, _RESULT, table, "reliability.md", "planted"),
+    True: _Plan(planted_rows, ROWS, _OF_ROWS, table_of_rows, "fidelity.md", "planted-rows"),
+}
+"""What is planted, and with ``--rows``."""
 
 
 def main() -> None:
     """Plant what was not planted yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("word", nargs="?", default="", help="only faults in files with this name")
+    parser.add_argument("--rows", action="store_true", help="faults of the rows of the papers")
     parser.add_argument("--again", action="store_true", help="repeat what is stored")
+    parser.add_argument(
+        "--share", default="1/1", metavar="I/N", help="every Nth from the Ith, beside other runs"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
-    faults = [fault for fault in planted() if options.word in fault["file"]]
+    plan = PLANS[options.rows]
+    known = plan.faults()
+    faults = [fault for fault in known if options.word in fault["file"]]
     if options.again:
         again = {key(fault) for fault in faults}
-        kept = [row for row in stored(FILE) if key(row) not in again]
-        keep(FILE, kept)
-    done = {key(row) for row in stored(FILE)}
+        keep(plan.file, [row for row in stored(plan.file) if key(row) not in again])
+    done = {key(row) for row in stored(plan.file)}
+    place, of = map(int, options.share.split("/"))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__"))
-        left = [fault for fault in faults if key(fault) not in done]
+        left = [fault for fault in faults if key(fault) not in done][place - 1 :: of]
         for fault in track(left, "planting", console=Console(stderr=True)):
             row = plant(fault, copy)
-            store(FILE, {name: row[name] for name in ("file", "old", "new", "result", "by")})
-    text = table(stored(FILE))
+            store(plan.file, {name: row[name] for name in plan.fields})
+    if options.write and options.rows:  # what is in today's list, in its order
+        found = {key(row): row for row in stored(plan.file)}
+        keep(plan.file, [found[key(fault)] for fault in known if key(fault) in found])
+    text = plan.table(stored(plan.file))
     print(text)
     if options.write:
-        put(DOCS / "reliability.md", "planted", text)
+        put(DOCS / plan.page, plan.mark, text)
 
 
 if __name__ == "__main__":

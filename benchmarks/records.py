@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from pages import DOCS, RESULTS, ROOT, put
+from pages import DOCS, RESULTS, ROOT, fidelity_rows, put
 
 __all__ = [
     "DOCS",
@@ -21,6 +21,7 @@ __all__ = [
     "ROOT",
     "Row",
     "dump",
+    "fidelity_rows",
     "keep",
     "measure_into",
     "processor",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 
-__all__ = ["DOCS", "IMAGES", "RESULTS", "ROOT", "block", "put"]
+__all__ = ["DOCS", "IMAGES", "RESULTS", "ROOT", "block", "fidelity_rows", "put"]
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -25,3 +27,17 @@ def put(page: Path, mark: str, text: str) -> None:
     if not (found and closed):
         raise SystemExit(f"{page} has no {begin} … {end} to put the table into")
     page.write_text(f"{before}{block(mark, text)}{after}", encoding="utf-8")
+
+
+@cache
+def fidelity_rows() -> list[tuple[str, list[str]]]:
+    """Return the paper and the five cells of every row of docs/fidelity.md: item, what, here, checked by, stands."""
+    found = []
+    page = (DOCS / "fidelity.md").read_text(encoding="utf-8")
+    for section in re.split(r"(?m)^## ", page)[1:]:
+        paper, _, body = section.partition("\n")
+        for line in body.splitlines():
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if len(cells) == 5 and cells[0] != "item" and not cells[0].startswith("---"):
+                found.append((paper, cells))
+    return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import marsit
 import pytest
 from pages import block
 from plateau import told_apart
 from records import DOCS, stored
+
+from capture.workloads import RunConfig
 
 
 def test_the_page_shows_the_stored_results():
@@ -26,6 +29,21 @@ def test_the_page_shows_the_stored_results():
         full = len(range(0, row["steps"], row["full_every"])) if row["full_every"] else 0
         share = full / row["steps"]
         assert row["bits"] == pytest.approx(1 + 31 * share, rel=5e-3)
+
+
+@pytest.mark.parametrize(("full_every", "bits"), [(None, 1), (5, 1 + 31 / 5)])
+def test_bits_are_counted_per_element_and_hop(monkeypatch, full_every, bits):
+    def one(config):
+        """Return what every rank of a ring sends: 2(n − 1)/n times the bits of all elements."""
+        assert (config.compressor, config.options) == ("marsit", {"full_every": full_every})
+        hops = 2 * (config.nproc - 1) / config.nproc
+        return {"bytes": hops * bits * config.info.parameters / 8, "loss": 1.0}
+
+    monkeypatch.setattr(marsit, "one", one)
+    monkeypatch.setattr(marsit, "RunConfig", partial(RunConfig, nproc=4))
+    row = marsit.train(full_every, 3, None)
+    assert row["full_every"] == full_every
+    assert row["bits"] == pytest.approx(bits)
 
 
 def test_what_the_page_says_of_k():

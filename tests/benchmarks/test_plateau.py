@@ -241,6 +241,8 @@ def test_every_compressor_meets_every_ratio_once():
     runs = list(plateau.settings(plateau.SYSTEMS, (0.1, 0.01, 0.001)))
     assert len(runs) == len(set(runs)) == 3 + 3 * (len(plateau.SYSTEMS) - 3)
     assert [name for name, ratio in runs if ratio == 1.0] == ["none", "dense-bf16", "marsit"]
+    papers = {*RULES, "topk", "dgc", "redsync", "micro", "lags", "marsit"}
+    assert {"none", "dense-bf16", *papers} == set(plateau.SYSTEMS)
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
+from support.traces import LAYERS, gradient
+
+from capture.workloads import RunConfig
+from gradstats.trace import TraceWriter, create_trace
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
@@ -85,9 +90,59 @@ def test_a_case_measures_what_is_stored():
     assert {"study": "contraction", "case": case, **theory.rounded(found)} == kept
 
 
+def test_the_smoothness_of_the_regression_is_the_largest_curvature_of_two_classes():
+    """Of ten equally likely classes, where it starts, it is a fifth of that."""
+    x, labels, smoothness = theory.digits()
+    assert (x.shape, labels.shape) == ((1797, 64 + 64 * 65 // 2), (1797,))
+    assert torch.allclose(x.norm(dim=1), torch.ones((), dtype=x.dtype))
+    weights = torch.zeros(x.shape[1], 10, dtype=x.dtype)
+    direction = torch.randn(
+        weights.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0)
+    )
+
+    def gradient(at):
+        error = torch.softmax(x @ at, 1)
+        error[torch.arange(len(x)), labels] -= 1
+        return x.T @ error / len(x)
+
+    start = gradient(weights)
+    for _ in range(15):  # power iteration with the change of the gradient along a direction
+        direction /= direction.norm()
+        direction = (gradient(weights + 1e-4 * direction) - start) / 1e-4
+    assert float(direction.norm()) == pytest.approx(smoothness / 5, rel=0.01)
+
+
+def test_the_model_without_sparsification_is_ahead_by_the_mean_residual(tmp_path, monkeypatch):
+    """LAGS-SGD's eq. 7, 9 and 10, of a trace whose gradients are known."""
+    ranks, steps = 3, 2
+    residual = [[gradient(step, rank, "local") for rank in range(ranks)] for step in range(steps)]
+
+    def run(config):
+        create_trace(config.out, LAYERS, world_size=ranks)
+        for rank in range(ranks):
+            writer = TraceWriter(config.out, rank, kinds=("gradient", "corrected"))
+            for step in range(steps):
+                own = gradient(step, rank)
+                writer.append(step, {"gradient": own, "corrected": own + residual[step][rank]})
+            writer.close()
+
+    monkeypatch.setattr(theory, "run", run)
+    found = theory.layerwise(ranks, 0.01, steps)
+    rate = RunConfig(workload="resnet20-digits").initial_learning_rate
+    for step, row in enumerate(found):
+        mean = np.mean([gradient(step, rank) for rank in range(ranks)], axis=0, dtype=float)
+        behind = np.mean(residual[step], axis=0, dtype=float)
+        assert row["second_moment"] == pytest.approx(mean @ mean)
+        assert row["distance"] == pytest.approx(rate**2 * (behind @ behind), rel=1e-5)
+        assert row["c_max"] == pytest.approx(100)  # six of 600
+        assert row["left"] < 1 - 1 / row["c_max"]
+
+
 @pytest.mark.distributed
 def test_a_ring_of_two_keeps_its_bounds():
     (row,) = theory.cascade(2, 50, 20)
+    # each message of a vector of norm 1 has the variance D − 1
+    assert row["central"] == pytest.approx((50 - 1) / 2, rel=0.15)
     assert row["error"] <= row["bound_parts"] < row["bound"]
     assert row["central"] <= row["bound_central"]
     assert row["central"] < row["error"]

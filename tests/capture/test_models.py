@@ -159,6 +159,26 @@ def test_recipes_of_authors_programs_are_theirs():
             RunConfig(**settings).check()
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "batch", "epochs"),
+    [  # SIDCo's table 1, of all workers' batches one's, and MiCRO's
+        ("resnet20-cifar10", 0.1, 512, 140),
+        ("vgg16-cifar10", 0.1, 512, 140),
+        ("resnet50-imagenet", 0.2, 160, 90),
+        ("vgg19-imagenet", 0.05, 160, 90),
+        ("lstm-ptb", 22.0, 20, 30),
+        ("lstm-an4", 0.004, 20, 150),
+        ("resnet18-cifar10", 0.1, 32, 200),
+        ("googlenet-cifar10", 0.1, 32, 200),
+        ("senet18-cifar10", 0.1, 32, 200),
+    ],
+)
+def test_rates_batches_and_epochs_are_those_of_the_papers_tables(name, rate, batch, epochs):
+    config = RunConfig(workload=name, recipe="paper", compressor="none", nproc=1)
+    assert (config.initial_learning_rate, config.setting("batch_size")) == (rate, batch)
+    assert config.setting("steps") == -(-epochs * WORKLOADS[name].epoch // batch)
+
+
 @pytest.mark.parametrize("name", [name for name, info in WORKLOADS.items() if info.recipe])
 def test_recipes_can_be_used(name, tmp_path):
     for file in WORKLOADS[name].files:

@@ -55,6 +55,15 @@ def test_what_reaches_a_threshold_contracts_by_its_own_share(name, tail, ratio):
             assert found.left <= found.bound + 1e-12
 
 
+@pytest.mark.parametrize("ratio", [0.1, 0.001])
+def test_top_k_keeps_the_k_largest_and_their_values(ratio):
+    g = torch.from_numpy(np.random.default_rng(0).standard_t(3, D))
+    selection = make_selector("topk", ratio).select(g)
+    k = round(ratio * D)
+    assert torch.equal(selection.indices, g.abs().topk(k).indices.sort().values)
+    assert torch.equal(selection.values, g[selection.indices])
+
+
 def test_random_positions_meet_the_bound_on_average_and_the_smallest_break_it():
     rng = np.random.default_rng(1)
     g = torch.from_numpy(rng.standard_t(4, D))

@@ -118,6 +118,15 @@ def test_ranks_choose_alike_from_what_they_measured():
     )
 
 
+@pytest.mark.parametrize("double_sampling", [False, True])
+def test_double_sampling_selects_by_a_sampled_threshold(double_sampling):
+    selector = LAGS(0.01, double_sampling=double_sampling).choose("layer", 50_000)
+    g = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
+    counts = {len(selector.select(g)) for _ in range(5)}
+    assert (len(counts) > 1) == double_sampling
+    assert double_sampling or counts == {500}
+
+
 @distributed
 @pytest.mark.parametrize("double_sampling", [False, True])
 def test_every_way_to_send_is_tried_and_loses_nothing(double_sampling):

@@ -340,11 +340,16 @@ def test_all_replicas_get_the_same_bits(reports):
 @distributed
 def test_marsit_keeps_what_the_group_did_not_apply(reports):
     for report in reports:
-        for (name, _), rounds in report["systems"].items():
+        for (name, numel), rounds in report["systems"].items():
             for step, (before, mean, residual) in enumerate(rounds):
                 if name == "marsit never" or (name.startswith("marsit") and step == 1):
                     np.testing.assert_allclose(residual + mean, before, rtol=1e-6, atol=1e-6)
                     assert np.unique(np.abs(mean)).size <= 1
+                    each = [
+                        np.abs(r["systems"][name, numel][step][0]).mean() for r in reports if numel
+                    ]
+                    size = 0.01 if name == "marsit never" else np.mean(each or [0.0])
+                    np.testing.assert_allclose(np.abs(mean), size, rtol=1e-5)
                 elif name != "ef-signsgd":
                     assert not residual.any()
 
@@ -425,6 +430,16 @@ def test_a_torus_that_does_not_fit(world, reports):
         for message in report["misfits"]:
             assert f"does not fit {world} ranks" in message
             assert "\n" not in message
+
+
+@distributed
+def test_cascading_adds_up_exactly_where_a_part_is_one_element():
+    """A sign and a norm, or a mean magnitude, say all of one number."""
+    results = run_ranks(3, cases.one_element_each)
+    exact = np.mean([own for own, _ in results], axis=0)
+    for _, means in results:
+        for mean in means:
+            np.testing.assert_allclose(mean, exact, rtol=1e-6)
 
 
 @distributed

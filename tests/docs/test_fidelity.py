@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 try:
     from pages import block, put
+    from pages import fidelity_rows as rows
 finally:
     sys.path.remove(str(ROOT / "tools"))
 
@@ -38,19 +39,6 @@ LAST = {
 NUMBERED = re.compile(
     r"(algorithm|eq\.|figure|table|lemma|property|assumption|theorem|corollary) (\d+)"
 )
-
-
-@cache
-def rows() -> list[tuple[str, list[str]]]:
-    """Return the paper and the cells of every row."""
-    found = []
-    for section in re.split(r"(?m)^## ", PAGE.read_text(encoding="utf-8"))[1:]:
-        paper, _, body = section.partition("\n")
-        for line in body.splitlines():
-            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            if len(cells) == 5 and cells[0] != "item" and not cells[0].startswith("---"):
-                found.append((paper, cells))
-    return found
 
 
 def state(cells: list[str]) -> str:

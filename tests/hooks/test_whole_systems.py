@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import run_ranks
 from torch import nn
 from workers import layerwise
@@ -15,7 +16,12 @@ from gradstats.compressors import (
     compressor_class,
     make_compressor,
 )
-from gradstats.compressors.redsync import MeanOfSign, redsync_selector
+from gradstats.compressors.redsync import (
+    DENSE_BELOW,
+    SEARCH_ABOVE,
+    MeanOfSign,
+    redsync_selector,
+)
 from gradstats.errors import InputError
 from gradstats.hooks import ErrorFeedback, MomentumCorrection, dgc_warm_up
 from gradstats.hooks.systems import SYSTEMS, dgc, make_state, redsync
@@ -66,6 +72,27 @@ def test_redsync_has_four_classes_of_size_and_an_exact_output_layer(name):
     assert not isinstance(chosen(named, "0.weight"), MeanOfSign)
     assert isinstance(chosen(named, "3.weight"), MeanOfSign)
     assert state.memory.nesterov == "dgc"
+
+
+def test_redsync_changes_its_exchange_at_128_kb_and_4_mb_of_float32():
+    sizes = {"dense": 2**15 - 1, "top": 2**15, "trimmed": 2**20 - 1, "searched": 2**20}
+    named = [(name, torch.empty(numel, 1)) for name, numel in sizes.items()]
+    state = redsync(named, 0.01, topk_below=2**15 + 1)
+    choices = {name: state.compressor.choose(name, numel) for name, numel in sizes.items()}
+    assert choices.pop("dense").whole
+    rules = {name: selector.estimator.name for name, selector in choices.items()}
+    assert rules == {"top": "exact", "trimmed": "redsync-trimmed", "searched": "redsync"}
+    assert redsync_selector(2**20, 0.01).estimator.name == "redsync"
+    assert redsync_selector(2**20 - 1, 0.01).estimator.name == "redsync-trimmed"
+    assert (4 * DENSE_BELOW, 4 * SEARCH_ABOVE) == (128 * 1024, 4 * 1024**2)
+
+
+def test_redsync_is_dense_for_as_many_steps_as_asked_and_corrects_momentum():
+    state = redsync(model().named_parameters(), 0.01, dense_steps=3, nesterov="redsync")
+    assert [state._setup.schedule.dense(step) for step in range(5)] == [True] * 3 + [False] * 2
+    assert (state.memory.momentum, state.memory.nesterov) == (0.9, "redsync")
+    assert state.memory.masking
+    assert not redsync(model().named_parameters(), 0.01)._setup.schedule.dense(0)
 
 
 @pytest.mark.parametrize(

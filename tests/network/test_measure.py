@@ -36,6 +36,9 @@ def test_everything_is_measured_among_every_number_of_workers():
             line = first.line(operation, world)
             assert line.world == world
             assert line.sizes[0] == 128
+            assert len(line.seconds) == len(
+                line.sizes
+            )  # none where another number's line is scaled
             assert all(0 < s < 10 for s in line.seconds)
             assert line.degrees >= 2
     operations = {line.operation for line in first.lines}

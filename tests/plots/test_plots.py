@@ -48,6 +48,25 @@ def test_tail(ax, reduce):
     assert np.allclose(model[:, 1], f.magnitude.sf(model[:, 0]))
 
 
+def test_laws_of_the_rest_leave_room_for_zeros(ax):
+    x = np.concatenate([X, np.zeros_like(X)])
+    f = gradstats.fit(x, "laplace")
+    assert f.zero_fraction == 0.5
+    plots.density(x, [f], ax)
+    at, drawn = line(ax, "Laplace").T
+    assert np.allclose(drawn, f.dist.pdf(at) / 2)
+    [captured] = ax.collections
+    corners = captured.get_paths()[0].vertices
+    assert 2 * np.trapezoid(np.interp(at, *corners[: len(corners) // 2].T), at) == pytest.approx(
+        0.99, abs=0.02
+    )
+    other = Figure().subplots()
+    plots.tail(x, [f], other)
+    at, drawn = line(other, "Laplace").T
+    assert np.allclose(drawn, f.magnitude.sf(at) / 2)
+    assert line(other, "captured")[-1, 1] == pytest.approx(0.5, rel=1e-3)
+
+
 def test_magnitudes_and_what_is_left(ax):
     ordered = np.sort(np.abs(X).astype(float))[::-1]
     plots.magnitude_decay({"x": X}, ax, window=(1, 500))
@@ -326,6 +345,26 @@ def test_a_rule_looks_the_same_in_every_figure():
     assert len(set(looks)) == len(looks)
     for colour in PALETTE:
         assert 1.05 / (_luminance(colour) + 0.05) >= 3
+
+
+def test_qualities_are_means_with_their_spread(ax):
+    rows = [
+        {"estimator": name, "ratio": ratio, "mean": mean, "low": mean / 2, "high": 2 * mean, "floor_low": 0.9,
+         "floor_high": 1.1}
+        for name, ratio, mean in (("dgc", 0.1, 0.8), ("dgc", 0.01, 0.7), ("micro", 0.1, 1.2), ("micro", 0.01, 1.5))
+    ]  # fmt: skip
+    plots.quality_bars(rows, ax)
+    drawn = [
+        (bar.lines[0].get_ydata()[0], *bar.lines[2][0].get_segments()[0][:, 1])
+        for bar in ax.containers
+    ]
+    assert np.allclose(drawn, [(r["mean"], r["low"], r["high"]) for r in rows])
+    series = [
+        {"estimator": "dgc", "step": step, "quality": quality, "k": 100}
+        for step, quality in ((5, 0.5), (1, 1.0), (5, 1.5), (1, 3.0))
+    ]
+    other = plots.quality_over_steps(series, Figure().subplots())
+    assert line(other, "dgc").tolist() == [[1, 2], [5, 1]]
 
 
 def test_nothing_kept_is_marked():

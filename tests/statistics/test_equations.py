@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy import integrate, special, stats
 
-from gradstats import fit
+from gradstats import fit, quality
 from gradstats.primitives import moments
-from gradstats.statistics.distributions import dgamma, double_genpareto, laplace
+from gradstats.statistics.distributions import MAGNITUDES, dgamma, double_genpareto, laplace
 from gradstats.statistics.stages import (
     exponential,
     gamma_closed,
@@ -32,7 +32,9 @@ TAILS = (-0.4, -0.1, 0.2, 0.4)
 def test_equations_3_to_5_the_threshold_is_one_quantile_in_two_forms(model, law):
     g = law.rvs(200_000, random_state=0)
     fitted = fit(g, model)
+    half_zero = fit(np.concatenate([g, np.zeros_like(g)]), model)
     for ratio in RATIOS:
+        assert half_zero.threshold(ratio / 2) == pytest.approx(fitted.threshold(ratio))
         assert fitted.threshold(ratio) == pytest.approx(fitted.dist.ppf(1 - ratio / 2))  # (5)
         assert fitted.threshold(ratio) == pytest.approx(fitted.magnitude.isf(ratio))  # (4)
         eta = law.ppf(1 - ratio / 2)
@@ -44,13 +46,15 @@ def test_equations_3_to_5_the_threshold_is_one_quantile_in_two_forms(model, law)
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equations_17_to_20_double_gamma(shape):
-    law, magnitude, scale = dgamma(shape, scale=0.3), stats.gamma(shape, scale=0.3), 0.3
+    scale = 0.3
+    law, magnitude = dgamma(shape, scale=scale), MAGNITUDES["dgamma"](shape, scale=scale)
     for x in (0.05, 0.4, 1.5):
         density = x ** (shape - 1) * math.exp(-x / scale) / (scale**shape * math.gamma(shape))
-        assert law.pdf(x) == pytest.approx(density / 2)
-        assert magnitude.pdf(x) == pytest.approx(density)
+        assert law.pdf(x) == pytest.approx(density / 2)  # (17)
+        assert magnitude.pdf(x) == pytest.approx(density)  # (18), (25)
         area, _ = integrate.quad(magnitude.pdf, 0, x)
-        assert special.gammainc(shape, x / scale) == pytest.approx(area, rel=1e-6)
+        assert magnitude.cdf(x) == pytest.approx(area, rel=1e-6)  # (19)
+        assert magnitude.cdf(x) == pytest.approx(special.gammainc(shape, x / scale))  # (20)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,7 +85,8 @@ def test_equations_16_and_25_to_27_the_closed_gamma_shape_solves_the_likelihood_
 @pytest.mark.parametrize("shape", TAILS)
 def test_equations_28_to_35_double_generalized_pareto(shape):
     scale = 0.5
-    law, magnitude = double_genpareto(shape, scale=scale), stats.genpareto(shape, scale=scale)
+    law = double_genpareto(shape, scale=scale)
+    magnitude = MAGNITUDES["double_genpareto"](shape, scale=scale)
     mean, variance = scale / (1 - shape), scale**2 / ((1 - shape) ** 2 * (1 - 2 * shape))
     for x in (0.1, 0.6):
         power = 1 + shape * x / scale
@@ -114,9 +119,9 @@ def test_equations_7_to_9_and_36_to_38_excesses_are_a_shifted_generalized_pareto
     assert excess.ppf(p) == pytest.approx(inverse)  # (37)
     m, over = moments(x), x - before
     step, c, scale = genpareto(m.mean, m.variance, before, 0.1)
-    assert (c, scale) == pytest.approx(
-        genpareto_by_moments(over.mean(), over.var()), rel=1e-6
-    )  # (8), (9), (38)
+    squared = over.mean() ** 2 / over.var()
+    by_moments = 0.5 * (1 - squared), 0.5 * over.mean() * (squared + 1)
+    assert (c, scale) == pytest.approx(by_moments, rel=1e-6)  # (8), (9), (38)
     eta = before + step
     by_hand = scale / c * (math.exp(-c * math.log(0.1)) - 1) + before
     assert eta == pytest.approx(by_hand)  # (7)
@@ -137,11 +142,16 @@ def test_equations_6_10_11_and_39_to_41_an_exponential_forgets():
 
 
 def test_equations_44_and_45_the_error_of_the_ratio_is_a_difference_of_distributions():
-    g, fitted = laplace(), laplace(scale=1.1)
-    for ratio in RATIOS:
-        eta, estimated = g.ppf(1 - ratio / 2), fitted.ppf(1 - ratio / 2)
-        x = np.abs(g.rvs(400_000, random_state=5))
-        measured = (np.count_nonzero(x >= estimated) - np.count_nonzero(x >= eta)) / x.size
-        magnitudes = stats.expon()
-        expected = magnitudes.cdf(eta) - magnitudes.cdf(estimated)
-        assert measured == pytest.approx(expected, abs=4 * math.sqrt(ratio / x.size))
+    """Of normal elements, by a rule that takes them for Laplace."""
+    x, law = stats.norm.rvs(size=400_000, random_state=5), stats.halfnorm()
+    one_stage = {"sidco-e": {"stages": 1}}
+    for record in quality(x, RATIOS, ["sidco-e"], options=one_stage):
+        ratio = record["ratio"]
+        estimated, eta = np.abs(x).mean() * math.log(1 / ratio), law.isf(ratio)
+        counted = np.count_nonzero(np.abs(x) >= estimated) / x.size - ratio
+        assert (record["mean"] - 1) * ratio == pytest.approx(
+            counted, rel=1e-6, abs=2 / x.size
+        )  # (44)
+        expected = law.cdf(eta) - law.cdf(estimated)
+        assert counted == pytest.approx(expected, abs=4 * math.sqrt(ratio / x.size))  # (45)
+        assert abs(expected) > 0.1 * ratio

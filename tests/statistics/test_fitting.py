@@ -182,7 +182,9 @@ class TestAgainstScipy:
         assert f.params["c"] == pytest.approx(-k)
         assert f.params["scale"] == pytest.approx(2 * x.mean() * first / (x.mean() - 2 * first))
 
-    @pytest.mark.parametrize("model", ["dgamma", "dweibull", "gennorm", "lognorm", "t"])
+    @pytest.mark.parametrize(
+        "model", ["dgamma", "double_genpareto", "dweibull", "gennorm", "lognorm", "t"]
+    )
     def test_moments_match_mean_and_mean_square(self, model):
         x = MAGNITUDES["dgamma"](1.2).rvs(N, random_state=4)
         f = fit(x, model, "moments")
@@ -593,6 +595,7 @@ def test_the_closed_gammas_interval_contains_its_bias(n):
 def test_models_and_distributions_have_the_same_names():
     assert set(MODELS) == set(DISTRIBUTIONS) == set(MAGNITUDES) == set(SHAPES)
     assert SIDS + CONTROLS == MODELS
+    assert SIDS == ("laplace", "dgamma", "double_genpareto")  # SIDCo's three
     assert {model for model, _ in SOLVERS} == set(MODELS)
     assert {method for _, method in SOLVERS} == set(METHODS)
     for model in MODELS:

@@ -32,10 +32,16 @@ def records():
 def test_everything_is_measured_once(records):
     keys = {(r["compressor"], r["numel"], r["ratio"]) for r in records}
     assert len(keys) == len(records) == 4 * (len(ESTIMATORS) + len(REFERENCES))
+    for numel, ratio in {(r["numel"], r["ratio"]) for r in records}:
+        case = [r for r in records if (r["numel"], r["ratio"]) == (numel, ratio)]
+        # one time of sorting, and one of reading the data, for all
+        (sorting,) = (r["seconds"] for r in case if r["compressor"] == "torch.topk")
+        reading = case[0]["seconds"] / case[0]["streams"]
+        for r in case:
+            assert r["speedup"] == pytest.approx(sorting / r["seconds"])
+            assert r["streams"] == pytest.approx(r["seconds"] / reading)
     for r in records:
         assert r["seconds"] > 0
-        assert r["streams"] > 0
-        assert r["speedup"] > 0
         if r["compressor"] in ("exact", "warm-exact", "redsync-trimmed", *REFERENCES):
             assert r["quality"] == pytest.approx(1, abs=1e-3)
         assert math.isnan(r["memory"]) == (r["compressor"] in REFERENCES)
@@ -45,6 +51,9 @@ def test_the_sample_is_heavy_tailed_and_reproducible():
     x = sample_gradient(100_000)
     assert (x == sample_gradient(100_000)).all()
     assert (x.astype(float) ** 4).mean() / (x.astype(float) ** 2).mean() ** 2 > 10
+    assert abs(np.sign(x).mean()) < 5 / np.sqrt(x.size)
+    scales = [np.abs(part).mean() for part in np.array_split(x, 50)]  # of its layers
+    assert np.log(scales).std() == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -220,6 +229,9 @@ def test_figures(records):
         some = [r for r in records if r["numel"] == 20_000]
         assert plots.latency_bars(some, ax, value=value) is ax
         assert len(ax.containers) == 2
+        for ratio, bars in zip((0.1, 0.01), ax.containers, strict=True):
+            expected = [r[value] for r in some if r["ratio"] == ratio]
+            assert [bar.get_width() for bar in bars] == expected
 
 
 def test_the_command():

@@ -368,6 +368,20 @@ def test_tolerances_can_differ_below_and_above(stages, tolerance, change):
         assert steps > 1 or not 0.6 < len(selection) / 100 < 3
 
 
+@pytest.mark.parametrize(("quality", "change"), [(1.19, 0), (1.21, -1), (0.81, 0), (0.79, 1)])
+def test_sidcos_defaults_are_those_of_its_experiments(quality, change):
+    """ε = 0.2 over Q = 5 steps, and δ₁ = 0.25."""
+    x, k = np.random.default_rng(0).laplace(size=100_000).astype(np.float32), 100
+    rule = SIDCoE(stages="paper")
+    rule.stages = 3
+    for step in range(1, 6):
+        stages = rule.find(x, k).details["stages"]
+        assert stages[0]["ratio"] == 0.25
+        assert len(stages) == 3
+        rule.observe(round(quality * k), k, x.size)
+        assert rule.stages == 3 + (change if step == 5 else 0)
+
+
 def test_the_mean_of_an_interval_is_what_is_judged():
     """Far too many and none in turns are less than twice as many in the mean, which is accepted."""
     x = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)

@@ -168,6 +168,13 @@ def unbiased(rank, world):
     return ((total / rounds - rows.mean(0)) / error).abs().max().item()
 
 
+def one_element_each(rank, world):
+    """A gradient with one element for each rank, and what both forms of cascading make of all of them."""
+    own = gradient(rank, 0, world, zeros=False)
+    forms = (Cascading(stochastic=stochastic) for stochastic in (True, False))
+    return own.numpy(), [form.reduce(own.clone(), None).mean.numpy() for form in forms]
+
+
 def quality(rank, world):
     """Matching rate and relative error of one round of each system, without memory."""
     values = gradient(rank, 0, 200_000, zeros=False)
