@@ -17,8 +17,7 @@ from torch.distributed import checkpoint as dcp
 import gradstats
 from gradstats.errors import InputError, TraceError
 from gradstats.primitives import deltas
-from gradstats.trace import Layer
-from gradstats.trace.source import Captured, Source
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 SHAPES = {"body": (300, 200), "row": (1000, 20), "bias": (300,)}
 
@@ -167,44 +166,33 @@ def test_every_file_that_holds_weights(tmp_path):
     assert found.names == ["several, step 10", "several, step 20"]
 
 
-class _Weights(Source):
-    """What a trace of kind ``weight`` answers."""
-
-    name = "run"
-
-    def __init__(self, steps, kinds=("gradient", "weight"), sketches=False):
-        self.layers, start = [], 0
-        for name, shape in SHAPES.items():
-            self.layers.append(Layer(name, start, shape))
-            start += math.prod(shape)
-        self._steps, self._kinds, self._sketches = steps, kinds, sketches
-
-    def entries(self):
-        return [(r, k, s) for r in (0, 1) for k in self._kinds for s in self._steps]
-
-    def read(self, rank, kind, step):
-        assert (rank, kind) == (0, "weight")
-        return Captured(self.name, step, rank, kind, flat(self._steps[step]))
-
-    def elements(self, rank, kind, step, start, stop):
-        return self.read(rank, kind, step).values[start:stop]
-
-    def sketched(self, rank, kind):
-        return self._sketches
+def held(path, steps, store="gradients"):
+    """Store weights by step, as a capture of kind ``weight`` does, and something else beside them."""
+    layers, start = [], 0
+    for name, shape in SHAPES.items():
+        layers.append(Layer(name, start, shape))
+        start += math.prod(shape)
+    create_trace(path, layers)
+    writer = TraceWriter(path, 0, kinds=["gradient", "weight"], store=store)
+    for step, w in steps.items():
+        writer.append(step, {"weight": flat(w), "gradient": flat(weights(7))})
+    writer.close()
+    return str(path)
 
 
-def test_a_trace_of_weights_is_as_many_checkpoints_as_it_has_steps():
+def test_a_trace_of_weights_is_as_many_checkpoints_as_it_has_steps(tmp_path):
     a = weights()
     b = stepped(a)
-    held = _Weights({5: a, 9: b})
-    found = gradstats.delta(held)
+    both = held(tmp_path / "run.zarr", {5: a, 9: b})
+    found = gradstats.delta(both)
     assert found == gradstats.delta(a, b)
     assert found.names == ["run, step 5", "run, step 9"]
-    assert gradstats.delta(a, _Weights({9: b}))[0]["changed"] == found[0]["changed"]
+    last = held(tmp_path / "last.zarr", {9: b})
+    assert gradstats.delta(a, last)[0]["changed"] == found[0]["changed"]
     with pytest.raises(InputError, match="two checkpoints are needed"):
-        gradstats.delta(held, steps=[9])
+        gradstats.delta(both, steps=[9])
     with pytest.raises(TraceError, match="only sketches"):
-        gradstats.delta(_Weights({5: a, 9: b}, sketches=True))
+        gradstats.delta(held(tmp_path / "sketches.zarr", {5: a, 9: b}, "sketches"))
     with pytest.raises(InputError, match="and no weights"):
         gradstats.delta(str(DATA / "resnet20.zarr"))
 
