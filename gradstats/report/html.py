@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["details", "escape", "figure", "note", "page", "table"]
 
 
+_LEAST_P = 1e-6
+"""p below which it is only said to be smaller."""
+
+
 def escape(text: str) -> str:
     """Return a text as HTML shows it, its control characters written out.
 
@@ -187,7 +191,9 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
 
 
 def _shown(name: str, value: Any) -> str:
-    return f"{value:g}" if name == "ratio" else format_value(value)
+    if name == "p_tail" and value < _LEAST_P:
+        return "<\N{NO-BREAK SPACE}10⁻⁶"
+    return f"{value:g}" if name in ("ratio", "tail_ratio") else format_value(value)
 
 
 def _sortable(value: Any) -> str:
