@@ -464,9 +464,12 @@ def movement(record: Mapping[str, Any]) -> str:
     name, n = record["quantity"], record["n"]
     change, low, high = (record[f] for f in _TOTAL)
     if math.isnan(change):
-        fewer = n < FEWEST_STEPS
-        why = f"trends take {FEWEST_STEPS} steps" if fewer else "it is the same in all"
-        return f"{name}: no trend of {n} steps ({why})"
+        low, high = (format_value(record[end]) for end in ("low", "high"))
+        text = f"{name} is {low}" if low == high else f"{name} between {low} and {high}"
+        if n >= FEWEST_STEPS:
+            return f"{text}, the same at all {n} steps"
+        many = f"are {n}" if n > 1 else "is one"
+        return f"{text}; a trend takes {FEWEST_STEPS} steps, and here {many}"
     sign = "× " if record["relative"] else ""
     size = f"{sign}{format_value(change)}"
     if math.isnan(low):

@@ -12,7 +12,7 @@ from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import Fit, fit
-from gradstats.statistics.goodness import bootstrap, goodness
+from gradstats.statistics.goodness import bootstrap, measured
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
@@ -54,6 +54,7 @@ class _Fitting:
     replicates: int
     size: int
     seed: int
+    wasserstein: bool
 
     def __call__(self, labels: dict[str, Any], sketches: dict[str, Sketch]) -> list[dict[str, Any]]:
         records = [
@@ -91,7 +92,7 @@ class _Fitting:
             if self.replicates:
                 record |= UNTESTED
             return record | {"status": str(error)}
-        distances = goodness(fitted, reduced)
+        distances = measured(fitted, reduced, wasserstein=self.wasserstein)
         record |= {
             "params": dict(fitted.params),
             "stderr": dict(fitted.stderr),
@@ -150,6 +151,7 @@ def fit_records(
     replicates: int = 0,
     size: int = 2000,
     seed: int = 0,
+    wasserstein: bool = True,
     **over: Unpack[Spread],
 ) -> Records:
     """Fit models to every gradient of a source, whole (layer ``all``) and optionally by layer.
@@ -168,6 +170,8 @@ def fit_records(
         Elements of the subsample that the bootstrap tests.
     seed : int, optional
         Seed of the subsample and the replicates.
+    wasserstein : bool, optional
+        Whether to measure the Wasserstein distance, which takes longer than all else; NaN otherwise.
     **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
@@ -186,5 +190,5 @@ def fit_records(
     InputError
         If a model or method is unknown, or nothing matches.
     """
-    work = _Fitting(tuple(chosen(models, method)), method, replicates, size, seed)
+    work = _Fitting(tuple(chosen(models, method)), method, replicates, size, seed, wasserstein)
     return each_sketched(source, subset_of(over), work, over["client"], over["on_progress"])

@@ -19,6 +19,7 @@ from gradstats.statistics.pot import (
     mixture,
     parameter_stability,
 )
+from gradstats.statistics.pot.mixtures import pooled_shapes
 from gradstats.statistics.pot.peaks import MODEL
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
@@ -224,6 +225,7 @@ def mixture_records(
     *,
     method: Method = "mle",
     layers: Sequence[str] | None = None,
+    per_layer: bool = True,
     **over: Unpack[SpreadGradients],
 ) -> Records:
     """Return the tail shapes of every gradient: pooled, pooled after normalising layers, and layer by layer.
@@ -238,6 +240,8 @@ def mixture_records(
         Method of the generalized Pareto fits.
     layers : sequence of str, optional
         Patterns of parameter names, as in :mod:`fnmatch`: show only these. The pooled shapes have all parameters.
+    per_layer : bool, optional
+        Whether to fit every layer, too, and not only the two pooled ones.
     **over : Unpack[SpreadGradients]
         Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
@@ -255,6 +259,8 @@ def mixture_records(
         If nothing matches.
     """
     shown = Subset(layers=layers, per_layer=True).parameters(source)
+    if not per_layer:
+        shown = []
     work = partial(_mixture, at=at, method=method, shown=("pooled", "normalised", *shown))
     subset = replace(subset_of(over), per_layer=True)
     records = each_sketched(source, subset, work, over["client"], over["on_progress"])
@@ -270,12 +276,16 @@ def _mixture(
     method: Method,
     shown: tuple[str, ...],
 ) -> list[dict[str, Any]]:
+    layers = {n: s for n, s in sketches.items() if n != "all"}
     try:
-        found = mixture({n: s for n, s in sketches.items() if n != "all"}, at, method)
+        if len(shown) > 2:
+            found = mixture(layers, at, method)
+            rows = {"pooled": found.pooled, "normalised": found.normalised, **found.layers}
+        else:
+            rows = dict(zip(shown, pooled_shapes(layers, at, method), strict=True))
     except FitError as error:
         numbers = dict.fromkeys(("c", "c_low", "c_high", "p_value", "p_holm"), float("nan"))
         return [labels | {"layer": "pooled", "n": 0} | numbers | {"status": str(error)}]
-    rows = {"pooled": found.pooled, "normalised": found.normalised, **found.layers}
     return [
         labels
         | {"layer": layer, "n": row.n, "c": row.c, "c_low": row.c_low, "c_high": row.c_high}

@@ -22,6 +22,7 @@ __all__ = [
     "counting_rules",
     "decay_shown",
     "left_out",
+    "named_law",
     "tail_tests",
     "which_rule",
 ]
@@ -32,6 +33,8 @@ _EXACT = 0.01
 """|ln k̂/k| up to which a rule that counts elements has done so."""
 _FAR = math.log(2)
 """|ln| of a law's thresholds, or of a rule's k̂/k, from which on it is warned of, or left out of a short table."""
+_LEAST = 1e-4
+"""Smallest error of a logarithm that is written out."""
 _POWERLESS = math.log(1.2)
 """What chance may do to exact thresholds before they cannot tell laws apart."""
 
@@ -79,17 +82,15 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     Verdict
         The law's name or none, with its errors.
     """
-    known = [r for r in laws if math.isfinite(r["tail_error"])]
-    if not known:
-        numbers = "No ratio leaves the ten non-zero elements that a threshold is judged by."
+    best, fitting = named_law(laws)
+    if not best:
+        numbers = "It takes a ratio that asks for ten elements or more, and for no more than are not zero."
         return Verdict("No law can be judged", numbers)
-    chance = known[0]["chance"]
+    chance = best["chance"]
     if chance > _POWERLESS:
-        numbers = f"Chance alone moves the exact threshold of {known[0]['k']:,} elements by {_percent(chance)}."
+        numbers = f"Chance alone moves the exact threshold of {best['k']:,} elements by {_percent(chance)}."
         return Verdict("Too few elements to tell laws apart", numbers)
-    allowed = max(FITS, chance)
-    fitting = [r for r in known if r["tail_error"] <= allowed and r["worst"] <= 2 * allowed]
-    best = min(fitting, key=_parameters) if fitting else known[0]
+    known = [r for r in laws if math.isfinite(r["tail_error"])]
     off = f"{_percent(best['tail_error'])}"
     if best["pairs"] > 1:
         off += f" (worst {_percent(best['worst'])})"
@@ -105,6 +106,24 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     if chance > FITS:
         bound += f", or {_percent(chance)}, which chance does to {best['k']:,} elements"
     return Verdict(headline, f"{numbers} A law fits within {bound}.", best["tail_error"] > _FAR)
+
+
+def named_law(
+    laws: Sequence[Mapping[str, Any]],
+) -> tuple[Mapping[str, Any] | None, list[Mapping[str, Any]]]:
+    """Return the law that :func:`closest_law` names, or None if no law can be judged, and those that fit.
+
+    Parameters
+    ----------
+    laws : sequence of dict
+        Records of :func:`gradstats.analysis.closest.closest_laws` of one trace and kind, the closest first.
+    """
+    known = [r for r in laws if math.isfinite(r["tail_error"])]
+    if not known:
+        return None, []
+    allowed = max(FITS, known[0]["chance"])
+    fitting = [r for r in known if r["tail_error"] <= allowed and r["worst"] <= 2 * allowed]
+    return (min(fitting, key=_parameters) if fitting else known[0]), fitting
 
 
 def _how(law: Mapping[str, Any]) -> str:
@@ -266,8 +285,16 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     numbers += f"of {TOLERANCE:g} of 1 at every ratio."
     if len(hitting) > 1:
         numbers += f" These hit k, too: {', '.join(r['estimator'] for r in hitting[1:])}."
-    if unsure:
-        numbers += f" Cannot be told: {', '.join(r['estimator'] for r in unsure)}."
+    if best in unsure:
+        doubts = [
+            f"{_interval(best, r)} at ratio {r:g}" for r in best["mean"] if _undecided(best, r)
+        ]
+        if doubts:
+            numbers += f" The interval of {best['estimator']} is {', '.join(doubts)}."
+    # of a rule that is far off, that is what there is to say
+    untold = [r["estimator"] for r in unsure if r is not best and r["far"] <= _FAR]
+    if untold:
+        numbers += f" Cannot be told: {', '.join(untold)}."
     empty = [f"{r['estimator']} ({_nothing(r)})" for r in known if any(r["nothing"].values())]
     if empty:
         numbers += f" Kept nothing: {', '.join(empty)}."
@@ -318,13 +345,24 @@ def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
         return [], ""
     said = []
     if exact:
-        off = _percent(max(r["far"] for r in exact))
-        said.append(f"Within {off} of k, for they count: {', '.join(_names(exact))}.")
+        said.append(f"Not shown, for they count: {', '.join(_names(exact))}.")
     if far:
         said.append(f"More than twofold off: {', '.join(_names(far))}.")
     if said:
         said.append("--all shows them.")
     return _names([*exact, *far]), " ".join(said)
+
+
+def _undecided(rule: Mapping[str, Any], ratio: float) -> bool:
+    """Return whether the interval of a rule's mean is neither within the tolerance nor outside."""
+    low, high = rule["low"][ratio], rule["high"][ratio]
+    return bool(
+        (low < 1 / TOLERANCE or high > TOLERANCE) and low <= TOLERANCE and high >= 1 / TOLERANCE
+    )
+
+
+def _interval(rule: Mapping[str, Any], ratio: float) -> str:
+    return f"{_short(rule['low'][ratio])} to {_short(rule['high'][ratio])}"
 
 
 def _names(rules: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -355,7 +393,7 @@ def _percent(error: float) -> str:
         return "more than 100-fold"
     if error > _FAR:
         return f"{math.exp(error):.2g}-fold"
-    return f"{100 * math.expm1(error):.2g}\N{NO-BREAK SPACE}%"
+    return f"{100 * math.expm1(max(error, _LEAST)):.2g}\N{NO-BREAK SPACE}%"
 
 
 def _listed(ratios: Sequence[float] | Mapping[float, Any]) -> str:

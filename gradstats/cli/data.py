@@ -157,6 +157,17 @@ def report(  # numpydoc ignore=PR01
             metavar="network.json",
         ),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --network, a link that was not measured: 1gbit, 10gbit, 100gbit, wan, or another rate.",
+            metavar="LINK",
+        ),
+    ] = None,
+    rtt: Annotated[
+        str | None,
+        typer.Option(help="Round trip between two workers of --link: 20ms, 80us.", metavar="TIME"),
+    ] = None,
     workers: Annotated[
         list[int] | None, typer.Option("--workers", help="Number of workers (repeatable).", min=1)
     ] = None,
@@ -168,25 +179,30 @@ def report(  # numpydoc ignore=PR01
 ) -> None:
     """Write one self-contained page: the run, what to do, what the gradient is like, figures and tables.
 
-    With --network, --workers and --compute it says, too, whether compressing would save time.
+    With --network or --link, --workers and --compute it says, too, whether compressing would save time.
     """
     from gradstats.report import write_report
     from gradstats.trace.sources import open_sources
 
     sources = open_sources(source)
     advice = []
-    if network is not None:
-        from gradstats import network as cluster
+    if network is not None or link is not None:
+        from gradstats.cli.plan import assumed_link, cluster_of
+        from gradstats.network import advice as advised
+        from gradstats.network import plan
 
         if not workers or not compute:
-            raise InputError("--network takes --workers and --compute, too")
+            raise InputError("--network and --link take --workers and --compute, too")
         for each in sources:
-            plans = cluster.plan(each, network, compute, workers, **given(ratios=ratio))
+            cluster = cluster_of(network, link, rtt, each.numel, ratio, (), coded=False)
+            plans = plan(each, cluster, compute, workers, **given(ratios=ratio))
             for n in dict.fromkeys(workers):
-                advice.append(
-                    f"{each.name}: {cluster.advice([r for r in plans if r['workers'] == n])}"
-                )
-    elif workers or compute or ratio:
-        raise InputError("--workers, --compute and --ratio are of the plan: give --network, too")
+                advice.append(f"{each.name}: {advised([r for r in plans if r['workers'] == n])}")
+        if link is not None:
+            note(assumed_link(cluster))
+    elif workers or compute or ratio or rtt:
+        raise InputError(
+            "--workers, --compute, --ratio and --rtt are of the plan: give --network or --link, too"
+        )
     write_report(sources, output, advice=advice)
     note(f"wrote {output}")

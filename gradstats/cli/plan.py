@@ -32,7 +32,7 @@ from gradstats.errors import InputError
 if TYPE_CHECKING:
     from gradstats.network import Network
 
-__all__ = ["plan"]
+__all__ = ["assumed_link", "cluster_of", "plan"]
 
 _CAVEAT = "Predicted, not run; the prediction says nothing about how training converges."
 
@@ -162,7 +162,7 @@ def plan(  # numpydoc ignore=PR01
     coded = Codec(indices, values) != PLAIN
     with progress_bar() as bar:
         bar.add_task("plan", total=None)
-        cluster = _cluster(
+        cluster = cluster_of(
             measured_network, link, rtt, sources[0].numel, ratio, compressor or (), coded
         )
         records = network.plan(
@@ -213,7 +213,7 @@ def plan(  # numpydoc ignore=PR01
     if not local and any("?" in _shown(r)["pays"] for r in records):
         note("?: by the prediction alone; at this rate it cannot be told from dense.")
     if link is not None:
-        note(_assumed(cluster))
+        note(assumed_link(cluster))
     if any(math.isnan(r["slowest"]) for r in records) and not measured:
         note("How long all wait for the slowest worker is not known from one --compute.")
     held, known = network.HELD
@@ -271,7 +271,7 @@ def _points(path: Path) -> Records:
         ) from None
 
 
-def _cluster(
+def cluster_of(
     file: Path | None,
     link: str | None,
     rtt: str | None,
@@ -280,7 +280,33 @@ def _cluster(
     compressors: Sequence[str],
     coded: bool,
 ) -> Network:
-    """Return the network that a plan is for: measured, or of usual links, with local work timed here."""
+    """Return the network that a plan is for: measured, or of usual links, with local work timed here.
+
+    Parameters
+    ----------
+    file : Path or None
+        File of a measured network.
+    link, rtt : str or None
+        In its place, a usual link, and the round trip between two workers.
+    numel : int
+        Elements of the gradient, by which local work is timed.
+    ratios : list of float or None
+        Ratios asked for, the first of which local work is timed at.
+    compressors : sequence of str
+        Compressors asked for; all if empty.
+    coded : bool
+        Whether messages are encoded.
+
+    Returns
+    -------
+    Network
+        The network.
+
+    Raises
+    ------
+    InputError
+        If not exactly one of `file` and `link` is given, or one of them cannot be understood.
+    """
     from gradstats import network
     from gradstats.compressors import COMPRESSORS
     from gradstats.network.measure import time_local
@@ -303,8 +329,19 @@ def _cluster(
     )
 
 
-def _assumed(usual: Network) -> str:
-    """Say what a link that was not measured is taken to be, and in which range."""
+def assumed_link(usual: Network) -> str:
+    """Say what a link that was not measured is taken to be, and in which range.
+
+    Parameters
+    ----------
+    usual : Network
+        Network of :func:`gradstats.network.link`.
+
+    Returns
+    -------
+    str
+        A sentence.
+    """
     alpha, beta = (each.value for each in usual.link("hop"))
     (low, high), (fast, slow) = usual.about["range"].values()
     return (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,7 +39,9 @@ from gradstats.cli.output import (
 )
 from gradstats.errors import InputError
 from gradstats.statistics.laws import LAWS
-from gradstats.tables import format_value
+
+if TYPE_CHECKING:
+    from gradstats.trace.sources import Source
 
 __all__ = [
     "CLOSEST",
@@ -65,10 +67,10 @@ FITS = Table(
     ("trace", "kind"),
 )
 CLOSEST = Table(
-    "The closest model at the last step, by its tail error, and the next one; worst layers first",
+    "The nearest model, fitted at the last step; its errors are those on the data that it was fitted to",
     (
-        *("trace", "step", "rank", "kind", "layer", "closest", "params", "ks"),
-        *("tail_error", "next"),
+        *("trace", "step", "rank", "kind", "layer", "model", "method", "params", "ks"),
+        "tail_error",
     ),
 )
 DECAY = Table(
@@ -102,6 +104,7 @@ DRIFT = Table(
 )
 
 
+_OF: tuple[Any, ...] = ("step", "rank", "kind")
 _MOST_STEPS = 6
 """Steps by which the closest law is judged, evenly spread."""
 
@@ -128,7 +131,7 @@ def fit(  # numpydoc ignore=PR01
 ) -> None:
     """Fit symmetric distributions, and show which is closest to the data.
 
-    The table has the closest model of every gradient at the last step, or at those of --step. tail error: largest
+    The table has the model that is nearest, fitted at the last step, or at those of --step. tail error: largest
     |ln η_model/η_exact| at ratios from 0.1 to 0.0001; ks: Kolmogorov distance. --all, --bootstrap and the other formats
     have every model, and p tail: of the number of elements that the model's threshold keeps at the smallest ratio in
     use; JSON and CSV every distance, standard errors and k̂/k, too.
@@ -158,12 +161,19 @@ def fit(  # numpydoc ignore=PR01
     )
     table = FITS
     if brief and not bootstrap:
-        shown = worst_first(closest(records), "tail_error")
-        several = len(shown) > len({(r["trace"], r["step"], r["rank"], r["kind"]) for r in shown})
-        by_layer = replace(CLOSEST, columns=CLOSEST.columns[:-1], group_by=("trace", "kind"))
-        table = by_layer if several else CLOSEST
-        answers = _closest_laws(source, _models(model), method, step, rank, kind)
-        table.emit(shown, format, output, answers)
+        answers, named = _closest_laws(records, source, _models(model), method, step, rank, kind)
+        own = closest(records)
+        named = [] if layer else named
+        whole = {(r["trace"], r["kind"]) for r in named}
+        judged = {(r["trace"], r["kind"]) for r in own if r["layer"] != "all"}
+        # a law by layer has a row of each, unless each layer's own nearest is asked for
+        named = [r for r in named if r["layer"] == "all" or (r["trace"], r["kind"]) not in judged]
+        own = [r for r in own if r["layer"] != "all" or (r["trace"], r["kind"]) not in whole]
+        shown = worst_first(named + own, "tail_error")
+        by_layer = any(r["layer"] != "all" for r in shown)
+        which = "; of a layer the model of the smallest tail error" if judged and by_layer else ""
+        which += "; worst layers first" if by_layer else ""
+        replace(CLOSEST, title=CLOSEST.title + which).emit(shown, format, output, answers)
         _note_rest(records, shown)
         note_statuses(records, format, "model")
         return
@@ -180,33 +190,61 @@ def fit(  # numpydoc ignore=PR01
 
 
 def _closest_laws(
+    records: Records,
     source: Path,
     models: list[str] | Literal["all"] | None,
     method: str | None,
     steps: list[int] | None,
     ranks: list[int] | None,
     kinds: list[str] | None,
-) -> list[str]:
-    """Return which law is closest to each trace and kind, in sentences."""
+) -> tuple[list[str], Records]:
+    """Return which law is closest to each trace and kind, in sentences, and the fits of that law."""
     from gradstats.analysis.closest import closest_laws, law_pairs
-    from gradstats.analysis.verdicts import closest_law
+    from gradstats.analysis.verdicts import closest_law, named_law
     from gradstats.trace.sources import matching, open_sources
 
     answers: list[str] = []
+    named = Records()
     chosen: dict[str, Any] = {"steps": steps, "kinds": kinds}  # the options have checked them
     for each in matching(open_sources(source), ranks=ranks, **chosen):
         one = ranks or [min(rank for rank, _, _ in each.select())]
         way: Any = method
         pairs = law_pairs(each, models, method=way, ranks=one, most=_MOST_STEPS, **chosen)
         laws = closest_laws(pairs)
-        for kind in dict.fromkeys(r["kind"] for r in laws):
-            verdict = closest_law([r for r in laws if r["kind"] == kind])
-            answers.append(f"{each.name}, {kind}: {verdict}")
-    return answers
+        for kind in dict.fromkeys(kind for _, kind, _ in each.select()):
+            if kinds and kind not in kinds:
+                continue
+            judged = [r for r in laws if r["kind"] == kind]
+            answers.append(f"{each.name}, {kind}: {closest_law(judged)}")
+            here = [r for r in records if (r["trace"], r["kind"]) == (each.name, kind)]
+            law, _ = named_law(judged)
+            named += _fits_of(law, here, each) if law else closest(here)
+    return answers, named
+
+
+def _fits_of(law: Mapping[str, Any], records: Records, source: Source) -> Records:
+    """Return the fits of a law to the gradients of some records: those of the records, where they have them."""
+    from gradstats.analysis.fits import fit_records
+
+    fits = [r for r in records if all(r[name] == law[name] for name in ("model", "method"))]
+    if law["by_layer"] or not fits:
+        over: dict[str, Any] = {
+            f"{name}s": list(dict.fromkeys(r[name] for r in records)) for name in _OF
+        }
+        fits = fit_records(
+            source, [law["model"]], method=law["method"], per_layer=law["by_layer"], **over
+        )
+    return [r | {"params": _symbols(r)} for r in fits if (r["layer"] == "all") != law["by_layer"]]
+
+
+def _symbols(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parameters of a fit by the letters that papers give them."""
+    symbols = LAWS[record["model"]].symbols
+    return {symbols.get(name, name): value for name, value in record["params"].items()}
 
 
 def closest(records: Records) -> Records:
-    """Return one record for each gradient and layer: the model with the smallest tail error.
+    """Return one record for each gradient and layer: the model with the smallest tail error on its own data.
 
     Parameters
     ----------
@@ -216,8 +254,7 @@ def closest(records: Records) -> Records:
     Returns
     -------
     list of dict
-        Records of the closest models, with ``closest``, the model's name or ``none``, and ``next``, the model after it
-        and its tail error.
+        Records of these models, with ``model`` ``none`` where none has a fit.
     """
     groups: dict[tuple[Any, ...], Records] = {}
     for record in records:
@@ -226,16 +263,9 @@ def closest(records: Records) -> Records:
     found = []
     for group in groups.values():
         # of the smallest layers tail errors are not known
-        best, *others = sorted(
-            group, key=lambda r: tuple((isnan(r[n]), r[n]) for n in ("tail_error", "ks"))
-        )
-        known = not isnan(best["ks"])
-        symbols = LAWS[best["model"]].symbols
-        params = {symbols.get(name, name): value for name, value in best["params"].items()}
-        after = f"{others[0]['model']} {format_value(others[0]['tail_error'])}" if others else None
-        found.append(
-            best | {"closest": best["model"] if known else "none", "params": params, "next": after}
-        )
+        best = min(group, key=lambda r: tuple((isnan(r[n]), r[n]) for n in ("tail_error", "ks")))
+        name = best["model"] if not isnan(best["ks"]) else "none"
+        found.append(best | {"model": name, "params": _symbols(best)})
     return found
 
 

@@ -182,7 +182,7 @@ def _answered(
     """Return which rule hits k, in sentences, and the summary of the series; of a table the nearest rules first."""
     from gradstats.analysis.quality import summarise
     from gradstats.analysis.rules import judged_rules
-    from gradstats.analysis.verdicts import left_out, which_rule
+    from gradstats.analysis.verdicts import counting_rules, left_out, which_rule
 
     summary = summarise(series)
     if not table:
@@ -195,7 +195,8 @@ def _answered(
             gradients.setdefault((rule["trace"], rule["kind"]), []).append(rule)
     answers, hidden = [], set()
     for (trace, kind), each in gradients.items():
-        answers.append(f"{trace}, {kind}: {which_rule(each)}")
+        mine = [r for r in series if (r["trace"], r["kind"], r["layer"]) == (trace, kind, "all")]
+        answers.append(f"{trace}, {kind}: {which_rule(each)}{counting_rules(mine)}")
         names, said = left_out(each) if brief else ((), "")
         hidden |= {(trace, kind, name) for name in names}
         answers[-1] += f" {said}" if said else ""

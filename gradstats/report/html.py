@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["details", "escape", "figure", "note", "page", "table"]
 
 
+_LEAST_P = 1e-6
+"""p below which it is only said to be smaller."""
+
+
 def escape(text: str) -> str:
     """Return a text as HTML shows it, its control characters written out.
 
@@ -123,13 +127,26 @@ def figure(
     canvas = Figure(figsize=(width * panels, height), layout="constrained")
     if title:
         canvas.suptitle(title)
-    draw(list(canvas.subplots(1, panels, squeeze=False)[0]))
+    axes = list(canvas.subplots(1, panels, squeeze=False)[0])
+    draw(axes)
+    _lighten(axes)
     data = base64.b64encode(plots.png(canvas)).decode()
     text = escape(caption)
     return (
         f'<figure{" class=wide" * (panels > 1)}><div><img alt="{text}" src="data:image/png;base64,{data}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
     )
+
+
+def _lighten(axes: Sequence[Axes]) -> None:
+    """Drop small ticks of long logarithmic axes: there are hundreds, and each takes as long to draw as a line."""
+    from matplotlib.ticker import NullLocator
+
+    for ax in axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            if axis.get_scale() == "log" and 0 < 10 * low < high:
+                axis.set_minor_locator(NullLocator())
 
 
 def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -> str:
@@ -174,7 +191,9 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
 
 
 def _shown(name: str, value: Any) -> str:
-    return f"{value:g}" if name == "ratio" else format_value(value)
+    if name == "p_tail" and value < _LEAST_P:
+        return "<\N{NO-BREAK SPACE}10⁻⁶"
+    return f"{value:g}" if name in ("ratio", "tail_ratio") else format_value(value)
 
 
 def _sortable(value: Any) -> str:

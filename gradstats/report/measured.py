@@ -139,11 +139,15 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     ledger = _ledger(source, steps)
     advance()
     decay = compressibility_records([source], steps=steps, ranks=[rank])
-    tails = mixture_records(source, **here)
+    before: dict[str, Any] = {"steps": shown[:-1], "ranks": [rank]}
+    last: dict[str, Any] = {"steps": shown[-1:], "ranks": [rank]}
+    # layers are shown at the last step only
+    tails = mixture_records(source, per_layer=False, **before) if shown[:-1] else Records()
+    tails += mixture_records(source, **last)
     peaks = pot_records(source, **here)
     advance()
     names = sorted(LAWS, key=lambda name: LAWS[name].control)
-    fits = fit_records(source, names, **here)
+    fits = fit_records(source, names, wasserstein=False, **here)
     laws = closest_laws(law_pairs(source, steps=steps, ranks=[rank]))
     advance()
     series = series_of(source, Subset(steps))

@@ -213,7 +213,13 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
     ends = m.shown[0], m.shown[-1]
     pairs = zip(captured, reduced.values(), strict=True)
     parts += [_fits(m.source.name, c, s) for c, s in pairs if c.step in ends]
-    rows = [r | {"kept": r["quality"].get(r["tail_ratio"], math.nan)} for r in m.fits]
+    rows = [
+        r
+        | {"kept": r["quality"].get(r["tail_ratio"], math.nan)}
+        | {"params": {LAWS[r["model"]].symbols.get(n, n): v for n, v in r["params"].items()}}
+        | {"status": r["status"].removeprefix("ok")}  # the fit is, which says nothing of the law
+        for r in m.fits
+    ]
     columns = {
         "kind": "kind",
         "step": "step",
@@ -227,12 +233,13 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
         "kept": "k̂/k",
         "p_tail": "p of k̂",
         "visible": "sees k̂/k − 1 of",
-        "status": "status",
+        "status": "remarks on the fit",
     }
     caption = (
-        "Fits. Tail error: largest |ln(threshold of the model ÷ exact)|. p: of the number of elements that the model's "
-        "threshold keeps at the smallest ratio in use, if elements were independent; the last column but one is the "
-        "smallest k̂/k − 1 that it sees with probability 0.8."
+        "Fits, each judged on the gradient that it was fitted to; the answer above judges them at the next captured "
+        "step, and more methods. Tail error: largest |ln(threshold of the model ÷ exact)|. p: of the number of "
+        "elements that the model's threshold keeps at the smallest ratio in use, if elements were independent; the "
+        "last column but one is the smallest k̂/k − 1 that it sees with probability 0.8."
     )
     return "".join([*parts, table(rows, columns, caption)])
 
@@ -293,8 +300,8 @@ def _thresholds(m: Measured) -> str:
         "kind": "kind",
         "k": "k",
         "mean": "k̂/k",
-        "low": "5 %",
-        "high": "95 %",
+        "low": "5\N{NO-BREAK SPACE}%",
+        "high": "95\N{NO-BREAK SPACE}%",
         "min": "least",
         "max": "most",
         "floor": "chance ±, known law",

@@ -148,6 +148,39 @@ class StoredArray:
             raise ValueError(f"a chunk holds {claimed} bytes, not {size}")
         return True
 
+    def chunk_rows(self, chunk: int) -> NDArray[Any]:
+        """Return the rows of a chunk that holds whole rows, and is there (:meth:`holds`).
+
+        Parameters
+        ----------
+        chunk : int
+            Index of the chunk.
+
+        Returns
+        -------
+        ndarray, shape (rows, …)
+            Their values.
+
+        Raises
+        ------
+        ValueError
+            If its checksum is wrong.
+        """
+        low, high = chunk * self.chunk[0], min((chunk + 1) * self.chunk[0], self.shape[0])
+        if self._packed or self.chunk[1:] != self.shape[1:]:
+            return np.asarray(self.zarr[low:high])
+        # zarr takes 5 ms for a file of some hundred bytes, and a trace has some of each rank
+        from google_crc32c import value as crc32c
+
+        key = self._separator.join(("c", *map(str, (chunk, *[0] * (len(self.shape) - 1)))))
+        data = (self._folder / key).read_bytes()
+        values, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
+        if crc32c(values) != int.from_bytes(checksum, "little"):
+            raise ValueError("a chunk's checksum is wrong")
+        return np.frombuffer(values, np.dtype(self.dtype).newbyteorder("<")).reshape(self.chunk)[
+            : high - low
+        ]
+
     def chunks(self, *key: int) -> set[int]:
         """Return which chunks are there, in bounded time whatever the shape says.
 
@@ -420,7 +453,7 @@ class RankGroup:
                     continue
                 if not steps.holds(i):
                     raise ValueError("a chunk is missing")
-                numbers = np.asarray(steps.zarr[low:high]).tolist()
+                numbers = steps.chunk_rows(i).tolist()
             except Exception as error:
                 rows = f"rows {low} to {max(high - 1, low)}: "
                 self.gaps.append(str(self.damaged("step", error, rows)))
@@ -457,8 +490,7 @@ class RankGroup:
                 there = array.holds(i, *[0] * (len(array.chunk) - 1))
                 if values[places].size and not there:
                     raise ValueError("a chunk is missing")
-                low, high = i * size, min((i + 1) * size, array.shape[0])
-                values[places] = np.asarray(array.zarr[low:high])[wanted[places] - low]
+                values[places] = array.chunk_rows(i)[wanted[places] - i * size]
             except Exception as error:
                 numbers = [s for s, row in self.rows.items() if row // size == i]
                 where = f"steps {min(numbers)} to {max(numbers)}: "

@@ -4,8 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import zarr
 from conftest import DATA
 from support.terminal import records, run
+
+from gradstats.cli import main
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 EF = DATA / "resnet20-ef.zarr"
 
@@ -70,3 +74,27 @@ def test_replicates_that_cannot_reject_are_named():
     assert "2 replicates cannot reject anything at 5 % among 59 layers (Holm): it takes 1,179" in (
         " ".join(done.stderr.split())
     )
+
+
+def test_info_of_many_ranks_is_short_and_opens_no_array_of_theirs(tmp_path, monkeypatch, capsys):
+    """Opening one takes 5 ms, and a trace of hundreds of ranks has thousands."""
+    path, ranks = tmp_path / "many.zarr", 48
+    layers = [Layer(f"l{i}", 50 * i, (50,)) for i in range(12)]
+    create_trace(path, layers, world_size=ranks)
+    values = np.random.default_rng(0).laplace(size=600).astype(np.float32)
+    for rank in range(ranks):
+        writer = TraceWriter(path, rank, store="sketches")
+        for step in range(2):
+            writer.append(step, {"gradient": values}, loss=1.0)
+        writer.close()
+
+    def opened(*_, **__):
+        raise AssertionError("an array was opened")
+
+    monkeypatch.setattr(zarr, "open_array", opened)
+    with pytest.raises(SystemExit) as end:
+        main(["info", str(path)])
+    assert not end.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 20
+    assert f" {2 * ranks} " in lines[-1]

@@ -17,7 +17,7 @@ from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import FEWEST, NAN, Stability, magnitudes_of, stability_at
 from gradstats.statistics.solution import FitError, Reason
 
-__all__ = ["Mixture", "mixture"]
+__all__ = ["Mixture", "mixture", "pooled_shapes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,43 @@ def mixture(
     InputError
         If there is no layer, `at` is outside (0, 1], or the method is unknown.
     """
+    parts = {name: as_magnitudes(layer) for name, layer in layers.items()}
+    pooled, normalised = pooled_shapes(parts, at, method)
+    own = {
+        name: stability_at(m, at, method, FEWEST)
+        if m.count
+        else Stability(at, NAN, 0, status=Reason.EMPTY.value)
+        for name, m in parts.items()
+    }
+    return Mixture(at, pooled, normalised, own, pooled.c - normalised.c)
+
+
+def pooled_shapes(
+    layers: Mapping[str, Sketch | Magnitudes], at: float = 0.1, method: Method = "mle"
+) -> tuple[Stability, Stability]:
+    """Return `pooled` and `normalised` of :func:`mixture`, without a fit of every layer.
+
+    Parameters
+    ----------
+    layers : mapping of str to Sketch or Magnitudes
+        Sketch or magnitudes of each layer, by name.
+    at : float
+        Share of the non-zero elements that each shape is fitted to, in (0, 1].
+    method : {"closed", "moments", "mle", "pwm"}
+        Method of both fits.
+
+    Returns
+    -------
+    tuple of Stability
+        Fit of all layers together, and of all divided by their means.
+
+    Raises
+    ------
+    FitError
+        If no layer has a finite non-zero element.
+    InputError
+        If there is no layer.
+    """
     if not layers:
         raise InputError("a mixture needs at least one layer")
     parts = {name: as_magnitudes(layer) for name, layer in layers.items()}
@@ -85,13 +122,7 @@ def mixture(
     levels = any(levels_beyond(m, target_count(at, m.count)) for m in some)
     units = [1.0] * len(some), [m.mean for m in some]
     pooled, normalised = (stability_at(_pool(some, u), at, method, FEWEST, levels) for u in units)
-    own = {
-        name: stability_at(m, at, method, FEWEST)
-        if m.count
-        else Stability(at, NAN, 0, status=Reason.EMPTY.value)
-        for name, m in parts.items()
-    }
-    return Mixture(at, pooled, normalised, own, pooled.c - normalised.c)
+    return pooled, normalised
 
 
 def _pool(parts: Sequence[Magnitudes], units: Sequence[float]) -> Magnitudes:
