@@ -144,7 +144,7 @@ def should_compress(
     costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()
     small = _ratio_of_little(measured)
     if advice:
-        headline = advice[0].partition(". ")[0].removeprefix(f"{name}: ").rstrip(".")
+        headline = advice[0].partition(". ")[0].rstrip(".")
         if adaptive and "don't compress" not in headline:
             headline += f"; but behind {optimizer} it cost much"
         following = (

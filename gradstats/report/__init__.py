@@ -69,7 +69,8 @@ def write_report(
             bar.advance(task)
     answers: _Answers = []
     for i, m in enumerate(measured):
-        named = [text for text in advice if text.startswith(f"{m.source.name}: ")]
+        name = f"{m.source.name}: "
+        named = [text.removeprefix(name) for text in advice if text.startswith(name)]
         mine = named or ([] if i else list(advice))  # what names no source is of the first
         first = {SHOULD: should(m, m.kinds[0], mine)}
         for kind in m.kinds:

@@ -72,7 +72,7 @@ def test_the_optimizer_decides():
 
 
 def test_a_plan_goes_first():
-    plan = "run.zarr: 4 workers at 1 Gbit/s: topk at ratio 0.01. It takes 3 ms."
+    plan = "4 workers at 1 Gbit/s: topk at ratio 0.01. It takes 3 ms."
     assert said(advice=[plan]).headline == "4 workers at 1 Gbit/s: topk at ratio 0.01"
     assert said(advice=[plan]).numbers.startswith(plan)
     assert said(advice=[plan], optimizer="AdamW").headline.endswith(

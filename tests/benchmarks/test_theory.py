@@ -176,6 +176,28 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
         theory.main()
 
 
+def test_the_sentences_on_proved_rates_have_the_numbers_of_the_tables():
+    page = " ".join(PAGE.split())
+    layers, bits = rows("layered rate"), rows("one-bit rate")
+    factor = min(row["bound"] / row["weighted"] for row in layers)
+    assert f"It holds by a factor of {math.floor(factor):.0f} and more. At a ratio" in page
+    more = {
+        row["schedule"]: row["bound"] / row["bound_dense"]
+        for row in layers
+        if (row["nproc"], row["ratio"], row["steps"]) == (2, 0.01, 1000)
+    }
+    assert {name: round(value, -1 if value > 10 else 0) for name, value in more.items()} == {
+        "constant": 2,
+        "falling": 40,
+    }
+    factor = min(row["bound"] / row["mean"] for row in bits if row["bound"] is not None)
+    assert f"It holds by a factor of {math.floor(factor):.0f} and more. $K$ hardly" in page
+    means = {f"{r['mean']:.4f}" for r in bits if (r["nproc"], r["steps"]) == (2, 1000)}
+    assert means == {"0.0155"}
+    (needed,) = {row["steps_needed"] for row in bits if row["every"] == 50}
+    assert f"{needed / 1e6:.1f} million" in page
+
+
 def test_the_sentences_have_the_numbers_of_the_tables():
     page = " ".join(PAGE.split())
     steps = [row for row in rows("decay") if row["of"].isdigit()]

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -380,6 +381,21 @@ def test_a_choice_of_threshold():
     assert "chosen" in shown
     assert "random splits choose" in done.stderr
     assert "Too wide" not in shown
+
+
+def test_a_report_says_what_a_usual_link_would_make_of_it(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).laplace(size=200_000).astype("f4"))
+    page = tmp_path / "r.html"
+    cluster = ["--link", "1gbit", "--rtt", "20ms", "--workers", 8, "--compute", 0.1]
+    done = run("report", tmp_path / "x.npy", *cluster, "-o", page)
+    assert "1gbit was not measured" in done.stderr
+    first = page.read_text(encoding="utf-8").partition("Should I compress?")[2][:3000]
+    assert "8 workers at 1,000 Mbit/s" in first
+    assert first.count("x.npy: ") <= 1  # the page names the source, and the sentence does not again
+    assert re.search(r"times as fast|don’t compress|don&#x27;t compress", first)
+    refused = run("report", tmp_path / "x.npy", "--link", "1gbit", "-o", page)
+    assert refused.returncode == 2
+    assert "take --workers and --compute" in refused.stderr
 
 
 def test_models_all_and_methods():
