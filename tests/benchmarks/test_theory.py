@@ -92,24 +92,64 @@ def test_a_case_measures_what_is_stored():
 
 def test_the_smoothness_of_the_regression_is_the_largest_curvature_of_two_classes():
     """Of ten equally likely classes, where it starts, it is a fifth of that."""
-    x, labels, smoothness = theory.digits()
-    assert (x.shape, labels.shape) == ((1797, 64 + 64 * 65 // 2), (1797,))
-    assert torch.allclose(x.norm(dim=1), torch.ones((), dtype=x.dtype))
-    weights = torch.zeros(x.shape[1], 10, dtype=x.dtype)
-    direction = torch.randn(
-        weights.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0)
-    )
-
-    def gradient(at):
-        error = torch.softmax(x @ at, 1)
-        error[torch.arange(len(x)), labels] -= 1
-        return x.T @ error / len(x)
-
-    start = gradient(weights)
+    task = theory.Regression()
+    everything, weights = torch.arange(1797), task.weights
+    assert weights.shape == (64 + 64 * 65 // 2, 10)
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(weights.shape, dtype=weights.dtype, generator=generator)
+    start = task.gradient(everything)
     for _ in range(15):  # power iteration with the change of the gradient along a direction
-        direction /= direction.norm()
-        direction = (gradient(weights + 1e-4 * direction) - start) / 1e-4
-    assert float(direction.norm()) == pytest.approx(smoothness / 5, rel=0.01)
+        task.weights = weights + 1e-4 * direction / direction.norm()
+        direction = ((task.gradient(everything) - start) / 1e-4).view_as(weights)
+    assert float(direction.norm()) == pytest.approx(task.smoothness / 5, rel=0.01)
+
+
+def test_the_variance_of_a_batch_is_that_of_gradients_drawn():
+    task, generator = theory.Regression(), torch.Generator().manual_seed(0)
+    everything = torch.arange(1797)
+    for _ in range(20):  # away from where all classes are equally likely
+        task.weights -= 2 * task.gradient(everything).view_as(task.weights)
+    norm, variance = task.moments()
+    mean = task.gradient(everything)
+    assert norm == pytest.approx(float(mean @ mean))
+    off = [float((task.drawn(generator) - mean).square().sum()) for _ in range(1000)]
+    assert np.mean(off) == pytest.approx(variance, rel=0.05)
+
+
+def test_an_exponent_is_read_off_by_the_line_through_both_logarithms():
+    ranks = np.log(np.arange(1, 1001))
+    power = 3 * np.arange(1, 2001) ** -0.7  # what is beyond the window does not count
+    assert theory.slope(ranks, power) == pytest.approx(0.7)
+    assert theory.slope(ranks[[0, -1]], power[[0, 999]]) == pytest.approx(0.7)
+    kept = np.random.default_rng(0).exponential(size=1000)
+    centred = ranks - ranks.mean()
+    least = -(centred @ np.log(kept)) / (centred @ centred)
+    assert theory.slope(ranks, kept) == pytest.approx(least)
+
+
+def test_sums_of_signs_need_more_bits_at_every_hop(monkeypatch):
+    """Of five ranks, whose sums of signs are counted here one by one."""
+
+    def run(config):
+        create_trace(config.out, LAYERS, world_size=5)
+        for rank in range(5):
+            writer = TraceWriter(config.out, rank, kinds=("gradient",))
+            writer.append(0, {"gradient": gradient(0, rank)})
+            writer.close()
+
+    monkeypatch.setattr(theory, "run", run)
+    found = theory.votes(5, 1)
+    assert [row["summed"] for row in found] == [1, 2, 3, 4, 5]
+    assert [row["fixed"] for row in found] == [1, 2, 2, 3, 3]
+    entropies = [row["entropy"] for row in found]
+    assert entropies == sorted(entropies)
+    for row in found:
+        signs = np.sum([gradient(0, rank) >= 0 for rank in range(row["summed"])], axis=0)
+        nearest = sorted(range(row["summed"] + 1), key=lambda v: (abs(2 * v - row["summed"]), v))
+        bits = [2 * (nearest.index(each) + 1).bit_length() - 1 for each in signs]
+        assert row["elias"] == pytest.approx(np.mean(bits))
+        shares = np.unique(signs, return_counts=True)[1] / signs.size
+        assert row["entropy"] == pytest.approx(-(shares @ np.log2(shares)))
 
 
 def test_the_model_without_sparsification_is_ahead_by_the_mean_residual(tmp_path, monkeypatch):

@@ -161,7 +161,7 @@ def test_recipes_of_authors_programs_are_theirs():
 
 @pytest.mark.parametrize(
     ("name", "rate", "batch", "epochs"),
-    [  # SIDCo's table 1, of all workers' batches one's, and MiCRO's
+    [  # SIDCo's table 1, of all workers' batches one's, MiCRO's, and Marsit's section 5
         ("resnet20-cifar10", 0.1, 512, 140),
         ("vgg16-cifar10", 0.1, 512, 140),
         ("resnet50-imagenet", 0.2, 160, 90),
@@ -171,6 +171,7 @@ def test_recipes_of_authors_programs_are_theirs():
         ("resnet18-cifar10", 0.1, 32, 200),
         ("googlenet-cifar10", 0.1, 32, 200),
         ("senet18-cifar10", 0.1, 32, 200),
+        ("alexnet-cifar10", 0.03, 128, 90),
     ],
 )
 def test_rates_batches_and_epochs_are_those_of_the_papers_tables(name, rate, batch, epochs):

@@ -15,6 +15,7 @@ from workers import layerwise as cases
 from gradstats.collectives import SparseAllGather
 from gradstats.collectives.codec import PLAIN
 from gradstats.compressors import LAGS, Layerwise, TopK, calibration
+from gradstats.compressors.base import Activity
 from gradstats.compressors.hiding import (
     Costs,
     Delivery,
@@ -187,6 +188,25 @@ def test_costs_are_measured_at_the_sizes_in_question(monkeypatch):
     assert 1e-3 < costs.latency < 4e-3
     assert costs.sparse(50_000) == pytest.approx(51e-3, rel=0.25)
     assert costs.dense(200_000) - costs.latency == pytest.approx(82e-3, rel=0.25)
+
+
+def test_a_step_is_cut_where_its_messages_leave():
+    """Backward pass and selection of a message are those of all layers in it, whenever the one before arrives."""
+    lanes = [
+        ("backward", "c", 0, 1), ("select", "c", 1, 1.5), ("backward", "b", 1.5, 3.5), ("select", "b", 3.5, 4),
+        ("communicate", "b", 4, 9), ("backward", "a", 4, 7), ("select", "a", 7, 7.25), ("communicate", "a", 9, 10),
+    ]  # fmt: skip
+    numels = {"c": 100, "b": 200, "a": 700, "b+c": 300}
+    timeline = [
+        Activity(*each, numels["b+c" if each[:2] == ("communicate", "b") else each[1]])
+        for each in reversed(lanes)
+    ]
+    layers = [("c", slice(900, 1000)), ("b", slice(700, 900)), ("a", slice(0, 700))]
+    found = calibration.cut(timeline, layers, {name: TopK(0.1) for name, _ in layers})
+    assert found == [
+        Delivery(("c", "b"), 300, 30, 3, 1, 5),
+        Delivery(("a",), 700, 70, 3, 0.25, 1),
+    ]
 
 
 def test_the_ways_to_send_hide_what_can_be_hidden():

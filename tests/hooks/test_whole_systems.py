@@ -64,7 +64,12 @@ def test_redsync_has_four_classes_of_size_and_an_exact_output_layer(name):
     for parameter, estimator in (("0.weight", "exact"), ("2.weight", "redsync")):
         selector = chosen(state, parameter)
         assert isinstance(selector, MeanOfSign) == quantised
-        assert (selector.selector if quantised else selector).estimator.name == estimator
+        rule = (selector.selector if quantised else selector).estimator
+        assert rule.name == estimator
+    assert rule.interval == (1 if quantised else 5)  # the sign changes in every step
+    # the same density in every layer, now and after a schedule
+    assert chosen(state, "2.weight").target(90_000) == 900
+    assert state.compressor.ratio == 0.01
     assert redsync_selector(20_000, 0.01, topk_below=13_000).estimator.name == "redsync-trimmed"
     for output in ("3.weight", "3.bias"):
         assert not isinstance(chosen(state, output), MeanOfSign)
