@@ -380,10 +380,6 @@ class RunConfig:
             raise InputError(f"no paper trains {self.workload}: leave the recipe out")
         if self.recipe == "program" and not info.program:
             raise InputError(f"no authors' program of {self.workload} is known: use recipe paper")
-        if self.decay == "milestones" and "milestones" not in self._recipe:
-            raise InputError(
-                "milestones are those of a recipe: use recipe program, or lr_schedule step"
-            )
         if self.compressor in (*BASELINES, NO_EXCHANGE):
             check_ratio(self.ratio)
             if not {"indices", "values"}.isdisjoint(self.options):
@@ -400,6 +396,10 @@ class RunConfig:
         else:
             make_compressor(self.compressor, self.ratio, **self.options)
         self._check_optimizer()
+        if self.decay == "milestones" and "milestones" not in self._recipe:
+            raise InputError(
+                "milestones are those of a recipe: use recipe program, or lr_schedule step"
+            )
         self._check_training()
         self._check_parallel()
         self._check_kinds()

@@ -67,7 +67,7 @@ class DGC(RandomEstimator):
         super().__init__(seed)
         self.sample_ratio = check_number(sample_ratio, "sample_ratio", 0, 1, "(]")
         self.tolerance = check_number(tolerance, "tolerance", 1, math.inf, "[]")
-        if rule not in get_args(Sampling):
+        if not isinstance(rule, str) or rule not in get_args(Sampling):
             raise InputError(f"rule must be paper or program, not {shown(rule)}")
         self.rule = rule
 

@@ -315,8 +315,8 @@ def test_whole_systems_learn(name):
     if name == "dgc":
         numel = records[0].numel
         for step, ratio in ((0, 0.25), (2, 0.0625), (4, 0.015625), (6, 0.004)):
-            spread = 3 / np.sqrt(ratio * numel / 100)  # of a sample of one in a hundred
-            assert records[step].selected / numel == pytest.approx(ratio, rel=spread)
+            # of a layer of few elements k is rounded, and of what is not zero there may be more than 0.8 k
+            assert 0.75 * ratio <= records[step].selected / numel <= 1.05 * ratio, step
     else:
         biases = 300 + 300 + 3  # averaged densely
         assert records[0].union == records[0].numel == 12_000 + 90_000 + 900 + biases

@@ -69,8 +69,14 @@ def test_bytes_follow_from_what_was_selected(world, name, numel):
     expected[sparse] = [sum(lengths) for lengths in ragged_bytes(words.tolist(), room)]
     if name == "micro":
         expected += 4 * unions[:, 0]
+        # where no rank's partition reaches η, a message without positions comes before that of the largest magnitude
+        empty = sent.max(axis=1) - expected
+        assert ((empty == 0) | (unions[:, 0] == 1)).all()
+        assert (empty[empty != 0] > HEADER_BYTES).all()
+        assert (empty <= HEADER_BYTES + 4 + 4 * room).all()
+        expected += empty
     assert sent.tolist() == [[e] * world for e in expected.tolist()]
-    if (selected == selected[0]).all():  # in a steady state
+    if (selected == selected[0]).all() and (sent == sent[0]).all():  # in a steady state
         last = exchange(name, numel, cases.RATIO, world, selected=selected[-1].tolist())
         assert last.bytes_sent == expected[-1]
 
