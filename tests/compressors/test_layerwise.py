@@ -314,7 +314,7 @@ def test_whole_systems_learn(name):
     assert np.mean(losses[-3:]) < 0.7 * losses[0]
     if name == "dgc":
         numel = records[0].numel
-        for step, ratio in ((0, 0.25), (2, 0.0625), (4, 0.015625), (6, 0.004)):
+        for step, ratio in ((0, 0.25), (2, 0.0625), (4, 0.015625), (6, 0.01)):
             # of a layer of few elements k is rounded, and of what is not zero there may be more than 0.8 k
             assert 0.75 * ratio <= records[step].selected / numel <= 1.05 * ratio, step
     else:
