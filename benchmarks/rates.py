@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-import ranks
 import torch
 from bounds import layerwise_bound, one_bit_bound
 from ranks import run_ranks
@@ -14,7 +13,8 @@ from records import Row
 
 from gradstats.compressors import Compressor, make_compressor
 
-ranks.LIMIT_S = 1800  # trainings, and not only on a quiet machine
+LIMIT_S = 1800
+"""Seconds that a training may take, also on a busy machine."""
 BATCH = 16
 LOOKS = 200
 """Steps of a training, evenly spaced, at which both sides are looked at."""
@@ -121,7 +121,7 @@ def of_layers(world: int, ratio: float, schedule: str, steps: int) -> list[Row]:
     constant = [1 / math.sqrt(steps)] * steps
     falling = [1 / math.sqrt(t + 1) for t in range(steps)]
     rates = constant if schedule == "constant" else falling
-    looks = run_ranks(world, layers_in_a_rank, ratio, rates)[0]
+    looks = run_ranks(world, layers_in_a_rank, ratio, rates, limit_s=LIMIT_S)[0]
     # of the mean of all ranks' gradients, whatever point they are taken at
     moment = max(norm + variance / world for _, norm, variance in looks)
     least = min(max(1, round(ratio * size)) / size for size in LAYERS)
@@ -148,7 +148,7 @@ def of_one_bit(world: int, every: int, steps: int) -> list[Row]:
     numel = sum(LAYERS)
     rates = [math.sqrt(world / steps)] * steps
     scale = 1 / math.sqrt(steps * numel)
-    looks = run_ranks(world, one_bit_in_a_rank, every, scale, rates)[0]
+    looks = run_ranks(world, one_bit_in_a_rank, every, scale, rates, limit_s=LIMIT_S)[0]
     _, norms, variances = zip(*looks, strict=True)
     smoothness = Regression().smoothness
     bound = one_bit_bound(math.log(10), smoothness, max(variances), world, every, steps)

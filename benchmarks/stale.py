@@ -101,9 +101,13 @@ def code_of(text: str) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            texts = (each for each in body if isinstance(each, ast.Expr) and _is_text(each.value))
-            node.body = [each for each in body if each not in [*texts]]  # type: ignore[attr-defined]
+            node.body = [each for each in body if not _is_remark(each)]  # type: ignore[attr-defined]
     return ast.dump(tree)
+
+
+def _is_remark(node: ast.AST) -> bool:
+    """Tell whether a statement is a text alone: a docstring, or what is said of a constant."""
+    return isinstance(node, ast.Expr) and _is_text(node.value)
 
 
 def _git(*arguments: str) -> str:

@@ -40,6 +40,8 @@ def test_words_are_no_code():
     text = '"""A page."""\ndef f(x):\n    """Return x."""\n    return x\n'
     assert stale.code_of(text) == stale.code_of("def f(x):\n\n    return x  # as it is\n")
     assert stale.code_of(text) != stale.code_of(text.replace("return x\n", "return -x\n"))
+    constant = '"""A page."""\nLEAST = 3\n"""The least."""\nMOST = 4\n"""The most."""\n'
+    assert stale.code_of(constant) == stale.code_of("LEAST = 3\nMOST = 4\n")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

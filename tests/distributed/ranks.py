@@ -31,8 +31,8 @@ def _entry(rank, world, folder, function, args):
         dist.destroy_process_group()
 
 
-def run_ranks(world, function, *args):
-    """Return [function(rank, world, *args) for each rank], each in its own process."""
+def run_ranks(world, function, *args, limit_s=LIMIT_S):
+    """Return [function(rank, world, *args) for each rank], each in its own process, within some seconds."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -43,10 +43,10 @@ def run_ranks(world, function, *args):
             start_method=CONTEXT.get_start_method(),
             join=False,
         )
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while not context.join(timeout=1):
             if time.monotonic() > deadline:
                 for process in context.processes:
                     process.kill()
-                raise TimeoutError(f"{function.__name__} on {world} ranks took over {LIMIT_S} s")
+                raise TimeoutError(f"{function.__name__} on {world} ranks took over {limit_s} s")
         return [pickle.loads(Path(folder, f"{r}.pickle").read_bytes()) for r in range(world)]
