@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.hooks.noise import noise_and_signal, noise_ends
+from gradstats.hooks.noise import noise_ends
+from gradstats.statistics.noise import noise_and_signal
 
 __all__ = ["ask_noise", "population", "truth"]
 

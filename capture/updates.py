@@ -10,7 +10,7 @@ import torch
 
 from capture.copies import Copies, Values
 from gradstats.errors import InputError
-from gradstats.hooks.optimizers import closure_of
+from gradstats.hooks.optimizers import closure_of, parameters_of
 from gradstats.hooks.torch_private import backward_pass, innermost_optimizer
 from gradstats.hooks.units import local_part
 from gradstats.trace import Kind
@@ -201,7 +201,7 @@ class Updates:
             )
 
     def _held(self) -> set[int]:
-        return {id(p) for each in self._optimizers for p in _parameters(each)}
+        return {id(p) for each in self._optimizers for p in parameters_of(each)}
 
     def _before(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         """Copy what the optimizer is about to change, if it is of a step that is recorded."""
@@ -234,9 +234,9 @@ class Updates:
         state = self._state
         state.within.discard(id(optimizer))
         state.ever = True
-        if self._arrays is None or not any(id(p) in state.before for p in _parameters(optimizer)):
+        if self._arrays is None or not any(id(p) in state.before for p in parameters_of(optimizer)):
             return
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if id(parameter) in state.before:
                 self._settle(parameter)
         state.stepped.add(id(optimizer))
@@ -248,7 +248,7 @@ class Updates:
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         if self._arrays is None:
             return
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if id(parameter) in self._places:
                 self._state.settled.discard(id(parameter))
                 if id(parameter) not in self._state.before:
@@ -301,7 +301,3 @@ class _Weak:
         alive = self._method()
         if alive is not None:
             alive(*arguments)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

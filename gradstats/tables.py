@@ -26,6 +26,7 @@ __all__ = [
     "Record",
     "Records",
     "Shown",
+    "format_bytes",
     "format_uncertain",
     "format_value",
     "joined",
@@ -489,6 +490,25 @@ def format_value(value: Any) -> str:
         shown = {k: v for k, v in value.items() if not (k == "loc" and v == 0)}
         return " ".join(f"{k}={format_value(v)}" for k, v in shown.items())
     return str(value)
+
+
+def format_bytes(count: float) -> str:
+    """Shorten a number of bytes for reading.
+
+    Parameters
+    ----------
+    count : float
+        Number of bytes.
+
+    Returns
+    -------
+    str
+        Three significant digits and a decimal unit, as in ``"12.3 MB"``.
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def _latex(names: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> str:

@@ -16,6 +16,7 @@ from gradstats.primitives import Array, top_candidates
 from gradstats.primitives.arrays import as_numpy, numel_of
 from gradstats.primitives.pairs import gram, sign_pairs
 from gradstats.primitives.ratio import check_count, check_ratio, target_count
+from gradstats.statistics.noise import noise_and_signal
 from gradstats.statistics.resampling import mean_interval, ratio_interval
 from gradstats.statistics.union import fit_union
 from gradstats.tables import Records, format_value
@@ -154,8 +155,8 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
     both = float(counts @ (np.arange(n + 1) * np.arange(-1, n))) / (n * (n - 1))
     growth = fit_union(counts)
     low, high = growth.bounds(workers) if workers > n else (growth(workers),) * 2
-    square, of_mean = float(np.mean(norms**2)), float(products.sum()) / n**2
-    noise = (square - of_mean) * n / (n - 1)
+    squares, of_sum = float(np.sum(norms**2)), float(products.sum())
+    noise, signal = noise_and_signal(squares, of_sum, n)
     return {
         "cosine": float(np.mean(cosines)),
         "signs": agree / either if either else math.nan,
@@ -163,9 +164,9 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
         "union": min(max(growth(workers), low), high) / k,
         "union_low": low / k,
         "union_high": high / k,
-        "explained": of_mean / square if square else math.nan,
+        "explained": of_sum / (n * squares) if squares else math.nan,
         "noise": noise,
-        "signal": of_mean - noise / n,
+        "signal": signal,
         "ranks": n,
         "workers": workers,
         "ratio": ratio,

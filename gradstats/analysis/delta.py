@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from gradstats.primitives.ratio import check_number
 from gradstats.primitives.sketch import sketch
 from gradstats.statistics.fitting import Fit
 from gradstats.statistics.several import fit_all
-from gradstats.tables import Records, format_value
+from gradstats.tables import Records, format_bytes, format_value
 from gradstats.trace import Layer
 from gradstats.trace.files import some
 from gradstats.trace.source import Source
@@ -66,7 +66,8 @@ class Delta(Records):
             return "no weight differs"
         known = "" if math.isnan(whole["predicted"]) else _predicted(whole)
         return (
-            f"{share}{known}; the shortest message is {best}: {_size(sizes[best])} of {_size(whole['bytes'])}, "
+            f"{share}{known}; the shortest message is {best}: {format_bytes(sizes[best])} of "
+            f"{format_bytes(whole['bytes'])}, "
             f"{format_value(8 * sizes[best] / whole['numel'])} bits a weight"
         )
 
@@ -74,13 +75,6 @@ class Delta(Records):
 def _predicted(whole: Mapping[str, Any]) -> str:
     what = whole["law"] if whole["law"] != "rate" else "updates of this rate"
     return f" ({100 * whole['predicted']:.3g} % predicted from {what})"
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def delta(
@@ -182,9 +176,11 @@ def delta(
         values = [c.values(layer) for c in checkpoints]
         for i, before in enumerate(values):
             for lag, after in enumerate(values[i + 1 :], 1):
-                change = _compare(layer, before, after, compared)
-                predict = _Prediction(before, after, compared, rate, master)
-                law, share = predict() if rate is None or lag == 1 else ("", math.nan)
+                update = _finite(after) - _finite(before)
+                change = _compare(layer, before, after, update, compared)
+                law, share = "", math.nan
+                if rate is None or lag == 1:
+                    law, share = _predict(update, before, compared, rate, master)
                 change.laws[law], change.predicted = layer.numel, share * layer.numel
                 for name in ("all", layer.name) if layer.name in named else ("all",):
                     totals.setdefault((lag, name), _Change()).add(change)
@@ -205,7 +201,7 @@ class _Checkpoint:
     source: Source
     key: tuple[int, Any, int]
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, Layer]:
         return {layer.name: layer for layer in self.source.layers}
 
@@ -319,7 +315,9 @@ class _Change:
                 setattr(self, name, getattr(self, name) + more)
 
 
-def _compare(layer: Layer, before: Vector, after: Vector, dtype: str) -> _Change:
+def _compare(
+    layer: Layer, before: Vector, after: Vector, update: NDArray[np.float64], dtype: str
+) -> _Change:
     """Compare one layer of two checkpoints."""
     from gradstats.primitives import deltas
 
@@ -337,7 +335,6 @@ def _compare(layer: Layer, before: Vector, after: Vector, dtype: str) -> _Change
     for codec in deltas.CODECS:
         change.sizes[f"bytes_{codec}"] = len(deltas.encode(a, b, codec))
     change.sizes["entropy"] = math.ceil(deltas.entropy_bytes(a, b))
-    update = _finite(after) - _finite(before)
     change.square, change.weight = float(update @ update), float(np.square(_finite(before)).sum())
     return change
 
@@ -347,38 +344,32 @@ def _finite(values: Vector) -> NDArray[np.float64]:
     return np.where(np.isfinite(wide), wide, 0.0)
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """What a law of the update says of the share of a layer's weights that change in 16 bits."""
+def _predict(
+    update: NDArray[np.float64], before: Vector, dtype: str, rate: float | None, master: bool
+) -> tuple[str, float]:
+    """Return an update's law and the share of a layer's weights that change by it; NaN if no law is known."""
+    if rate is not None:
+        return "rate", _share(_laplace(rate), before, dtype, master)
+    if dtype != "fp32":
+        return "", math.nan
+    if not update.any():
+        return "none", 0.0
+    law = _law(update)
+    return law.model, _share(law, before, dtype, master)
 
-    before: Vector
-    after: Vector
-    dtype: str
-    rate: float | None
-    master: bool
 
-    def __call__(self) -> tuple[str, float]:
-        """Return the law's name and the share; NaN if no law is known."""
-        if self.rate is None:
-            if self.dtype != "fp32":
-                return "", math.nan
-            update = _finite(self.after) - _finite(self.before)
-            if not update.any():
-                return "none", 0.0
-            law = _law(update)
-        else:
-            law = _laplace(self.rate)
-        bits = np.ascontiguousarray(self.before).view(np.uint32)
-        exponents = ((bits >> 23) & 0xFF).astype(np.int64)
-        counts = np.bincount(exponents[exponents < 255], minlength=255)
-        if not counts.any():
-            return law.model, math.nan
-        mantissa, emin = (10, -14) if self.dtype == "fp16" else (7, -126)
-        there = np.flatnonzero(counts)
-        ulp = np.exp2(np.maximum(there - 127.0, emin) - mantissa)
-        share = _crossing(law, ulp) if self.master else law.magnitude.sf(ulp / 2)
-        found = (1 - law.zero_fraction) * float(counts[there] @ share) / float(counts.sum())
-        return ("rate" if self.rate is not None else law.model), found
+def _share(law: Fit, before: Vector, dtype: str, master: bool) -> float:
+    """Return the share of a layer's weights that updates of a law change in 16 bits; NaN if no weight is finite."""
+    bits = np.ascontiguousarray(before).view(np.uint32)
+    exponents = ((bits >> 23) & 0xFF).astype(np.int64)
+    counts = np.bincount(exponents[exponents < 255], minlength=255)
+    if not counts.any():
+        return math.nan
+    mantissa, emin = (10, -14) if dtype == "fp16" else (7, -126)
+    there = np.flatnonzero(counts)
+    ulp = np.exp2(np.maximum(there - 127.0, emin) - mantissa)
+    share = _crossing(law, ulp) if master else law.magnitude.sf(ulp / 2)
+    return (1 - law.zero_fraction) * float(counts[there] @ share) / float(counts.sum())
 
 
 def _law(update: NDArray[np.float64]) -> Fit:

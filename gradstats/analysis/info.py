@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.tables import Records, format_value
+from gradstats.tables import Records, format_bytes, format_value
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource
 
@@ -93,11 +93,7 @@ def _size(source: TraceSource) -> str:
     """Return how much the trace takes on the disk."""
     files = (os.path.join(at, n) for at, _, names in os.walk(source.trace.path) for n in names)
     size = float(sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit} on the disk"
-        size /= 1000
-    return f"{size:.3g} TB on the disk"
+    return f"{format_bytes(size)} on the disk"
 
 
 def _scalars(source: Source) -> dict[int, Mapping[str, Any]]:

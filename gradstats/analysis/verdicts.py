@@ -272,7 +272,7 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
         return Verdict("No estimating rule is judged", missing.strip())
     hitting = [r for r in known if r["hits"]]
     # one that is more than twofold off in the mean is named for that, however few the gradients
-    unsure = [r for r in known if r["hits"] is None and not r["far"] > _FAR]
+    unsure = [r for r in known if r["hits"] is None and r["far"] <= _FAR]
     best = (hitting or known)[0]
     span = f"k̂/k = {_span(best)}"
     ratios = _listed(best["mean"])
@@ -291,8 +291,7 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
         ]
         if doubts:
             numbers += f" The interval of {best['estimator']} is {', '.join(doubts)}."
-    # of a rule that is far off, that is what there is to say
-    untold = [r["estimator"] for r in unsure if r is not best and r["far"] <= _FAR]
+    untold = [r["estimator"] for r in unsure if r is not best]
     if untold:
         numbers += f" Cannot be told: {', '.join(untold)}."
     empty = [f"{r['estimator']} ({_nothing(r)})" for r in known if any(r["nothing"].values())]

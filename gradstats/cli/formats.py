@@ -126,6 +126,7 @@ def wire(  # numpydoc ignore=PR01
     from gradstats.primitives.ratio import check_number
 
     limit = check_number(error, "error", 0, float("inf"), "()")
+    brief = format == "table" and not everything and bool(per_layer or layer)
     answers: list[str] = []
 
     def work(sources: Sequence[Any], **over: Any) -> Records:
@@ -142,7 +143,7 @@ def wire(  # numpydoc ignore=PR01
             )
             for of in dict.fromkeys(r["kind"] for r in records):
                 answers.append(f"{each.name}, {of}: {records.verdict(limit, kind=of)}.")
-                if format == "table" and not everything and (per_layer or layer):
+                if brief:
                     names = dict.fromkeys(r["layer"] for r in records)
                     best = [records.smallest(limit, kind=of, layer=name) for name in names]
                     found += [r for r in best if r is not None]
@@ -150,12 +151,11 @@ def wire(  # numpydoc ignore=PR01
                         note(
                             f"no format stays below {limit:g} in {len(left)} layers, such as {left[0]}"
                         )
-            if format != "table" or everything or not (per_layer or layer):
+            if not brief:
                 found += records
         return found
 
     records = analyse("rounding", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
-    brief = format == "table" and not everything and bool(per_layer or layer)
     (SMALLEST if brief else WIRE).emit(records, format, output, answers)
     left_out = sum(r["nonfinite"] for r in records if r["layer"] == "all")
     if format == "table" and left_out:

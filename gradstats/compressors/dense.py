@@ -201,9 +201,8 @@ def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.
     size = CHUNK * -(-numel // (CHUNK * world))
     padded = torch.zeros(world * size, device=corrected.device)
     padded[:numel] = corrected
-    for part in padded.view(
-        world, size
-    ):  # by parts, as they are packed: a scale may be for all values
+    # by parts, as they are packed: a scale may be for all values
+    for part in padded.view(world, size):
         part.copy_(codec.rounded(part))
     corrected -= padded[:numel]
     return torch.stack([codec.pack_values(part) for part in padded.view(world, size)]), size

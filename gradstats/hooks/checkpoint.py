@@ -15,6 +15,7 @@ from gradstats.compressors import Compressor
 from gradstats.errors import InputError, first_line
 from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.gradient import FlatGradient, MemoryPart
+from gradstats.hooks.optimizers import parameters_of
 from gradstats.hooks.torch_private import tree_map
 from gradstats.hooks.units import as_sharded, local_part
 from gradstats.primitives.ratio import shown
@@ -382,7 +383,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> bytes:
         If its state is sharded in another way than its parameters.
     """
     state = optimizer.state_dict()
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     sharded: dict[int, list[str]] = {}
     for i, values in state["state"].items():
         local = {
@@ -427,7 +428,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -
             f"the checkpoint's {what} is {name} with groups of {saved} parameters, and this is "
             f"{type(optimizer).__name__} with {sizes}"
         )
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     for i, values in state["state"].items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -436,8 +437,3 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -
         for each in names:
             state["state"][i][each] = as_sharded(parameters[i], state["state"][i][each])
     return state
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return an optimizer's parameters, in the order in which its state numbers them."""
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -12,6 +12,7 @@ from gradstats.errors import InputError
 from gradstats.hooks.checkpoint import pack_optimizer, unpack_optimizer
 from gradstats.hooks.contents import field
 from gradstats.hooks.fragment import Named
+from gradstats.hooks.optimizers import parameters_of
 from gradstats.hooks.torch_private import innermost_optimizer
 from gradstats.primitives.ratio import shown
 
@@ -103,8 +104,8 @@ class LocalOptimizers:
         """Raise if an optimizer that is none of these trains what these do not: its steps would not be exchanged."""
         if optimizer is self._outer or optimizer in self.each:
             return
-        ours = {id(p) for each in self.each for p in _parameters(each)}
-        theirs = {id(p) for p in _parameters(optimizer)} - ours
+        ours = {id(p) for each in self.each for p in parameters_of(each)}
+        theirs = {id(p) for p in parameters_of(optimizer)} - ours
         name = next((name for name, p in self._named if id(p) in theirs), None)
         if name is not None:
             kinds = ", ".join(type(each).__name__ for each in (*self.each, optimizer))
@@ -139,10 +140,6 @@ class LocalOptimizers:
             unpack_optimizer(each, field(saved, _key(i), bytes), "optimizer")
             for i, each in enumerate(self.each)
         ]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _key(number: int) -> str:

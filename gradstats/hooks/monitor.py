@@ -21,6 +21,7 @@ from gradstats.hooks.optimizers import TakenGradients, after_closure, after_step
 from gradstats.hooks.spikes import FEWEST, Spikes, Trigger
 from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
+from gradstats.hooks.units import shard_groups
 from gradstats.hooks.updates import UPDATE_NAMES, StepUpdates
 from gradstats.primitives import Moments, moments
 from gradstats.primitives.ratio import check_count, check_number, check_several
@@ -434,14 +435,12 @@ def _local(parameter: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torc
     gradient = parameter.grad
     groups: tuple[dist.ProcessGroup, ...] = ()
     if isinstance(parameter, DTensor):
-        placed = parameter if gradient is None else gradient
-        placements = getattr(placed, "placements", parameter.placements)
-        if any(isinstance(p, Partial) for p in placements):
+        placed = gradient if isinstance(gradient, DTensor) else parameter
+        if any(isinstance(p, Partial) for p in placed.placements):
             raise InputError(
                 "a gradient is not reduced yet (a partial DTensor): end the backward pass first"
             )
-        mesh = parameter.device_mesh
-        groups = tuple(mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard())
+        groups = shard_groups(placed)
     if gradient is None:
         return groups, None
     values = gradient.detach()

@@ -19,10 +19,11 @@ from gradstats.hooks.gradient import real_view
 from gradstats.hooks.torch_private import backward_pass
 from gradstats.hooks.units import local_part
 from gradstats.primitives.sketch import Sketch, merge, sketch
+from gradstats.statistics.noise import noise_and_signal
 from gradstats.statistics.pot.peaks import stability_at
 from gradstats.statistics.resampling import mean_interval, ratio_interval
 
-__all__ = ["NOISE_NAMES", "MicroBatches", "noise_and_signal", "noise_ends"]
+__all__ = ["NOISE_NAMES", "MicroBatches", "noise_ends"]
 
 NOISE_NAMES = (
     *("noise_scale", "noise_scale_low", "noise_scale_high"),
@@ -39,37 +40,13 @@ _EVERY = 5
 """Steps described from one interval of the noise scale to the next: its ends take some milliseconds."""
 
 
-def noise_and_signal(squares: float, of_sum: float, count: int) -> tuple[float, float]:
-    """Return unbiased estimates of tr Σ and ‖G‖² from n gradients of mean G and covariance Σ.
-
-    Parameters
-    ----------
-    squares : float
-        Sum of their squared norms.
-    of_sum : float
-        Squared norm of their sum.
-    count : int
-        Number n of gradients, at least 2.
-
-    Returns
-    -------
-    noise : float
-        Estimate of tr Σ, as of :func:`gradstats.agreement` (McCandlish et al. 2018, appendix A.1).
-    signal : float
-        Estimate of ‖G‖².
-    """
-    square, of_mean = squares / count, of_sum / count**2
-    noise = (square - of_mean) * count / (count - 1)
-    return noise, of_mean - noise / count
-
-
 def noise_ends(noise: NDArray[np.floating], signal: NDArray[np.floating]) -> tuple[float, float]:
     """Return the ends of the 95 % interval of a noise scale; NaN where there is none.
 
     Parameters
     ----------
     noise, signal : ndarray, shape (n,)
-        What :func:`noise_and_signal` said of n steps.
+        What :func:`gradstats.statistics.noise.noise_and_signal` said of n steps.
     """
     low, high, _ = ratio_interval(noise, signal)
     return low, high

@@ -12,7 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from gradstats.errors import InputError
 from gradstats.hooks.torch_private import innermost_optimizer
 
-__all__ = ["TakenGradients", "after_closure", "after_steps", "before_steps", "closure_of"]
+__all__ = [
+    "TakenGradients",
+    "after_closure",
+    "after_steps",
+    "before_steps",
+    "closure_of",
+    "parameters_of",
+]
 
 
 def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
@@ -60,6 +67,17 @@ def after_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
         What unhooks it.
     """
     return innermost_optimizer(optimizer).register_step_post_hook(call)  # type: ignore[no-any-return]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return an optimizer's parameters, in the order in which its state numbers them.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer, without wrappers.
+    """
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def closure_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

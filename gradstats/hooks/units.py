@@ -28,6 +28,7 @@ __all__ = [
     "as_sharded",
     "is_sharded",
     "local_part",
+    "shard_groups",
     "shard_of",
     "shard_ranks",
     "stand_in",
@@ -296,6 +297,18 @@ def as_sharded(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def shard_groups(sharded: Any) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a tensor is sharded, without those that hold copies of it.
+
+    Parameters
+    ----------
+    sharded : torch.distributed.tensor.DTensor
+        The tensor.
+    """
+    mesh = sharded.device_mesh
+    return tuple(mesh.get_group(i) for i, p in enumerate(sharded.placements) if p.is_shard())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.hooks.gradient import real_view
-from gradstats.hooks.units import local_part
+from gradstats.hooks.units import local_part, shard_groups
 
 __all__ = ["UPDATE_NAMES", "StepUpdates"]
 
@@ -111,11 +111,7 @@ def _sums(before: torch.Tensor, now: torch.Tensor, gradient: torch.Tensor) -> to
 
 def _groups(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which a parameter is sharded."""
-    if local_part(parameter) is parameter:
-        return ()
-    sharded: Any = parameter
-    mesh = sharded.device_mesh
-    return tuple(mesh.get_group(i) for i, p in enumerate(sharded.placements) if p.is_shard())
+    return () if local_part(parameter) is parameter else shard_groups(parameter)
 
 
 def _root(top: float, bottom: float) -> float:

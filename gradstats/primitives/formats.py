@@ -401,10 +401,9 @@ def rotated(rows: torch.Tensor, signs: torch.Tensor, back: bool = False) -> torc
     """
     size = rows.shape[1]
     mixed = rows if back else rows * signs
+    # the fast transform: sums and differences of neighbours, of pairs, of fours, …
     half = 1
-    while (
-        half < size
-    ):  # the fast transform: sums and differences of neighbours, of pairs, of fours, …
+    while half < size:
         pairs = mixed.view(-1, size // (2 * half), 2, half)
         mixed = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
         half *= 2

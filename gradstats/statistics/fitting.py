@@ -178,9 +178,8 @@ class Fit(Shown):
         return float(self.magnitude.isf(conditional)) if conditional < 1 else 0.0
 
 
-@lru_cache(
-    64
-)  # SciPy takes a millisecond to freeze one, and every distance and threshold asks for it
+# SciPy takes a millisecond to freeze one, and every distance and threshold asks for it
+@lru_cache(64)
 def _frozen(magnitude: Any, *params: tuple[str, float]) -> Any:
     return magnitude(**dict(params))
 

@@ -21,7 +21,7 @@ __all__ = ["DGC"]
 
 Sampling: TypeAlias = Literal["paper", "program"]
 _LOWER, _TIMES = 0.8, 10
-"""The program's factor while fewer than that share of k are selected, and how often it is taken at most."""
+"""The program lowers its threshold by this factor while fewer than this share of k are selected, so often at most."""
 
 
 class DGC(RandomEstimator):

@@ -15,8 +15,8 @@ from workers.trainings import inputs
 
 from gradstats import Monitor
 from gradstats.errors import InputError
-from gradstats.hooks.noise import noise_and_signal
 from gradstats.primitives.sketch import sketch
+from gradstats.statistics.noise import noise_and_signal
 from gradstats.statistics.pot.peaks import stability_at
 
 

@@ -161,13 +161,12 @@ def test_whole_systems_are_planned_as_they_train(ratio):
         found = by_name(plan(layers, link(), COMPUTE, [2], [ratio], names))
         for name in names:
             record, (length, selected) = found[name], sent[name]
-            if (
-                name == "dgc"
-            ):  # 0.8 k to k of every matrix; vectors are averaged beside the exchange
+            if name == "dgc":  # vectors are averaged beside the exchange
                 vectors = sum(x.size for x in layers.values() if x.ndim == 1)
+                # planned and sent are 0.8 k to k of every matrix, each of its own step
                 assert 0.8 <= record["selected"] / (selected + vectors) <= 1.25
-                # counts differ from step to step, and a message that is too short is sent again in part
-                assert 1 <= length / record["bytes"] < 1.6
+                # and a message that is too short is sent again in part
+                assert 0.8 <= length / record["bytes"] < 1.6
             else:  # messages have room for more
                 assert record["selected"] == selected
                 assert record["bytes"] < length < 1.25 * record["bytes"]
