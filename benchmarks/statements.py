@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import trials
 import xarray
 from numpy.typing import NDArray
 from scipy.optimize import brentq
@@ -441,6 +442,31 @@ def ask_closest(law: str, n: int, rng: Generator) -> dict[str, Any]:
     return answers | {"none, seen": Seen(said.startswith("None"))}
 
 
+# Trial
+
+
+def ask_trial(noise: str, rng: Generator) -> dict[str, Any]:
+    """Ask a trial whose pairs differ by none, by the tolerance, and by 5 % in the mean."""
+    said = trials.decisions(noise, rng)
+    none, edge, more = (said[mean] for mean in (0.0, trials.TOLERANCE, 0.05))
+    return {
+        "refused where there is no difference": Said(none != "refused"),
+        "refused at the tolerance": Said(edge != "refused"),
+        "confirmed at the tolerance": Said(edge != "confirmed"),
+        "no difference, confirmed": Seen(none == "confirmed"),
+        "5 % above, refused": Seen(more == "refused"),
+    }
+
+
+def ask_training(optimizer: str, rng: Generator) -> dict[str, Any]:
+    """Ask a trial of a dense training beside itself with other batches, and with a tenth of the learning rate."""
+    said = trials.trained(optimizer, int(rng.integers(2**30)))
+    return {
+        "dense beside dense refused": Said(said["batches"] != "refused"),
+        "a tenth of the rate, refused": Seen(said["rate"] == "refused"),
+    }
+
+
 # What is simulated
 
 
@@ -486,6 +512,12 @@ def statements() -> Iterator[Statement]:
         yield Statement(
             "report, closest law", law, 20_000, partial(ask_closest, law, 20_000), 20, 3
         )
+    for noise in trials.DIFFERENCES:
+        ask = partial(ask_trial, noise)
+        yield Statement("Trial", f"differences {noise}", trials.PAIRS, ask, 500, 100)
+    for optimizer in trials.OPTIMIZERS:
+        ask = partial(ask_training, optimizer)
+        yield Statement("Trial", f"digits, {optimizer}", trials.PAIRS, ask, 100, 1)
     for memory, least in {0.0: 5, 0.5: 60}.items():
         for n in (5, 10, 24, 60):
             ask, brief = partial(ask_rules, memory, n), 100 * (n == 60)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from gradstats.hooks.monitor import Monitor
+    from gradstats.hooks.trial import Trial
     from gradstats.network.plan import plan
     from gradstats.primitives.backend import backend
     from gradstats.primitives.histogram import histogram
@@ -68,6 +69,7 @@ _HOME = {
         *("NonFiniteGradientError", "TraceError"),
     ),
     "gradstats.hooks.monitor": ("Monitor",),
+    "gradstats.hooks.trial": ("Trial",),
     "gradstats.network.plan": ("plan",),
     "gradstats.primitives": ("backend", "histogram", "moments", "select"),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
@@ -94,6 +96,7 @@ __all__ = [
     "Sketch",
     "Trace",
     "TraceError",
+    "Trial",
     "agreement",
     "backend",
     "compare",

@@ -11,6 +11,7 @@ from gradstats.hooks.ratio import dgc_warm_up
 from gradstats.hooks.shards import ShardHook, shard_hook
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.step import Scaler
+from gradstats.hooks.trial import Trial, TrialResult
 from gradstats.trace.record import StepRecord
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "Scaler",
     "ShardHook",
     "StepRecord",
+    "Trial",
+    "TrialResult",
     "compression_hook",
     "dgc_warm_up",
     "shard_hook",

@@ -114,6 +114,17 @@ def test_the_ddp_script_with_its_compressor_captures_every_rank(tmp_path, layerw
 
 
 @pytest.mark.distributed
+def test_the_trial_runs_as_printed(tmp_path):
+    page = (DOCS / "howto/trial.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "trial.py").write_text(script, encoding="utf-8")
+    printed = torchrun(tmp_path, "--standalone --nproc-per-node 2", "trial.py")
+    assert re.search(
+        r"^(Confirmed|Refused|Undecided)\b.*\d pairs of 100 steps", printed, re.MULTILINE
+    )
+
+
+@pytest.mark.distributed
 def test_the_script_with_local_steps_of_sharded_sites_runs_as_printed(tmp_path):
     page = (DOCS / "howto/local_steps.md").read_text(encoding="utf-8")
     script = next(

@@ -1,0 +1,353 @@
+"""A short run of one's own training, dense beside compressed, that confirms or refuses the compression."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy import stats
+
+from gradstats.analysis.verdicts import Verdict
+from gradstats.collectives.plain import all_reduce_mean
+from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_count, check_number, check_seed, shown
+from gradstats.tables import Record, Records, Shown
+
+__all__ = ["Decision", "Train", "Trial", "TrialResult", "decide"]
+
+Decision: TypeAlias = Literal["confirmed", "refused", "undecided"]
+"""Whether the compressed loss stays within the tolerance of the dense one."""
+LEVEL = 0.05
+"""Share of trials in which a wrong "confirmed" is allowed, and of those in which a wrong "refused" is."""
+_FEWEST = 3
+_SAME = 1e-3
+"""Relative difference of two first losses, which no step has changed yet, up to which they are of the same batch."""
+
+
+class Train(Protocol):
+    """A training that a :class:`Trial` runs."""
+
+    def __call__(
+        self, install: Callable[[torch.nn.Module], Any], seed: int
+    ) -> Iterator[float | torch.Tensor]:
+        """Train from a seed, and yield the loss of every step.
+
+        Parameters
+        ----------
+        install : callable
+            To be called with the model, DDP's or another, before the first step. It returns what the trial's own
+            `install` returns, and None in the dense runs.
+        seed : int
+            Seed of the weights, the batches and everything else that is drawn.
+
+        Yields
+        ------
+        float or tensor of one element
+            This rank's loss of each step.
+        """
+        ...
+
+
+def decide(above: Sequence[float], tolerance: float, pairs: int) -> tuple[Decision, float, float]:
+    """Decide from a few pairs of runs whether the compressed loss stays within the tolerance.
+
+    Parameters
+    ----------
+    above : sequence of float
+        Relative differences of the losses, compressed ÷ dense − 1, of pairs of the same seed.
+    tolerance : float
+        Largest mean difference that is acceptable.
+    pairs : int
+        Most pairs that will be run.
+
+    Returns
+    -------
+    decision : {"confirmed", "refused", "undecided"}
+        Confirmed if the upper bound of the mean is below the tolerance, refused if the lower one is above it.
+    low, high : float
+        The bounds. Infinite where this is not one of the numbers of pairs at which a decision may fall.
+
+    Notes
+    -----
+    Each bound is Student's t for the mean of the pairs. A decision may fall after 3, about half of, and all pairs, so
+    each look spends a third of :data:`LEVEL` (Bonferroni): over all looks, either wrong decision has at most that share
+    if the differences are normal.
+    """
+    looks = _looks(pairs)
+    n = len(above)
+    if n not in looks:
+        return "undecided", -math.inf, math.inf
+    mean, error = float(np.mean(above)), float(np.std(above, ddof=1)) / math.sqrt(n)
+    margin = error * float(stats.t.isf(LEVEL / len(looks), n - 1))
+    low, high = mean - margin, mean + margin
+    return (
+        "confirmed" if high <= tolerance else "refused" if low > tolerance else "undecided",
+        low,
+        high,
+    )
+
+
+def _looks(pairs: int) -> list[int]:
+    """Return the numbers of pairs after which a decision may fall."""
+    return sorted({_FEWEST, (_FEWEST + pairs) // 2, pairs})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TrialResult(Shown):
+    """What a :class:`Trial` found.
+
+    Attributes
+    ----------
+    decision : {"confirmed", "refused", "undecided"}
+        Whether the compressed loss stays within the tolerance of the dense one.
+    above, low, high : float
+        Relative difference of the losses, compressed ÷ dense − 1, mean over the pairs, and its bounds: each is wrong in
+        at most 5 of 100 trials.
+    tolerance : float
+        Largest difference that was to be accepted.
+    pairs : Records
+        One record a pair: seed, dense, compressed (mean loss of the steps that are judged) and above.
+    losses : ndarray, shape (pairs, 2, steps)
+        Losses of all steps, mean over the ranks, dense first.
+    diverged : str
+        Where a compressed run had a loss that is not finite; empty if none had.
+    """
+
+    decision: Decision
+    above: float
+    low: float
+    high: float
+    tolerance: float
+    pairs: Records
+    losses: NDArray[np.float64]
+    diverged: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The decision and its numbers in words.
+
+        Returns
+        -------
+        Verdict
+            A headline, and the sentences behind it.
+        """
+        within = f"{100 * self.tolerance:.2g} % of the dense loss"
+        runs = f"{len(self.pairs)} pairs of {self.losses.shape[-1]} steps"
+        if self.diverged:
+            return Verdict("Refused: the compressed training diverged", self.diverged, True)
+        ends = [
+            f"{100 * v:+.{1 if abs(v) < 0.1 else 0}f}" for v in (self.above, self.low, self.high)
+        ]
+        numbers = (
+            f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
+            f"tolerance {100 * self.tolerance:.2g} %."
+        ).replace("-", "−")
+        if np.array_equal(self.losses[:, 0], self.losses[:, 1]):
+            numbers += " All losses are equal: nothing that was installed changed the training."
+        if self.decision == "confirmed":
+            return Verdict(f"Confirmed: within {within}", numbers)
+        if self.decision == "refused":
+            return Verdict(f"Refused: further than {within}", numbers, True)
+        return Verdict("Undecided", f"{numbers} More pairs, or longer ones, would tell.", True)
+
+    def _rows(self) -> Sequence[Record]:
+        return self.pairs
+
+    def __str__(self) -> str:
+        return str(self.verdict)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.verdict.headline}; {len(self.pairs)} pairs>"
+
+
+class Trial:
+    """A paired short run: the same training dense and compressed, from the same seeds and batches.
+
+    Pairs of runs are added until the answer is known: after three, about half of, and all of them. A compressed run
+    that diverges ends the trial. Under torch.distributed every rank runs the trial, losses are averaged over the ranks,
+    and all ranks decide alike.
+
+    Parameters
+    ----------
+    train : callable
+        The training, a generator function, see :class:`Train`.
+    install : callable
+        Compresses a model: ``install(ddp)`` registers a hook, for example.
+    steps : int
+        Steps of each run.
+    tolerance : float, optional
+        How far above the dense loss is acceptable, as a share of it.
+    pairs : int, optional
+        Most pairs to run, at least 3.
+    last : float, optional
+        Share of the steps, at the end, whose mean loss is judged.
+    seed : int, optional
+        Seed of the first pair; the others count up from it.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks, if the training is distributed; the default group if None.
+
+    Raises
+    ------
+    InputError
+        If a number is out of range.
+
+    Notes
+    -----
+    Losses of the first `steps` steps say nothing of later ones: error feedback hurts most early, and a learning rate
+    that falls may close a gap or show one. The losses are those that `train` yields, of held-out data if it so chooses.
+
+    PyTorch's own random state is seeded for each run and restored; Python's and NumPy's are the training's to seed.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gradstats.hooks import Trial
+    >>> def train(install, seed):
+    ...     model = torch.nn.Linear(4, 1)
+    ...     coarse = install(model)
+    ...     for _ in range(40):
+    ...         x = torch.randn(16, 4)
+    ...         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    ...         yield loss
+    ...         model.zero_grad()
+    ...         loss.backward()
+    ...         with torch.no_grad():
+    ...             for p in model.parameters():
+    ...                 p -= 0.1 * (p.grad.sign() if coarse else p.grad)
+    >>> print(Trial(train, lambda model: True, steps=40).run().verdict.headline)
+    Refused: further than 2 % of the dense loss
+    """
+
+    def __init__(
+        self,
+        train: Train,
+        install: Callable[[Any], Any],
+        *,
+        steps: int,
+        tolerance: float = 0.02,
+        pairs: int = 8,
+        last: float = 0.25,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, function in (("train", train), ("install", install)):
+            if not callable(function):
+                raise InputError(f"{name} must be a function, not {shown(function)}")
+        self.train, self.install = train, install
+        self.steps = check_count(steps, "steps")
+        self.tolerance = check_number(tolerance, "tolerance", 0, math.inf)
+        self.pairs = check_count(pairs, "pairs", _FEWEST)
+        self.last = check_number(last, "last", 0, 1, "(]", ", a share of the steps")
+        self.seed = check_seed(seed)
+        self.group = group
+
+    def run(self, on_progress: Callable[[int, int], object] | None = None) -> TrialResult:
+        """Run pairs until it is decided.
+
+        Parameters
+        ----------
+        on_progress : callable, optional
+            Called after each run with the number of runs done and the most that there may be.
+
+        Returns
+        -------
+        TrialResult
+            The decision, its bounds and all losses.
+
+        Raises
+        ------
+        InputError
+            If the training yields fewer losses than there are steps, never calls `install`, is not the same
+            twice, or if its dense loss is not finite or not positive.
+        """
+        pairs, losses = Records(), []
+        judged = slice(-max(1, round(self.last * self.steps)), None)
+        decision: Decision = "undecided"
+        low, high, diverged = -math.inf, math.inf, ""
+        while decision == "undecided" and len(pairs) < self.pairs:
+            seed = self.seed + len(pairs)
+            dense = self._losses(seed, None)
+            if on_progress is not None:
+                on_progress(2 * len(pairs) + 1, 2 * self.pairs)
+            compressed = self._losses(seed, self.install)
+            if on_progress is not None:
+                on_progress(2 * len(pairs) + 2, 2 * self.pairs)
+            self._check(seed, dense, compressed)
+            losses.append((dense, compressed))
+            ends = {"dense": dense[judged].mean(), "compressed": compressed[judged].mean()}
+            if ends["dense"] <= 0:
+                raise InputError(
+                    f"the dense loss of seed {seed} is {ends['dense']:.4g}, and no share of it can be a tolerance: "
+                    "yield a loss that is positive"
+                )
+            above = float(ends["compressed"] / ends["dense"] - 1)
+            pairs.append({"seed": seed, **{n: float(v) for n, v in ends.items()}, "above": above})
+            if not np.isfinite(compressed).all():
+                step = int(np.argmin(np.isfinite(compressed)))
+                diverged = f"Its loss is {compressed[step]} at step {step} of seed {seed}; dense it was finite."
+                decision = "refused"
+            else:
+                decision, low, high = decide(
+                    [r["above"] for r in pairs], self.tolerance, self.pairs
+                )
+        mean = float(np.mean([r["above"] for r in pairs]))
+        return TrialResult(
+            decision, mean, low, high, self.tolerance, pairs, np.array(losses), diverged
+        )
+
+    def _losses(self, seed: int, install: Callable[[Any], Any] | None) -> NDArray[np.float64]:
+        """Return the losses of one run, mean over the ranks."""
+        devices: list[torch.device] = []
+
+        def installed(model: torch.nn.Module) -> Any:
+            devices.append(next((p.device for p in model.parameters()), torch.device("cpu")))
+            return None if install is None else install(model)
+
+        # the last place says how many there are: that one rank has too few is found by all of them together
+        losses = np.full(self.steps + 1, np.nan)
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        with torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(seed)
+            run = iter(self.train(installed, seed))
+            count = 0
+            try:
+                for count, loss in zip(range(1, self.steps + 1), run, strict=False):
+                    losses[count - 1] = float(torch.as_tensor(loss).detach())
+            finally:
+                if isinstance(run, Generator):
+                    run.close()
+                del run
+                gc.collect()  # a DDP model and its hook hold each other, and buffers of the gradient's size
+        losses[-1] = count if devices else -math.inf
+        if dist.is_available() and dist.is_initialized():
+            values = torch.from_numpy(losses).to(devices[0] if devices else "cpu")
+            losses = all_reduce_mean(values, self.group).cpu().numpy()
+        if losses[-1] < 0:
+            raise InputError("train must call install(model) before its first step")
+        if losses[-1] < self.steps:
+            raise InputError(
+                f"train must yield a loss for each of the {self.steps} steps; on this rank it yielded {count}"
+            )
+        return losses[:-1]
+
+    def _check(
+        self, seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64]
+    ) -> None:
+        """Refuse two runs that are no pair."""
+        if not np.isfinite(dense).all():
+            step = int(np.argmin(np.isfinite(dense)))
+            raise InputError(
+                f"the dense training has a loss of {dense[step]} at step {step} of seed {seed}"
+            )
+        if not math.isclose(dense[0], compressed[0], rel_tol=_SAME):
+            raise InputError(
+                f"the first losses of seed {seed} differ, {dense[0]:.6g} dense and {compressed[0]:.6g} compressed, "
+                "before any step: draw weights and batches from the seed that train is given"
+            )
