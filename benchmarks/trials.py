@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -58,6 +59,7 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 def trained(optimizer: str, seed: int) -> dict[str, Decision]:
     """Run two trials of a perceptron with dropout: other batches from the second step on, and a tenth of the rate."""
     x, y = _digits()
+    gc.freeze()  # a trial collects garbage after each run: most of its time, if all that is imported is looked at
 
     def train(install: Callable[[nn.Module], Any], seed: int) -> Iterator[torch.Tensor]:
         model = nn.Sequential(
