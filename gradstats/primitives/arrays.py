@@ -36,6 +36,7 @@ _FLOATS = (np.float16, np.float32, np.float64)
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 _BEYOND = float(np.finfo(np.float32).max) + 2.0**103
 """Least number that rounds to infinity in float32."""
+_set = object.__setattr__
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Selection:
     indices: Any
     values: Any
     threshold: float = math.nan
+
+    def __init__(self, indices: Any, values: Any, threshold: float = math.nan) -> None:
+        _set(self, "indices", indices)  # half the time of what a frozen dataclass makes by itself
+        _set(self, "values", values)
+        _set(self, "threshold", threshold)
 
     def __len__(self) -> int:
         return int(self.indices.shape[0])

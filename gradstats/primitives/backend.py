@@ -18,7 +18,7 @@ from gradstats.primitives.arrays import Array, Sums, check, is_tensor
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "DeviceCode", "backend", "device_code", "readable"]
+__all__ = ["Backend", "DeviceCode", "backend", "device_code", "memory_of", "readable"]
 
 Backend: TypeAlias = Literal["compiled", "torch", "triton"]
 """What reads a tensor, see :func:`backend`."""
@@ -227,17 +227,32 @@ def readable(x: Array) -> Array:
     InputError
         If it is not floating point, not dense, or has no elements that can be read.
     """
-    if is_tensor(x) and type(x) is sys.modules["torch"].Tensor and not _Choice.active:
-        try:
-            memory: NDArray[Any] | None = x.numpy()
-        except (RuntimeError, TypeError):  # it is on a device, or what check() tells apart
-            memory = None
-        if memory is not None and memory.dtype.type in (np.float32, np.float64):
-            return memory
+    memory = memory_of(x)
+    if memory is not None and memory.dtype.type in (np.float32, np.float64):
+        return memory
     x = check(x)
     if is_tensor(x) and x.is_cpu and x.element_size() >= 4 and device_code(x) is None:
         return x.numpy()
     return x
+
+
+def memory_of(x: Array) -> NDArray[Any] | None:
+    """Return a plain tensor's memory as an array, or a plain array as it is; None for anything else.
+
+    Parameters
+    ----------
+    x : array_like
+        Anything, unchecked.
+    """
+    if type(x) is np.ndarray:
+        return x
+    torch = sys.modules.get("torch")
+    if torch is not None and type(x) is torch.Tensor and not _Choice.active:
+        try:
+            return x.numpy()
+        except (RuntimeError, TypeError):  # it is on a device, or what check() tells apart
+            return None
+    return None
 
 
 def device_code(x: Array) -> DeviceCode | None:

@@ -244,5 +244,8 @@ def target_count(ratio: float, numel: int) -> int:
     InputError
         If the ratio is not in (0, 1], or `numel` no whole number from 0 on.
     """
-    numel = check_count(numel, "numel", 0, 2**62)
-    return min(max(1, round(check_ratio(ratio) * numel)), numel)
+    if not (type(ratio) is float and 0 < ratio <= 1 and type(numel) is int and 0 <= numel < 2**62):
+        numel = check_count(numel, "numel", 0, 2**62)  # nearly never: calls that say what is wrong
+        ratio = check_ratio(ratio)
+    k = round(ratio * numel)
+    return k if 1 <= k <= numel else min(1, numel)

@@ -36,15 +36,17 @@ _BLOCK = 1 << 18
 
 _FEW = 1 << 16
 """Elements up to which sorting them is faster than a sample."""
-_SORTED = 1 << 13
+SORTED = 1 << 13
 """Elements up to which sorting them is faster than a histogram."""
+_WHOLLY = 1 << 8
+"""Elements up to which to sort them all takes less than to find one rank."""
 _SHIFT = 20
 """Bits inside a bin of 1/8 octave."""
 _MANY, _FINE = 1 << 16, 16
 """Elements from which counting them costs less than sorting, and bits inside a bin of 1/128 octave, which they need."""
 
 _INFINITY = np.int32(0x7F800000)
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST, _NORMAL = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _SAMPLE = 1 << 15
 """Least number of elements sampled: with fewer, the bracket of a small k costs more than the pass it saves."""
 
@@ -212,22 +214,15 @@ def top_candidates(
 def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     """Return the k-th largest magnitude and what reaches it, by sorting; None where it takes more than that.
 
-    Of more than :data:`_SORTED` elements a histogram says first which of them are worth sorting.
+    Of more than :data:`SORTED` elements a histogram says first which of them are worth sorting.
     """
     view = flat_blocks(x, 1)
     if view is None or view[0].dtype.type is not np.float32:
         return None
     flat, _ = view
-    if flat.size <= _SORTED:
-        bits = np.abs(flat).view(np.int32)  # compared as whole numbers: denormals are not zero
-        ordered = bits.copy()
-        ordered.partition(bits.size - k)
-        top = ordered[bits.size - k :]
-        if top[top.argmax()] >= _INFINITY:  # a method of the array, which takes a fifth of max()
-            return None
-        positions = (bits >= (top.item(0) or 1)).nonzero()[0]
-        kth: float = top.view(np.float32).item(0)
-        return kth, selection_like(x, positions, flat[positions])
+    if flat.size <= SORTED:
+        found = top_sorted(flat, k)
+        return found and (found[0], selection_like(x, *found[1:]))
     from gradstats.primitives.loops.selection import block_select, keep_at_least
 
     first, beyond, _ = _bin_of(flat, k, _SHIFT)
@@ -241,6 +236,51 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     n = keep_at_least(indices[:n], values[:n], np.float32(threshold))
     # copies, because the room is as large as the gradient
     return threshold, selection_like(x, indices[:n].copy(), values[:n].copy())
+
+
+def top_sorted(
+    flat: NDArray[np.float32], k: int
+) -> tuple[float, NDArray[np.int64], NDArray[np.float32]] | None:
+    """Return the k-th largest magnitude and the positions and values of what reaches it, by NumPy alone.
+
+    Of few elements: what is called from Python takes longer than the work. So every call here was timed.
+
+    Parameters
+    ----------
+    flat : ndarray of float32, shape (n,)
+        Elements, at least one.
+    k : int
+        Rank of the magnitude, from 1 to n.
+
+    Returns
+    -------
+    (float, ndarray, ndarray) or None
+        None if an element is not finite.
+    """
+    magnitude = np.abs(flat)
+    if k == 1:
+        kth = largest = magnitude.item(
+            magnitude.argmax()
+        )  # a fifth of what max() takes; NaN if there is one
+    else:
+        ordered, rank = magnitude.copy(), flat.size - k
+        if flat.size <= _WHOLLY:
+            ordered.sort()
+            largest = ordered.item(-1)
+        else:
+            ordered.partition(rank)
+            largest = magnitude.item(magnitude.argmax())
+        kth = ordered.item(rank)
+    if not largest < math.inf:
+        return None
+    if kth >= _NORMAL:
+        positions = (magnitude >= kth).nonzero()[0]
+    else:  # as whole numbers: where denormals are flushed, they are zero to a comparison of floats
+        bits = magnitude.view(np.int32)
+        least = int(np.partition(bits, flat.size - k)[flat.size - k])
+        kth = least * 2.0**-149
+        positions = (bits >= (least or 1)).nonzero()[0]
+    return kth, positions, flat[positions]
 
 
 def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:

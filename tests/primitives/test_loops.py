@@ -25,7 +25,7 @@ from gradstats.primitives import (
 from gradstats.primitives.loops import copies, counts, rice, selection, signs, sums
 from gradstats.primitives.loops.calls import calls
 from gradstats.primitives.loops.compiled import LOOPS, has
-from gradstats.primitives.select import _FEW, _SORTED
+from gradstats.primitives.select import _FEW, SORTED
 from gradstats.thresholds import make_estimator, sidco, warm_up
 
 COMPILED = [
@@ -292,7 +292,7 @@ def test_logarithms_add_up_over_the_whole_range_of_float32(size, scale):
         assert moments(array).sum_log == pytest.approx(expected, rel=1e-13, abs=1e-12)
 
 
-@pytest.mark.parametrize("size", [700, _SORTED, _SORTED + 9, _FEW - 1, _FEW, _FEW + 1])
+@pytest.mark.parametrize("size", [700, SORTED, SORTED + 9, _FEW - 1, _FEW, _FEW + 1])
 @pytest.mark.parametrize("k", [1, 300, 655, _FEW // 2, _FEW - 1])
 @pytest.mark.parametrize("kind", ["plain", "zeros", "ties", "nonfinite"])
 def test_few_are_sorted_and_many_are_sampled_with_one_result(size, k, kind):

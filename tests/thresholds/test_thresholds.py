@@ -247,6 +247,44 @@ def test_exact_keeps_ties_and_all_non_zeros_when_they_are_few():
     assert len(select(x, 0.0)) == 4
 
 
+class _Plain(Exact):
+    """The same rule by the way of all rules, which its class alone leaves."""
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_exact_of_few_elements_is_what_it_is_by_the_way_of_all_rules(flushes):
+    rng = np.random.default_rng(0)
+    special = np.float32([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-40, 3.4e38, 1.0])
+    for size, hard in itertools.product((1, 2, 64, 256, 257, 1000, 8192), range(6)):
+        x = rng.laplace(size=2 * size).astype(np.float32)
+        if hard == 1:  # a few of each
+            x[::7] = rng.choice(special, x[::7].size)
+        elif hard == 2:
+            x *= np.float32(1e-40)
+        elif hard == 3:
+            x = np.sign(x)
+        elif hard == 4:
+            x *= rng.random(x.size) < 0.01
+        x = x[:: 2 if hard == 5 else 1][:size]  # strided at last
+        bits = np.abs(x).view(np.int32)
+        finite = np.sort(bits[bits < np.float32(np.inf).view(np.int32)])
+        for ratio, kind in itertools.product((1e-3, 0.1, 1.0), (np.asarray, torch.from_numpy)):
+            torch.set_flush_denormal(flushes)
+            try:
+                ours, kept = Exact().select(kind(x), ratio)
+            finally:
+                torch.set_flush_denormal(False)
+            theirs, expected = _Plain().select(kind(x), ratio)
+            assert ours == theirs, (size, hard, ratio)
+            least = finite[-ours.k] if ours.k <= finite.size else np.int32(0)
+            assert ours.threshold == float(least.view(np.float32))
+            reached = (bits >= max(least, 1)) & ~np.isnan(x)
+            np.testing.assert_array_equal(kept.indices, np.flatnonzero(reached))
+            assert type(kept.values) is type(expected.values)
+            np.testing.assert_array_equal(kept.indices, expected.indices)
+            np.testing.assert_array_equal(kept.values, expected.values)
+
+
 def test_options_and_objects():
     x = np.ones(10, np.float32)
     assert threshold(x, 0.1, Exact()) == 1
