@@ -110,7 +110,8 @@ def _by_layer(
     counts = np.array([m.count for m in each], np.float64)
     counts *= 1 + sum(m.count for m in few) / counts.sum()
     law = LAWS[model].magnitude
-    top = float(max(one.magnitude.isf(1e-12) for one in fits))
+    # of all layers at once: to freeze a distribution takes longer than to fit it
+    top = float(np.max(law.isf(1e-12, **params)))
 
     def threshold(k: int) -> float:
         if k >= counts.sum():
