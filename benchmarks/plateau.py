@@ -7,7 +7,8 @@ Every run of a seed starts from the same weights and sees the same batches, with
 optimizer, or corrected in each rank's memory where the compressor is a system that does that. The learning rate rises
 at first and falls to zero, so the loss has settled when a run ends; ``falling`` says by how much it still fell in the
 last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each run is stored in
-docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted. Results
+docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted; with
+``--checkpoints`` a run that was interrupted goes on, too, and is evaluated on unseen data at every checkpoint. Results
 do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of convergence, and
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
 Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
@@ -124,7 +125,8 @@ def one(config: RunConfig) -> Row:
     )
     found = measures(result, last=max(1, round(SETTLED * len(result.losses))))
     found |= {"falling": 1 - after / before, "seconds": sum(result.seconds)}
-    return {**row, **found, "curves": curves(result)}
+    trials = {"evaluations": result.evaluations} if result.evaluations else {}
+    return {**row, **found, **trials, "curves": curves(result)}
 
 
 def timed(config: RunConfig, rate: int) -> Row:
@@ -277,6 +279,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--lr-schedule", default="cosine")
+    parser.add_argument("--checkpoints", type=Path, help="folder in which runs are kept that go on")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between them")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
     parser.add_argument(
         "--lab", type=parse_rate, metavar="RATE", help="time the first seed's runs at this rate"
@@ -320,6 +324,10 @@ def main() -> None:
         )  # fmt: skip
         if options.lab is None:
             every = max(1, base.setting("steps") // POINTS)
+            if options.checkpoints is not None:
+                folder = options.checkpoints / f"{name}-{system}-{ratio:g}-seed{seed}"
+                every_so = {"checkpoint_every": options.checkpoint_every}
+                config = config.replace(checkpoint=folder, **every_so)
             row = one(config.replace(diagnose_every=0 if system == DENSE else every))
         else:
             row = timed(config, options.lab)

@@ -18,6 +18,7 @@ from capture.facade import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import DENSE, RunConfig, RunResult
 from capture.workloads.optimizers import make_optimizers
+from capture.workloads.resume import Checkpoint
 from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
@@ -113,8 +114,14 @@ def _train(config: RunConfig) -> RunResult:
     result = RunResult(numel=sum(p.numel() for p in network.parameters()))
     steps = config.setting("steps")
     recorded = diagnosed = None
+    first, checkpoint = 0, None
+    if config.checkpoint is not None:
+        states = [*optimizers, *([] if compression is None else [compression])]
+        checkpoint = Checkpoint(config, network, states, result)
+        first = checkpoint.load()
     with _Progress(config.label if rank == 0 else "", steps) as progress, local or nullcontext():
-        for step in range(steps):
+        progress.start(first)
+        for step in range(first, steps):
             started = time.perf_counter()
             learning_rate = config.learning_rate_at(step)
             for group in (g for each in optimizers for g in each.param_groups):
@@ -138,6 +145,10 @@ def _train(config: RunConfig) -> RunResult:
                 if found is not None and found is not diagnosed:
                     diagnosed = found
                     result.diagnoses.append(_scalars(found))
+            if checkpoint is not None and (step + 1) % config.checkpoint_every == 0:
+                if task.evaluate is not None and config.evaluate and rank == 0:
+                    result.evaluations.append({"step": step + 1, **task.evaluate(task.model)})
+                checkpoint.save(step + 1)
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
@@ -265,6 +276,10 @@ class _Progress:
             self._bar.start()
             self._task = self._bar.add_task(self._label, total=self._steps)
         return self
+
+    def start(self, step: int) -> None:
+        if self._label:
+            self._bar.update(self._task, completed=step)
 
     def advance(self, loss: float) -> None:
         if self._label:
