@@ -285,7 +285,7 @@ def paper_rows() -> list[tuple[str, str]]:
             f"{speed(vgg, 'sidco-e', 'dgc'):.2f}, ResNet-20 {speed(resnet, 'sidco-e', 'torch-topk'):.2f} and "
             f"{speed(resnet, 'sidco-e', 'dgc'):.2f}",
         ),
-        ("GP keeps at most", f"at most {most:.1f} k"),
+        ("GP keeps too much", f"at most {most:.1f} k"),
         (
             "E is a little faster",
             f"{bench['sidco-e']:.2f}, {bench['sidco-gp']:.2f} and {bench['sidco-p']:.2f} times one read of the data",
