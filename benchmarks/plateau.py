@@ -57,6 +57,8 @@ SETTLED = 0.05
 """Share of the steps, at the end, that the training loss is averaged over."""
 POINTS = 50
 """Number of points of every curve that a row holds; each is a mean over as many steps, or one diagnosed step."""
+CHARACTER_ERRORS = (0.55, 0.3)
+"""Rates of character errors that passes are counted to; SIDCo's target on AN4 is the first."""
 MEASURES = {"accuracy": 100.0, "perplexity": 1.0, "word_error_rate": 100.0, "loss": 1.0}
 """What is compared, the first that a workload has, and the factor it is shown with."""
 
@@ -187,6 +189,31 @@ def told_apart(differences: Sequence[float]) -> float:
     """Return the sign of a mean difference, 0 where its 95 % interval holds 0."""
     mean, half = interval(differences)
     return math.copysign(abs(mean) > half, mean)
+
+
+def speech(rows: list[Row]) -> str:
+    """Return the error rates of transcripts as Markdown, and after how many passes SIDCo's target was reached."""
+    lines = [
+        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k of the first pass |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        cells = [f"`{row['compressor']}`", "–" if row["ratio"] == 1 else f"{row['ratio']:g}"]
+        trials = row.get("evaluations", [])
+        if "problem" in row or not trials:
+            lines.append("| " + " | ".join([*cells, "diverged", *["–"] * 4]) + " |")
+            continue
+        cells += [f"{100 * row[f'{name}_error_rate']:.1f}" for name in ("word", "character")]
+        for target in CHARACTER_ERRORS:
+            passes = (
+                i for i, each in enumerate(trials, 1) if each["character_error_rate"] <= target
+            )
+            cells.append(str(next(passes, "never")))
+        quality = row["curves"]["quality"]
+        first = quality[: max(1, round(len(quality) / len(trials)))]
+        cells.append(f"{statistics.fmean(first):.2f}" if first else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def fixed(value: float, form: str) -> str:
@@ -334,9 +361,13 @@ def main() -> None:
         store(path, row)
     rows = stored(path)
     text = table(rows) if options.lab is None else times(rows, options.lab)
-    print(text)
-    if options.write:
-        put(DOCS / "workloads.md", path.stem, text)
+    tables = {path.stem: text}
+    if any(row.get("character_error_rate", math.nan) >= 0 for row in rows):
+        tables[f"{path.stem}-speech"] = speech(rows)
+    for mark, text in tables.items():
+        print(text)
+        if options.write:
+            put(DOCS / "workloads.md", mark, text)
 
 
 if __name__ == "__main__":

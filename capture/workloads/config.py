@@ -167,7 +167,8 @@ class RunConfig:
     bucket_mb : float or None
         Size of DDP's buckets in MB. If None, small ones for compressors that stream, and PyTorch's default for others.
     checkpoint : Path or None
-        Folder of the run's checkpoints; the same run goes on from the newest, bit for bit. None for none.
+        Folder of the run's checkpoints; the same run goes on from the newest, bit for bit, and captures into
+        ``NAME-2.zarr`` beside the trace that it began. None for none.
     checkpoint_every : int
         Number of steps from one checkpoint to the next. At each the model is tried on unseen data.
     evaluate : bool
@@ -530,8 +531,6 @@ class RunConfig:
         check_count(self.checkpoint_every, "checkpoint_every", 1)
         if self.checkpoint is None:
             return
-        if self.out is not None:
-            raise InputError("a run with a capture is not resumed: leave checkpoint or out out")
         if self.parallel != "ddp" or self.local_steps:
             raise InputError("only ddp without local steps is resumed: leave checkpoint out")
         if self.compressor in (NO_EXCHANGE, *BASELINES[1:]):

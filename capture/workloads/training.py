@@ -87,6 +87,7 @@ def _train(config: RunConfig) -> RunResult:
     local: LocalSteps | None = None
     compression: CompressionState | LocalSteps | ShardHook | None = None
     mesh = None if config.parallel == "ddp" else shard(config, network)
+    result, checkpoint, first = RunResult(), None, 0
     if config.local_steps:
         optimizers = make_optimizers(config, network)
         replicas = None if mesh is None else mesh["replicate"].get_group()
@@ -103,7 +104,11 @@ def _train(config: RunConfig) -> RunResult:
         ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
         compression = state if isinstance(state, CompressionState) else None
         optimizers = make_optimizers(config, ddp)
-        capture = _make_capture(config, ddp, optimizers)
+        if config.checkpoint is not None:
+            states = [*optimizers, *([] if compression is None else [compression])]
+            checkpoint = Checkpoint(config, ddp, states, result)
+            first = checkpoint.load()
+        capture = _make_capture(config, ddp, optimizers, first)
         if capture is not None:
             state, hook = capture.wrap(state, hook)
         if capture is not None or config.compressor != DENSE:  # else DDP is left as PyTorch has it
@@ -111,14 +116,9 @@ def _train(config: RunConfig) -> RunResult:
         network = ddp
     training = config.training()
     clip = training.clip if training.clip_kind == "averaged" else None
-    result = RunResult(numel=sum(p.numel() for p in network.parameters()))
+    result.numel = sum(p.numel() for p in network.parameters())
     steps = config.setting("steps")
     recorded = diagnosed = None
-    first, checkpoint = 0, None
-    if config.checkpoint is not None:
-        states = [*optimizers, *([] if compression is None else [compression])]
-        checkpoint = Checkpoint(config, network, states, result)
-        first = checkpoint.load()
     with _Progress(config.label if rank == 0 else "", steps) as progress, local or nullcontext():
         progress.start(first)
         for step in range(first, steps):
@@ -147,7 +147,8 @@ def _train(config: RunConfig) -> RunResult:
                     result.diagnoses.append(_scalars(found))
             if checkpoint is not None and (step + 1) % config.checkpoint_every == 0:
                 if task.evaluate is not None and config.evaluate and rank == 0:
-                    result.evaluations.append({"step": step + 1, **task.evaluate(task.model)})
+                    measured = task.evaluate(task.model)
+                    result.evaluations += [{"step": step + 1, **measured}] if measured else []
                 checkpoint.save(step + 1)
             progress.advance(result.losses[-1])
     if capture is not None:
@@ -239,6 +240,7 @@ def _make_capture(
     config: RunConfig,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    first: int = 0,
 ) -> Capture | None:
     if config.out is None:
         return None
@@ -255,7 +257,9 @@ def _make_capture(
         total_steps=config.setting("steps"),
         metadata=config.metadata(),
         compress=config.compress,
-        overwrite=config.overwrite,
+        # what was captured before a run was stopped stays; what comes then is a trace beside it
+        overwrite="number" if first else config.overwrite,
+        start_step=first,
     )
 
 

@@ -205,7 +205,9 @@ def paper_rows() -> list[tuple[str, str]]:
         for r in stored("plateau-resnet8-cifar16-lab.jsonl")
     }
     dense = lab["none", 1.0]["loss"]
-    targets = [min(dense[: max(1, round(share * len(dense)))]) for share in plateau.TARGETS.values()]
+    targets = [
+        min(dense[: max(1, round(share * len(dense)))]) for share in plateau.TARGETS.values()
+    ]
 
     def until(name: str, goal: float) -> float:
         pairs = zip(lab[name, 1.0]["loss"], lab[name, 1.0]["seconds"], strict=True)
@@ -213,9 +215,13 @@ def paper_rows() -> list[tuple[str, str]]:
 
     assert [until("marsit", goal) for goal in targets[1:]] == [math.inf] * 2
     full = [r | {"every": r["full_every"] or math.inf} for r in stored("marsit.jsonl")]
-    ring = {(r["topology"], r["elements"]): f"{r['ratio']:.2f}" for r in stored("marsit-times.json")}
+    ring = {
+        (r["topology"], r["elements"]): f"{r['ratio']:.2f}" for r in stored("marsit-times.json")
+    }
     loopback = {r["compressor"]: r for r in stored(f"times-{resnet}.jsonl")}
-    taken = {n: f"{1e3 * loopback[n]['communicate']:.1f}" for n in ("marsit", "signsgd", "ef-signsgd")}
+    taken = {
+        n: f"{1e3 * loopback[n]['communicate']:.1f}" for n in ("marsit", "signsgd", "ef-signsgd")
+    }
     by_words = {r["compressor"]: r for r in stored("times-lstm-ptb.jsonl")}
     grew = {(r["compressor"], r["nproc"]): r for r in stored("growth.jsonl")}
 
@@ -269,7 +275,10 @@ def paper_rows() -> list[tuple[str, str]]:
             f"{early[steps[0], 'paper']:.1f} k at the first step, {early[steps[2], 'paper']:.1f} at step {steps[2]} and "
             f"{early[steps[4], 'paper']:.1f} at step {steps[4]}",
         ),
-        ("More is kept early", f"the corrected one {early[steps[0], 'corrected']:.1f} at the first"),
+        (
+            "More is kept early",
+            f"the corrected one {early[steps[0], 'corrected']:.1f} at the first",
+        ),
         (
             "Sparser at step 10,000",
             f"{small_part[0]:.0f} % of the squared norm at step 100 and {large_part[0]:.0f} % at step 2,999",
