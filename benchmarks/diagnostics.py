@@ -48,6 +48,18 @@ def build_up() -> Records:
     return records
 
 
+def overlap() -> Records:
+    """Measure the union of 0.1 % of each worker, up to the 16 of which RedSync says that they hardly overlap."""
+    records = []
+    for nproc in (2, 4, 8, 16):
+        # as many images a worker: a gradient of more of them is more like the others'
+        result, _ = train("topk", nproc=nproc, steps=30, every=30, ratio=0.001, batch_size=8)
+        k = result.records[-1]["target"]
+        union = statistics.fmean(r["union"] / k for r in result.records[10:])
+        records.append({"nproc": nproc, "build_up": union, "density": union * k / result.numel})
+    return records
+
+
 def delta() -> Records:
     """Measure δ_l of LAGS-SGD's eq. 21 in every layer; its assumption 1 is δ_l ≤ 1."""
     _, trace = train(
@@ -102,7 +114,7 @@ def time_split() -> Records:
 
 
 STUDIES: dict[str, Callable[[], Records]] = {
-    f.__name__: f for f in (build_up, delta, matching_rate, sidco, timeline, time_split)
+    f.__name__: f for f in (build_up, overlap, delta, matching_rate, sidco, timeline, time_split)
 }
 
 
@@ -113,6 +125,10 @@ def summary(name: str, records: Records) -> str:
         for r in records:
             cells.setdefault(r["compressor"], []).append(f"{r['build_up']:.2f}")
         return "\n".join(f"| `{c}` | {' | '.join(v)} |" for c, v in cells.items())
+    if name == "overlap":
+        return "\n".join(
+            f"| {r['nproc']} | {r['build_up']:.2f} | {100 * r['density']:.2f} % |" for r in records
+        )
     if name == "delta":
         above = [r for r in records if r["delta"] > 1]
         large = [r for r in above if r["target"] > 1]

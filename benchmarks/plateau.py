@@ -7,7 +7,8 @@ Every run of a seed starts from the same weights and sees the same batches, with
 optimizer, or corrected in each rank's memory where the compressor is a system that does that. The learning rate rises
 at first and falls to zero, so the loss has settled when a run ends; ``falling`` says by how much it still fell in the
 last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each run is stored in
-docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted. Results
+docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted; with
+``--checkpoints`` a run that was interrupted goes on, too, and is evaluated on unseen data at every checkpoint. Results
 do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of convergence, and
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
 Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
@@ -56,6 +57,8 @@ SETTLED = 0.05
 """Share of the steps, at the end, that the training loss is averaged over."""
 POINTS = 50
 """Number of points of every curve that a row holds; each is a mean over as many steps, or one diagnosed step."""
+CHARACTER_ERRORS = (0.55, 0.3)
+"""Rates of character errors that passes are counted to; SIDCo's target on AN4 is the first."""
 MEASURES = {"accuracy": 100.0, "perplexity": 1.0, "word_error_rate": 100.0, "loss": 1.0}
 """What is compared, the first that a workload has, and the factor it is shown with."""
 
@@ -124,7 +127,8 @@ def one(config: RunConfig) -> Row:
     )
     found = measures(result, last=max(1, round(SETTLED * len(result.losses))))
     found |= {"falling": 1 - after / before, "seconds": sum(result.seconds)}
-    return {**row, **found, "curves": curves(result)}
+    trials = {"evaluations": result.evaluations} if result.evaluations else {}
+    return {**row, **found, **trials, "curves": curves(result)}
 
 
 def timed(config: RunConfig, rate: int) -> Row:
@@ -185,6 +189,31 @@ def told_apart(differences: Sequence[float]) -> float:
     """Return the sign of a mean difference, 0 where its 95 % interval holds 0."""
     mean, half = interval(differences)
     return math.copysign(abs(mean) > half, mean)
+
+
+def speech(rows: list[Row]) -> str:
+    """Return the error rates of transcripts as Markdown, and after how many passes SIDCo's target was reached."""
+    lines = [
+        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k of the first pass |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        cells = [f"`{row['compressor']}`", "–" if row["ratio"] == 1 else f"{row['ratio']:g}"]
+        trials = row.get("evaluations", [])
+        if "problem" in row or not trials:
+            lines.append("| " + " | ".join([*cells, "diverged", *["–"] * 4]) + " |")
+            continue
+        cells += [f"{100 * row[f'{name}_error_rate']:.1f}" for name in ("word", "character")]
+        for target in CHARACTER_ERRORS:
+            passes = (
+                i for i, each in enumerate(trials, 1) if each["character_error_rate"] <= target
+            )
+            cells.append(str(next(passes, "never")))
+        quality = row["curves"]["quality"]
+        first = quality[: max(1, round(len(quality) / len(trials)))]
+        cells.append(f"{statistics.fmean(first):.2f}" if first else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def fixed(value: float, form: str) -> str:
@@ -277,6 +306,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--lr-schedule", default="cosine")
+    parser.add_argument("--checkpoints", type=Path, help="folder in which runs are kept that go on")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between them")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
     parser.add_argument(
         "--lab", type=parse_rate, metavar="RATE", help="time the first seed's runs at this rate"
@@ -320,15 +351,23 @@ def main() -> None:
         )  # fmt: skip
         if options.lab is None:
             every = max(1, base.setting("steps") // POINTS)
+            if options.checkpoints is not None:
+                folder = options.checkpoints / f"{name}-{system}-{ratio:g}-seed{seed}"
+                every_so = {"checkpoint_every": options.checkpoint_every}
+                config = config.replace(checkpoint=folder, **every_so)
             row = one(config.replace(diagnose_every=0 if system == DENSE else every))
         else:
             row = timed(config, options.lab)
         store(path, row)
     rows = stored(path)
     text = table(rows) if options.lab is None else times(rows, options.lab)
-    print(text)
-    if options.write:
-        put(DOCS / "workloads.md", path.stem, text)
+    tables = {path.stem: text}
+    if any(row.get("character_error_rate", math.nan) >= 0 for row in rows):
+        tables[f"{path.stem}-speech"] = speech(rows)
+    for mark, text in tables.items():
+        print(text)
+        if options.write:
+            put(DOCS / "workloads.md", mark, text)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,16 @@ def capture(  # numpydoc ignore=PR01
         float | None,
         typer.Option(help="Size of DDP's buckets in MB; small for lags if absent."),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for checkpoints: the same command goes on from the last, and captures into NAME-2.zarr.",
+            show_default=False,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps from one checkpoint to the next.", metavar="N")
+    ] = 100,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing trace.")] = False,
 ) -> None:
     """Train a reference workload in several processes and capture its gradients.
@@ -214,6 +224,8 @@ def capture(  # numpydoc ignore=PR01
             compress=compress,
             diagnose_every=diagnose_every,
             bucket_mb=bucket_mb,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
             overwrite=overwrite,
         )
     )
@@ -225,7 +237,8 @@ def _run(config: RunConfig) -> None:
     config.check()
     if config.out is not None:
         refuse_address(config.out)
-    if config.out is not None and config.out.exists() and not config.overwrite:
+    kept = config.overwrite or config.checkpoint is not None
+    if config.out is not None and config.out.exists() and not kept:
         raise InputError(f"{config.out} exists; choose another name or give --overwrite")
     steps = config.setting("steps")
     note(f"{config.info.description}: {config.nproc} processes, {steps} steps")

@@ -166,6 +166,11 @@ class RunConfig:
         Every so many steps the update is compared with the dense mean, which costs a dense all-reduce; 0 for never.
     bucket_mb : float or None
         Size of DDP's buckets in MB. If None, small ones for compressors that stream, and PyTorch's default for others.
+    checkpoint : Path or None
+        Folder of the run's checkpoints; the same run goes on from the newest, bit for bit, and captures into
+        ``NAME-2.zarr`` beside the trace that it began. None for none.
+    checkpoint_every : int
+        Number of steps from one checkpoint to the next. At each the model is tried on unseen data.
     evaluate : bool
         Whether the final model is tried on unseen data, where there is any.
     label : str
@@ -215,6 +220,8 @@ class RunConfig:
     overwrite: bool = False
     diagnose_every: int = 0
     bucket_mb: float | None = None
+    checkpoint: Path | None = None
+    checkpoint_every: int = 100
     evaluate: bool = True
     label: str = ""
 
@@ -404,6 +411,7 @@ class RunConfig:
         self._check_parallel()
         self._check_kinds()
         self._check_local_steps()
+        self._check_checkpoint()
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
         for name in ("steps", "batch_size"):
@@ -516,6 +524,17 @@ class RunConfig:
             raise InputError(
                 f"{self.compressor} does not go with local steps: use none, or a compressor"
             )
+
+    def _check_checkpoint(self) -> None:
+        from gradstats.primitives.ratio import check_count
+
+        check_count(self.checkpoint_every, "checkpoint_every", 1)
+        if self.checkpoint is None:
+            return
+        if self.parallel != "ddp" or self.local_steps:
+            raise InputError("only ddp without local steps is resumed: leave checkpoint out")
+        if self.compressor in (NO_EXCHANGE, *BASELINES[1:]):
+            raise InputError(f"{self.compressor} is not resumed: leave checkpoint out")
 
     def _check_parallel(self) -> None:
         if self.parallel not in get_args(Parallel):
@@ -666,6 +685,8 @@ class RunResult:
         Character error rate of the final model on unseen utterances; NaN where there are none.
     timeline : list of dict
         Fields of :class:`gradstats.compressors.layerwise.Activity`, for the last step of a layer-wise compressor.
+    evaluations : list of dict
+        ``step``, the number of steps made, and the measures on unseen data after them, at every checkpoint.
     diagnoses : list of dict
         ``step``, ``residual_norm``, ``matching_rate`` and ``delta`` (a float for each layer) of
         :class:`gradstats.hooks.Diagnosis`, for every step diagnosed.
@@ -683,6 +704,7 @@ class RunResult:
     word_error_rate: float = float("nan")
     character_error_rate: float = float("nan")
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     diagnoses: list[dict[str, Any]] = field(default_factory=list)
     numel: int = 0
     checksum: float = 0.0

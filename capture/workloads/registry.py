@@ -374,6 +374,13 @@ WORKLOADS: dict[str, WorkloadInfo] = {
                 "momentum": 0.9, "weight_decay": 1e-4, "decay_vectors": False,
             },
         ),
+        WorkloadInfo(
+            name="blstm-an4",
+            description="Two bidirectional LSTM layers on AN4's utterances, trained with CTC",
+            module="capture.workloads.speech", parameters=397_085,
+            learning_rate=0.03, batch_size=8, steps=1180, momentum=0.9, clip=100.0, hidden=96,
+            files=("manifest.tsv",), epoch=948, lr_warm_up=59, lr_schedule="cosine",
+        ),
     )
 }  # fmt: skip
 

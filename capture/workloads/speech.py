@@ -3,12 +3,15 @@
 The network is SIDCo's (table 1: five layers of 1,024): that of SeanNaren/deepspeech.pytorch with LSTM layers in one
 direction, which has 43,476,256 parameters. It differs in two ways. The transcript with the highest score is decoded
 frame by frame, without beam or language model, and utterances are drawn in any order, not the shortest ones first.
+
+A second network, of two bidirectional layers over 40 mel bands, is small enough to be trained until it transcribes on
+two cores. Its batches hold utterances of similar lengths.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from gradstats.errors import InputError
 
 __all__ = [
     "LABELS",
+    "BidirectionalLSTM",
     "DeepSpeech",
     "decode",
     "error_rates",
@@ -31,6 +35,7 @@ __all__ = [
     "load_an4",
     "make_model",
     "make_task",
+    "mel_spectrogram",
     "spectrogram",
 ]
 
@@ -40,6 +45,10 @@ _WINDOW, _HOP = 320, 160
 """Samples of a window and from one to the next: 20 and 10 ms at 16 kHz."""
 _AHEAD = 20
 """Frames of the future that an output depends on."""
+_BANDS, _MEL_WINDOW, _MEL_FFT = 40, 400, 512
+"""Mel bands, samples of their window (25 ms) and of its Fourier transform."""
+_STRIDE = 4
+"""Frames of 10 ms to an output of the small network."""
 _HELD_OUT = 5
 """One speaker in so many is held out where the corpus comes without its training utterances."""
 
@@ -107,6 +116,53 @@ class DeepSpeech(nn.Module):
         return F.log_softmax(y, dim=2), lengths
 
 
+class BidirectionalLSTM(nn.Module):
+    """A convolution over time, two bidirectional LSTM layers with batch normalisation before each, and a linear layer.
+
+    Parameters
+    ----------
+    hidden : int
+        Width of the LSTM layers in each direction.
+    layers : int
+        Number of LSTM layers.
+    """
+
+    def __init__(self, hidden: int = 128, layers: int = 2) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(_BANDS, hidden, 5, _STRIDE, 2, bias=False)
+        widths = [hidden, *[2 * hidden] * (layers - 1)]
+        self.norms = nn.ModuleList([nn.BatchNorm1d(width) for width in widths])
+        self.lstms = nn.ModuleList([nn.LSTM(width, hidden, bidirectional=True) for width in widths])
+        self.out = nn.Linear(2 * hidden, len(LABELS))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of all signs in every fourth frame.
+
+        Parameters
+        ----------
+        x : float32 tensor, shape (n, 40, frames)
+            Mel spectrograms, with zeros after their ends.
+        lengths : int64 tensor, shape (n,)
+            Frames of each.
+
+        Returns
+        -------
+        scores : tensor, shape (n, frames / 4, signs)
+            Logarithms of probabilities.
+        lengths : int64 tensor, shape (n,)
+            Frames of each that are valid.
+        """
+        lengths = (lengths + _STRIDE - 1) // _STRIDE
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.conv(x).permute(2, 0, 1), lengths, enforce_sorted=False
+        )
+        for i, (norm, lstm) in enumerate(zip(self.norms, self.lstms, strict=True)):
+            values = norm(packed.data)  # of frames that are there, padding does not count
+            packed = lstm(packed._replace(data=values if i else F.relu(values)))[0]
+        y = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+        return F.log_softmax(self.out(y), dim=2), lengths
+
+
 def spectrogram(samples: np.ndarray) -> Tensor:
     """Return the logarithmic spectrogram of an utterance, with mean 0 and deviation 1.
 
@@ -128,18 +184,53 @@ def spectrogram(samples: np.ndarray) -> Tensor:
     return (values - values.mean()) / values.std()
 
 
-def load_an4(folder: Path) -> tuple[list[_Utterance], list[_Utterance]]:
+def mel_spectrogram(samples: np.ndarray) -> Tensor:
+    """Return the logarithmic power of an utterance in mel bands, each with mean 0 and deviation 1.
+
+    Parameters
+    ----------
+    samples : ndarray, shape (n,)
+        Samples at 16 kHz.
+
+    Returns
+    -------
+    float32 tensor, shape (40, frames)
+        Logarithms, in windows of 25 ms every 10 ms. The bands overlap by half, evenly on the mel scale of O'Shaughnessy.
+    """
+    wave = torch.from_numpy(samples.astype(np.float32))
+    spectrum = torch.stft(
+        wave, _MEL_FFT, _HOP, _MEL_WINDOW, torch.hamming_window(_MEL_WINDOW), return_complex=True
+    )
+    nyquist = 8000.0
+    mels = np.linspace(0, np.log1p(nyquist / 700), _BANDS + 2)
+    corners = torch.from_numpy(700 * np.expm1(mels)).float()[:, None]  # of all triangles, in Hz
+    hertz = torch.linspace(0, nyquist, _MEL_FFT // 2 + 1)
+    rising, falling = (
+        (hertz - corners[:-2]) / (corners[1:-1] - corners[:-2]),
+        (corners[2:] - hertz) / (corners[2:] - corners[1:-1]),
+    )
+    triangles = torch.minimum(rising, falling).clamp(min=0)
+    values = torch.log(triangles @ spectrum.abs().square() + 1)
+    mean, deviation = values.mean(1, keepdim=True), values.std(1, keepdim=True)
+    return (values - mean) / (deviation + 1e-3)
+
+
+def load_an4(
+    folder: Path, features: Callable[[np.ndarray], Tensor] = spectrogram
+) -> tuple[list[_Utterance], list[_Utterance]]:
     """Load the utterances of AN4 that a manifest names: raw 16-bit big-endian samples at 16 kHz.
 
     Parameters
     ----------
     folder : Path
         Folder of ``manifest.tsv`` with the columns split, path and transcript.
+    features : callable
+        Function of an utterance's samples that returns what the network reads, shape (features, frames).
 
     Returns
     -------
     seen : list of tuple
-        Spectrogram and transcript of every utterance to train on: the split ``train``; if that is missing, the split
+        Features and transcript of every utterance to train on: the split ``train``; if that is missing, the split
         ``test`` without the last one in five of its speakers.
     unseen : list of tuple
         Those of the split ``test``; if ``train`` is missing, of the speakers left out.
@@ -161,7 +252,7 @@ def load_an4(folder: Path) -> tuple[list[_Utterance], list[_Utterance]]:
                 if samples.size < _WINDOW:
                     raise InputError(f"{folder / row['path']} is too short; copy it again")
                 speaker = Path(row["path"]).parent.name
-                splits[row["split"]].append((speaker, (spectrogram(samples), text)))
+                splits[row["split"]].append((speaker, (features(samples), text)))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {manifest} and its utterances: {error}") from None
     except (KeyError, TypeError):
@@ -233,7 +324,11 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> tuple[float, float]:
     return wrong[0] / total[0], wrong[1] / total[1]
 
 
-def make_model(config: RunConfig) -> DeepSpeech:
+def _small(config: RunConfig) -> bool:
+    return config.workload == "blstm-an4"
+
+
+def make_model(config: RunConfig) -> DeepSpeech | BidirectionalLSTM:
     """Build the model of a run.
 
     Parameters
@@ -243,10 +338,10 @@ def make_model(config: RunConfig) -> DeepSpeech:
 
     Returns
     -------
-    DeepSpeech
+    DeepSpeech or BidirectionalLSTM
         Model with the run's width.
     """
-    return DeepSpeech(config.setting("hidden"))
+    return (BidirectionalLSTM if _small(config) else DeepSpeech)(config.setting("hidden"))
 
 
 def example(config: RunConfig) -> tuple[Tensor, Tensor]:
@@ -263,7 +358,8 @@ def example(config: RunConfig) -> tuple[Tensor, Tensor]:
         Spectrograms and their lengths.
     """
     size, frames = config.setting("batch_size"), 250
-    return torch.randn(size, 161, frames), torch.full((size,), frames)
+    features = _BANDS if _small(config) else 161
+    return torch.randn(size, features, frames), torch.full((size,), frames)
 
 
 def make_task(config: RunConfig, rank: int) -> Task:
@@ -287,9 +383,18 @@ def make_task(config: RunConfig, rank: int) -> Task:
         If there are fewer utterances than a batch of all ranks.
     """
     assert config.data_dir is not None
-    seen, unseen = load_an4(config.data_dir)
+    seen, unseen = load_an4(config.data_dir, mel_spectrogram if _small(config) else spectrogram)
     size = check_batch(config, len(seen), "utterances")
-    epochs = Epochs(len(seen))
+    world = size * config.nproc
+    epochs = Epochs(len(seen) // world if _small(config) else len(seen))
+    by_length = sorted(range(len(seen)), key=lambda i: (seen[i][0].shape[1], i))
+
+    def drawn(step: int) -> list[int]:
+        if not _small(config):
+            return epochs.drawn(step, size, rank, config.nproc, config.seed).tolist()
+        # a batch of all ranks is of neighbours in length, so that little of it is padding
+        batch = int(epochs.drawn(step, 1, 0, 1, config.seed))
+        return by_length[batch * world + rank : (batch + 1) * world : config.nproc]
 
     def scores(network: nn.Module, utterances: Sequence[_Utterance]) -> tuple[Tensor, Tensor]:
         spectra = [spectrum.t() for spectrum, _ in utterances]
@@ -297,8 +402,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
         return network(padded, torch.tensor([len(s) for s in spectra]))  # type: ignore[no-any-return]
 
     def loss(network: nn.Module, step: int) -> Tensor:
-        chosen = epochs.drawn(step, size, rank, config.nproc, config.seed).tolist()
-        utterances = [seen[i] for i in chosen]
+        utterances = [seen[i] for i in drawn(step)]
         logs, lengths = scores(network, utterances)
         targets = [torch.tensor([LABELS.index(sign) for sign in text]) for _, text in utterances]
         total = F.ctc_loss(

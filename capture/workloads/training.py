@@ -18,6 +18,7 @@ from capture.facade import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import DENSE, RunConfig, RunResult
 from capture.workloads.optimizers import make_optimizers
+from capture.workloads.resume import Checkpoint
 from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
@@ -86,6 +87,7 @@ def _train(config: RunConfig) -> RunResult:
     local: LocalSteps | None = None
     compression: CompressionState | LocalSteps | ShardHook | None = None
     mesh = None if config.parallel == "ddp" else shard(config, network)
+    result, checkpoint, first = RunResult(), None, 0
     if config.local_steps:
         optimizers = make_optimizers(config, network)
         replicas = None if mesh is None else mesh["replicate"].get_group()
@@ -102,7 +104,11 @@ def _train(config: RunConfig) -> RunResult:
         ddp = DistributedDataParallel(task.model, bucket_cap_mb=config.bucket_mb or bucket_mb)
         compression = state if isinstance(state, CompressionState) else None
         optimizers = make_optimizers(config, ddp)
-        capture = _make_capture(config, ddp, optimizers)
+        if config.checkpoint is not None:
+            states = [*optimizers, *([] if compression is None else [compression])]
+            checkpoint = Checkpoint(config, ddp, states, result)
+            first = checkpoint.load()
+        capture = _make_capture(config, ddp, optimizers, first)
         if capture is not None:
             state, hook = capture.wrap(state, hook)
         if capture is not None or config.compressor != DENSE:  # else DDP is left as PyTorch has it
@@ -110,11 +116,12 @@ def _train(config: RunConfig) -> RunResult:
         network = ddp
     training = config.training()
     clip = training.clip if training.clip_kind == "averaged" else None
-    result = RunResult(numel=sum(p.numel() for p in network.parameters()))
+    result.numel = sum(p.numel() for p in network.parameters())
     steps = config.setting("steps")
     recorded = diagnosed = None
     with _Progress(config.label if rank == 0 else "", steps) as progress, local or nullcontext():
-        for step in range(steps):
+        progress.start(first)
+        for step in range(first, steps):
             started = time.perf_counter()
             learning_rate = config.learning_rate_at(step)
             for group in (g for each in optimizers for g in each.param_groups):
@@ -138,6 +145,11 @@ def _train(config: RunConfig) -> RunResult:
                 if found is not None and found is not diagnosed:
                     diagnosed = found
                     result.diagnoses.append(_scalars(found))
+            if checkpoint is not None and (step + 1) % config.checkpoint_every == 0:
+                if task.evaluate is not None and config.evaluate and rank == 0:
+                    measured = task.evaluate(task.model)
+                    result.evaluations += [{"step": step + 1, **measured}] if measured else []
+                checkpoint.save(step + 1)
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
@@ -228,6 +240,7 @@ def _make_capture(
     config: RunConfig,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    first: int = 0,
 ) -> Capture | None:
     if config.out is None:
         return None
@@ -244,7 +257,9 @@ def _make_capture(
         total_steps=config.setting("steps"),
         metadata=config.metadata(),
         compress=config.compress,
-        overwrite=config.overwrite,
+        # what was captured before a run was stopped stays; what comes then is a trace beside it
+        overwrite="number" if first else config.overwrite,
+        start_step=first,
     )
 
 
@@ -265,6 +280,10 @@ class _Progress:
             self._bar.start()
             self._task = self._bar.add_task(self._label, total=self._steps)
         return self
+
+    def start(self, step: int) -> None:
+        if self._label:
+            self._bar.update(self._task, completed=step)
 
     def advance(self, loss: float) -> None:
         if self._label:

@@ -24,6 +24,20 @@ def test_build_up_is_the_mean_union_of_the_later_steps_over_k(monkeypatch):
     assert "| `micro` | 1.50 | 3.00 | 6.00 | 12.00 |" in diagnostics.summary("build_up", records)
 
 
+def test_overlap_is_the_union_of_as_many_workers(monkeypatch):
+    def train(compressor, **settings):
+        assert (compressor, settings["ratio"], settings["batch_size"]) == ("topk", 0.001, 8)
+        records = [{"union": n, "target": 5} for n in [99] * 10 + [4 * settings["nproc"]] * 20]
+        return SimpleNamespace(records=records, numel=5000), None
+
+    monkeypatch.setattr(diagnostics, "train", train)
+    records = diagnostics.overlap()
+    assert [r["nproc"] for r in records] == [2, 4, 8, 16]
+    assert [r["build_up"] for r in records] == [1.6, 3.2, 6.4, 12.8]
+    assert records[-1]["density"] == 64 / 5000
+    assert diagnostics.summary("overlap", records).endswith("| 16 | 12.80 | 1.28 % |")
+
+
 def test_deltas_above_one_are_counted():
     records = [
         {"layer": layer, "target": k, "delta": delta}

@@ -46,6 +46,23 @@ def test_bits_are_counted_per_element_and_hop(monkeypatch, full_every, bits):
     assert row["bits"] == pytest.approx(bits)
 
 
+@pytest.mark.parametrize("system", marsit.OWN_SYSTEMS)
+def test_at_its_own_rate_full_rounds_are_where_the_rate_falls(monkeypatch, system):
+    monkeypatch.setattr(marsit, "one", lambda config: config)
+    config = marsit.train_own(system, 2, None)
+    assert (config.compressor, config.seed) == (system, 2)
+    rates = [config.learning_rate_at(step) for step in range(config.setting("steps"))]
+    falls = [step for step in range(1, len(rates)) if rates[step] < rates[step - 1]]
+    assert rates[0] == 0.03
+    assert rates[falls[0]] == pytest.approx(0.003)
+    every = config.options.get("full_every")
+    assert (every is None) == (system != "marsit")
+    if every:
+        assert list(range(every, len(rates), every)) == falls[:2]
+    training = config.training()
+    assert (training.momentum, training.nesterov) == (0.9, None)
+
+
 def test_what_the_page_says_of_k():
     found = {(row["full_every"], row["seed"]): row for row in stored(marsit.FILE)}
 

@@ -79,12 +79,33 @@ def test_times_are_those_at_which_a_loss_is_first_reached():
     ]
 
 
+def test_passes_are_counted_to_the_first_transcripts_that_are_good_enough():
+    def run(compressor, rates, quality):
+        trials = [{"step": 59 * i, "character_error_rate": r} for i, r in enumerate(rates, 1)]
+        found = {"evaluations": trials, "curves": {"quality": quality}}
+        found |= {"word_error_rate": 0.8, "character_error_rate": rates[-1], "ratio": 0.001}
+        return {"compressor": compressor, **found}
+
+    rows = [
+        run("topk", [0.9, 0.55, 0.56, 0.31], [2.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        {**run("none", [0.5, 0.2, 0.3, 0.25], []), "ratio": 1.0},
+        {"compressor": "dgc", "ratio": 0.001, "problem": "rank 0 failed"},
+    ]
+    assert plateau.speech(rows).splitlines()[2:] == [
+        "| `topk` | 0.001 | 80.0 | 31.0 | 2 | never | 3.00 |",
+        "| `none` | – | 80.0 | 25.0 | 1 | 2 | – |",
+        "| `dgc` | 0.001 | diverged | – | – | – | – |",
+    ]
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("plateau-*.jsonl")), ids=lambda p: p.stem)
 def test_the_page_shows_the_stored_runs(path):
     rows, page = stored(path), (DOCS / "workloads.md").read_text(encoding="utf-8")
     lab = path.stem.endswith("-lab")
     text = plateau.times(rows, rows[0]["rate"]) if lab else plateau.table(rows)
     assert block(path.stem, text) in page
+    if any(r.get("character_error_rate", math.nan) >= 0 for r in rows):
+        assert block(f"{path.stem}-speech", plateau.speech(rows)) in page
     keys = [(r["compressor"], r["ratio"], r["seed"]) for r in rows]
     assert len(keys) == len(set(keys))
 

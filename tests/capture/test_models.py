@@ -15,7 +15,15 @@ from capture.workloads.classification import make_task
 from capture.workloads.images import ImageFolder, load_cifar10, load_cifar100, load_mnist
 from capture.workloads.layouts import backward_pass, layout
 from capture.workloads.optimizers import make_optimizers
-from capture.workloads.speech import LABELS, DeepSpeech, decode, error_rates, load_an4
+from capture.workloads.speech import (
+    LABELS,
+    BidirectionalLSTM,
+    DeepSpeech,
+    decode,
+    error_rates,
+    load_an4,
+    mel_spectrogram,
+)
 from capture.workloads.text import load_wikitext
 from gradstats.errors import InputError
 from gradstats.trace.sources import open_source
@@ -348,6 +356,73 @@ def test_padding_changes_no_score():
     assert torch.allclose(both.exp().sum(2), torch.ones(2, 20), atol=1e-5)
 
 
+def test_padding_changes_no_score_of_the_bidirectional_network():
+    torch.manual_seed(0)
+    network = BidirectionalLSTM(8).eval()
+    x = torch.randn(2, 40, 41)
+    x[0, :, 30:] = 0
+    both, lengths = network(x, torch.tensor([30, 41]))
+    alone, _ = network(x[:1, :, :30], torch.tensor([30]))
+    assert lengths.tolist() == [8, 11]
+    assert both.shape == (2, 11, 29)
+    assert torch.allclose(both[0, :8], alone[0], atol=1e-5)
+    # both directions: the first output depends on the last frame
+    x[1, :, 40] += 1
+    assert not torch.equal(network(x, torch.tensor([30, 41]))[0][1, 0], both[1, 0])
+    network.train()
+    network(x, torch.tensor([30, 41]))
+    frames = network.conv(x).transpose(1, 2)
+    there = torch.cat([frames[0, :8], frames[1, :11]])
+    assert torch.allclose(network.norms[0].running_mean, 0.1 * there.mean(0), atol=1e-5)
+
+
+def test_mel_bands_find_a_tone_and_forget_its_loudness():
+    time = np.arange(16_000) / 16_000
+    bands = {}
+    for hertz in (500, 1000, 4000):
+        # a tone in the second half, over noise
+        wave = np.random.default_rng(0).normal(0, 30, 16_000)
+        wave[8000:] += 3000 * np.sin(2 * np.pi * hertz * time[8000:])
+        found = mel_spectrogram(wave)
+        assert found.shape == (40, 101)
+        assert torch.allclose(found.mean(1), torch.zeros(40), atol=1e-4)
+        assert torch.allclose(found.std(1), torch.ones(40), atol=2e-2)
+        centre = 40 * np.log1p(hertz / 700) / np.log1p(8000 / 700) * 41 / 40 - 1
+        rise = found[:, 60:].mean(1) - found[:, :40].mean(1)
+        bands[hertz] = int(rise.argmax())
+        assert abs(bands[hertz] - centre) <= 1.5
+    assert bands[500] < bands[1000] < bands[4000]
+    louder = mel_spectrogram(8 * wave)
+    assert float((louder - found).abs().mean()) < 0.05
+
+
+def test_batches_of_the_small_network_are_neighbours_in_length(tmp_path):
+    lengths = [20, 11, 12, 19, 10, 18, 13, 17]
+    rows = ["split\tpath\ttranscript"]
+    for i, tenths in enumerate(lengths):
+        np.ones(1600 * tenths, ">i2").tofile(tmp_path / f"{i}.raw")
+        rows.append(f"train\t{i}.raw\t{'A' * i}B")
+    (tmp_path / "manifest.tsv").write_text("\n".join(rows) + "\n")
+    config = RunConfig(workload="blstm-an4", data_dir=tmp_path, hidden=4, batch_size=2, seed=3)
+    seen = []
+
+    class Network(torch.nn.Module):
+        def forward(self, x, sizes):
+            seen.append(sizes.tolist())
+            scores = torch.zeros(len(sizes), int(sizes.max()) // 4 + 1, 29)
+            return scores.log_softmax(2), sizes // 4
+
+    tasks = [speech.make_task(config, rank) for rank in range(2)]
+    for step in range(4):
+        for task in tasks:
+            task.loss(Network(), step)
+    steps = [sorted(a + b) for a, b in zip(seen[::2], seen[1::2], strict=True)]
+    short = [10 * n + 1 for n in (10, 11, 12, 13)]
+    long = [10 * n + 1 for n in (17, 18, 19, 20)]
+    for epoch in (steps[:2], steps[2:]):
+        assert sorted(epoch) == [short, long]
+
+
 def utterances(folder, splits):
     """Write noise as utterances of one second: split, speaker and transcript of each."""
     rows = ["split\tpath\ttranscript"]
@@ -405,10 +480,11 @@ def test_an4_of_the_shared_folder():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_speech_is_trained_and_evaluated(tmp_path):
+@pytest.mark.parametrize("workload", ["lstm-an4", "blstm-an4"])
+def test_speech_is_trained_and_evaluated(tmp_path, workload):
     utterances(tmp_path, [("test", f"s{i}", "GO") for i in range(10)])
     config = RunConfig(
-        workload="lstm-an4", data_dir=tmp_path, hidden=8, batch_size=4, steps=10, compressor="topk", ratio=0.1
+        workload=workload, data_dir=tmp_path, hidden=8, batch_size=4, steps=10, compressor="topk", ratio=0.1
     )  # fmt: skip
     result = run(config)
     assert np.mean(result.losses[-3:]) < 0.5 * result.losses[0]

@@ -1,0 +1,87 @@
+"""Reference runs that are stopped and go on: the same numbers to the last bit, and what cannot go on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import gradstats
+from capture.workloads import RunConfig, run
+from capture.workloads.launch import RunFailedError
+from capture.workloads.resume import result_so_far
+from gradstats.errors import InputError
+
+BASE = RunConfig(workload="resnet20-digits", steps=6, batch_size=8, ratio=0.01, diagnose_every=2)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("compressor", ["dgc", "sidco-e"])
+def test_a_run_goes_on_bit_for_bit(tmp_path, compressor):
+    whole = run(BASE.replace(compressor=compressor))
+    kept = BASE.replace(compressor=compressor, checkpoint=tmp_path / "run", checkpoint_every=2)
+    assert result_so_far(tmp_path / "run") is None
+    run(kept)
+    # one rank was stopped before its last checkpoint was there: both go on from the one before
+    files = {path.name: path for path in (tmp_path / "run").iterdir()}
+    assert sorted(files) == ["step6-rank0.pt", "step6-rank1.pt"]
+    step, result = result_so_far(tmp_path / "run")
+    assert step == 6
+    assert result.losses == whole.losses
+    kept = kept.replace(checkpoint_every=4)
+    for path in files.values():
+        path.unlink()
+    run(kept)
+    (tmp_path / "run" / "step5-rank0.pt").write_bytes(b"not needed")
+    again = run(kept)  # from step 4
+    assert again.losses == whole.losses
+    assert again.checksum == whole.checksum
+    assert [r["step"] for r in again.records] == [r["step"] for r in whole.records]
+    assert [d["step"] for d in again.diagnoses] == [d["step"] for d in whole.diagnoses]
+    assert all(math.isfinite(s) for s in again.seconds)
+    assert len(again.seconds) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_capture_goes_on_beside_what_there_is(tmp_path):
+    settings = {"compressor": "topk", "every": 1, "ranks": (0,), "diagnose_every": 0}
+    run(BASE.replace(**settings, out=tmp_path / "whole.zarr"))
+    kept = BASE.replace(**settings, checkpoint=tmp_path / "run", checkpoint_every=4)
+    for _ in range(2):
+        run(kept.replace(out=tmp_path / "parts.zarr"))
+    whole = gradstats.open_trace(tmp_path / "whole.zarr")
+    again = gradstats.open_trace(tmp_path / "parts-2.zarr")
+    assert list(gradstats.open_trace(tmp_path / "parts.zarr").steps()) == list(range(6))
+    assert list(again.steps()) == [4, 5]
+    for kind in ("gradient", "corrected"):
+        assert np.array_equal(again.read(5, kind=kind), whole.read(5, kind=kind))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_other_settings_and_damaged_checkpoints_are_one_line(tmp_path):
+    kept = BASE.replace(compressor="topk", checkpoint=tmp_path, checkpoint_every=2, steps=2)
+    run(kept)
+    with pytest.raises(RunFailedError, match="a run with other settings"):
+        run(kept.replace(ratio=0.02))
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RunFailedError, match=r"cannot read .*step2-rank\d\.pt; remove it"):
+        run(kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint_every": 0}, "checkpoint_every"),
+        ({"local_steps": 2}, "without local steps"),
+        ({"compressor": "powersgd", "diagnose_every": 0}, "powersgd is not resumed"),
+        ({"compressor": "no-exchange", "diagnose_every": 0}, "no-exchange is not resumed"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        BASE.replace(checkpoint=tmp_path, **changes).check()
