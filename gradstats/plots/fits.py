@@ -237,9 +237,7 @@ def mean_excess(
     ax.fill_between(
         thresholds, [r.low for r in rows], [r.high for r in rows], color=colour, alpha=0.2
     )
-    ax.set(
-        xlabel="threshold u (gradient's unit)", ylabel="mean of |g| − u beyond u (gradient's unit)"
-    )
+    ax.set(xlabel="threshold u (gradient's unit)", ylabel="mean excess (gradient's unit)")
     ax.legend(fontsize="small")
     return tidy(ax, title)
 

@@ -78,9 +78,9 @@ def speedup(
         # bands of eight lines, all in the same place, add up to one colour that is none of theirs
         places = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_BARS))
         some = [rows[j] for j in np.unique(places.astype(int))]
-        beside = (x[-1] / x[0]) ** (0.008 * (i - (drawn - 1) / 2))
+        beside = (x[-1] / x[0]) ** (0.01 * (i - (drawn - 1) / 2))
         low, high = ([r[bound] for r in some] for bound in ("speedup_low", "speedup_high"))
-        ax.vlines([r[at] * beside for r in some], low, high, color=colour, lw=1.5, alpha=0.7)
+        ax.vlines([r[at] * beside for r in some], low, high, color=colour, lw=1, alpha=0.7)
         points = [
             (r[at], dense[r[at]] / r["seconds"])
             for r in there

@@ -10,7 +10,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from gradstats.errors import unknown
-from gradstats.plots.style import HATCHES, LINES, PALETTE, legend_beside, look_of, plain_log, tidy
+from gradstats.plots.style import (
+    HATCHES,
+    LINES,
+    PALETTE,
+    legend_below,
+    legend_beside,
+    look_of,
+    plain_log,
+    tidy,
+)
 from gradstats.tables import format_value, visible
 
 if TYPE_CHECKING:
@@ -192,7 +201,7 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     ax.set_ylim(0, max(1.2, ax.get_ylim()[1]))
     ax.axhspan(1, ax.get_ylim()[1], color="0.92", zorder=0, label=label)
     ax.set(xlabel="step", ylabel="δ of the layer")
-    legend_beside(ax)
+    legend_below(ax)
     return tidy(ax, title)
 
 
@@ -264,7 +273,7 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     ax.set(xlabel="time per step (ms)")
     ax.set_yticks(range(len(names)), list(map(visible, names)))
     ax.invert_yaxis()
-    legend_beside(ax)
+    legend_below(ax)
     return tidy(ax, title)
 
 
