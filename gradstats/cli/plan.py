@@ -191,15 +191,15 @@ def plan(  # numpydoc ignore=PR01
         for each in plans:
             at = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
             title = (
-                f"{at} in seconds, the share of it that is computing, and the Mbit/s that so many percent take"
+                f"{at} in ms, the share of it that is computing, and the Mbit/s that so many percent take"
                 if local
-                else f"{at}, in seconds with 95 % intervals; pays: at which Mbit/s it is faster than dense"
+                else f"{at}, in ms with 95 % intervals; pays: at which Mbit/s it is faster than dense"
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
             typer.echo("\n" + textwrap.fill(advise(each), width, break_on_hyphens=False) + "\n")
     else:
-        title = "Steps, predicted, in seconds"
+        title = "Steps, predicted, in ms"
         columns = ["workers", "rate", *columns]
         emit(records, format, output, columns=columns, title=title, group_by=("workers", "rate"))
         for each in plans:

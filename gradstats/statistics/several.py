@@ -46,6 +46,9 @@ class Fits(list[Fit], Shown):
         self.goodness = [each for _, each in ordered]
         self.failed, self.sample = failed, sample
 
+    _caption = (
+        "Laws fitted to one gradient, the nearest first; 95 % intervals, of independent elements"
+    )
     __repr__ = Shown.__repr__
 
     def _rows(self) -> list[dict[str, Any]]:
