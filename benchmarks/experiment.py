@@ -30,6 +30,8 @@ from gradstats.network.rates import format_rate
 SYSTEMS = [name for name in (*COMPRESSORS, *BASELINES) if name != "exact"]
 LAST = 5
 """How many of the last steps the training loss is averaged over."""
+BEYOND = 10
+"""A training whose loss ends at this many times its first one has diverged."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ def step_of(problem: str) -> str:
     return step[0] if step else problem
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, zeros at its end included."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
 def visible(compute: float, seconds: float) -> float:
     """Return the share of a dense step that is communication, 0 where noise makes it less."""
     return max(1 - compute / seconds, 0.0)
@@ -94,15 +101,16 @@ def table(rows: list[Row], setting: Row) -> str:
     for row in sorted(done.values(), key=lambda r: r["seconds"]):
         rest = row["seconds"] - bound - row["select"] - row["communicate"]
         steps = steps_to(row["losses"], goal)
+        loss = sum(row["losses"][-LAST:]) / LAST
         cells = [
             f"`{row['compressor']}`",
             f"{1e3 * row['seconds']:,.0f}",
             f"{dense['seconds'] / row['seconds']:.2f}",
             f"{bound / row['seconds']:.2f}",
             *(f"{1e3 * t:,.1f}" for t in (row["select"], row["communicate"], rest)),
-            f"{row['bytes'] / 1e6:,.3g}",
+            three_digits(row["bytes"] / 1e6),
             f"{row['quality']:.2f}",
-            f"{sum(row['losses'][-LAST:]) / LAST:.2f}",
+            "diverged" if loss > BEYOND * row["losses"][0] else f"{loss:.2f}",
             f"{steps * row['seconds']:,.0f}",
         ]
         lines.append("| " + " | ".join("–" if c in ("nan", "inf") else c for c in cells) + " |")

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import textwrap
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "Record",
     "Records",
     "Shown",
+    "alike",
     "format_bytes",
     "format_uncertain",
     "format_value",
@@ -46,10 +48,11 @@ _HEADERS = {
     "scale_low": "σ − ξu low",
     "scale_high": "σ − ξu high",
     "delta_aic": "ΔAIC",
-    "select": "select s",
-    "communicate": "communicate s",
-    "overlapped": "overlapped s",
-    "compute": "compute s",
+    "seconds": "ms",
+    "select": "select ms",
+    "communicate": "communicate ms",
+    "overlapped": "overlapped ms",
+    "compute": "compute ms",
     "rate": "Mbit/s",
     "slope": "slope per 100 steps",
     "change_low": "change ÷ low",
@@ -57,9 +60,13 @@ _HEADERS = {
     "acf1": "autocorrelation",
 }
 """Headings of terminal tables where a field's name has no unit or is SciPy's."""
+_TIMES = ("seconds", "select", "communicate", "overlapped", "compute")
+"""Fields in seconds, which tables for people have in milliseconds."""
 _ANSWERS = {"compressible"}
 """Fields of which nothing is an answer, too."""
 _LONGEST = 30  # characters that a word, such as a layer's name, may have before it is broken
+_ALIKE = 100
+"""Largest number ÷ smallest of a column up to which all have the same decimals."""
 _SHOWN = 12
 """Records that a list of them shows in a terminal."""
 _OWNERS = ("mean", "noise_scale", "seconds")
@@ -71,6 +78,8 @@ class Shown:
     """A result that shows itself: in a line, as a table in notebooks, as a data frame, as a figure."""
 
     __slots__ = ()
+    _caption: ClassVar[str] = ""
+    """What the result is, for captions; the name of its class if empty."""
     figures: ClassVar[Callable[[str], Callable[..., Any]]]
     """Function that finds a figure by name; the package sets it, since figures are drawn above the tables."""
 
@@ -109,6 +118,47 @@ class Shown:
         frame = pd.DataFrame(shown, columns=names).rename(columns=labels)
         table: str = frame.to_html(max_rows=60, index=False)
         return f"<p>{escape(said)}</p>\n{table}" if said else table
+
+    def to_latex(self, caption: str | None = None, label: str | None = None) -> str:
+        r"""Return the result as a table of LaTeX, with what notebooks show: intervals, and headings with their letters.
+
+        Parameters
+        ----------
+        caption : str, optional
+            Caption, as plain text; what the result is if None. What all rows share is said at its end, and has no
+            column.
+        label : str, optional
+            Label for ``\ref``; ``tab:`` and the result's name if None.
+
+        Returns
+        -------
+        str
+            A ``table`` environment. It needs the package ``booktabs``.
+        """
+        rows = joined(self._rows())
+        names, said = _said_once(list(rows[0]) if rows else [], rows)
+        values = [_in_ms(record) for record in self._rows()]
+        columns = [
+            alike([v[n] for v in values], [row[n] for row in rows])
+            if f"{n}_low" not in values[0]
+            else [row[n] for row in rows]
+            for n in names
+        ]
+        cells = [list(row) for row in zip(*columns, strict=True)]
+        numeric = [all(re.match(r"[-–\d]", row[n]) for row in rows) for n in names]
+        heads = [_header(name, names) for name in names]
+        name = type(self).__name__
+        texts = [caption if caption is not None else self._caption or name, said]
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                f"\\caption{{{_tex('. '.join(t.rstrip('.') for t in texts if t))}.}}",
+                f"\\label{{{label or f'tab:{name.lower()}'}}}",
+                _latex(heads, cells, numeric),
+                r"\end{table}",
+            ]
+        )
 
     def _draw(self, figure: str, *arguments: Any, ax: Axes | None, **options: Any) -> Axes:
         """Draw a figure of :mod:`gradstats.plots`, on axes of its own where none are given."""
@@ -246,7 +296,7 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
     [{'p': '0.834 (0.814 to 0.854)', 'n': '12'}]
     """
     found = []
-    for record in records:
+    for record in map(_in_ms, records):
         ends = {
             n: (f"{n}_low", f"{n}_high")
             for n in record
@@ -340,21 +390,27 @@ def render(
         return json.dumps([_plain(r) for r in records], indent=1, allow_nan=False)
     if format == "csv":
         return _csv(records)
+    records = [*map(_in_ms, records)]
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
+    said = ""
+    if format != "markdown":
+        names, said = _said_once(names, records, caption if format == "table" else ())
     if format == "table":
-        names, said = _said_once(names, records, caption)
         heading += [said] if said else []
-    rows = [[_cell(n, r[n]) for n in names] for r in records]
+    columns = [_column(n, [r[n] for r in records]) for n in names]
+    rows = [list(row) for row in zip(*columns, strict=True)]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
+    heads = [_header(name, names) for name in names]
     if format == "markdown":
         rules = ["---:" if n else "---" for n in numeric]
         special = str.maketrans({c: f"\\{c}" for c in "\\|*`[]"} | {"<": "&lt;"})
         body = [[cell.translate(special) for cell in row] for row in rows]
-        return "\n".join("| " + " | ".join(row) + " |" for row in [names, rules, *body])
+        return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rules, *body])
     if format == "latex":
-        return _latex(names, rows, numeric)
-    return _terminal(names, rows, numeric, heading, width, color)
+        same = f"\n% the same in all rows: {_tex(said)}" if said else ""
+        return _latex(heads, rows, numeric) + same
+    return _terminal(heads, rows, numeric, heading, width, color)
 
 
 def _said_once(
@@ -385,14 +441,64 @@ def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _header(name: str, names: Sequence[str]) -> str:
-    if name.startswith("scale") and "c" not in names:  # not that of peaks over a threshold
+    if name.startswith("scale") and (
+        "c" not in names or "model" in names
+    ):  # no peaks over a threshold
         return name.replace("_", " ")
     if name.startswith("bandwidth_"):  # for a share of the time that a plan names
         return f"{name.removeprefix('bandwidth_')} %"
     return _HEADERS.get(name, name.replace("_", " "))
 
 
+def _in_ms(record: Record) -> Record:
+    """Return a record with its times in milliseconds; `low` and `high` are of its seconds where it has nothing else."""
+    names = [*_TIMES]
+    if next((n for n in _OWNERS if n in record), "") == "seconds":
+        names += ["low", "high"]
+    return {
+        n: 1e3 * value if n in names and isinstance(value, float) else value
+        for n, value in record.items()
+    }
+
+
+def _column(name: str, values: Sequence[Any]) -> list[str]:
+    """Return the cells of a column, numbers of about one size with the same decimals."""
+    cells = [_cell(name, value) for value in values]
+    return cells if name == "ratio" else alike(values, cells)
+
+
+def alike(values: Sequence[Any], cells: Sequence[str]) -> list[str]:
+    """Give numbers of about one size the same decimals: as many as the one that has most.
+
+    Parameters
+    ----------
+    values : sequence of Any
+        What the cells of a column show.
+    cells : sequence of str
+        The same, as :func:`format_value` shortens it.
+
+    Returns
+    -------
+    list of str
+        Cells. Those of integers, texts and nothing, and all where numbers differ by more than a factor of a hundred,
+        stay as they are.
+    """
+    numbers = {
+        i: float(v)
+        for i, v in enumerate(values)
+        if isinstance(v, Real) and not isinstance(v, Integral) and math.isfinite(v) and v != 0
+    }
+    sizes = [abs(v) for v in numbers.values()]
+    written = {len(cells[i].partition(".")[2]) for i in numbers if "e" not in cells[i]}
+    if len(written) < 2 or max(sizes) > _ALIKE * min(sizes):
+        return list(cells)
+    most = max(written)
+    return [f"{numbers[i]:.{most}f}" if i in numbers else cell for i, cell in enumerate(cells)]
+
+
 def _cell(name: str, value: Any) -> str:
+    if name in _TIMES and isinstance(value, float) and 1e4 <= value < math.inf:
+        return f"{value:.0f}"  # a step of ten seconds is still one in milliseconds
     # somebody typed a ratio as 0.1, so it is not shown as 0.100
     if name == "ratio" and value is not None and not isinstance(value, str):
         return f"{value:g}"
@@ -511,15 +617,50 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _latex(names: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> str:
-    words = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    special = str.maketrans({c: f"\\{c}" for c in "_%&#${}"} | {"–": "--"} | words)
+_NUMBER = re.compile(
+    r"(?<![\w.-])(?P<number>-?\d+(?:\.\d+)?)(?:e(?P<power>[+-]\d+))?(?![\w.-])|·10\^(?P<times>-?\d+)"
+)
+_TEX = {c: f"\\{c}" for c in "_%&#${}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "k̂": r"$\hat{k}$",
+    "ξ": r"$\xi$",
+    "Δ": r"$\Delta$",
+    "δ": r"$\delta$",
+    "σ": r"$\sigma$",
+    "η": r"$\eta$",
+    "≥": r"$\ge$",
+    "≤": r"$\le$",
+    "÷": r"$\div$",
+    "−": "$-$",
+}
+"""What LaTeX takes for special characters, and for letters that not every font of it has."""
+_SPECIAL = re.compile("|".join(map(re.escape, sorted(_TEX, key=len, reverse=True))))
+
+
+def _tex(text: str) -> str:
+    """Return a text for LaTeX, which shows it as it is; of numbers the sign is a minus, and a power of ten a power."""
+    pieces, at = [], 0
+    for found in _NUMBER.finditer(text):
+        pieces.append(_SPECIAL.sub(lambda c: _TEX[c[0]], text[at : found.start()]))
+        at, power = found.end(), found["times"] or found["power"]
+        number = found["number"] or ""
+        if power:
+            pieces.append(f"${number}\\cdot10^{{{int(power)}}}$")
+        else:
+            pieces.append(number.replace("-", "$-$"))
+    return "".join([*pieces, _SPECIAL.sub(lambda c: _TEX[c[0]], text[at:])])
+
+
+def _latex(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> str:
     lines = [
         f"\\begin{{tabular}}{{{''.join('r' if n else 'l' for n in numeric)}}}",
         "\\toprule",
-        " & ".join(n.translate(special) for n in names) + r" \\",
+        " & ".join(map(_tex, heads)) + r" \\",
         "\\midrule",
-        *(" & ".join(cell.translate(special) for cell in row) + r" \\" for row in rows),
+        *(" & ".join(map(_tex, row)) + r" \\" for row in rows),
         "\\bottomrule",
         "\\end{tabular}",
     ]
@@ -527,7 +668,7 @@ def _latex(names: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequenc
 
 
 def _terminal(
-    names: Sequence[str],
+    labels: Sequence[str],
     rows: Sequence[Sequence[str]],
     numeric: Sequence[bool],
     heading: Sequence[str],
@@ -538,7 +679,6 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    labels = [_header(name, names) for name in names]
     widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
     for label, right, size in zip(labels, numeric, widths, strict=False):

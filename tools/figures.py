@@ -96,7 +96,7 @@ def peaks() -> Figure:
     for label, x in {"pooled": g, "layers normalised": scaled}.items():
         plots.mean_excess(x / abs(x).mean(), left, label=label)
         plots.parameter_stability(x, right, label=label)
-    left.set(xlabel="threshold u ÷ mean", ylabel="mean of |g| − u beyond u, ÷ mean")
+    left.set(xlabel="threshold u ÷ mean", ylabel="mean excess ÷ mean")
     return figure
 
 

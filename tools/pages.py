@@ -12,11 +12,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "img"
 RESULTS = DOCS / "results"
+_HYPHEN = re.compile(r"(?<=\| )-(?=\d)")
 
 
 def block(mark: str, text: str) -> str:
-    """Return a text between ``<!-- mark -->`` and ``<!-- /mark -->``."""
-    return f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->"
+    """Return a text between ``<!-- mark -->`` and ``<!-- /mark -->``; negative numbers of a table have a minus."""
+    return f"<!-- {mark} -->\n{_HYPHEN.sub('−', text)}\n<!-- /{mark} -->"
 
 
 def put(page: Path, mark: str, text: str) -> None:

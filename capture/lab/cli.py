@@ -165,6 +165,6 @@ def bench_network(  # numpydoc ignore=PR01
         format,
         output,
         columns=[c for c in records[0] if c not in unsaid],
-        title=f"{workload}, {nproc} ranks at {told}: seconds and bytes per step",
+        title=f"{workload}, {nproc} ranks at {told}: times and bytes per step",
         group_by=("nproc", "rate"),
     )

@@ -22,6 +22,7 @@ from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import import_, info, report
 from gradstats.cli.formats import delta, wire
 from gradstats.cli.plan import plan
+from gradstats.cli.plot import plot
 from gradstats.cli.statistics import compressibility, drift, fit, pot
 from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
@@ -38,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Data": (info, import_, report),
+    "Data": (info, import_, report, plot),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),

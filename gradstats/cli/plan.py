@@ -123,7 +123,7 @@ def plan(  # numpydoc ignore=PR01
     ] = 0,
     figure: Annotated[
         Path | None,
-        typer.Option(help="Draw the speed-up over dense to this file.", metavar="FILE.png"),
+        typer.Option(help="Draw the speed-up over dense to this file.", metavar="FILE.pdf"),
     ] = None,
     measured: Annotated[
         Path | None,
@@ -191,15 +191,15 @@ def plan(  # numpydoc ignore=PR01
         for each in plans:
             at = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
             title = (
-                f"{at} in seconds, the share of it that is computing, and the Mbit/s that so many percent take"
+                f"{at} in ms, the share of it that is computing, and the Mbit/s that so many percent take"
                 if local
-                else f"{at}, in seconds with 95 % intervals; pays: at which Mbit/s it is faster than dense"
+                else f"{at}, in ms with 95 % intervals; pays: at which Mbit/s it is faster than dense"
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
             typer.echo("\n" + textwrap.fill(advise(each), width, break_on_hyphens=False) + "\n")
     else:
-        title = "Steps, predicted, in seconds"
+        title = "Steps, predicted, in ms"
         columns = ["workers", "rate", *columns]
         emit(records, format, output, columns=columns, title=title, group_by=("workers", "rate"))
         for each in plans:
@@ -368,19 +368,16 @@ def _computing(points: Records) -> list[float]:
 
 
 def _draw(records: Records, points: Records, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    from gradstats.plots import speedup
+    from gradstats.plots import save, speedup
+    from gradstats.plots.files import styled
 
     both: tuple[Literal["rate", "workers"], ...] = ("rate", "workers")
     axes = [at for at in both if len({r[at] for r in records}) > 1]
     if not axes:
         raise InputError("a figure needs several --bandwidth or --workers; give one of them twice")
-    drawing = Figure(figsize=(6.4 * len(axes), 4.2), layout="constrained")
-    for at, ax in zip(axes, drawing.subplots(1, len(axes), squeeze=False)[0], strict=True):
-        speedup(records, ax, at=at, measured=points)
-    try:
-        drawing.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: the suffix names no image format
-        raise InputError(f"cannot write {path}: {error}") from None
+    with styled(context="notebook") as drawing:
+        drawing.set_size_inches(6.4 * len(axes), 4.2)
+        for at, ax in zip(axes, drawing.subplots(1, len(axes), squeeze=False)[0], strict=True):
+            speedup(records, ax, at=at, measured=points)
+        save(drawing, path)
     note(f"wrote {path}")

@@ -62,7 +62,7 @@ FITS = Table(
     "if elements were independent; visible: the smallest k̂/k − 1 that it sees with probability 0.8",
     (
         *("trace", "step", "rank", "kind", "layer", "model", "params"),
-        *("ks", "tail_error", "p_tail", "tail_k", "visible"),
+        *("delta_aic", "ks", "tail_error", "p_tail", "tail_k", "visible"),
     ),
     ("trace", "kind"),
 )
@@ -180,7 +180,9 @@ def fit(  # numpydoc ignore=PR01
     if bootstrap:
         test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance: of the body"
         table = FITS.extended(test, "p_value", "subsample")
-    table.emit(records, format, output)
+    named = format not in ("json", "csv")  # whose names are SciPy's
+    shown = [r | {"params": _symbols(r)} for r in records] if named else records
+    table.emit(shown, format, output)
     note_statuses(records, format, "model")
     layers = len({r["layer"] for r in records if r["layer"] != "all"})
     if bootstrap and layers > 1 and bootstrap < (fewest := fits.fewest_replicates(layers)):

@@ -9,7 +9,7 @@ from gradstats.errors import InputError
 __all__ = ["BY_LAYER", "BY_STEP", "compression"]
 
 BY_STEP = Table(
-    "The compressor step by step; seconds on the rank's clock",
+    "The compressor step by step; times on the rank's clock",
     (
         *("trace", "step", "rank", "selected", "quality", "build_up", "bytes", "select"),
         *("communicate", "overlapped", "residual_norm", "matching_rate"),

@@ -7,6 +7,7 @@ so that the figures read in grey.
 from __future__ import annotations
 
 from gradstats.plots.decay import best_k_error, local_exponent, magnitude_decay, window_exponent
+from gradstats.plots.files import save
 from gradstats.plots.fits import density, mean_excess, parameter_stability, qq, tail
 from gradstats.plots.speedups import speedup
 from gradstats.plots.style import png
@@ -39,6 +40,7 @@ __all__ = [
     "qq",
     "quality_bars",
     "quality_over_steps",
+    "save",
     "speedup",
     "tail",
     "time_split",

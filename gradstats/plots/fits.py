@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.legend_handler import HandlerTuple
 from numpy.typing import NDArray
 
 from gradstats.plots.style import LINES, PALETTE, label_of, next_colour, plain_log, ranked, tidy
@@ -69,7 +70,7 @@ def density(
             color=PALETTE[i % 10],
             label=label_of(fitted.model),
         )
-    ax.set(xlabel="gradient element (gradient's unit)", ylabel="density")
+    ax.set(xlabel="gradient element (gradient's unit)", ylabel="density (1 ÷ gradient's unit)")
     ax.locator_params(axis="x", nbins=5)
     if nonzero.size:
         ax.set_yscale("log")
@@ -180,12 +181,13 @@ def qq(
     ranks, magnitudes = ranked(m)
     if ranks.size:
         low, high = _beyond(ranks, m.count)
+        bands = []
         for i, fitted in enumerate(fits):
             expected, top, bottom = (
                 fitted.magnitude.isf(share) for share in ((ranks - 0.5) / m.count, low, high)
             )
             band = ax.fill_between(expected, bottom, top, color=PALETTE[i % 10], alpha=0.2, lw=0)
-            band.set_label("_" if i else _BAND)
+            bands.append(band)
             style = {"ls": LINES[i % len(LINES)], "color": PALETTE[i % 10]}
             ax.plot(expected, magnitudes, label=label_of(fitted.model), **style)
         right = min(float(magnitudes[0]) * 3, _LARGEST)
@@ -194,10 +196,13 @@ def qq(
         ax.set(xlim=limits, ylim=limits, xscale="log", yscale="log")
         plain_log(ax.xaxis)
         plain_log(ax.yaxis)
-        ax.legend(fontsize="small")
+        handles, names = ax.get_legend_handles_labels()
+        if bands:  # one entry, in the colours of all of them
+            handles, names = [*handles, tuple(bands)], [*names, _BAND]
+        ax.legend(handles, names, fontsize="small", handler_map={tuple: HandlerTuple(ndivide=None)})
     ax.set(
         xlabel="magnitude the model expects (gradient's unit)",
-        ylabel="captured magnitude",
+        ylabel="captured magnitude (gradient's unit)",
     )
     return tidy(ax, title)
 
@@ -232,7 +237,7 @@ def mean_excess(
     ax.fill_between(
         thresholds, [r.low for r in rows], [r.high for r in rows], color=colour, alpha=0.2
     )
-    ax.set(xlabel="threshold u (gradient's unit)", ylabel="mean of |g| − u beyond u")
+    ax.set(xlabel="threshold u (gradient's unit)", ylabel="mean excess (gradient's unit)")
     ax.legend(fontsize="small")
     return tidy(ax, title)
 

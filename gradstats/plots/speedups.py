@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from gradstats.plots.style import LINES, MARKERS, PALETTE, look_of, plain_log, tidy
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["speedup"]
 
 _MOST_LINES = 8
+_MOST_BARS = 5
+"""Places at which a line has its interval."""
 _LABELS = {"rate": "bandwidth of a link (Mbit/s)", "workers": "workers"}
 
 
@@ -26,6 +30,8 @@ def speedup(
     title: str | None = None,
 ) -> Axes:
     """Draw how many times as fast as dense a step is, predicted, with 95 % intervals and measured points.
+
+    Intervals are bars in the colour of their line, at up to five places and beside each other.
 
     Parameters
     ----------
@@ -57,17 +63,24 @@ def speedup(
     ways = {(ratio, steps) for _, ratio, steps in curves if ratio is not None or steps}
     there = [r for r in measured if r[other] == fixed]
     dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none" and not _local(r)}
+    drawn = min(len(curves), _MOST_LINES)
     for i, ((name, ratio, steps), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
         rows = [r for r in curve if r[other] == fixed]
-        # several ratios of a compressor are told apart by their colours
-        colour = look_of(name)["color"] if len(ways) < 2 else PALETTE[i]
+        look = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5]}
+        if len(ways) < 2:  # else several ratios of a compressor are told apart by their looks
+            look = {part: look_of(name)[part] for part in look}
+        colour = look["color"]
         rows.sort(key=lambda r: r[at])
         x = [r[at] for r in rows]
         label = name if ratio is None else f"{name}, {ratio:g}"
         label += f", {steps} local steps" if steps else ""
-        ax.plot(x, [r["speedup"] for r in rows], color=colour, ls=("-", *LINES)[i % 5], label=label)
-        low, high = ([r[bound] for r in rows] for bound in ("speedup_low", "speedup_high"))
-        ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+        ax.plot(x, [r["speedup"] for r in rows], label=label, **look)
+        # bands of eight lines, all in the same place, add up to one colour that is none of theirs
+        places = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_BARS))
+        some = [rows[j] for j in np.unique(places.astype(int))]
+        beside = (x[-1] / x[0]) ** (0.01 * (i - (drawn - 1) / 2))
+        low, high = ([r[bound] for r in some] for bound in ("speedup_low", "speedup_high"))
+        ax.vlines([r[at] * beside for r in some], low, high, color=colour, lw=1, alpha=0.7)
         points = [
             (r[at], dense[r[at]] / r["seconds"])
             for r in there

@@ -6,11 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from gradstats.errors import unknown
-from gradstats.plots.style import HATCHES, LINES, PALETTE, legend_beside, look_of, plain_log, tidy
-from gradstats.tables import visible
+from gradstats.plots.style import (
+    HATCHES,
+    LINES,
+    PALETTE,
+    legend_below,
+    legend_beside,
+    look_of,
+    plain_log,
+    tidy,
+)
+from gradstats.tables import format_value, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,7 +201,7 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     ax.set_ylim(0, max(1.2, ax.get_ylim()[1]))
     ax.axhspan(1, ax.get_ylim()[1], color="0.92", zorder=0, label=label)
     ax.set(xlabel="step", ylabel="δ of the layer")
-    legend_beside(ax)
+    legend_below(ax)
     return tidy(ax, title)
 
 
@@ -224,11 +234,14 @@ def matching_rate(
 def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
     """Draw where the time of a training step goes, by compressor (RedSync figure 10, Marsit figure 5).
 
+    Computing is the same work with every compressor, so all have its median, and its range over them is shaded: a
+    difference between two compressors that is smaller is noise.
+
     Parameters
     ----------
     records : sequence of mapping
-        Records with compressor, and compute, select and communicate in seconds per step. Several of a compressor are
-        averaged.
+        Records with compressor, and compute, select and communicate in seconds per step, of one model and batch.
+        Several of a compressor are averaged.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     title : str, optional
@@ -240,24 +253,34 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
         The axes given.
     """
     names = _distinct(records, "compressor")
-    left = np.zeros(len(names))
-    for i, part in enumerate(("compute", "select", "communicate")):
-        widths = [
+    means = {
+        part: [
             1e3 * float(np.mean([r[part] for r in records if r["compressor"] == n])) for n in names
         ]
+        for part in ("compute", "select", "communicate")
+    }
+    least, most = (f(means["compute"]) if names else 0.0 for f in (min, max))
+    middle = float(np.median(means["compute"])) if names else 0.0
+    means["compute"] = [middle] * len(names)
+    left = np.zeros(len(names))
+    for i, (part, widths) in enumerate(means.items()):
         style: dict[str, Any] = {"color": PALETTE[i], "hatch": HATCHES[i], "edgecolor": "white"}
         ax.barh(range(len(names)), widths, left=left, label=part, **style)
         left += widths
+    if most > least:
+        label = f"compute, measured: {format_value(least)} to {format_value(most)} ms"
+        ax.axvspan(least, most, color="0.85", zorder=0, label=label)
     ax.set(xlabel="time per step (ms)")
-    ax.set_xlim(right=1.3 * left.max(initial=1e-3))  # room for the legend
     ax.set_yticks(range(len(names)), list(map(visible, names)))
     ax.invert_yaxis()
-    ax.legend(fontsize="small", loc="upper right")
+    legend_below(ax)
     return tidy(ax, title)
 
 
 def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
     """Draw when each layer is worked on in each lane, as a Gantt chart (LAGS figure 1).
+
+    Every block has the name of its layer; where a name is longer than its block, all have numbers, with a key.
 
     Parameters
     ----------
@@ -274,18 +297,39 @@ def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
         The axes given.
     """
     lanes = _distinct(records, "lane")
+    layers = _distinct(sorted(records, key=lambda r: r["start"]), "layer")
     origin = min((r["start"] for r in records), default=0.0)
     span = max((r["end"] for r in records), default=1.0) - origin
+    # names where all of them fit into their blocks, else numbers, and which layers they are beside the axes
+    fit = all(r["end"] - r["start"] > 0.012 * span * len(str(r["layer"])) for r in records)
     for i, lane in enumerate(lanes):
         for record in (r for r in records if r["lane"] == lane):
             start, width = record["start"] - origin, record["end"] - record["start"]
             ax.barh(i, 1e3 * width, left=1e3 * start, height=0.7, color=PALETTE[i % 10], alpha=0.6,
                     edgecolor="black", lw=0.5)  # fmt: skip
-            name = str(record["layer"])
-            if width > span * 0.012 * len(name):
-                middle = 1e3 * (start + width / 2)
-                ax.text(middle, i, name, ha="center", va="center", fontsize=7)
+            name = str(record["layer"]) if fit else str(1 + layers.index(record["layer"]))
+            inside = fit or width > 0.012 * span * len(name)
+            middle = 1e3 * (start + width / 2), i if inside else i - 0.42
+            ax.text(*middle, name, ha="center", va="center", fontsize=7)
+    if not fit:
+        names = [f"{n}  {visible(str(layer))}" for n, layer in enumerate(layers, 1)]
+        nothing = [Line2D([], [], ls="") for _ in names]
+        key = {
+            "title": "layers",
+            "handlelength": 0,
+            "handletextpad": 0,
+            "ncols": 1 + len(names) // 30,
+        }
+        ax.legend(
+            nothing,
+            names,
+            fontsize="x-small",
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+            frameon=False,
+            **key,
+        )
     ax.set(xlabel="time (ms)")
     ax.set_yticks(range(len(lanes)), lanes)
-    ax.invert_yaxis()
+    ax.set_ylim(len(lanes) - 0.4, -0.6)
     return tidy(ax, title)

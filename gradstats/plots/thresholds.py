@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats.plots.style import (
-    HATCHES,
+    MARKERS,
     PALETTE,
     legend_beside,
     look_of,
@@ -153,7 +153,7 @@ def latency_bars(
     ax : matplotlib.axes.Axes
         Axes to draw on.
     value : {'seconds', 'streams', 'speedup'}, optional
-        Field to draw.
+        Field to draw, as dots; seconds in milliseconds.
     title : str, optional
         Title of the axes.
 
@@ -164,22 +164,25 @@ def latency_bars(
     """
     names = list(dict.fromkeys(r["compressor"] for r in records))
     ratios = list(dict.fromkeys(r["ratio"] for r in records))
-    height = 0.8 / max(len(ratios), 1)
+    height = 0.6 / max(len(ratios), 1)
+    scale = 1e3 if value == "seconds" else 1
     for j, ratio in enumerate(ratios):
         rows = {r["compressor"]: r[value] for r in records if r["ratio"] == ratio}
-        ax.barh(
+        # a bar's length says nothing on a logarithmic axis, which has no zero to begin at
+        ax.plot(
+            [scale * x for x in rows.values()],
             [names.index(n) + (j - (len(ratios) - 1) / 2) * height for n in rows],
-            list(rows.values()),
-            height,
+            ls="",
+            marker=MARKERS[j % len(MARKERS)],
+            ms=5,
             color=PALETTE[j % 10],
-            hatch=HATCHES[j % len(HATCHES)],
-            edgecolor="white",
             label=f"ratio {ratio:g}",
         )
     if value != "seconds":
         ax.axvline(1, color="0.3", lw=0.8)
-    units = {"seconds": "latency (s)", "streams": "latency (reads of the data)"}
+    units = {"seconds": "latency (ms)", "streams": "latency (reads of the data)"}
     ax.set(xlabel=units.get(value, "speed-up over torch.topk"), xscale="log")
+    plain_log(ax.xaxis)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.legend(fontsize="small")

@@ -10,7 +10,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from gradstats.tables import Record, format_value, visible
+from gradstats.tables import Record, alike, format_value, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,15 +174,16 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
     head = "".join(
         f"<th scope=col{left(name)}>{escape(title)}</th>" for name, title in columns.items()
     )
+    shown = {name: _shown(name, [r[name] for r in records]) for name in columns}
     rows = "".join(
         "<tr>"
         + "".join(
             f'<td{left(name)} data-value="{escape(_sortable(record[name]))}">'
-            f"{escape(_shown(name, record[name]))}</td>"
+            f"{escape(shown[name][i])}</td>"
             for name in columns
         )
         + "</tr>"
-        for record in records
+        for i, record in enumerate(records)
     )
     return (
         f"<div class=scroll><table class=sortable><caption>{escape(caption)}</caption>"
@@ -190,10 +191,20 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
     )
 
 
-def _shown(name: str, value: Any) -> str:
-    if name == "p_tail" and value < _LEAST_P:
-        return "<\N{NO-BREAK SPACE}10⁻⁶"
-    return f"{value:g}" if name in ("ratio", "tail_ratio") else format_value(value)
+def _shown(name: str, values: Sequence[Any]) -> list[str]:
+    """Return the cells of a column: decimals alike, a minus as wide as a digit, and no p that is too small to mean."""
+    if name in ("ratio", "tail_ratio"):
+        return [f"{value:g}" for value in values]
+    cells = alike(values, [format_value(value) for value in values])
+    if name == "p_tail":
+        cells = [
+            "<\N{NO-BREAK SPACE}10⁻⁶" if v < _LEAST_P else c
+            for v, c in zip(values, cells, strict=True)
+        ]
+    return [
+        c.replace("-", "−") if isinstance(v, float) else c
+        for v, c in zip(values, cells, strict=True)
+    ]
 
 
 def _sortable(value: Any) -> str:

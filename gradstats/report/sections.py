@@ -12,12 +12,10 @@ from gradstats.report.html import details, escape, figure, note, table
 from gradstats.report.measured import TREND_RATIO, Measured
 from gradstats.report.verdicts import COUNTING, missing_ranks
 from gradstats.statistics.compressibility import default_window
-from gradstats.statistics.fitting import fit
 from gradstats.statistics.laws import LAWS
-from gradstats.statistics.laws.choice import chosen
 from gradstats.statistics.pot import FEWEST
 from gradstats.statistics.pot.peaks import MODEL
-from gradstats.statistics.solution import FitError
+from gradstats.statistics.several import possible
 from gradstats.trace.sources import SKETCHED, Captured, TraceSource
 
 if TYPE_CHECKING:
@@ -189,7 +187,7 @@ def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
                 relative = each.magnitudes.scaled(1 / each.magnitudes.mean)
                 plots.mean_excess(relative, axes[0], label=label)
                 plots.parameter_stability(each, axes[1], label=label)
-            axes[0].set(xlabel="threshold u ÷ mean", ylabel="mean of |g| − u beyond u, ÷ mean")
+            axes[0].set(xlabel="threshold u ÷ mean", ylabel="mean excess ÷ mean")
 
         caption = f"Mean excess (rising: heavy) and shape ξ of the excesses by threshold at step {m.shown[-1]}; 95 %."
         title = f"{m.source.name}, step {m.shown[-1]}"
@@ -247,12 +245,7 @@ def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch
 def _fits(name: str, captured: Captured, reduced: Sketch) -> str:
     from gradstats import plots
 
-    fits = []
-    for model in chosen():
-        try:
-            fits.append(fit(reduced, model, LAWS[model].default_method))
-        except FitError:
-            continue
+    fits, _ = possible(reduced)
 
     def draw(axes: Sequence[Axes]) -> None:
         plots.density(captured.values, fits, axes[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradstats.primitives import Array
 from gradstats.primitives.sketch import Magnitudes, Sketch
-from gradstats.statistics.fitting import Fit, fit, fittable
+from gradstats.statistics.fitting import Fit, as_magnitudes, fit, fittable
 from gradstats.statistics.goodness import Goodness, goodness
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.solution import FitError
@@ -17,7 +17,7 @@ from gradstats.tables import Shown
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Fits", "fit_all"]
+__all__ = ["Fits", "fit_all", "possible"]
 
 
 class Fits(list[Fit], Shown):
@@ -46,6 +46,9 @@ class Fits(list[Fit], Shown):
         self.goodness = [each for _, each in ordered]
         self.failed, self.sample = failed, sample
 
+    _caption = (
+        "Laws fitted to one gradient, the nearest first; 95 % intervals, of independent elements"
+    )
     __repr__ = Shown.__repr__
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -127,12 +130,35 @@ def fit_all(
     >>> [each.model for each in fits]
     ['laplace', 'norm']
     """
-    m, fits, failed = fittable(x), [], {}
+    m = fittable(x)
+    fits, failed = possible(m, models)
+    return Fits([(one, goodness(one, m)) for one in fits], failed, m)
+
+
+def possible(
+    x: Array | Sketch | Magnitudes, models: Sequence[str] | Literal["all"] | None = None
+) -> tuple[list[Fit], dict[str, str]]:
+    """Fit those of several models that can be fitted, each by its own default method.
+
+    Parameters
+    ----------
+    x : array_like, Sketch or Magnitudes
+        Gradient of any shape, or its sketch.
+    models : sequence of str or "all", optional
+        As in :func:`fit_all`.
+
+    Returns
+    -------
+    fits : list of Fit
+        In the order of the models.
+    failed : dict of str to str
+        Models without a fit, and why.
+    """
+    m, failed = as_magnitudes(x), {}
+    fits = []
     for model in chosen(models):
         try:
-            one = fit(m, model, law_of(model).default_method)
+            fits.append(fit(m, model, law_of(model).default_method))
         except FitError as error:
             failed[model] = str(error)
-        else:
-            fits.append((one, goodness(one, m)))
-    return Fits(fits, failed, m)
+    return fits, failed

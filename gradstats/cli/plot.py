@@ -1,0 +1,424 @@
+"""The command ``plot``: every figure of :mod:`gradstats.plots`, by itself, in a file for a paper or a talk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from gradstats.cli.options import (
+    EstimatorOption,
+    KindOption,
+    LayerOption,
+    ModelOption,
+    RankOption,
+    RatioOption,
+    StepOption,
+    one_of,
+)
+from gradstats.cli.output import Records, analyse, note
+from gradstats.errors import InputError
+
+if TYPE_CHECKING:
+    from gradstats.trace.sources import Source
+
+__all__ = ["FIGURES", "Asked", "Figure", "plot"]
+
+Drawing: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], str]
+"""Arguments of a figure's function before and after its axes, and what is drawn, in words."""
+Reading: TypeAlias = Callable[[Any, "Asked", dict[str, Any]], Drawing]
+_MM = 1 / 25.4
+_STYLES = ("ticks", "white", "whitegrid", "dark", "darkgrid")
+_CONTEXTS = ("paper", "notebook", "talk", "poster")
+_FILES = (".json", ".jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the options choose beside steps, ranks and kinds; empty where nothing was chosen."""
+
+    models: Sequence[str]
+    ratios: Sequence[float]
+    estimators: Sequence[str]
+    layers: Sequence[str]
+    quantity: str | None
+    by: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """How a figure of :mod:`gradstats.plots` is made from a source.
+
+    Attributes
+    ----------
+    read : callable
+        Called with the sources (or the path, for figures of records), :class:`Asked`, and the steps, ranks and kinds
+        to look at; returns what the figure's function is called with.
+    tall : float
+        Height ÷ width.
+    records : bool
+        Whether it is drawn from records rather than from gradients.
+    """
+
+    read: Reading
+    tall: float = 0.75
+    records: bool = False
+
+
+def _only(sources: list[Source]) -> Source:
+    if len(sources) > 1:
+        raise InputError(f"one source a figure, and here are {', '.join(s.name for s in sources)}")
+    return sources[0]
+
+
+def _one(sources: list[Source], over: dict[str, Any]) -> Any:
+    """Return one gradient: of the first rank and kind asked for, at the last step."""
+    from gradstats.trace.sources import Subset
+
+    source = _only(sources)
+    keys = Subset(**over).keys(source)
+    rank, kind, _ = keys[0]
+    step = max(step for *of, step in keys if of == [rank, kind])
+    captured = source.read(rank, kind, step)
+    return captured, f"{source.name}, {kind}, step {step}, rank {rank}"
+
+
+def _fitted(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
+    from gradstats.statistics.several import possible
+
+    captured, what = _one(sources, over)
+    every = "all" in asked.models
+    fits, failed = possible(captured.values, "all" if every else [*asked.models] or None)
+    for model, why in failed.items():
+        note(f"{model}: {why}")
+    return (captured.values, fits), {}, what
+
+
+def _tail(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
+    captured, what = _one(sources, over)
+    return (captured.values,), {"label": captured.kind}, what
+
+
+def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
+    """Return sketches of the first, the middle and the last step of each source and kind, or of those asked for."""
+    from gradstats.analysis.closest import evenly
+    from gradstats.primitives.sketch import sketch
+    from gradstats.trace.sources import Subset
+
+    vectors, most = {}, len(over["steps"] or (0, 0, 0))
+    for source in sources:
+        keys = Subset(**over).keys(source)
+        rank = keys[0][0]
+        for kind in dict.fromkeys(kind for _, kind, _ in keys):
+            for step in evenly([s for r, k, s in keys if (r, k) == (rank, kind)], most):
+                label = f"{source.name}, " * (len(sources) > 1) + f"{kind}, step {step}"
+                vectors[label] = sketch(source.read(rank, kind, step).values)
+    return (vectors,), {}, ", ".join(s.name for s in sources)
+
+
+def _decay(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
+    from gradstats.statistics.compressibility import default_window
+
+    (vectors,), options, what = _several(sources, asked, over)
+    numel = max(source.numel for source in sources)
+    return (vectors,), options | {"window": default_window(numel) if numel > 1 else None}, what
+
+
+def _training(
+    sources: list[Source], asked: Asked, over: dict[str, Any], *, per_layer: bool
+) -> Drawing:
+    from gradstats.analysis.drift import dataset_of
+    from gradstats.statistics.pot.peaks import MODEL
+    from gradstats.trace.sources import Subset
+
+    source = _only(sources)
+    quantity = asked.quantity or "mean"
+    layers = {"layers": asked.layers} if asked.layers else {"per_layer": per_layer}
+    data = dataset_of(
+        source,
+        Subset(**over, **layers),
+        models=[*asked.models] or [MODEL],
+        ratios=[*asked.ratios] or [0.01],
+        quantities=[quantity],
+    ).isel(kind=0)
+    if not per_layer:
+        data = data.isel(layer=-1 if asked.layers else 0)
+    else:
+        data = data.isel({d: 0 for d in ("model", "ratio") if d in data.dims})
+    layer = "" if per_layer else f", {data['layer'].item()}"
+    return (data, quantity), {}, f"{source.name}, {data['kind'].item()}{layer}"
+
+
+def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps: bool) -> Drawing:
+    from gradstats.analysis.quality import quality, quality_series
+    from gradstats.primitives.ratio import RATIOS
+    from gradstats.report.verdicts import COUNTING
+    from gradstats.thresholds import ESTIMATORS
+    from gradstats.trace.sources import Subset
+
+    source = _only(sources)
+    kind = Subset(**over).keys(source)[0][1]
+    rules = [*asked.estimators] or [name for name in ESTIMATORS if name not in COUNTING]
+    ratios, what = [*asked.ratios] or [*RATIOS], f"{source.name}, {kind}"
+    if steps:
+        ratios = ratios[-1:]
+        what += f", ratio {ratios[0]:g}"
+    found = (quality_series if steps else quality)(
+        source, ratios, rules, **over | {"kinds": [kind]}
+    )
+    return (found,), {}, what
+
+
+def _records(
+    path: Path,
+    asked: Asked,
+    over: dict[str, Any],
+    *,
+    fields: Sequence[str],
+    of: str,
+    options: Callable[[Asked], dict[str, Any]] = lambda asked: {},
+    per_layer: bool = False,
+) -> Drawing:
+    """Return records that have some fields: of a file of JSON, or of what compressors did in traces."""
+    chosen = options(asked)
+    fields = [*fields, *(v for n, v in chosen.items() if n in ("value", "by", "at"))]
+    if path.suffix in _FILES:
+        records = _from_file(path, of)
+    elif of.startswith("compression"):
+        records = _from_traces(path, per_layer)
+    else:
+        raise InputError(f"this figure is drawn from records: gradstats {of} -o records.json")
+    for field in fields:
+        if not any(field in r for r in records):
+            raise InputError(f"no {field} in {path}: this figure takes what gradstats {of} writes")
+    # steps that were not diagnosed have no residual, and traces of old have no seconds
+    shown = [r for r in records if all(r.get(f) is not None and r[f] == r[f] for f in fields)]
+    if not shown:
+        raise InputError(f"{', '.join(fields)} of no step in {path}: see --diagnose-every")
+    return (shown,), chosen, path.name
+
+
+def _from_file(path: Path, of: str) -> Records:
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        found = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    records = found if path.suffix == ".jsonl" else found[0]
+    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
+        raise InputError(f"{path} is not JSON of gradstats {of}")
+    if of.startswith("bench ") and records:  # one size and number of threads
+        numel = max(r.get("numel", 0) for r in records)
+        records = [r for r in records if r.get("numel") == numel]
+        threads = min(r.get("threads", 1) for r in records)
+        records = [r for r in records if r.get("threads", 1) == threads]
+    return records
+
+
+def _from_traces(path: Path, per_layer: bool) -> Records:
+    """Return what the compressors of one or several traces did, and which training each record is of."""
+    from itertools import accumulate
+
+    from gradstats.analysis.compression import compression
+    from gradstats.trace.sources import TraceSource, open_sources
+
+    records: Records = []
+    for source in open_sources(path):
+        if not isinstance(source, TraceSource):
+            continue
+        trace = source.trace
+        labels = {
+            "compressor": trace.attrs.get("compressor", source.name),
+            "nproc": trace.world_size,
+            "seed": trace.attrs.get("seed", 0),
+        }
+        for rank in trace.ranks:
+            columns = trace.scalars(rank)
+            losses = dict(zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True))
+            rows = [r for r in compression(trace, per_layer=per_layer) if r["rank"] == rank]
+            sent = accumulate(r.get("bytes", 0) / 1e6 for r in rows)
+            records += [
+                row | labels | {"loss": losses[row["step"]], "megabytes": megabytes}
+                for row, megabytes in zip(rows, sent, strict=True)
+            ]
+    if not records:
+        raise InputError(
+            f"{path} holds no steps of a gradstats compressor"
+            + " that were diagnosed: capture with --diagnose-every N" * per_layer
+        )
+    return records
+
+
+def _curves(asked: Asked) -> dict[str, Any]:
+    return {"value": asked.quantity or "loss", "by": asked.by or "step"}
+
+
+_LIVE = "compression (or a trace of it)"
+FIGURES: dict[str, Figure] = {
+    **dict.fromkeys(("tail", "density", "qq"), Figure(_fitted)),
+    **dict.fromkeys(("mean_excess", "parameter_stability"), Figure(_tail)),
+    "magnitude_decay": Figure(_decay),
+    **dict.fromkeys(("best_k_error", "local_exponent", "window_exponent"), Figure(_several)),
+    "drift": Figure(partial(_training, per_layer=False)),
+    **dict.fromkeys(("drift_map", "layer_map"), Figure(partial(_training, per_layer=True), 1.3)),
+    "quality_bars": Figure(partial(_quality, steps=False)),
+    "quality_over_steps": Figure(partial(_quality, steps=True)),
+    "latency_bars": Figure(
+        partial(
+            _records,
+            fields=("compressor", "ratio"),
+            of="bench ",
+            options=lambda asked: {"value": asked.quantity or "seconds"},
+        ),
+        1.0,
+        True,
+    ),
+    "speedup": Figure(
+        partial(
+            _records,
+            fields=("compressor", "ratio", "speedup", "speedup_low", "speedup_high"),
+            of="plan",
+            options=lambda asked: {"at": asked.by or "rate"},
+        ),
+        records=True,
+    ),
+    "time_split": Figure(
+        partial(
+            _records,
+            fields=("compressor", "compute", "select", "communicate"),
+            of="bench-network",
+        ),
+        1.1,
+        True,
+    ),
+    "timeline": Figure(
+        partial(_records, fields=("lane", "layer", "start", "end"), of="timelines"), records=True
+    ),
+    "build_up": Figure(
+        partial(_records, fields=("compressor", "nproc", "build_up"), of=_LIVE), records=True
+    ),
+    "lags_delta": Figure(
+        partial(_records, fields=("layer", "step", "delta"), of=_LIVE, per_layer=True),
+        records=True,
+    ),
+    "matching_rate": Figure(
+        partial(_records, fields=("compressor", "step", "matching_rate"), of=_LIVE), records=True
+    ),
+    "training_curves": Figure(
+        partial(_records, fields=("compressor", "seed"), of=_LIVE, options=_curves), records=True
+    ),
+}
+"""Functions of :mod:`gradstats.plots` by name, and the reading that each needs."""
+
+
+def _kinds() -> tuple[str, ...]:
+    return tuple(name.replace("_", "-") for name in FIGURES)
+
+
+def plot(  # numpydoc ignore=PR01
+    figure: Annotated[
+        str,
+        typer.Argument(
+            metavar="FIGURE",
+            help="Figure to draw, see below.",
+            show_default=False,
+            autocompletion=lambda incomplete: [n for n in _kinds() if n.startswith(incomplete)],
+        ),
+    ],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A trace, a folder of traces or a gradient file; or records as .json or .jsonl.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="The file to write: .pdf, .svg or .png.", metavar="FILE"
+        ),
+    ],
+    width: Annotated[float, typer.Option(help="Width in mm.", min=20, max=1000)] = 85.0,
+    height: Annotated[
+        float | None,
+        typer.Option(help="Height in mm; what suits the figure if absent.", min=20, max=1000),
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title over the axes; none if absent.")] = "",
+    style: Annotated[
+        str,
+        typer.Option(
+            help=f"Style of seaborn: {', '.join(_STYLES)}.", **one_of("style", lambda: _STYLES)
+        ),
+    ] = "ticks",
+    context: Annotated[
+        str,
+        typer.Option(
+            help=f"Sizes of seaborn: {', '.join(_CONTEXTS)}.",
+            **one_of("context", lambda: _CONTEXTS),
+        ),
+    ] = "paper",
+    dark: Annotated[
+        bool, typer.Option("--dark", help="Draw for a dark page, on no background.")
+    ] = False,
+    quantity: Annotated[
+        str | None,
+        typer.Option(
+            help="What drift, drift-map and layer-map follow (as `drift`), training-curves (loss, quality, …) or "
+            "latency-bars (seconds, streams, speedup)."
+        ),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="Horizontal axis of training-curves (step, seconds, megabytes) and speedup (rate, workers)."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    estimator: EstimatorOption = None,
+    ratio: RatioOption = None,
+    layer: LayerOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+) -> None:
+    """Draw one figure for a paper or a talk: fonts embedded, width in mm, no title.
+
+    Of one gradient, the last of the first kind and rank unless chosen: tail, density, qq, mean-excess,
+    parameter-stability. Of the first, middle and last step: magnitude-decay, best-k-error, local-exponent,
+    window-exponent. Of a training: drift, drift-map, layer-map, quality-bars, quality-over-steps; of its compressor
+    build-up, lags-delta, matching-rate, training-curves. Of records, as `-o FILE.json` of bench, plan and bench-network
+    writes them: latency-bars, speedup, time-split, timeline.
+    """
+    from gradstats import plots
+    from gradstats.errors import unknown
+    from gradstats.plots.files import check_ending, styled
+
+    name = figure.replace("-", "_")
+    if name not in FIGURES:
+        raise unknown("figure", figure, _kinds())
+    check_ending(output)
+    chosen = FIGURES[name]
+    asked = Asked(model or (), ratio or (), estimator or (), layer or (), quantity, by)
+    over: dict[str, Any] = {"steps": step, "ranks": rank, "kinds": kind}
+    if chosen.records:
+        arguments, options, what = chosen.read(source, asked, over)
+    else:
+        arguments, options, what = analyse(
+            "reading",
+            source,
+            lambda sources, on_progress, **_: chosen.read(sources, asked, over),  # type: ignore[arg-type,return-value]
+            **over,
+        )
+    size = width * _MM, (height or chosen.tall * width) * _MM
+    with styled(style, context) as canvas:
+        canvas.set_size_inches(*size)
+        getattr(plots, name)(*arguments, ax=canvas.subplots(), title=title or None, **options)
+        plots.save(canvas, output, dark=dark)
+    note(f"wrote {output}: {what}")
