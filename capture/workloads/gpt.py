@@ -7,7 +7,7 @@ embedding. Words take the place of its byte pairs.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from capture.workloads.task import Task, check_batch
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
 from gradstats.errors import InputError
 
-__all__ = ["GPT", "example", "make_model", "make_task"]
+__all__ = ["GPT", "example", "make_model", "make_task", "size_of", "text_task", "texts"]
 
 _UNSEEN = 10
 """Of the embedded text the last one in so many words is never trained on."""
@@ -65,12 +65,7 @@ class GPT(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(self._layer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         # a module that shares its weight: FSDP2 gathers what modules own, not what others reach into; no memory of its
         # own, and no random numbers
@@ -82,7 +77,19 @@ class GPT(nn.Module):
                 adds = name.endswith(("out_proj.weight", "linear2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers if adds else 1))
 
-    def forward(self, words: Tensor) -> Tensor:
+    @staticmethod
+    def _layer(width: int, heads: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+
+    def _through(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what leaves the layers, and what is added to the loss, if anything."""
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return hidden, None
+
+    def forward(self, words: Tensor) -> Any:
         """Predict every next word.
 
         Parameters
@@ -93,15 +100,14 @@ class GPT(nn.Module):
         Returns
         -------
         tensor, shape (batch, time, vocab)
-            Scores of the next word.
+            Scores of the next word; in a tuple with it, if something is to be added to the loss.
         """
         time = words.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time, device=words.device)
         hidden = self.words(words) + self.positions(torch.arange(time, device=words.device))
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=mask, is_causal=True)
-        scores: Tensor = self.output(self.norm(hidden))
-        return scores
+        hidden, added = self._through(hidden, mask)
+        scores = self.output(self.norm(hidden))
+        return scores if added is None else (scores, added)
 
 
 class _Windows:
@@ -123,7 +129,14 @@ class _Windows:
         return self.rows[order[first : first + size]]
 
 
-def _size(config: RunConfig) -> _Size:
+def size_of(config: RunConfig) -> _Size:
+    """Return layers, width, heads and context of a run's transformer.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run.
+    """
     return _SIZES[config.size or config.info.size]
 
 
@@ -140,7 +153,7 @@ def make_model(config: RunConfig) -> GPT:
     GPT
         Model of the run's size and vocabulary.
     """
-    return GPT(config.setting("vocab"), *_size(config))
+    return GPT(config.setting("vocab"), *size_of(config))
 
 
 def example(config: RunConfig) -> tuple[Tensor]:
@@ -156,7 +169,7 @@ def example(config: RunConfig) -> tuple[Tensor]:
     tuple
         One batch of windows.
     """
-    shape = config.setting("batch_size"), _size(config).context
+    shape = config.setting("batch_size"), size_of(config).context
     return (torch.randint(config.setting("vocab"), shape),)
 
 
@@ -175,34 +188,77 @@ def make_task(config: RunConfig, rank: int) -> Task:
     Task
         Model and data of this rank.
     """
-    context, vocab = _size(config).context, config.setting("vocab")
+    return text_task(config, rank, make_model(config), *texts(config))
+
+
+def texts(config: RunConfig) -> tuple[Tensor, Tensor | None]:
+    """Return the text of a run.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run.
+
+    Returns
+    -------
+    seen : int64 tensor, shape (words,)
+        Numbers of the words that are trained on.
+    unseen : int64 tensor, shape (words,), or None
+        Those of the text that is not, if there is one.
+    """
+    vocab = config.setting("vocab")
     folder = config.data_dir if config.info.files else None
     if folder is None:
         ids = words_to_ids(load_pydoc(), vocab)
         end = len(ids) - len(ids) // _UNSEEN
-        ids, unseen = ids[:end], _Windows(ids[end:], context)
-    else:
-        words = load_ptb(folder)
-        ids, unseen = words_to_ids(words, vocab), None
-        if (folder / "ptb.valid.txt").is_file():
-            unseen = _Windows(words_to_ids(load_ptb(folder, "valid"), vocab, words), context)
-    windows = _Windows(ids, context)
+        return ids[:end], ids[end:]
+    words = load_ptb(folder)
+    has_other = (folder / "ptb.valid.txt").is_file()
+    other = words_to_ids(load_ptb(folder, "valid"), vocab, words) if has_other else None
+    return words_to_ids(words, vocab), other
+
+
+def text_task(config: RunConfig, rank: int, model: GPT, seen: Tensor, other: Tensor | None) -> Task:
+    """Add a rank's share of a text to a model.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the run.
+    rank : int
+        Rank of this process.
+    model : GPT
+        Model to train.
+    seen : int64 tensor, shape (words,)
+        Text to train on.
+    other : int64 tensor, shape (words,), or None
+        Text that the final model is judged on.
+
+    Returns
+    -------
+    Task
+        Model and data of this rank.
+    """
+    context = size_of(config).context
+    windows = _Windows(seen, context)
+    unseen = None if other is None else _Windows(other, context)
     size = check_batch(config, len(windows.rows), "windows of words")
 
-    def predicted(network: nn.Module, rows: Tensor) -> Tensor:
+    def predicted(network: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
-            scores = network(rows[:, :-1])
-        return F.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten())
+            outputs = network(rows[:, :-1])
+        scores, added = outputs if isinstance(outputs, tuple) else (outputs, None)
+        return F.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten()), added
+
+    def loss(network: nn.Module, step: int) -> Tensor:
+        predictions, added = predicted(network, windows.batch(config, rank, size, step))
+        return predictions if added is None else predictions + added
 
     def perplexity(network: nn.Module) -> dict[str, float]:
         assert unseen is not None
         with torch.no_grad():
             parts = torch.split(unseen.rows[:_UNSEEN_WINDOWS], config.setting("batch_size"))
-            losses = sum(float(predicted(network, rows)) * len(rows) for rows in parts)
+            losses = sum(float(predicted(network, rows)[0]) * len(rows) for rows in parts)
         return {"perplexity": math.exp(losses / sum(map(len, parts)))}
 
-    return Task(
-        make_model(config),
-        lambda network, step: predicted(network, windows.batch(config, rank, size, step)),
-        None if unseen is None else perplexity,
-    )
+    return Task(model, loss, None if unseen is None else perplexity)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from capture.workloads.registry import CIFAR10_FILES, WorkloadInfo
+from capture.workloads.task import generator
 from gradstats.errors import GradstatsError, InputError
 
 __all__ = [
@@ -70,7 +71,7 @@ class Epochs:
         """
         epoch, position = divmod(step, self._count // (size * world_size))
         if (seed, epoch) != self._epoch:
-            self._order = torch.randperm(self._count, generator=_generator(seed, epoch))
+            self._order = torch.randperm(self._count, generator=generator(seed, epoch))
             self._epoch = (seed, epoch)
         first = (position * world_size + rank) * size
         return self._order[first : first + size]
@@ -140,7 +141,7 @@ class ImageSet:
             Their classes.
         """
         chosen = self._epochs.drawn(step, size, rank, world_size, seed)
-        images = self._augment(self._padded[chosen], _generator(seed, step, rank + 1))
+        images = self._augment(self._padded[chosen], generator(seed, step, rank + 1))
         return images, self._labels[chosen]
 
     def unseen(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -172,12 +173,6 @@ class ImageSet:
             mirrored = torch.rand(n, generator=generator) < 0.5
             columns = torch.where(mirrored[:, None, None], columns.flip(2), columns)
         return padded[torch.arange(n)[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
-
-
-def _generator(*entropy: int) -> torch.Generator:
-    """Return a generator of its own for each tuple of numbers."""
-    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]) >> 1)
 
 
 def load_digits() -> ImageSet:

@@ -34,6 +34,8 @@ def layout(workload: str, **settings: Any) -> list[dict[str, Any]]:
     records, offset = [], 0
     with torch.device("meta"):
         for name, parameter in module.make_model(config).named_parameters():
+            if not parameter.requires_grad:
+                continue
             numel = parameter.numel()
             shape = "×".join(map(str, parameter.shape))
             records.append({"layer": name, "shape": shape, "numel": numel, "offset": offset})
@@ -72,6 +74,8 @@ def backward_pass(
         torch.manual_seed(config.seed)
         model, inputs = module.make_model(config), module.example(config)
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             parameter.register_post_accumulate_grad_hook(
                 lambda p, name=name: delivered.append((name, p.numel(), time.perf_counter()))
             )

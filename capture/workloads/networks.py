@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from capture.workloads.vit import ViT
+
 __all__ = [
     "NETWORKS",
     "Branches",
@@ -481,5 +483,6 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "vgg19": lambda classes: vgg(classes, 19, hidden=(4096, 4096), size=7),
     "alexnet": lambda classes: alexnet(classes, large=True),
     "inceptionv4": inception_v4,
+    "vit": ViT,
 }
 """Networks by name, as functions of the number of outputs."""

@@ -35,17 +35,18 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
     training, rate = config.training(), config.initial_learning_rate
     decayed: dict[str, Any] = {"lr": rate, "weight_decay": training.weight_decay}
     name = config.optimizer_name
+    trained = [p for p in model.parameters() if p.requires_grad]
     if name == "AdamW":
-        return [torch.optim.AdamW(model.parameters(), betas=_BETAS, **decayed)]
+        return [torch.optim.AdamW(trained, betas=_BETAS, **decayed)]
     if name == "Muon":
         matrices = _matrices(model)
         chosen = {id(p) for p in matrices}
-        rest = [p for p in model.parameters() if id(p) not in chosen]
+        rest = [p for p in trained if id(p) not in chosen]
         adamw = [torch.optim.AdamW(rest, betas=_BETAS, **decayed)] if rest else []
         return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decayed), *adamw]
     outside = not config.whole_system  # a system corrects its momentum in the memory
     decay = training.weight_decay if outside else 0.0
-    groups: list[Any] = [*model.parameters()]
+    groups: list[Any] = [*trained]
     if decay and not config.decays_vectors:
         vectors = [p for p in groups if p.ndim < 2]
         groups = [
@@ -70,7 +71,7 @@ def _matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     embeddings = {
         id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)
     }  # an output layer may be tied to one
-    every = [p for p in model.parameters() if p.ndim == 2]
+    every = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
     inner = [p for p in every if id(p) not in embeddings]
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     outputs = {id(linear[-1].weight)} if linear else set()

@@ -181,6 +181,7 @@ def _images(
         "imagenet": (("train",), 1_281_167),
     }[data]
     settings: dict[str, Any] = {
+        "module": "capture.workloads.classification",
         "learning_rate": 0.1,
         "batch_size": 32,
         "steps": 1000,
@@ -190,7 +191,6 @@ def _images(
     return WorkloadInfo(
         name=name,
         description=description,
-        module="capture.workloads.classification",
         parameters=parameters,
         network=network,
         classes=classes,
@@ -225,12 +225,12 @@ def _transformer(name: str, description: str, parameters: int, **rest: Any) -> W
         "clip": 1.0,
         "weight_decay": 0.1,
         "size": "0.5M",
+        "module": "capture.workloads.gpt",
         **rest,
     }
     return WorkloadInfo(
         name=name,
         description=description,
-        module="capture.workloads.gpt",
         parameters=parameters,
         optimizer="AdamW",
         **settings,
@@ -358,6 +358,51 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             "gpt-ptb",
             "Transformer on the words of the Penn Treebank, up to 129 M parameters",
             844_160, vocab=10_000, steps=1000, files=("ptb.train.txt",), epoch=929_589 // 64,
+        ),
+        _transformer(
+            "moe-pydoc",
+            "Transformer with 8 experts a layer, 2 for each word, on CPython's pydoc topics (embedded)",
+            1_388_672, vocab=4000, module="capture.workloads.moe",
+        ),
+        _transformer(
+            "lora-pydoc",
+            "Low-rank adapters of a frozen transformer on CPython's pydoc topics (embedded)",
+            32_768, vocab=4000, learning_rate=3e-3, weight_decay=0.0, module="capture.workloads.lora",
+        ),
+        _images(
+            "vit-digits",
+            "Vision transformer on scikit-learn's digits, enlarged to 16×16 (embedded)",
+            "vit", 204_874, 10, steps=400, optimizer="AdamW", learning_rate=1e-3, lr_schedule="cosine", lr_warm_up=20,
+        ),
+        _images(
+            "unet-digits",
+            "Diffusion model, a U-Net, of scikit-learn's digits, enlarged to 16×16 (embedded)",
+            "", 377_761, 0, batch_size=16, steps=400, optimizer="AdamW", learning_rate=1e-3, lr_schedule="cosine",
+            lr_warm_up=20, module="capture.workloads.diffusion",
+        ),
+        _images(
+            "simclr-digits",
+            "Contrastive learning with ResNet-8 on scikit-learn's digits, enlarged to 16×16 (embedded)",
+            "resnet8", 78_800, 64, steps=400, momentum=0.9, lr_schedule="cosine", lr_warm_up=20,
+            module="capture.workloads.contrastive",
+        ),
+        WorkloadInfo(
+            name="policy-cartpole",
+            description="Policy gradient on the pole balanced on a cart (generated)",
+            module="capture.workloads.policy", parameters=17_410, optimizer="AdamW",
+            learning_rate=3e-4, batch_size=8, steps=300,
+        ),
+        WorkloadInfo(
+            name="gcn-blocks",
+            description="Graph convolutions that find the communities of a stochastic block model (generated)",
+            module="capture.workloads.graph", parameters=50_182, optimizer="AdamW",
+            learning_rate=1e-3, batch_size=64, steps=400,
+        ),
+        WorkloadInfo(
+            name="dlrm-clicks",
+            description="Recommender with tables of embeddings on clicks of a known model (generated)",
+            module="capture.workloads.recommender", parameters=194_993, optimizer="AdamW",
+            learning_rate=1e-3, batch_size=256, steps=600,
         ),
         WorkloadInfo(
             name="lstm-an4",

@@ -1,16 +1,22 @@
-"""The interface between a workload and the training loop."""
+"""The interface between a workload and the training loop.
+
+A workload's module has three functions of a checked :class:`RunConfig`. ``make_model(config)`` builds the model alone,
+on torch's current device; ``example(config)`` gives a tuple of random inputs; ``make_task(config, rank)`` adds the
+data of a rank, and raises :class:`InputError` where these are too few.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from capture.workloads.config import RunConfig
 from gradstats.errors import InputError
 
-__all__ = ["Task", "check_batch"]
+__all__ = ["Task", "check_batch", "generator"]
 
 
 @dataclass(slots=True)
@@ -56,3 +62,20 @@ def check_batch(config: RunConfig, count: int, what: str) -> int:
             f"a batch of {size * config.nproc} over all processes exceeds the {count} {what}; lower --batch-size"
         )
     return size
+
+
+def generator(*entropy: int) -> torch.Generator:
+    """Return a generator of its own for each tuple of numbers, such as seed, step and rank.
+
+    Parameters
+    ----------
+    *entropy : int
+        Numbers of 0 or more.
+
+    Returns
+    -------
+    torch.Generator
+        Generator on the CPU.
+    """
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) >> 1)

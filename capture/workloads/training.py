@@ -116,7 +116,7 @@ def _train(config: RunConfig) -> RunResult:
         network = ddp
     training = config.training()
     clip = training.clip if training.clip_kind == "averaged" else None
-    result.numel = sum(p.numel() for p in network.parameters())
+    result.numel = sum(p.numel() for p in network.parameters() if p.requires_grad)
     steps = config.setting("steps")
     recorded = diagnosed = None
     with _Progress(config.label if rank == 0 else "", steps) as progress, local or nullcontext():

@@ -1,0 +1,143 @@
+"""Trainings other than the papers': each learns, is what its seed says, and has zeros where it should."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from capture.workloads import RunConfig, gpt, graph, lora, moe, policy, recommender, run
+from capture.workloads.layouts import layout
+from capture.workloads.optimizers import make_optimizers
+from gradstats import open_trace
+
+TINY = {"size": "0.1M", "vocab": 100, "batch_size": 4, "lr_warm_up": 0}
+FAMILIES = {  # settings, steps, and the largest share of the first losses that the same batches may have then
+    "moe-pydoc": (TINY | {"learning_rate": 1e-2}, 25, 0.85),
+    "lora-pydoc": (TINY | {"learning_rate": 2e-2}, 25, 0.99),
+    "vit-digits": ({"batch_size": 8, "lr_warm_up": 0}, 40, 0.85),
+    "unet-digits": ({"batch_size": 8, "lr_warm_up": 0}, 20, 0.6),
+    "simclr-digits": ({"batch_size": 8, "learning_rate": 0.01, "lr_warm_up": 0}, 30, 0.8),
+    "policy-cartpole": ({"batch_size": 4, "learning_rate": 3e-3}, 15, 0.9),
+    "gcn-blocks": ({}, 30, 0.8),
+    "dlrm-clicks": ({"learning_rate": 5e-3}, 60, 0.97),
+}
+
+
+def task_of(name, rank=0, **settings):
+    config = RunConfig(workload=name, compressor="none", nproc=2, **FAMILIES[name][0] | settings)
+    config.check()
+    torch.manual_seed(config.seed)
+    return config, importlib.import_module(config.info.module).make_task(config, rank)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_training_learns_and_is_what_its_seed_says(name, monkeypatch):
+    monkeypatch.setattr(lora, "_FIRST_STEPS", 20)
+    _, steps, share = FAMILIES[name]
+    config, task = task_of(name, steps=steps)
+    trained = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
+    assert [r["layer"] for r in layout(name, **FAMILIES[name][0])] == [*trained]
+    first = [task_of(name, rank, seed=s)[1].loss(task.model, 0).item() for rank, s in
+             ((0, 0), (0, 0), (1, 0), (0, 1))]  # fmt: skip
+    assert first[0] == first[1]
+    assert len(set(first)) == 3  # each rank and seed has its own batch
+    losses, optimizers = [], make_optimizers(config, task.model)
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = task.loss(task.model, step)
+        torch.autograd.backward(loss)
+        assert all(p.grad is not None for p in trained.values())  # as DDP needs it
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == first[0]
+    with torch.no_grad():
+        again = [float(task.loss(task.model, step)) for step in range(3)]
+    assert np.mean(again) < share * np.mean(losses[:3])
+
+
+def test_experts_that_no_word_chose_have_gradients_of_zero():
+    torch.manual_seed(0)
+    mixture = moe._Experts(6)
+    word = torch.randn(1, 1, 6)
+    mixed, _ = mixture(word)
+    mixed.sum().backward()
+    reached = {i for i, e in enumerate(mixture.experts) if e[0].weight.grad.any()}
+    scores = mixture.router(word[0, 0])
+    assert reached == {*scores.topk(2).indices.tolist()}
+    assert all(e[0].weight.grad is not None for e in mixture.experts)
+    weights = {i: scores[i].exp().item() for i in reached}
+    expected = sum(w * mixture.experts[i](word[0]) for i, w in weights.items())
+    torch.testing.assert_close(mixed[0], expected / sum(weights.values()))
+    with torch.no_grad():
+        mixture.router.weight.zero_()
+    assert mixture(torch.randn(2, 3, 6))[1].item() == pytest.approx(1)  # its least: all alike
+
+
+def test_adapters_begin_as_the_transformer_that_they_adapt():
+    config = RunConfig(workload="lora-pydoc", **TINY)
+    torch.manual_seed(0)
+    model = gpt.make_model(config)
+    words = torch.randint(100, (2, 32))
+    before = model(words)
+    lora._adapted(model)
+    assert torch.equal(model(words), before)
+    assert {n.rsplit(".", 1)[1] for n, p in model.named_parameters() if p.requires_grad} == {
+        "a",
+        "b",
+    }
+
+
+@pytest.mark.distributed
+def test_frozen_parameters_are_not_captured(tmp_path):
+    path = tmp_path / "run.zarr"
+    config = RunConfig(workload="lora-pydoc", **TINY, steps=2, every=1, out=path, ratio=0.1,
+                       kinds=("gradient", "corrected", "update"))  # fmt: skip
+    result = run(config)
+    trace = open_trace(path)
+    expected = layout("lora-pydoc", size="0.1M", vocab=100)
+    assert [layer.name for layer in trace.layers] == [r["layer"] for r in expected]
+    assert result.numel == trace.numel == sum(r["numel"] for r in expected)
+    gradient = trace.read(0, 0, "gradient")
+    for layer in trace.layers:  # b is zero, so that a's gradient is too
+        assert bool(np.any(gradient[layer.slice])) == layer.name.endswith("b")
+
+
+def test_rows_that_no_sample_has_get_gradients_of_zero():
+    _, task = task_of("dlrm-clicks", batch_size=8)
+    torch.autograd.backward(task.loss(task.model, 0))
+    clicks = recommender._Clicks(0)
+    _, values, _ = clicks.draw(8, recommender.generator(0, 0, 1))
+    for i, table in enumerate(task.model.tables):
+        touched = table.weight.grad.any(1).nonzero()[:, 0].tolist()
+        assert touched == sorted(set(values[:, i].tolist()))
+
+
+def test_the_cart_is_its_mirror_image_and_the_pole_falls():
+    states = 0.1 * torch.randn(50, 4)
+    right = (torch.arange(50) % 2).float()
+    torch.testing.assert_close(policy._moved(-states, 1 - right), -policy._moved(states, right))
+    state, speeds = torch.tensor([[0.0, 0.0, 0.05, 0.0]]), []
+    for step in range(40):
+        state = policy._moved(state, torch.tensor([float(step % 2)]))
+        speeds.append(float(state[0, 2]))
+    assert speeds[-1] > 0.15
+
+
+def test_the_graph_has_the_communities_it_is_made_of():
+    features, edges, truth = graph._graph(0)
+    a, b = edges.indices()
+    other = a != b
+    inside = float((truth[a] == truth[b])[other].float().mean())
+    assert inside == pytest.approx(0.6, abs=0.02)
+    dense = edges.to_dense()
+    assert torch.equal(dense, dense.t())
+    degrees = torch.bincount(a).float()
+    torch.testing.assert_close(dense @ degrees.sqrt(), degrees.sqrt())  # its first eigenvector
+    centres = torch.stack([features[truth == c].mean(0) for c in range(6)])
+    assert float(F.mse_loss(centres, features[truth == 0].mean(0).expand(6, -1))) > 0.01
