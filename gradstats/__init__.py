@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         TraceError,
     )
+    from gradstats.explorer import explore, write_explorer
     from gradstats.hooks.monitor import Monitor
     from gradstats.network.plan import plan
     from gradstats.primitives.backend import backend
@@ -67,6 +68,7 @@ _HOME = {
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
     ),
+    "gradstats.explorer": ("explore", "write_explorer"),
     "gradstats.hooks.monitor": ("Monitor",),
     "gradstats.network.plan": ("plan",),
     "gradstats.primitives": ("backend", "histogram", "moments", "select"),
@@ -103,6 +105,7 @@ __all__ = [
     "delta",
     "distributions",
     "drift",
+    "explore",
     "fit",
     "fit_all",
     "goodness",
@@ -125,6 +128,7 @@ __all__ = [
     "thresholds",
     "warm_up",
     "wire",
+    "write_explorer",
 ]
 
 

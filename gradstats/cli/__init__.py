@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from gradstats.cli.compare import agreement, compare
-from gradstats.cli.data import import_, info, report
+from gradstats.cli.data import explore, import_, info, report
 from gradstats.cli.formats import delta, wire
 from gradstats.cli.plan import plan
 from gradstats.cli.statistics import compressibility, drift, fit, pot
@@ -38,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Data": (info, import_, report),
+    "Data": (info, import_, report, explore),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),
