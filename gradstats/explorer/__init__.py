@@ -147,7 +147,6 @@ def _gathered(
 
         for source in opened:
             several += gather(
-                *(source, subset),
-                **{"ratios": ratios, "rules": rules, "models": models, "on_progress": advance},
+                source, subset, ratios=ratios, rules=rules, models=models, on_progress=advance
             )
     return several, ratios

@@ -390,8 +390,8 @@ def payload(
         packed = [_pack_series(s, ratios, every) for s in several]
     if every > 1:
         notes.append(
-            f"Every {_ordinal(every)} captured step is here, and the last one: all {max(len(s.steps) for s in several):,} "
-            f"would be more than {most / 1e6:g} MB. Rules were counted over all of them."
+            f"Every {_ordinal(every)} captured step is here, and the last one: all would be more than {most / 1e6:g} MB. "
+            "Rules were counted over all of them."
         )
     rules = list(dict.fromkeys(name for s in several for name in s.rules))
     laws = list(DRAWN) if on_demand else list(dict.fromkeys(n for s in several for n in s.models))
@@ -488,7 +488,10 @@ def _pack_series(s: Series, ratios: Sequence[float], every: int) -> dict[str, An
             "flag": _pack(np.array([[flags.index(text) for text in row] for row in texts])),
         }
     return {
-        **{"run": s.source.name, "kind": s.kind, "rank": s.rank, "sketched": s.sketched},
+        "run": s.source.name,
+        "kind": s.kind,
+        "rank": s.rank,
+        "sketched": s.sketched,
         "steps": [s.steps[i] for i in rows],
         "losses": [losses[i] for i in rows],
         "layers": [

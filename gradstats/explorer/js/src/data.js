@@ -5,7 +5,7 @@ const NAN = -32768;
 const LEAST = -32767;
 
 async function unpack({ type, scale, delta, shape, data }) {
-  const deflated = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+  const deflated = Uint8Array.fromBase64?.(data) ?? Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
   const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer());
   const size = TYPES[type].BYTES_PER_ELEMENT;
@@ -15,7 +15,8 @@ async function unpack({ type, scale, delta, shape, data }) {
   const values = new TYPES[type](bytes.buffer);
   if (delta) {
     const row = shape.at(-1);
-    for (let i = 0; i < n; i++) if (i % row) values[i] += values[i - 1];
+    for (let first = 0; first < n; first += row)
+      for (let i = first + 1; i < first + row; i++) values[i] += values[i - 1];
   }
   if (!scale) return values;
   const floats = new Float32Array(n);

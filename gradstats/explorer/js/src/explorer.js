@@ -141,22 +141,29 @@ function rules(ctx) {
 /** Where each rule is farthest from k, and how often it is outside the noise floor. */
 function worst(ctx) {
   const { series, ratio, from, to, about } = ctx;
-  const rows = about.rules.filter((r) => series.rules.includes(r.name)).map(({ name }) => {
-    let [outside, judged, far, where] = [0, 0, -1, null];
-    for (let step = from; step <= to; step++)
-      for (let layer = 0; layer < series.layers.length; layer++) {
-        if (series.layers[layer].k[ratio] < FEWEST) continue;
-        const off = series.off(step, layer, name, ratio);
-        if (Number.isNaN(off)) continue;
-        judged++;
-        if (Math.abs(2 ** off - 1) > series.floor(step, layer, ratio).half) outside++;
-        if (Math.abs(off) > far) [far, where] = [Math.abs(off), { step, layer, off }];
-      }
-    if (!where) return [name, "–", "–", "–", ""];
-    const place = { step: series.steps[where.step], layer: series.layers[where.layer].name };
-    const show = h("button", { type: "button", onclick: () => ctx.go({ ...place, rules: [...new Set([...ctx.rules, name])], quantity: `rule:${name}` }) }, "Show");
+  const [layers, ratios, rules] = [series.layers.length, about.ratios.length, series.rules.length];
+  const judged = []; // cells, with the floor as bounds of log₂ k̂/k: once, and not for each rule
+  for (let cell = from * layers; cell < (to + 1) * layers; cell++) {
+    const layer = cell % layers;
+    if (series.layers[layer].k[ratio] < FEWEST) continue;
+    const { half } = series.floor((cell - layer) / layers, layer, ratio);
+    judged.push([cell, Math.log2(Math.max(1 - half, 0)), Math.log2(1 + half)]);
+  }
+  const rows = series.rules.map((name, r) => {
+    let [outside, counted, far, where] = [0, 0, -1, 0];
+    for (const [cell, low, high] of judged) {
+      const off = series.arrays.off[(cell * rules + r) * ratios + ratio];
+      if (Number.isNaN(off)) continue;
+      counted++;
+      if (off < low || off > high) outside++;
+      if (Math.abs(off) > far) [far, where] = [Math.abs(off), cell];
+    }
+    if (!counted) return [name, "–", "–", "–", ""];
+    const off = series.arrays.off[(where * rules + r) * ratios + ratio];
+    const place = { step: series.steps[Math.floor(where / layers)], layer: series.layers[where % layers].name };
+    const show = h("button", { type: "button", onclick: () => ctx.go({ ...place, rules: [...new Set([...ctx.now().rules, name])], quantity: `rule:${name}` }) }, "Show");
     const text = far > 0 ? `step ${num(place.step)}, ${place.layer}` : "nowhere";
-    return [name, `${num(outside)} of ${num(judged)}`, quality(2 ** where.off), text, far > 0 ? show : ""];
+    return [name, `${num(outside)} of ${num(counted)}`, quality(2 ** off), text, far > 0 ? show : ""];
   });
   return { head: ["rule", "outside the floor", "farthest k̂/k", "where", ""], rows };
 }
@@ -352,7 +359,8 @@ export async function mount(root, text, view) {
       tool("PNG", `Save ${figure.title} as PNG`, () => panel.svg && saveFigure(panel.svg, file(), "png")),
       tool("CSV", `Copy the numbers of ${figure.title}`, async () => (await copy(csv(numbers(figure.id, ctx))), say(`The numbers of ${figure.title} are copied.`))),
     );
-    const panel = { ...figure, stage, details, svg: null };
+    const panel = { ...figure, stage, details, svg: null, near: false, stale: false };
+    stage.style.minHeight = `${figure.height}px`; // until it is drawn, so that what is below stays there
     panel.node = h("figure", { id: `gs-${figure.id}`, class: figure.wide ? "gs-wide" : "", tabindex: "0", "aria-label": figure.title }, h("figcaption", {}, h("h3", {}, figure.title), tools), figure.id === "strips" && field("Colour", quantity), stage, details);
     if (figure.steps) pointAt(panel);
     const fill = () => {
@@ -360,10 +368,13 @@ export async function mount(root, text, view) {
       if (details.open) details.append(table(numbers(figure.id, ctx), figure.title));
     };
     panel.show = () => {
+      panel.stale = !panel.near;
+      if (panel.stale) return;
       const drawn = figure.draw(ctx, Math.max(stage.clientWidth || root.clientWidth - 24, 240));
       panel.svg = drawn instanceof SVGElement ? drawn : null;
       if (panel.svg) panel.svg.setAttribute("role", "img"), panel.svg.setAttribute("aria-label", `${figure.title}: its numbers are in the table below`);
       stage.replaceChildren(drawn);
+      stage.style.minHeight = "";
       panel.node.hidden = drawn === "";
       fill();
     };
@@ -386,7 +397,7 @@ export async function mount(root, text, view) {
     facts: block("facts", facts, ["run", "beside", "layer", "step"], "This gradient"),
     laws: block("laws", laws, ["run", "layer", "step", "laws"], "Laws fitted to it; tail error: largest |ln of the law's threshold ÷ the exact one|"),
     rules: block("rules", rules, ["run", "beside", "layer", "step", "ratio", "rules"], "What the rules keep of it"),
-    worst: block("worst", worst, ["run", "range", "ratio", "rules"], `Which rule fails where: all layers with k of at least ${FEWEST}, steps in view`),
+    worst: block("worst", worst, ["run", "range", "ratio"], `Which rule fails where: all layers with k of at least ${FEWEST}, steps in view`),
   };
   for (const [id, [title, hint]] of Object.entries(SECTIONS)) {
     const own = panels.filter((p) => p.section === id).map((p) => p.node);
@@ -458,7 +469,7 @@ export async function mount(root, text, view) {
     const before = ctx;
     ctx = resolve(about, wanted);
     if (ctx.step < ctx.from || ctx.step > ctx.to) [ctx.from, ctx.to] = [0, ctx.series.steps.length - 1];
-    Object.assign(ctx, { go: set, view, quantiles: (name) => ctx.series.fit(ctx.step, ctx.layer, name) && lawAt(name) });
+    Object.assign(ctx, { go: set, now: () => ctx, view, quantiles: (name) => ctx.series.fit(ctx.step, ctx.layer, name) && lawAt(name) });
     const which = changes(before, ctx);
     if (which === null || which.includes("run")) {
       layer.replaceChildren(...options(ctx.series.layers.map((l) => [l.name, `${l.name} (${num(l.numel)})`])));
@@ -503,8 +514,23 @@ export async function mount(root, text, view) {
     }
   }
 
+  // figures are drawn when they come near the screen: a slider is to move what one sees
+  const seen = new IntersectionObserver(
+    (entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const panel = panels.find((p) => p.node === target);
+        panel.near = isIntersecting;
+        if (panel.near && panel.stale) panel.show();
+      }
+    },
+    { rootMargin: "200px" },
+  );
+  const all = () => panels.forEach((panel) => panel.near || ((panel.near = true), panel.show()));
+  addEventListener("beforeprint", all);
+
   update(view.read());
   view.write(names(ctx));
+  for (const panel of panels) seen.observe(panel.node);
   view.watch(() => update(view.read()));
   let width = root.clientWidth;
   const resized = new ResizeObserver(() => {
@@ -513,5 +539,9 @@ export async function mount(root, text, view) {
     for (const panel of panels) panel.show();
   });
   resized.observe(root);
-  return () => resized.disconnect();
+  return () => {
+    resized.disconnect();
+    seen.disconnect();
+    removeEventListener("beforeprint", all);
+  };
 }

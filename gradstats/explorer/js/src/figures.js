@@ -92,7 +92,21 @@ let drawnRamp = "";
 const ramp = () => (drawnRamp ||= picture(64, 1, (column) => column / 63));
 
 const dashed = (look) => ({ stroke: look.color, strokeDasharray: look.dash || undefined });
-const sized = { type: "log", ticks: 6, tickFormat: num, nice: false };
+
+/** A logarithmic axis with a tick at 1, 2 and 5, at powers of ten if it is long, or at some of these. */
+function sized(domain, pixels) {
+  const [low, high] = domain.map(Math.log10);
+  const room = Math.max(2, Math.floor(pixels / 55));
+  const powers = Math.floor(high) - Math.ceil(low) + 1;
+  const subs = high - low < 2.5 && 3 * powers <= room + 2 ? [1, 2, 5] : [1];
+  const every = Math.max(1, Math.ceil(powers / room));
+  const ticks = [];
+  for (let p = Math.floor(low); p <= high; p++)
+    if (subs.length > 1 || p % every === 0)
+      for (const sub of subs) if (sub * 10 ** p >= domain[0] && sub * 10 ** p <= domain[1]) ticks.push(Number(`${sub}e${p}`));
+  return { type: "log", domain, ticks: ticks.length > 1 ? ticks : domain, tickFormat: num, labelArrow: "none" };
+}
+
 const halo = { stroke: "var(--gs-back)", strokeWidth: 4, strokeLinejoin: "round" };
 
 const LEFT = (width) => (width < NARROW ? 96 : 178);
@@ -167,7 +181,7 @@ function magnitudeMap(ctx, width) {
       const { count } = series.facts(step, layer);
       if (!count) continue;
       high = Math.max(high, series.logSize(step, layer, 1));
-      low = Math.min(low, series.logSize(step, layer, Math.max(0.9 * count, 1)));
+      low = Math.min(low, series.logSize(step, layer, Math.max(0.7 * count, 1)));
     }
     if (!(low < high)) [low, high] = Number.isFinite(low) ? [low - 1, low + 1] : [-1, 1];
     const shares = densities(ctx, steps, low, high);
@@ -191,7 +205,7 @@ function magnitudeMap(ctx, width) {
   return draw({
     ...{ width, height: width < NARROW ? 260 : 320, marginLeft: LEFT(width) },
     x: overSteps(ctx, width, LEFT(width)),
-    y: { ...sized, domain: [2 ** low, 2 ** high], label: "magnitude |g|", labelArrow: "none" },
+    y: { ...sized([2 ** low, 2 ** high], 320), label: "magnitude |g|" },
     marks: [
       cells(url, [from - 0.5, to + 0.5], [2 ** low, 2 ** high], ["≤ 10⁻⁵", width < NARROW ? "share" : "share of elements per octave", "1"]),
       lines,
@@ -328,11 +342,11 @@ function survival(ctx, width) {
     r.end = Math.log(r.threshold / domain[0]) > 0.6 * Math.log(domain[1] / domain[0]);
   });
   const marked = (end) =>
-    Plot.text(placed.filter((r) => r.end === end), { x: "threshold", y: "at", text: (r) => `${r.rule} ${quality(r.quality)}`, fill: (r) => r.look.color, textAnchor: end ? "end" : "start", dx: end ? -5 : 5, fontWeight: "bold", ...halo });
+    Plot.text(placed.filter((r) => r.end === end), { x: "threshold", y: "at", text: (r) => `${r.rule} ${quality(r.quality)}`, fill: "currentColor", textAnchor: end ? "end" : "start", dx: end ? -5 : 5, ...halo });
   return draw({
     ...{ width, height: 380 },
-    x: { ...sized, domain, label: "magnitude |g|", labelAnchor: "center", labelArrow: "none" },
-    y: { ...sized, domain: [bottom, 1.5], label: "share of elements ≥ |g|", labelArrow: "none", grid: true },
+    x: { ...sized(domain, width), label: "magnitude |g|", labelAnchor: "center" },
+    y: { ...sized([bottom, 1.5], 380), label: "share of elements ≥ |g|", grid: true },
     color: { type: "identity" },
     symbol: { type: "identity" },
     marks: [
@@ -372,8 +386,8 @@ function density(ctx, width) {
   );
   return draw({
     ...{ width, height: 300 },
-    x: { ...sized, domain, label: "magnitude |g|", labelAnchor: "center", labelArrow: "none" },
-    y: { ...sized, domain: [low, high], label: "density of |g|", labelArrow: "none", grid: true },
+    x: { ...sized(domain, width), label: "magnitude |g|", labelAnchor: "center" },
+    y: { ...sized([low, high], 300), label: "density of |g|", grid: true },
     marks: [Plot.line(points, { x: "x", y: "y", strokeWidth: 2.2, curve: "step" }), lines],
   });
 }
@@ -394,8 +408,8 @@ function qq(ctx, width) {
   });
   return draw({
     ...{ width, height: 300 },
-    x: { ...sized, domain, label: "magnitude the law expects", labelAnchor: "center", labelArrow: "none" },
-    y: { ...sized, domain, label: "captured magnitude", labelArrow: "none", grid: true },
+    x: { ...sized(domain, width), label: "magnitude the law expects", labelAnchor: "center" },
+    y: { ...sized(domain, 300), label: "captured magnitude", grid: true },
     marks: [Plot.line(domain, { x: (d) => d, y: (d) => d, strokeOpacity: 0.6 }), lines],
   });
 }
@@ -423,13 +437,13 @@ function ruleSeries(ctx, width) {
     return [
       Plot.line(shown, { x: "step", y: "value", strokeWidth: 1.5, ...dashed(look) }),
       Plot.dot(few ? shown : shown.filter((_, i) => i % Math.ceil(shown.length / 12) === 0), { x: "step", y: "value", fill: look.color, symbol: look.symbol, r: 3.5 }),
-      Plot.text(nothing, { x: "step", y: low, text: () => "0", fill: look.color, dy: -6, ...halo }),
+      Plot.text(nothing, { x: "step", y: low, text: () => "0", fill: "currentColor", dy: -6, ...halo }),
     ];
   });
   return draw({
     ...{ width, height: 320 },
     x: overSteps(ctx, width),
-    y: { ...sized, domain: [low, high], label: `k̂/k at ratio ${about.ratios[ratio]}`, labelArrow: "none", grid: true },
+    y: { ...sized([low, high], 320), label: `k̂/k at ratio ${about.ratios[ratio]}`, grid: true },
     symbol: { type: "identity" },
     marks: [
       Plot.areaY(floors, { x: "step", y1: (f) => Math.max(1 - f.half, low), y2: (f) => Math.min(1 + f.half, high), fill: "currentColor", fillOpacity: 0.13 }),
@@ -456,7 +470,7 @@ function rankLine(ctx, name, style) {
   return [
     Plot.line(points, { x: "step", y: "value", strokeWidth: 1.8, stroke: style.stroke, strokeDasharray: style.dash || undefined }),
     points.length < 60 && Plot.dot(points, { x: "step", y: "value", r: 2, fill: style.stroke }),
-    last && Plot.text([last], { x: "step", y: "value", text: () => style.text, textAnchor: "end", dy: -9, fill: style.stroke, ...halo }),
+    last && Plot.text([last], { x: "step", y: "value", text: () => style.text, textAnchor: "end", dy: -9, fill: "currentColor", ...halo }),
   ];
 }
 
@@ -485,13 +499,13 @@ function unionOf(ctx, width) {
 
 /** Figures by section. `uses` names what of the view they show, so that nothing else draws them again. */
 export const FIGURES = [
-  { id: "loss", section: "overview", title: "Loss", uses: ["run", "range", "step"], draw: loss, steps: true },
-  { id: "magnitudes", section: "overview", title: "Magnitudes over the steps", uses: ["run", "layer", "range", "step"], draw: magnitudeMap, steps: true },
-  { id: "strips", section: "overview", title: "Layers", uses: ["run", "layer", "range", "step", "quantity", "stripRatio"], draw: strips, steps: true, layers: true },
-  { id: "survival", section: "step", title: "Share above a magnitude", uses: ["run", "beside", "layer", "step", "ratio", "laws", "rules"], draw: survival, wide: true },
-  { id: "density", section: "step", title: "Density", uses: ["run", "layer", "step", "laws"], draw: density },
-  { id: "qq", section: "step", title: "Q–Q", uses: ["run", "layer", "step", "laws"], draw: qq },
-  { id: "thresholds", section: "thresholds", title: "k̂/k over the steps", uses: ["run", "layer", "range", "step", "ratio", "rules"], draw: ruleSeries, steps: true, wide: true },
-  { id: "agreement", section: "ranks", title: "Agreement", uses: ["run", "layer", "range", "step", "ratio"], draw: agreementOf, steps: true },
-  { id: "union", section: "ranks", title: "Union", uses: ["run", "layer", "range", "step", "ratio"], draw: unionOf, steps: true },
+  { id: "loss", height: 130, section: "overview", title: "Loss", uses: ["run", "range", "step"], draw: loss, steps: true },
+  { id: "magnitudes", height: 320, section: "overview", title: "Magnitudes over the steps", uses: ["run", "layer", "range", "step"], draw: magnitudeMap, steps: true },
+  { id: "strips", height: 300, section: "overview", title: "Layers", uses: ["run", "layer", "range", "step", "quantity", "stripRatio"], draw: strips, steps: true, layers: true },
+  { id: "survival", height: 380, section: "step", title: "Share above a magnitude", uses: ["run", "beside", "layer", "step", "ratio", "laws", "rules"], draw: survival, wide: true },
+  { id: "density", height: 300, section: "step", title: "Density", uses: ["run", "layer", "step", "laws"], draw: density },
+  { id: "qq", height: 300, section: "step", title: "Q–Q", uses: ["run", "layer", "step", "laws"], draw: qq },
+  { id: "thresholds", height: 320, section: "thresholds", title: "k̂/k over the steps", uses: ["run", "layer", "range", "step", "ratio", "rules"], draw: ruleSeries, steps: true, wide: true },
+  { id: "agreement", height: 260, section: "ranks", title: "Agreement", uses: ["run", "layer", "range", "step", "ratio"], draw: agreementOf, steps: true },
+  { id: "union", height: 260, section: "ranks", title: "Union", uses: ["run", "layer", "range", "step", "ratio"], draw: unionOf, steps: true },
 ];
