@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         TraceError,
     )
+    from gradstats.explorer import explore, write_explorer
     from gradstats.hooks.monitor import Monitor
     from gradstats.hooks.trial import Trial
     from gradstats.network.plan import plan
@@ -68,6 +69,7 @@ _HOME = {
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
     ),
+    "gradstats.explorer": ("explore", "write_explorer"),
     "gradstats.hooks.monitor": ("Monitor",),
     "gradstats.hooks.trial": ("Trial",),
     "gradstats.network.plan": ("plan",),
@@ -106,6 +108,7 @@ __all__ = [
     "delta",
     "distributions",
     "drift",
+    "explore",
     "fit",
     "fit_all",
     "goodness",
@@ -128,6 +131,7 @@ __all__ = [
     "thresholds",
     "warm_up",
     "wire",
+    "write_explorer",
 ]
 
 

@@ -31,6 +31,7 @@ ROOMS = [
     "gradstats.compressors",
     "gradstats.analysis",
     "gradstats.hooks",
+    "gradstats.explorer",
     "gradstats.report",
     "gradstats.network",
     "gradstats.cli",

@@ -28,6 +28,7 @@ from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 __all__ = [
     "by_step",
     "differences",
+    "each_record",
     "fitted_floor",
     "inner_90",
     "log_quality",
@@ -205,28 +206,64 @@ def series_of(
     Records
         Records as in :func:`quality_series`.
     """
-    records = Records()
+    return Records(
+        each_record(
+            source, subset, ratios, estimators, options=options, on_progress=on_progress, fresh=True
+        )
+    )
+
+
+def each_record(
+    source: Source,
+    subset: Subset,
+    ratios: Sequence[float] = RATIOS,
+    estimators: Iterable[str] | None = None,
+    *,
+    options: Options | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+    fresh: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of :func:`series_of` one by one, so that those of a long run need not be held together.
+
+    Parameters
+    ----------
+    source : Source
+        Source to read.
+    subset : Subset
+        Gradients and layers to look at.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1].
+    estimators : iterable of str, optional
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
+    options : dict of dict, optional
+        Options by estimator's name.
+    on_progress : callable, optional
+        Called after every gradient.
+    fresh : bool, optional
+        Run rules that remember once more without their past; otherwise the field ``fresh`` says what ``quality`` does.
+
+    Yields
+    ------
+    dict
+        A record as in :func:`quality_series`.
+    """
     best: _BestK | None = None
-    for played in _replay(source, subset, ratios, estimators, options, on_progress, fresh=True):
+    for played in _replay(source, subset, ratios, estimators, options, on_progress, fresh=fresh):
         if best is None or best.values is not played.values:
             best = _BestK(played.values)
         kept, k = len(played.selection), played.estimate.k
-        records.append(
-            played.labels
-            | {
-                "numel": numel_of(played.values),
-                "k": k,
-                "selected": kept,
-                "quality": kept / k if k else float("nan"),
-                "energy_error": best.energy_error(played.selection, k),
-                "threshold": played.estimate.threshold,
-                "seen": played.seen,
-                "fresh": played.fresh / k if k else float("nan"),
-                "design": best.design(k),
-                "status": _status(played, kept),
-            }
-        )
-    return records
+        yield played.labels | {
+            "numel": numel_of(played.values),
+            "k": k,
+            "selected": kept,
+            "quality": kept / k if k else float("nan"),
+            "energy_error": best.energy_error(played.selection, k),
+            "threshold": played.estimate.threshold,
+            "seen": played.seen,
+            "fresh": played.fresh / k if k else float("nan"),
+            "design": best.design(k),
+            "status": _status(played, kept),
+        }
 
 
 @dataclass(frozen=True, slots=True)

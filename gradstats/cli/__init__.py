@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from gradstats.cli.compare import agreement, compare
-from gradstats.cli.data import import_, info, report
+from gradstats.cli.data import explore, import_, info, report
 from gradstats.cli.formats import delta, wire
 from gradstats.cli.plan import plan
 from gradstats.cli.plot import plot
@@ -39,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Data": (info, import_, report, plot),
+    "Data": (info, import_, report, explore, plot),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
     "Thresholds": (quality, bench, compression, plan),

@@ -1,4 +1,4 @@
-"""Commands about the data: ``info`` and ``report``."""
+"""Commands about the data: ``info``, ``import``, ``report`` and ``explore``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradstats.cli.options import (
+    EstimatorOption,
     EverythingOption,
     FormatOption,
+    KindOption,
+    LayerOption,
+    ModelOption,
     OutputOption,
+    RankOption,
     RatioOption,
     SourceArgument,
+    StepOption,
     one_of,
 )
 from gradstats.cli.output import Table, given, note
@@ -23,7 +29,7 @@ from gradstats.errors import InputError
 if TYPE_CHECKING:
     from gradstats.trace.sources import TraceSource
 
-__all__ = ["INFO", "SUMMARY", "import_", "info", "report"]
+__all__ = ["INFO", "SUMMARY", "explore", "import_", "info", "report"]
 
 INFO = Table("Captured gradients", ("trace", "step", "rank", "kind", "numel"))
 SUMMARY = Table(
@@ -206,3 +212,39 @@ def report(  # numpydoc ignore=PR01
         )
     write_report(sources, output, advice=advice)
     note(f"wrote {output}")
+
+
+def explore(  # numpydoc ignore=PR01
+    source: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE…",
+            help="Traces, folders of traces, or .npy, .npz, .safetensors or .pt files.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE.html")
+    ],
+    ratio: RatioOption = None,
+    estimator: EstimatorOption = None,
+    model: ModelOption = None,
+    layer: LayerOption = None,
+    step: StepOption = None,
+    rank: RankOption = None,
+    kind: KindOption = None,
+) -> None:
+    """Write one self-contained page to look around in: any step, layer, law, rule and ratio of one or more runs.
+
+    It needs no server and loads nothing, so that it can be mailed. The address after # holds the view.
+    """
+    from gradstats.explorer import write_explorer
+    from gradstats.trace.sources import open_sources
+
+    sources = [each for path in source for each in open_sources(path)]
+    for each in sources:
+        if each.remark:
+            note(f"{each.remark[0].upper()}{each.remark[1:]}.")
+    wanted = {"ratios": ratio, "estimators": estimator, "models": model, "layers": layer}
+    write_explorer(sources, output, **given(**wanted, steps=step, ranks=rank, kinds=kind))
+    note(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

@@ -37,6 +37,7 @@ __all__ = [
     "bootstrap",
     "compare",
     "goodness",
+    "tail_distances",
 ]
 
 TAIL_RATIOS = (*RATIOS, 0.0001)
@@ -163,14 +164,7 @@ def measured(
     finite = m.count / (1 - zero)
     entropy = -sum(p * math.log(p) for p in (zero, 1 - zero) if p > 0)
     nll = entropy - (1 - zero) * (_mean(m, fit.magnitude.logpdf(m.middle)) - math.log(2))
-    log_quantile, quality = {}, {}
-    for ratio in ratios:
-        k = target_count(ratio, round(finite))
-        if _FEWEST <= k <= m.count:
-            threshold = fit.threshold(ratio)
-            exact = m.upper_quantile(k)
-            log_quantile[ratio] = math.log(threshold / exact) if threshold > 0 else -math.inf
-            quality[ratio] = m.exceedances(threshold) / k
+    log_quantile, quality = tail_distances(fit, m, ratios)
     criteria = "" if fit.is_likelihood else _NO_CRITERIA
     penalty = math.nan if criteria else fit.n_params
     return Goodness(
@@ -184,6 +178,37 @@ def measured(
         quality=quality,
         criteria=criteria,
     )
+
+
+def tail_distances(
+    fit: Fit, m: Magnitudes, ratios: Sequence[float] = TAIL_RATIOS
+) -> tuple[dict[float, float], dict[float, float]]:
+    """Return how far the model's thresholds are from the exact ones, which takes no distance over all magnitudes.
+
+    Parameters
+    ----------
+    fit : Fit
+        Model of the same gradient.
+    m : Magnitudes
+        Its magnitudes.
+    ratios : sequence of float
+        Kept fractions of all elements; those that leave fewer than ten elements are passed over.
+
+    Returns
+    -------
+    log_quantile, quality : dict of float to float
+        As in :class:`Goodness`.
+    """
+    log_quantile, quality = {}, {}
+    finite = m.count / (1 - fit.zero_fraction)
+    for ratio in ratios:
+        k = target_count(ratio, round(finite))
+        if _FEWEST <= k <= m.count:
+            threshold = fit.threshold(ratio)
+            exact = m.upper_quantile(k)
+            log_quantile[ratio] = math.log(threshold / exact) if threshold > 0 else -math.inf
+            quality[ratio] = m.exceedances(threshold) / k
+    return log_quantile, quality
 
 
 def _mean(m: Magnitudes, values: NDArray[np.float64]) -> float:

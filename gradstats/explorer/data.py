@@ -1,0 +1,578 @@
+"""What the explorer shows of a training: every gradient and layer in some hundred bytes, and how it is packed."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+import gradstats
+from gradstats.analysis.agreement import agreement
+from gradstats.analysis.pieces import evaluate, plan_sketches
+from gradstats.analysis.quality import each_record
+from gradstats.errors import InputError, unknown
+from gradstats.plots.style import LINES, PALETTE, label_of, look_of
+from gradstats.primitives.ratio import check_ratios, check_several, target_count
+from gradstats.primitives.sketch import Magnitudes, Sketch
+from gradstats.statistics.fitting import fit
+from gradstats.statistics.goodness import tail_distances
+from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws.choice import law_of
+from gradstats.statistics.solution import FitError
+from gradstats.thresholds import ESTIMATORS, make_estimator
+from gradstats.trace import Kind
+from gradstats.trace.sources import SKETCHED, Source, Subset, TraceSource
+
+__all__ = [
+    "DRAWN",
+    "MOST",
+    "RANKS",
+    "RATIOS",
+    "Series",
+    "fitted",
+    "gather",
+    "needs_elements",
+    "payload",
+]
+
+RANKS = 96
+"""Magnitudes of every gradient that travel: those at ranks n^(i/95), i from 0 to 95, of n that are not zero."""
+
+RATIOS = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
+"""Kept fractions at which rules are counted by default: the stops of the slider."""
+
+MOST = 8_000_000
+"""Bytes of data beyond which steps are left out."""
+
+DRAWN = ("laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dweibull", "lognorm")
+"""Laws that the page can draw: it has their functions."""
+
+_SHAPE = "double_genpareto"
+"""Law whose shape ξ the strips show."""
+
+_QUANTITIES = ("cosine", "signs", "overlap", "union")
+"""What ranks have in common, by the names of :func:`gradstats.agreement`."""
+
+Packed: TypeAlias = dict[str, Any]
+
+
+@dataclass
+class Series:
+    """The gradients of one rank and kind, in the order of the steps.
+
+    Attributes
+    ----------
+    source : Source
+        Where they come from.
+    rank : int
+        Rank.
+    kind : Kind
+        Kind of gradient.
+    steps : list of int
+        Steps.
+    layers : list of str
+        ``all``, then the parameters.
+    numel : list of int
+        Elements of each.
+    rules : list of str
+        Rules counted.
+    models : list of str
+        Laws fitted.
+    arrays : dict of str to ndarray, shape (steps, layers, …)
+        ``magnitudes`` at :data:`RANKS` ranks, ``zeros`` and ``nonfinite`` (numbers), ``norm``, ``xi`` (shape of the
+        double generalized Pareto); ``selected`` by rule and ratio, ``design`` by ratio; ``params``, ``stderr`` and
+        ``tail_error`` of each law, by ``NAME:LAW``.
+    flags : dict of str to list
+        By law, what there is to doubt: a text for each step and layer.
+    """
+
+    source: Source
+    rank: int
+    kind: Kind
+    steps: list[int]
+    layers: list[str]
+    numel: list[int]
+    rules: list[str]
+    models: list[str]
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    flags: dict[str, list[list[str]]] = field(default_factory=dict)
+
+    @property
+    def sketched(self) -> bool:
+        """Whether only sketches were captured."""
+        return self.source.sketched(self.rank, self.kind)
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Training loss of each step; None where it is not known."""
+        known: dict[int, float] = {}
+        if isinstance(self.source, TraceSource):
+            columns = self.source.trace.scalars(self.rank)
+            known = dict(zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True))
+        losses = (known.get(step, math.nan) for step in self.steps)
+        return [loss if math.isfinite(loss) else None for loss in losses]
+
+
+def needs_elements(rule: str) -> bool:
+    """Tell whether a rule's threshold depends on signs or places, which no sketch has.
+
+    Parameters
+    ----------
+    rule : str
+        Name of :data:`gradstats.thresholds.ESTIMATORS`.
+
+    Returns
+    -------
+    bool
+        True if it finds another threshold for the same magnitudes with other signs and in another order.
+    """
+    values = np.random.default_rng(0).laplace(0.3, 1.0, 4096).astype(np.float32)
+    once, again = (
+        make_estimator(rule).estimate(x, 0.01).threshold for x in (values, np.sort(np.abs(values)))
+    )
+    return not math.isclose(once, again, rel_tol=1e-3)
+
+
+def gather(
+    source: Source,
+    subset: Subset,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    rules: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[Series]:
+    """Measure, fit and count what the explorer shows of a source.
+
+    Parameters
+    ----------
+    source : Source
+        Source of gradients or of sketches.
+    subset : Subset
+        Gradients and layers to look at.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1].
+    rules : sequence of str, optional
+        Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default. Of sketches, those that need elements are left
+        out.
+    models : sequence of str, optional
+        Laws to fit, of :data:`DRAWN`; by default those that are no controls.
+    on_progress : callable, optional
+        Called twice for every gradient.
+
+    Returns
+    -------
+    list of Series
+        One for each rank and kind.
+
+    Raises
+    ------
+    InputError
+        If a rule is unknown, a law cannot be drawn, a ratio is outside (0, 1], or nothing matches.
+    """
+    ratios = check_ratios(ratios)
+    names = list(ESTIMATORS) if rules is None else check_several(rules, "estimators")
+    for name in names:
+        make_estimator(name)  # one that is unknown ends this before the work
+    laws = _laws(models)
+    parameters = subset.parameters(source)
+    sizes = {la.name: la.numel for la in source.layers}
+    found = []
+    keys = subset.keys(source)
+    for (rank, kind), several in itertools.groupby(
+        sorted(keys, key=_place(keys)), lambda key: key[:2]
+    ):
+        steps = [step for _, _, step in several]
+        counted = names
+        if source.sketched(rank, kind):
+            counted = [name for name in names if not needs_elements(name)]
+        series = Series(
+            *(source, rank, kind, steps, ["all", *parameters]),
+            [source.numel, *(sizes[name] for name in parameters)],
+            *(counted, laws),
+        )
+        _measure(series, on_progress)
+        _count(series, subset, ratios, on_progress)
+        found.append(series)
+    return found
+
+
+def _place(
+    keys: Sequence[tuple[int, Kind, int]],
+) -> Callable[[tuple[int, Kind, int]], tuple[int, ...]]:
+    """Return the order of series: kinds and ranks as the source has them, steps ascending."""
+    order = list(dict.fromkeys(key[:2] for key in keys))
+    return lambda key: (order.index(key[:2]), key[2])
+
+
+def _laws(models: Sequence[str] | None) -> list[str]:
+    if models is None:
+        return [name for name in DRAWN if not LAWS[name].control]
+    laws = [law_of(name).name for name in check_several(models, "models")]
+    for name in laws:
+        if name not in DRAWN:
+            raise InputError(f"the explorer has no function of {name}; it draws {', '.join(DRAWN)}")
+    return laws
+
+
+def _measure(series: Series, on_progress: Callable[[], None]) -> None:
+    """Fill in what follows from the sketches."""
+    shape = len(series.steps), len(series.layers)
+    arrays = series.arrays
+    arrays["magnitudes"] = np.zeros((*shape, RANKS))
+    arrays["zeros"], arrays["nonfinite"] = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    arrays["norm"], arrays["xi"] = np.zeros(shape), np.full(shape, math.nan)
+    for law in series.models:
+        parameters = len(LAWS[law].parameters)
+        arrays[f"params:{law}"] = np.full((*shape, parameters), math.nan)
+        arrays[f"stderr:{law}"] = np.full((*shape, parameters), math.nan)
+        arrays[f"tail_error:{law}"] = np.full(shape, math.nan)
+        series.flags[law] = [[""] * shape[1] for _ in series.steps]
+    keys = [(series.rank, series.kind, step) for step in series.steps]
+    parameters_ = series.layers[1:]
+
+    def plan(submit: Callable[..., Any], key: tuple[int, Kind, int]) -> Any:
+        return plan_sketches(submit, series.source, key, parameters=parameters_)
+
+    for i, sketches in enumerate(evaluate(plan, keys)):
+        for j, sketch in enumerate(cast("dict[str, Sketch]", sketches).values()):
+            m, sums = sketch.magnitudes, sketch.moments
+            arrays["magnitudes"][i, j] = _at_ranks(m)
+            arrays["zeros"][i, j], arrays["nonfinite"][i, j] = sums.zeros, sums.nonfinite
+            arrays["norm"][i, j] = math.sqrt(sums.sum_squares)
+            arrays["xi"][i, j] = _fit(sketch, _SHAPE)["params"][0]
+            for law in series.models:
+                one = _fit(sketch, law)
+                for name in ("params", "stderr", "tail_error"):
+                    arrays[f"{name}:{law}"][i, j] = one[name]
+                series.flags[law][i][j] = one["flags"]
+        on_progress()
+
+
+def _at_ranks(m: Magnitudes) -> NDArray[np.float64]:
+    """Return the magnitudes at the ranks that travel; zeros where there is none."""
+    if not m.count:
+        return np.zeros(RANKS)
+    ranks = np.minimum(m.count ** (np.arange(RANKS) / (RANKS - 1)), m.count)
+    return np.array([m.upper_quantile(float(rank)) for rank in ranks])
+
+
+def _fit(sketch: Sketch, law: str) -> dict[str, Any]:
+    """Return a law's parameters, their standard errors, the tail error and what there is to doubt."""
+    known = LAWS[law]
+    nothing = [math.nan] * len(known.parameters)
+    try:
+        found = fit(sketch, law, known.default_method)
+    except FitError as error:
+        return {"params": nothing, "stderr": nothing, "tail_error": math.nan, "flags": str(error)}
+    distances, _ = tail_distances(found, sketch.magnitudes)
+    return {
+        "params": [found.params[name] for name in known.parameters],
+        "stderr": [found.stderr.get(name, math.nan) for name in known.parameters],
+        "tail_error": max(map(abs, distances.values()), default=math.nan),
+        "flags": "; ".join(found.flags),
+    }
+
+
+def fitted(series: Series, step: int, layer: str, law: str) -> dict[str, Any]:
+    """Fit a law to one layer in one step, when somebody asks for it.
+
+    Parameters
+    ----------
+    series : Series
+        Gradients of a rank and kind.
+    step : int
+        One of its steps.
+    layer : str
+        One of its layers.
+    law : str
+        One of :data:`DRAWN`.
+
+    Returns
+    -------
+    dict
+        params and stderr, in the order of :attr:`gradstats.statistics.laws.Law.parameters`; tail_error; flags.
+
+    Raises
+    ------
+    InputError
+        If there is no such step, layer or law.
+    """
+    for what, one, known in (
+        ("step", step, series.steps),
+        ("layer", layer, series.layers),
+        ("law", law, DRAWN),
+    ):
+        if one not in known:
+            raise unknown(what, str(one), [str(name) for name in known])
+    key = (series.rank, series.kind, step)
+    sketches = plan_sketches(
+        lambda work, *given: work(*given), series.source, key, parameters=[layer]
+    )
+    return _fit(sketches[layer], law)
+
+
+def _count(
+    series: Series, subset: Subset, ratios: Sequence[float], on_progress: Callable[[], None]
+) -> None:
+    """Fill in what every rule keeps of every gradient, counted on its elements."""
+    shape = len(series.steps), len(series.layers)
+    selected = np.zeros((*shape, len(series.rules), len(ratios)), np.int64)
+    design = np.full((*shape, len(ratios)), math.nan)
+    step = {s: i for i, s in enumerate(series.steps)}
+    layer = {name: j for j, name in enumerate(series.layers)}
+    rule = {name: r for r, name in enumerate(series.rules)}
+    place = {ratio: q for q, ratio in enumerate(ratios)}
+    own = Subset(series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer)
+    for r in (
+        each_record(series.source, own, ratios, series.rules, on_progress=on_progress)
+        if series.rules
+        else ()
+    ):
+        i, j, q = step[r["step"]], layer[r["layer"]], place[r["ratio"]]
+        selected[i, j, rule[r["estimator"]], q] = r["selected"]
+        design[i, j, q] = r["design"]
+    if series.sketched:
+        design[:] = math.nan  # places are made up
+    series.arrays |= {"selected": selected, "design": design}
+
+
+def payload(
+    several: Sequence[Series],
+    ratios: Sequence[float] = RATIOS,
+    *,
+    most: int = MOST,
+    on_demand: bool = False,
+) -> str:
+    """Return all that the page needs, as JSON.
+
+    Parameters
+    ----------
+    several : sequence of Series
+        What :func:`gather` returned, of one or more sources.
+    ratios : sequence of float, optional
+        Kept fractions that were counted.
+    most : int, optional
+        Bytes beyond which every second step, or more, is left out. The page says so.
+    on_demand : bool, optional
+        Whether somebody is there to fit a law that was not fitted.
+
+    Returns
+    -------
+    str
+        JSON, in which arrays are typed, deflated and in base64.
+
+    Raises
+    ------
+    InputError
+        If there is nothing, or two sources have the same name.
+    """
+    if not several:
+        raise InputError("there is nothing to explore")
+    names = [(s.source.name, s.kind, s.rank) for s in several]
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)[0]
+        raise InputError(f"two sources are called {twice}: rename one, so that a view can name it")
+    ratios = check_ratios(ratios)
+    together = _together(several, ratios)
+    every, notes = 1, _notes(several)
+    packed = [_pack_series(s, ratios, every) for s in several]
+    while (size := len(json.dumps(packed))) > most and every < max(len(s.steps) for s in several):
+        every = max(every + 1, math.ceil(every * size / most))
+        packed = [_pack_series(s, ratios, every) for s in several]
+    if every > 1:
+        notes.append(
+            f"Every {_ordinal(every)} captured step is here, and the last one: all would be more than {most / 1e6:g} MB. "
+            "Rules were counted over all of them."
+        )
+    rules = list(dict.fromkeys(name for s in several for name in s.rules))
+    laws = list(DRAWN) if on_demand else list(dict.fromkeys(n for s in several for n in s.models))
+    return json.dumps(
+        {
+            "version": gradstats.__version__,
+            "ranks": RANKS,
+            "ratios": ratios,
+            "notes": notes,
+            "rules": [{"name": name, **_look(look_of(name))} for name in rules],
+            "laws": [
+                {"name": name, "label": label_of(name), "parameters": _symbols(name)}
+                | _look({"color": PALETTE[i % 10], "ls": LINES[i % len(LINES)]})
+                for i, name in enumerate(laws)
+            ],
+            "series": packed,
+            "agreement": together,
+            "on_demand": on_demand,
+        },
+        allow_nan=False,
+        separators=(",", ":"),
+    )
+
+
+def _ordinal(n: int) -> str:
+    return {2: "second", 3: "third"}.get(n, f"{n}th")
+
+
+def _symbols(law: str) -> list[dict[str, str]]:
+    symbols = LAWS[law].symbols
+    return [{"name": name, "symbol": symbols.get(name, name)} for name in LAWS[law].parameters]
+
+
+def _notes(several: Sequence[Series]) -> list[str]:
+    """Return what the page has to say of its sources."""
+    notes = [f"{s.source.remark}." for s in several if s.source.remark]
+    for s in several:
+        if s.sketched:
+            absent = [name for name in ESTIMATORS if name not in s.rules and needs_elements(name)]
+            notes.append(
+                f"{s.source.name} was captured as sketches: {SKETCHED}. Rules that need elements are not here: "
+                f"{', '.join(absent)}."
+            )
+    return list(dict.fromkeys(notes))
+
+
+_SYMBOLS = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle", "v": "wye", "P": "plus"}
+_SYMBOLS |= {"X": "times", "*": "star", "<": "triangle2", ">": "diamond2", "p": "hexagon"}
+_DASHES = {"-": "", "--": "6 3", "-.": "9 3 2 3", ":": "2 3"}
+
+
+def _look(look: dict[str, Any]) -> dict[str, str]:
+    """Return a line of a figure as SVG draws it."""
+    dash, marker = look["ls"], look.get("marker", "")
+    if not isinstance(dash, str):
+        dash = " ".join(str(2 * length) for length in dash[1])
+    return {
+        "color": "#" + "".join(f"{round(255 * part):02x}" for part in look["color"]),
+        "dash": _DASHES.get(dash, dash),
+        "symbol": _SYMBOLS.get(marker, "asterisk"),
+    }
+
+
+def _pack_series(s: Series, ratios: Sequence[float], every: int) -> dict[str, Any]:
+    """Return a series with every n-th step, and the last one."""
+    last = len(s.steps) - 1
+    rows = [i for i in range(len(s.steps)) if i % every == 0 or i == last]
+    of = {name: array[rows] for name, array in s.arrays.items()}
+    k = np.array([[target_count(ratio, n) if n else 0 for ratio in ratios] for n in s.numel])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes, off = np.log2(of["magnitudes"]), np.log2(of["selected"] / k[None, :, None, :])
+    losses = s.losses
+    arrays = {
+        "magnitudes": _pack(sizes, 200, delta=True),
+        "zeros": _pack(of["zeros"]),
+        "nonfinite": _pack(of["nonfinite"]),
+        "norm": _pack(of["norm"], 0),
+        "xi": _pack(of["xi"], 4096),
+        "off": _pack(off, 1024),
+        "design": _pack(of["design"], 64),
+    }
+    fits = {}
+    for law in s.models:
+        texts = [[s.flags[law][i][j] for j in range(len(s.layers))] for i in rows]
+        flags = list(dict.fromkeys(["", *itertools.chain.from_iterable(texts)]))
+        params = of[f"params:{law}"]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative = np.log2(of[f"stderr:{law}"] / np.abs(params))
+        fits[law] = {
+            "params": _pack(params, 0),
+            "stderr": _pack(relative, 256),
+            "tail_error": _pack(of[f"tail_error:{law}"], 1024),
+            "flags": flags,
+            "flag": _pack(np.array([[flags.index(text) for text in row] for row in texts])),
+        }
+    return {
+        "run": s.source.name,
+        "kind": s.kind,
+        "rank": s.rank,
+        "sketched": s.sketched,
+        "steps": [s.steps[i] for i in rows],
+        "losses": [losses[i] for i in rows],
+        "layers": [
+            {"name": name, "numel": n, "k": k[j].tolist()}
+            for j, (name, n) in enumerate(zip(s.layers, s.numel, strict=True))
+        ],
+        "rules": s.rules,
+        "arrays": arrays,
+        "fits": fits,
+    }
+
+
+_NAN, _LEAST = -32768, -32767
+"""How NaN and minus infinity, as of k̂ = 0, are stored."""
+
+
+def _pack(values: NDArray[Any], scale: int | None = None, *, delta: bool = False) -> Packed:
+    """Return an array as text: counts as uint32, numbers as float32 (scale 0) or as int16 in units of 1/scale.
+
+    Parameters
+    ----------
+    values : ndarray
+        Numbers.
+    scale : int, optional
+        Units in one; 0 for float32, None for counts.
+    delta : bool, optional
+        Store differences along the last dimension.
+    """
+    if scale is None:
+        stored: NDArray[Any] = values.astype("<u4")
+    elif scale == 0:
+        stored = values.astype("<f4")
+    else:
+        with np.errstate(invalid="ignore"):
+            whole = np.clip(np.rint(values * scale), _LEAST + 1, -_LEAST)
+        whole = np.where(np.isneginf(values), _LEAST, np.where(np.isnan(values), _NAN, whole))
+        stored = whole.astype("<i2")
+        if delta:
+            stored = np.diff(stored, axis=-1, prepend=np.zeros_like(stored[..., :1]))
+    # bytes of the same weight beside each other deflate to a third less
+    planes = np.ascontiguousarray(stored.reshape(-1).view(np.uint8).reshape(stored.size, -1).T)
+    return {
+        "type": stored.dtype.str[1:],
+        "shape": list(stored.shape),
+        "scale": scale or 0,
+        "delta": delta,
+        "data": base64.b64encode(zlib.compress(planes.tobytes(), 9)).decode(),
+    }
+
+
+def _together(several: Sequence[Series], ratios: Sequence[float]) -> list[dict[str, Any]]:
+    """Return what the ranks of each source and kind have in common, where several were captured in full."""
+    found = []
+    groups: dict[tuple[int, Kind], list[Series]] = {}
+    for s in several:
+        groups.setdefault((id(s.source), s.kind), []).append(s)
+    for (_, kind), mates in groups.items():
+        common = sorted(set(mates[0].steps).intersection(*(s.steps for s in mates)))
+        if len(mates) < 2 or not common or any(s.sketched for s in mates):
+            continue
+        ranks = [s.rank for s in mates]
+        shape = len(common), len(mates[0].layers), len(ratios)
+        arrays = {name: np.full(shape, math.nan) for name in _QUANTITIES}
+        for q, ratio in enumerate(ratios):
+            records = agreement(
+                mates[0].source,
+                ratio=ratio,
+                workers=len(ranks),
+                steps=common,
+                ranks=ranks,
+                kinds=[kind],
+                layers=mates[0].layers[1:] or None,
+            )
+            for record in _of_steps(records):
+                place = common.index(record["step"]), mates[0].layers.index(record["layer"]), q
+                for name in _QUANTITIES:
+                    arrays[name][place] = record[name]
+        about = {"run": mates[0].source.name, "kind": kind, "ranks": ranks, "steps": common}
+        found.append(about | {"arrays": {n: _pack(a, 4096) for n, a in arrays.items()}})
+    return found
+
+
+def _of_steps(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return (record for record in records if record["step"] is not None)
