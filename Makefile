@@ -82,4 +82,4 @@ tables: .venv
 
 # Run the tutorial's scripts and commands, and put what they print into the page.
 tutorial: .venv
-	$(BIN)/python tests/docs/test_tutorial.py --write
+	PYTHONPATH=tests $(BIN)/python tests/docs/test_tutorial.py --write

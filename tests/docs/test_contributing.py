@@ -62,8 +62,7 @@ dist.destroy_process_group()
 
 def trains(installed, folder, name, code, check):
     (folder / "train.py").write_text(TRAIN.format(recipe=code, name=name, check=check))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    python(*launch, path=[installed], cwd=folder)
+    python("train.py", path=[installed], cwd=folder, ranks=2)
 
 
 @pytest.fixture(scope="module")

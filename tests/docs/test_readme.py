@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import xarray
 from conftest import ROOT
+from support.programs import program
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,7 +41,7 @@ loader = [(torch.ones(3, 4), torch.tensor([0, 1, 0]))] * 101
 del ddp
 dist.destroy_process_group()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    program("-c", script, cwd=tmp_path)
     from gradstats import open_trace
 
     assert open_trace(tmp_path / "run.zarr").steps() == [0, 100]
@@ -52,13 +51,7 @@ dist.destroy_process_group()
 
 def test_the_python_example_prints_what_is_shown():
     assert len(block("python").strip().splitlines()) <= 10
-    done = subprocess.run(
-        [sys.executable, "-c", block("python")],
-        check=True,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = program("-c", block("python"), cwd=ROOT)
     assert done.stdout == block("text")
 
 
@@ -67,9 +60,7 @@ def test_the_quality_tables_are_what_the_script_prints():
         re.search(r"<!-- quality -->.*?<!-- /quality -->", text, re.DOTALL)[0]
         for text in (README, (ROOT / "docs/concepts/thresholds.md").read_text(encoding="utf-8"))
     ]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "tables.py"], capture_output=True, text=True, check=True
-    )
+    done = program(ROOT / "tools" / "tables.py")
     assert done.stdout.strip() == "\n".join(shown)
 
 

@@ -11,6 +11,8 @@ import zlib
 
 import pytest
 from conftest import ROOT
+from support.every import every
+from support.programs import program
 
 import capture
 import gradstats
@@ -26,7 +28,7 @@ def test_every_page_is_in_the_navigation_and_exists():
 
 
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-each = pytest.mark.parametrize("page", PROSE, ids=lambda p: p.stem)
+each = every("page", PROSE, ids=lambda p: p.stem)
 
 
 @each
@@ -47,13 +49,13 @@ def test_every_name_of_the_library_exists(page):
 @pytest.mark.parametrize("page", ["index.md", "concepts/cost.md", "howto/results.md"])
 def test_the_example_runs(page):
     code = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
-    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, cwd=ROOT)
+    program("-c", "\n".join(code), cwd=ROOT)
 
 
 def test_the_loop_captures_what_its_optimizer_applies(tmp_path):
     page = (DOCS / "howto/updates.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    program("-c", script, cwd=tmp_path)
     trace = gradstats.open_trace(tmp_path / "run.zarr")
     assert (trace.steps(), trace.kinds(0)) == ([0, 10, 20, 30], ["gradient", "update", "weight"])
     assert 0 < abs(trace.read(30, 0, "update")).max() < 0.002  # AdamW's rate is 0.001
@@ -62,17 +64,16 @@ def test_the_loop_captures_what_its_optimizer_applies(tmp_path):
 def test_the_plain_loop_captures(tmp_path):
     page = (DOCS / "howto/plain_loop.md").read_text(encoding="utf-8")
     script, read = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    subprocess.run([sys.executable, "-c", script + read], check=True, cwd=tmp_path)
+    program("-c", script + read, cwd=tmp_path)
     trace = gradstats.open_trace(tmp_path / "run.zarr")
     assert trace.steps()[:5] == [0, 1, 2, 3, 4]
     assert trace.steps()[-1] < 200
 
 
 def torchrun(folder, options, script):
-    """Run a script in several processes; return what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options.split(), script]
-    done = subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True)
-    return done.stdout
+    """Run a script in as many processes as torchrun would with these options; return what it printed."""
+    (ranks,) = re.findall(r"--nproc-per-node (\d+)", options)
+    return program(script, cwd=folder, ranks=int(ranks)).stdout
 
 
 @pytest.mark.distributed
@@ -87,7 +88,7 @@ def test_the_sharded_scripts_run_as_printed(tmp_path):
     sent, whole = map(int, re.findall(r"(\d+) bytes sent of (\d+)", printed)[0])
     assert sent < whole / 50
     trace = gradstats.open_trace(tmp_path / "fsdp.zarr")
-    subprocess.run([sys.executable, "-c", read], check=True, cwd=tmp_path)
+    program("-c", read, cwd=tmp_path)
     for step in (0, 10, 20, 30, 40):
         mean = (trace.read(step, 0, "local") + trace.read(step, 1, "local")) / 2
         assert abs(trace.read(step) - mean).max() < 1e-6

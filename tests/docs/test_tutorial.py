@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from support.programs import program
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 _BLOCK = re.compile(r"```(python|sh|text)\n(.*?)```", re.DOTALL)
@@ -31,25 +30,19 @@ def executed(folder):
         if language == "python" and "Capture(" in content:
             (folder / "train.py").write_text(content, encoding="utf-8")
         elif language == "python":
-            printed = _output([sys.executable, "-c", content], folder)
+            printed = output(folder, "-c", content)
         else:
             for line in content.splitlines():
                 name, *arguments = line.split()
-                program = {
-                    "python": [sys.executable],
-                    "gradstats": [sys.executable, "-m", "gradstats"],
-                }
-                printed += _output([*program[name], *arguments], folder)
+                module = ["-m", name] if name == "gradstats" else []
+                printed += output(folder, *module, *arguments)
         return block[0]
 
     return _BLOCK.sub(run, text)
 
 
-def _output(command, folder):
-    settings = os.environ | {"COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=settings)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def output(folder, *arguments):
+    lines = program(*arguments, cwd=folder, env={"COLUMNS": "80"}).stdout.splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from support.programs import program
 
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
@@ -28,19 +28,9 @@ def install(project, folder):
         assert done.returncode == 0, done.stderr
 
 
-def python(*arguments, path, cwd):
+def python(*arguments, path, cwd, ranks=0):
     """Run Python with folders first on its path, and return what it printed."""
-    there = os.pathsep.join([*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": there, "COLUMNS": "120"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return program(*arguments, path=path, cwd=cwd, ranks=ranks, env={"COLUMNS": "120"}).stdout
 
 
 def blocks(page, kind):

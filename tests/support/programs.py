@@ -1,0 +1,168 @@
+"""Programs run by processes that are forked from one that has imported what they need: seconds saved for each."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from importlib import import_module
+from multiprocessing import forkserver
+from pathlib import Path
+
+__all__ = ["program"]
+
+READ_ONCE = (
+    "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"
+)  # fmt: skip
+"""Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
+
+
+def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
+    """Run Python with these arguments; return what `subprocess.run` would.
+
+    Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
+    """
+    environment = os.environ | dict(env)
+    there = [*map(str, path), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(there)
+    server = _server(tuple((name, environment.get(name)) for name in READ_ONCE))
+    arguments = list(map(str, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, name) for name in ("stdout", "stderr")]
+        request = {
+            "arguments": arguments,
+            "cwd": str(cwd or os.getcwd()),
+            "env": environment,
+            "said": list(map(str, said)),
+            "ranks": ranks,
+            "trains": not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
+        }
+        try:
+            print(json.dumps(request), file=server.stdin, flush=True)
+            code = int(server.stdout.readline())
+        except BaseException:  # a limit of time: it would answer the next
+            _server.cache_clear()
+            os.killpg(server.pid, signal.SIGKILL)
+            server.communicate()
+            raise
+        stdout, stderr = (file.read_text("utf-8") for file in said)
+    assert not check or code == 0, stderr[-3000:]
+    return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+
+
+@functools.cache
+def _server(settings):
+    """Start the process that forks."""
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {name: value for name, value in settings if value is not None},
+        start_new_session=True,
+    )
+    atexit.register(process.communicate)  # at the end of its input it ends
+    return process
+
+
+def _serve():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in (
+        "capture.workloads.forked",
+        "gradstats.cli",
+        "gradstats.report",
+        "scipy.stats",
+        "zarr",
+    ):
+        import_module(name)
+    gc.freeze()  # what is imported is shared, and stays
+    ranks = forkserver._forkserver  # ranks of all trainings are forked from one process, too
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["trains"] and ranks._forkserver_pid is None:
+            forkserver.set_forkserver_preload(["capture.workloads.forked"])
+            forkserver.ensure_running()
+        pids = {}
+        variables = [{}]
+        if request["ranks"]:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            variables = [
+                {"RANK": r, "LOCAL_RANK": r, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), request["ranks"])
+                for r in range(request["ranks"])
+            ]
+        for own in variables:
+            pid = os.fork()
+            if not pid:
+                if (
+                    ranks._forkserver_pid is not None
+                ):  # the server's child, and none of this process
+                    ranks.ensure_running = lambda: None
+                _run(request, {name: str(value) for name, value in own.items()})
+            pids[pid] = None
+        while None in pids.values():
+            pid, status = os.wait()
+            pids[pid] = os.waitstatus_to_exitcode(status)
+            if pids[pid]:  # as torchrun does: the others would wait for it
+                for other in (other for other, code in pids.items() if code is None):
+                    os.kill(other, signal.SIGTERM)
+        print(next(filter(None, pids.values()), 0), file=answers, flush=True)
+
+
+def _run(request, variables):
+    """Be a program, in a process of its own, to its end."""
+    os.environ.clear()
+    os.environ.update(request["env"] | variables)
+    code = 1
+    try:
+        os.chdir(request["cwd"])
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, file in enumerate(request["said"], 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", encoding="utf-8")
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
+        first, *rest = request["arguments"]
+        if first == "-c":
+            code, *rest = rest
+            sys.argv, sys.path[0] = ["-c", *rest], ""
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), vars(main))
+        elif first == "-m":
+            name, *rest = rest
+            sys.argv, sys.path[0] = ["-m", *rest], os.getcwd()
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+            runpy.run_path(first, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code == 1 and end.code != 1:
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
