@@ -7,9 +7,10 @@
 Trains as benchmarks/plateau.py does, with a full-precision round every K steps, K from 5 to never, from three seeds.
 Each run is stored in docs/results/marsit.jsonl as soon as it ends, and is not repeated, so the program can be
 interrupted. ``--own`` trains Marsit, signs and dense with the paper's rate for CIFAR-10, 0.03, and its momentum of the
-optimizer; at a third and two thirds of the run Marsit averages in full precision and the rate falls to a tenth, for all,
-as it does once more at eight ninths. It stores docs/results/marsit-own.jsonl. ``--times`` exchanges a gradient between four processes over ring, torus and a dense all-reduce in turns
-instead, and wants a quiet machine. The tables are printed at the end; ``--write`` also puts them into docs/systems.md.
+optimizer; at a third and two thirds of the run Marsit averages in full precision and the rate falls to a tenth, for
+all, as it does once more at eight ninths. It stores docs/results/marsit-own.jsonl. ``--times`` exchanges a gradient
+between four processes over ring, torus and a dense all-reduce in turns instead, and wants a quiet machine. The tables
+are printed at the end; ``--write`` also puts them into docs/systems.md.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ def main() -> None:
     """Run what is not stored yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to N - 1 of --own")
     parser.add_argument("--own", action="store_true", help="train at the paper's rate instead")
     parser.add_argument("--times", action="store_true", help="measure the topologies instead")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/systems.md")
@@ -178,7 +180,7 @@ def main() -> None:
         dump(TIMES, measure())
     elif options.own:
         done = {(row["compressor"], row["seed"]) for row in stored(OWN)}
-        runs = [(name, seed) for seed in range(SEEDS) for name in OWN_SYSTEMS]
+        runs = [(name, seed) for seed in range(options.seeds) for name in OWN_SYSTEMS]
         for each in runs:
             if each not in done:
                 store(OWN, train_own(*each, options.data_dir))

@@ -194,7 +194,7 @@ def told_apart(differences: Sequence[float]) -> float:
 def speech(rows: list[Row]) -> str:
     """Return the error rates of transcripts as Markdown, and after how many passes SIDCo's target was reached."""
     lines = [
-        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k of the first pass |",
+        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k, first pass |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

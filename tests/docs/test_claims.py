@@ -266,14 +266,15 @@ def paper_rows() -> list[tuple[str, str]]:
     return [
         (
             "VGG16 on CIFAR-10",
-            f"{speed(vgg, 'sidco-e'):.2f} times dense, {speed(vgg, 'sidco-e', 'torch-topk'):.2f} times `torch.topk` and "
+            f"{speed(vgg, 'sidco-e'):.2f} times dense, "
+            f"{speed(vgg, 'sidco-e', 'torch-topk'):.2f} times `torch.topk` and "
             f"{speed(vgg, 'sidco-e', 'dgc'):.2f} times DGC",
         ),
         ("VGG16 on CIFAR-10", f"more than {1 / (1 - share(vgg)):.1f} times"),
         (
             "More is kept early",
-            f"{early[steps[0], 'paper']:.1f} k at the first step, {early[steps[2], 'paper']:.1f} at step {steps[2]} and "
-            f"{early[steps[4], 'paper']:.1f} at step {steps[4]}",
+            f"{early[steps[0], 'paper']:.1f} k at the first step, "
+            f"{early[steps[2], 'paper']:.1f} at step {steps[2]} and {early[steps[4], 'paper']:.1f} at step {steps[4]}",
         ),
         (
             "More is kept early",
