@@ -55,3 +55,12 @@ def test_trainings_are_stored_and_not_repeated(tmp_path, monkeypatch, capsys):
 def test_the_page_shows_the_stored_rows():
     page = (DOCS / "theory.md").read_text(encoding="utf-8")
     assert block("late", late.table(stored(late.FILE))) in page
+
+
+def test_what_the_page_says_of_the_largest():
+    found = {(r["feedback"], r["step"]): f"{100 * r['largest']:.0f}" for r in stored(late.FILE)}
+    page = " ".join((DOCS / "theory.md").read_text(encoding="utf-8").split())
+    assert (
+        f"the largest 1 % have {found[False, 100]} % of its squared norm at step 100 and "
+        f"{found[False, 1000]} % at step 1,000. With it they have {found[True, 100]} and {found[True, 1000]} %"
+    ) in page
