@@ -7,15 +7,17 @@
 Trains as benchmarks/plateau.py does, with a full-precision round every K steps, K from 5 to never, from three seeds.
 Each run is stored in docs/results/marsit.jsonl as soon as it ends, and is not repeated, so the program can be
 interrupted. ``--own`` trains Marsit, signs and dense with the paper's rate for CIFAR-10, 0.03, and its momentum of the
-optimizer; at a third and two thirds of the run Marsit averages in full precision and the rate falls to a tenth, for all,
-as it does once more at eight ninths. It stores docs/results/marsit-own.jsonl. ``--times`` exchanges a gradient between four processes over ring, torus and a dense all-reduce in turns
-instead, and wants a quiet machine. The tables are printed at the end; ``--write`` also puts them into docs/systems.md.
+optimizer; at a third and two thirds of the run Marsit averages in full precision and the rate falls to a tenth, for
+all, as it does once more at eight ninths. It stores docs/results/marsit-own.jsonl. ``--times`` exchanges a gradient
+between four processes over ring, torus and a dense all-reduce in turns instead, and wants a quiet machine. The tables
+are printed at the end; ``--write`` also puts them into docs/systems.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -35,7 +37,7 @@ sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 FILE, TIMES = RESULTS / "marsit.jsonl", RESULTS / "marsit-times.json"
 OWN = RESULTS / "marsit-own.jsonl"
 OWN_SYSTEMS = ("none", "marsit", "signsgd", "ef-signsgd")
-OWN_RATE = 0.03
+OWN_RATE, OWN_STEPS = 0.03, 500
 RANKS, SEEDS = 4, 3
 EVERY = (5, 10, 25, 50, 100, None)
 BASELINES = ("none", "dense-bf16")
@@ -57,7 +59,7 @@ def train(full_every: int | None, seed: int, data_dir: Path | None) -> Row:
     return {"full_every": full_every, "bits": bits, **row}
 
 
-def train_own(system: str, seed: int, data_dir: Path | None) -> Row:
+def train_own(system: str, seed: int, data_dir: Path | None, steps: int = OWN_STEPS) -> Row:
     """Train once as the paper does, and return the row of the table."""
     config = RunConfig(
         workload="resnet8-cifar16",
@@ -67,9 +69,10 @@ def train_own(system: str, seed: int, data_dir: Path | None) -> Row:
         learning_rate=OWN_RATE,
         lr_schedule="thirds",
         lr_warm_up=0,
+        steps=steps,
         label=f"{system} at {OWN_RATE}, seed {seed}",
     )
-    third = -(-config.setting("steps") // 3)
+    third = -(-steps // 3)
     return one(config.replace(options={"full_every": third} if system == "marsit" else {}))
 
 
@@ -146,14 +149,19 @@ def table(rows: list[Row]) -> str:
 
 def own_table(rows: list[Row]) -> str:
     """Return loss and accuracy of each system at the paper's rate, with 95 % intervals over the seeds."""
-    lines = ["| system | seeds | training loss | test accuracy % |", "|---|---:|---:|---:|"]
-    for system in OWN_SYSTEMS:
-        mine = [r for r in rows if r["compressor"] == system and "problem" not in r]
-        if mine:
-            loss, half = interval([r["loss"] for r in mine])
-            right, around = interval([100 * r["accuracy"] for r in mine])
-            cells = [f"`{system}`", str(len(mine)), f"{loss:.2f} ± {half:.2f}"]
-            lines.append("| " + " | ".join([*cells, f"{right:.1f} ± {around:.1f}"]) + " |")
+    lines = [
+        "| system | steps | seeds | training loss | test accuracy % |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for system, steps in dict.fromkeys((r["compressor"], r["steps"]) for r in rows):
+        own = [r for r in rows if (r["compressor"], r["steps"]) == (system, steps)]
+        mine = [r for r in own if "problem" not in r]
+        cells = [f"`{system}`", f"{steps:,}", str(len(mine))]
+        for name, factor, digits in (("loss", 1, 2), ("accuracy", 100, 1)):
+            mean, half = interval([factor * r[name] for r in mine]) if mine else (math.nan, 0.0)
+            cell = f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
+            cells.append(cell if mine else "diverged")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -170,6 +178,8 @@ def main() -> None:
     """Run what is not stored yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to N - 1 of --own")
+    parser.add_argument("--steps", type=int, default=OWN_STEPS, help="steps of --own")
     parser.add_argument("--own", action="store_true", help="train at the paper's rate instead")
     parser.add_argument("--times", action="store_true", help="measure the topologies instead")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/systems.md")
@@ -177,11 +187,12 @@ def main() -> None:
     if options.times:
         dump(TIMES, measure())
     elif options.own:
-        done = {(row["compressor"], row["seed"]) for row in stored(OWN)}
-        runs = [(name, seed) for seed in range(SEEDS) for name in OWN_SYSTEMS]
+        made = [row for row in stored(OWN) if row["steps"] == options.steps]
+        done = {(row["compressor"], row["seed"]) for row in made}
+        runs = [(name, seed) for seed in range(options.seeds) for name in OWN_SYSTEMS]
         for each in runs:
             if each not in done:
-                store(OWN, train_own(*each, options.data_dir))
+                store(OWN, train_own(*each, options.data_dir, options.steps))
     else:
         done = {(row["full_every"], row["seed"]) for row in stored(FILE)}
         runs = [(k, seed) for seed in range(SEEDS) for k in EVERY if (k, seed) not in done]

@@ -8,7 +8,8 @@ optimizer, or corrected in each rank's memory where the compressor is a system t
 at first and falls to zero, so the loss has settled when a run ends; ``falling`` says by how much it still fell in the
 last tenth. ``none`` is PyTorch's DistributedDataParallel without a hook. Each run is stored in
 docs/results/plateau-WORKLOAD.jsonl as soon as it ends, and is not repeated, so the program can be interrupted; with
-``--checkpoints`` a run that was interrupted goes on, too, and is evaluated on unseen data at every checkpoint. Results
+``--checkpoints`` a run that was interrupted goes on, too, and is evaluated on unseen data at every checkpoint;
+``--so-far`` stores what such a run has until then, with the steps ``made``, which is dropped when it goes on. Results
 do not depend on the clock: LAGS keeps the given ratio in every layer, as in the paper's comparison of convergence, and
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
 Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
@@ -27,11 +28,12 @@ from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 from convergence import measures
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import DOCS, RESULTS, Row, keep, put, store, stored
 from scipy.stats import t
 
 from capture.workloads import WORKLOADS, RunConfig, RunResult, run
 from capture.workloads.launch import RunFailedError
+from capture.workloads.resume import result_so_far
 from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.network.rates import parse_rate
 from gradstats.primitives.ratio import RATIOS
@@ -120,7 +122,28 @@ def one(config: RunConfig) -> Row:
     try:
         result = run(config)
     except RunFailedError as error:  # a diverging system is a result
+        if config.checkpoint is not None and str(config.checkpoint) in str(error):
+            raise SystemExit(str(error)) from None  # a checkpoint that cannot be used is none
         return {**row, "problem": str(error)}
+    return row | described(result)
+
+
+def so_far(config: RunConfig) -> Row | None:
+    """Return the row of a run that has a checkpoint, with the number of steps ``made``; None for one without."""
+    assert config.checkpoint is not None
+    found = result_so_far(config.checkpoint)
+    if found is None:
+        return None
+    made, result = found
+    for name, value in result.evaluations[-1].items() if result.evaluations else ():
+        if name != "step":
+            setattr(result, name, value)
+    row = {"compressor": config.compressor, "ratio": config.ratio, "seed": config.seed}
+    return {**row, **shared(config), "made": made, **described(result)}
+
+
+def described(result: RunResult) -> Row:
+    """Return the fields of a row that are those of its result."""
     tenth = max(1, len(result.losses) // 10)
     before, after = (
         statistics.fmean(result.losses[a:b]) for a, b in ((-2 * tenth, -tenth), (-tenth, None))
@@ -128,7 +151,7 @@ def one(config: RunConfig) -> Row:
     found = measures(result, last=max(1, round(SETTLED * len(result.losses))))
     found |= {"falling": 1 - after / before, "seconds": sum(result.seconds)}
     trials = {"evaluations": result.evaluations} if result.evaluations else {}
-    return {**row, **found, **trials, "curves": curves(result)}
+    return {**found, **trials, "curves": curves(result)}
 
 
 def timed(config: RunConfig, rate: int) -> Row:
@@ -194,11 +217,13 @@ def told_apart(differences: Sequence[float]) -> float:
 def speech(rows: list[Row]) -> str:
     """Return the error rates of transcripts as Markdown, and after how many passes SIDCo's target was reached."""
     lines = [
-        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k of the first pass |",
+        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k, first pass |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         cells = [f"`{row['compressor']}`", "–" if row["ratio"] == 1 else f"{row['ratio']:g}"]
+        if "made" in row:
+            cells[0] += f", {row['made']:,} of {row['steps']:,} steps"
         trials = row.get("evaluations", [])
         if "problem" in row or not trials:
             lines.append("| " + " | ".join([*cells, "diverged", *["–"] * 4]) + " |")
@@ -308,12 +333,19 @@ def main() -> None:
     parser.add_argument("--lr-schedule", default="cosine")
     parser.add_argument("--checkpoints", type=Path, help="folder in which runs are kept that go on")
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between them")
+    parser.add_argument(
+        "--so-far",
+        action="store_true",
+        help="store what runs have until their last checkpoint, and run nothing",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
     parser.add_argument(
         "--lab", type=parse_rate, metavar="RATE", help="time the first seed's runs at this rate"
     )
     parser.add_argument("--write", action="store_true", help="put the table into docs/workloads.md")
     options = parser.parse_args()
+    if options.so_far and (options.checkpoints is None or options.lab is not None):
+        parser.error("--so-far needs --checkpoints, and no --lab")
     common = {
         name: getattr(options, name)
         for name in (
@@ -336,6 +368,8 @@ def main() -> None:
     runs = product(
         range(options.seeds if options.lab is None else 1), settings(options.only, options.ratios)
     )
+    if any("made" in row for row in stored(path)):  # these go on
+        keep(path, [row for row in stored(path) if "made" not in row])
     done = {
         (row["compressor"], row["ratio"], row["seed"])
         for row in stored(path)
@@ -355,7 +389,12 @@ def main() -> None:
                 folder = options.checkpoints / f"{name}-{system}-{ratio:g}-seed{seed}"
                 every_so = {"checkpoint_every": options.checkpoint_every}
                 config = config.replace(checkpoint=folder, **every_so)
-            row = one(config.replace(diagnose_every=0 if system == DENSE else every))
+            config = config.replace(diagnose_every=0 if system == DENSE else every)
+            if options.so_far:
+                if part := so_far(config):
+                    store(path, part)
+                continue
+            row = one(config)
         else:
             row = timed(config, options.lab)
         store(path, row)

@@ -195,7 +195,7 @@ def mel_spectrogram(samples: np.ndarray) -> Tensor:
     Returns
     -------
     float32 tensor, shape (40, frames)
-        Logarithms, in windows of 25 ms every 10 ms. The bands overlap by half, evenly on the mel scale of O'Shaughnessy.
+        Logarithms, in windows of 25 ms every 10 ms. The bands overlap by half, evenly on O'Shaughnessy's mel scale.
     """
     wave = torch.from_numpy(samples.astype(np.float32))
     spectrum = torch.stft(

@@ -233,6 +233,29 @@ def test_what_the_page_says_of_the_word_lstm():
     assert plateau.told_apart(few) != 0
 
 
+def test_what_the_page_says_of_speech():
+    rows = {r["compressor"]: r for r in stored(RESULTS / "plateau-blstm-an4.jsonl")}
+    assert {*rows} == {"none", "topk", "dgc", "sidco-e"}
+    assert {(r["nproc"], r["seed"], r["steps"]) for r in rows.values()} == {(2, 0, 20 * 59)}
+    wrong = {name: f"{100 * r['character_error_rate']:.1f}" for name, r in rows.items()}
+
+    def passes(name):
+        rates = [each["character_error_rate"] for each in rows[name]["evaluations"]]
+        return next(i for i, rate in enumerate(rates, 1) if rate <= plateau.CHARACTER_ERRORS[0])
+
+    page = " ".join((DOCS / "workloads.md").read_text(encoding="utf-8").split())
+    for sentence in (
+        f"dense training {wrong['none']} % of the characters wrong, `dgc` {wrong['dgc']}, `sidco-e` "
+        f"{wrong['sidco-e']} and `topk` {wrong['topk']}",
+        f"`dgc` sends {rows['dgc']['bytes'] / rows['topk']['bytes']:.1f} times the bytes of `topk`",
+        f"dense training has after {passes('none')} passes, `dgc` after {passes('dgc')}, `sidco-e` after "
+        f"{passes('sidco-e')} and `topk` after {passes('topk')}",
+        f"{rows['sidco-e']['quality']:.2f} k on average",
+        f"loss of {rows['none']['loss']:.2f} an utterance",
+    ):
+        assert sentence in page, sentence
+
+
 def test_what_the_page_says_of_the_clock():
     rows = stored(RESULTS / "plateau-resnet8-cifar16-lab.jsonl")
     curves = {(r["compressor"], r["ratio"]): r["curves"] for r in rows}
@@ -280,6 +303,20 @@ def test_runs_are_stored_and_not_repeated(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", arguments)
         plateau.main()
         return stored(tmp_path / "plateau-resnet20-digits.jsonl")
+
+    kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "2")
+    main("--only", "none", *kept)
+    path = tmp_path / "plateau-resnet20-digits.jsonl"
+    whole = stored(path)
+    path.unlink()
+    (part,) = main("--only", "none", "topk", *kept, "--so-far")
+    assert (part["made"], part["curves"]["loss"]) == (2, whole[0]["curves"]["loss"][:2])
+    (again,) = main("--only", "none", *kept)  # from step 2
+    assert "made" not in again
+    assert again["curves"] == whole[0]["curves"]
+    path.unlink()
+    with pytest.raises(SystemExit, match="a run with other settings"):
+        main("--only", "none", *kept, "--learning-rate", "0.5")
 
     rows = main("--only", "none", "topk")
     assert [(r["compressor"], r["seed"]) for r in rows] == [("none", 0), ("topk", 0)]
