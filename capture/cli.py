@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,6 +63,9 @@ from gradstats.cli.options import (
 from gradstats.cli.output import Table, analyse, note, one_by_one
 from gradstats.errors import InputError
 from gradstats.files import refuse_address
+
+if TYPE_CHECKING:
+    from capture.workloads import RunResult
 
 __all__ = ["register"]
 
@@ -231,7 +238,7 @@ def capture(  # numpydoc ignore=PR01
     )
 
 
-def _run(config: RunConfig) -> None:
+def _run(config: RunConfig) -> RunResult:
     from capture.workloads import run
 
     config.check()
@@ -258,6 +265,7 @@ def _run(config: RunConfig) -> None:
         f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}{unseen} "
         f"in {sum(result.seconds):.0f} s; captured in {config.out}"
     )
+    return result
 
 
 def workloads(  # numpydoc ignore=PR01
@@ -326,14 +334,17 @@ def demo(  # numpydoc ignore=PR01
     out: Annotated[Path, typer.Option(help="Folder for traces and report.")] = Path("demo"),
     steps: Annotated[int, typer.Option(help="Number of steps of each of the two runs.")] = 400,
     seed: SeedOption = 0,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Do not open the report in a browser.")
+    ] = False,
 ) -> None:
     """Train twice, capture, analyse: the whole path in about two minutes.
 
     ResNet-20 on scikit-learn's digits in two processes, exact top-k at ratio 0.001, first without and then with
-    error feedback. Ends with the tables on stdout and a report.html.
+    error feedback. Ends with the tables and the answer in three sentences on stdout, and opens report.html.
     """
     started = time.monotonic()
-    traces = []
+    traces, losses = [], []
     for error_feedback in (False, True):
         name = "topk-ef" if error_feedback else "topk"
         refuse_address(out)
@@ -348,23 +359,47 @@ def demo(  # numpydoc ignore=PR01
             every=max(1, steps // 20),
             overwrite=True,
         )
-        _run(config)
+        last = _run(config).losses[-_LAST:]
+        losses.append(sum(last) / len(last))
         traces.append(config.out)
     _tables(out)
     from gradstats.report import write_report
     from gradstats.trace.sources import open_source
 
     page = out / "report.html"
-    write_report([open_source(trace) for trace in traces], page)
-    note(f"\nDone in {time.monotonic() - started:.0f} s. Everything is in {out}/:")
-    note(f"  {page}   the figures behind the tables, open it in a browser")
-    for trace in traces:
-        note(f"  {trace}   captured gradients")
-    note("Try next:")
-    note(f"  gradstats fit {traces[1]} --per-layer --step 0")
-    note(f"  gradstats quality {traces[1]} --estimator sidco-e --stages 1")
-    note(f"  gradstats info {traces[1]}")
-    note("  README.md shows how to capture your own training run")
+    answers = write_report([open_source(trace) for trace in traces], page)
+    width = shutil.get_terminal_size().columns
+    typer.echo("\n" + textwrap.fill(_answer(losses, answers), width, break_on_hyphens=False))
+    note(f"\nDone in {time.monotonic() - started:.0f} s: {page} has the figures behind this;")
+    note(f"the traces are {' and '.join(map(str, traces))}. What to do with yours: gradstats")
+    if not no_open and _has_browser():
+        typer.launch(str(page))
+
+
+_LAST = 10
+"""Steps whose losses are averaged at the end of a training."""
+
+
+def _answer(losses: Sequence[float], answers: Sequence[Mapping[str, Any]]) -> str:
+    """Return in three sentences what the demo has shown: what error feedback does, and what laws and rules make of it.
+
+    The last two are the report's answers about what the compressor saw at last: the corrected gradient.
+    """
+    last = {r["question"]: r["answer"] for r in answers if r["kind"] == "corrected"}
+    law, rule = last["Which model is closest?"], last["Which estimate hits k?"]
+    return (
+        f"Sending one element in a thousand, the loss ends at {losses[0]:.2f} without error feedback and at "
+        f"{losses[1]:.2f} with it. Law that is closest to what the compressor sees then: {law[0].lower()}{law[1:]}. "
+        f"Rule that finds its k largest elements by a threshold: {rule[0].lower()}{rule[1:]}."
+    )
+
+
+def _has_browser() -> bool:
+    """Tell whether somebody sits before a screen: a browser of text, as in an ssh session, would take the terminal."""
+    screen = sys.platform in ("darwin", "win32") or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
+    )
+    return screen and sys.stdout.isatty()
 
 
 def _tables(out: Path) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from capture.creation import Overwrite, create_on_all, restarted, vacant
 from capture.recorder import Recorder, Storage, at_exit, warn
+from capture.room import Room
 from capture.schedule import Schedule, as_schedule
 from capture.states import name_parameters, records_steps, usual_kinds
 from capture.taps.buckets import BucketTap, Hook
@@ -30,16 +31,18 @@ from capture.updates import Updates, optimizers_of
 from gradstats.errors import InputError
 from gradstats.files import refuse_address
 from gradstats.hooks import LocalSteps, Scaler
+from gradstats.hooks.facts import Facts
 from gradstats.hooks.torch_private import GradBucket, backward_pass, unwrap
 from gradstats.hooks.units import is_sharded
 from gradstats.primitives.ratio import check_count, shown
+from gradstats.tables import format_bytes
 from gradstats.trace import KINDS, STORES, Kind, Store, create_trace
 
 __all__ = ["Capture", "capture_hook"]
 
 
 # Over 300 lines: a third explains the options, where users look them up.
-class Capture:
+class Capture(Facts):
     """Record per-step gradients of a training run, before and after error feedback.
 
     In a loop without DDP, call :meth:`step` once per iteration after ``backward()``. Under DDP, register the hook
@@ -57,7 +60,8 @@ class Capture:
         Module whose gradients are captured, wrapped in DDP or not. Give the DDP model where there is one: only then
         can a hook that was registered without :meth:`wrap`, or a misplaced ``no_sync``, be noticed.
     schedule : Schedule, int, iterable of int or callable
-        Steps to capture: a :class:`Schedule`, N for every N-th step, a list of steps, or a function that is asked once
+        Steps to capture; every one by default, and a line on stderr then says how much that takes. A
+        :class:`Schedule`, N for every N-th step, a list of steps, or a function that is asked once
         a step, such as :meth:`gradstats.Monitor.triggered`.
     ranks : iterable of int, optional
         Ranks to capture; all if None.
@@ -242,6 +246,11 @@ class Capture:
 
         self.path = create_on_all(create, self.path, self.rank, process_group, active)
         self._recorder.storage = replace(storage, path=self.path)
+        captured = sorted(range(world_size) if ranks is None else ranks & {*range(world_size)})
+        if captured and captured[0] == self.rank:  # one of them says what all take
+            self._recorder.room = Room(
+                len(captured), thinned=not (isinstance(schedule, int) and schedule == 1)
+            )
         self._watch.start(self._layout.parameters if active else ())
         if self._layout.ignored and active:
             why = (
@@ -258,6 +267,19 @@ class Capture:
                 recorder.warn_once,
             )
         at_exit(weakref.WeakMethod(self.close))
+
+    def _facts(self) -> dict[str, str]:
+        recorder = self._recorder
+        state = "recording" if self.active else "closed" if self._closed else "not recording"
+        return {
+            "trace": str(self.path),
+            "rank": str(self.rank),
+            "steps": self.schedule.description,
+            "state": state,
+            "next step": str(recorder.step),
+            "recorded": f"{recorder.recorded} steps",
+            **({"a step takes": format_bytes(recorder.bytes)} if recorder.bytes else {}),
+        }
 
     @property
     def active(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from capture.copies import Copies, Values
+from capture.room import Room
 from capture.schedule import Schedule
 from capture.updates import Updates
 from capture.writer import BackgroundWriter, Snapshot
@@ -132,6 +133,14 @@ class Recorder:
         Loss scaler of the training.
     storage : Storage
         Where and how to store.
+    step : int
+        Number of the next step.
+    recorded : int
+        Number of steps queued for writing.
+    bytes : float
+        What a recorded step of this rank takes on the disk; 0 where that is not known, as of sketches.
+    room : Room or None
+        What says how much the trace takes, on one of the ranks.
     updates : Updates or None
         What writes the kinds that optimizers leave, where they are captured.
     """
@@ -153,6 +162,8 @@ class Recorder:
         self._schedule = schedule
         self._step = step
         self.updates: Updates | None = None
+        self.room: Room | None = None
+        self.recorded, self.bytes = 0, 0.0
         self._snapshot: Snapshot | None = None
         self._arrays: dict[Kind, Values] = {}
         self._waiting: Snapshot | None = None  # for the optimizers' steps
@@ -163,6 +174,11 @@ class Recorder:
     def arrays(self) -> Mapping[Kind, Values]:
         """Where the gradients of the step in progress go, by kind; empty if none of it is recorded."""
         return self._arrays
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return self._step
 
     @property
     def records(self) -> bool:
@@ -332,6 +348,7 @@ class Recorder:
             self.updates.finish()
             snapshot.arrived = _both(snapshot.arrived, self.copies.mark())
         self._background.submit(snapshot)
+        self.recorded += 1
 
     def _forget(self) -> None:
         self._snapshot, self.phase = None, Phase.IDLE
@@ -443,6 +460,13 @@ class Recorder:
                 shards=contents.shards,
                 shard_ranks=contents.shard_ranks,
             )
+            if storage.store == "gradients":
+                size = 4 if storage.dtype == "float32" else 2
+                self.bytes = float(size * sum(map(writer.size, contents.kinds)))
+            if self.room is not None and self.bytes:
+                said = self.room.problem(storage.path, self.bytes, expected)
+                if said:
+                    warn(said)
             self.copies = Copies(contents.devices, stay=storage.store == "sketches")
             self._background = BackgroundWriter(
                 writer, contents.kinds, storage.buffers, self.copies

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +136,13 @@ __all__ = [
 ]
 
 
-class _Pot(ModuleType):
-    """The module ``gradstats.pot``, which is called as the command of its name: ``gradstats.pot("run.zarr")``."""
+def _callable(module: ModuleType) -> None:
+    """Let the module ``gradstats.pot`` be called as the command of its name: ``gradstats.pot("run.zarr")``."""
+    from gradstats.analysis.peaks import pot
 
-    def __call__(self, source: object, *arguments: Any, **options: Any) -> Any:
-        from gradstats.analysis.peaks import pot
-
-        return pot(source, *arguments, **options)
+    # a call looks for it in the class, and help and completion for the signature in the object
+    module.__class__ = type("Pot", (ModuleType,), {"__call__": staticmethod(pot)})
+    vars(module)["__signature__"] = signature(pot)
 
 
 def __getattr__(name: str) -> Any:
@@ -151,7 +152,7 @@ def __getattr__(name: str) -> Any:
     if home in ("gradstats", "gradstats.statistics"):  # the name is a module's
         value: Any = import_module(f"{home}.{name}")
         if name == "pot":
-            value.__class__ = _Pot
+            _callable(value)
     else:
         value = getattr(import_module(home), name)
     globals()[name] = value

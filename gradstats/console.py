@@ -13,12 +13,31 @@ if TYPE_CHECKING:
     import rich.console
     import rich.progress
 
-__all__ = ["LATEST_S", "SOON_S", "followed", "messages", "progress_bar"]
+__all__ = ["LATEST_S", "SOON_S", "followed", "messages", "no_progress", "progress_bar"]
 
 T = TypeVar("T")
 
 SOON_S, LATEST_S = 5.0, 15.0
 """Seconds after which work says how far it is if a tenth is done, and in any case."""
+
+
+class _NoProgress:
+    """Report nothing, as the default of what is called after every piece of work: help shows its name, no address."""
+
+    __name__ = "no_progress"
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "<function no_progress>"
+
+    def __reduce__(self) -> str:
+        return "no_progress"
+
+
+no_progress = _NoProgress()
+"""Default of callables that are called after every piece of work."""
 
 
 @cache

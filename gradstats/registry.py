@@ -164,6 +164,11 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if not known:
             raise KeyError(name)
 
+    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+        """Remove a name and return what had it, or the default."""
+        # the one of the base class has an object for a default, whose address help would show
+        return super().pop(name, *default)
+
     def __contains__(self, name: object) -> bool:
         return name in self._loaded or name in self._entries()
 

@@ -6,13 +6,14 @@ import csv
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 from conftest import DATA
 
 import gradstats
-from gradstats.tables import FORMATS, Records, format_value, render, visible
+from gradstats.tables import FORMATS, Records, format_value, joined, render, visible
 from gradstats.thresholds.bench import bench
 
 
@@ -190,3 +191,65 @@ def test_no_format_writes_control_characters(format):
     records = Records([{"layer": "a\x1b[31m", "n": 1}, {"layer": "\x9b2J\u202eb", "n": 2}])
     for text in (render(records, format), records._repr_html_(), repr(records)):
         assert not set(text) & set("\x1b\x9b\u202e")
+
+
+def test_a_table_of_latex_has_caption_label_and_the_letters_of_the_screen():
+    x = np.random.default_rng(0).laplace(size=5000)
+    fits = gradstats.fit_all(x, ["laplace", "double_genpareto", "dgamma"])
+    text = fits.to_latex(caption="Laws of 5 % of it", label="tab:my_fits")
+    assert r"\caption{Laws of 5 \% of it. method closed.}" in text  # what all rows share
+    assert r"\label{tab:my_fits}" in text
+    head = next(line for line in text.splitlines() if line.startswith("model"))
+    assert head == r"model & shape & scale & ks & tail error & $\Delta$AIC \\"
+    rows = [line.split(" & ") for line in text.splitlines() if line.count("&") == head.count("&")][
+        1:
+    ]
+    assert [row[0].replace("\\", "") for row in rows] == [f.model for f in fits]
+    summary = fits.summary()
+    for row, aic in zip(rows, summary["delta_aic"], strict=True):
+        assert float(row[-1].rstrip(" \\")) == pytest.approx(aic, rel=0.01, abs=0.01)
+    assert len({len(row[3].partition(".")[2]) for row in rows}) == 1  # decimals alike
+    assert not re.search(r"(?<![\w$])-\d", text)  # no hyphen for a minus
+    one = gradstats.fit(x, "double_genpareto")
+    assert r"$\xi$" in one.to_latex()
+    assert "ξ" in one._repr_html_()
+    assert "<th>scale</th>" in one._repr_html_()  # and not that of peaks over a threshold
+
+
+def test_files_of_tables_name_things_as_the_screen():
+    rows = [
+        {"model": "a", "c": -0.5, "delta_aic": 1e-7},
+        {"model": "b", "c": 0.25, "delta_aic": 2.0},
+    ]
+    latex = render(rows, "latex")
+    assert r"model & $\xi$ & $\Delta$AIC" in latex
+    assert r"a & $-$0.500 & $1.0\cdot10^{-7}$" in latex
+    assert render(rows, "markdown").startswith("| model | ξ | ΔAIC |")
+    assert "ξ" in render(rows)
+    assert list(json.loads(render(rows, "json"))[0]) == ["model", "c", "delta_aic"]
+    same = render([r | {"rank_": 0} for r in rows], "latex").splitlines()
+    assert same[-1] == r"% the same in all rows: rank  0"
+    assert "rank" not in "".join(same[:-1])
+
+
+def test_decimals_are_alike_in_a_column_of_one_size():
+    rows = [
+        {"x": v, "far": w}
+        for v, w in ((0.0071, 1.0), (0.0106, 12.5), (0.45, 0.0012), (math.nan, 0))
+    ]
+    cells = [line.split("|")[1:3] for line in render(rows, "markdown").splitlines()[2:]]
+    assert [a.strip() for a, _ in cells] == ["0.0071", "0.0106", "0.4500", "–"]
+    assert [b.strip() for _, b in cells] == ["1.00", "12.5", "0.0012", "0"]
+
+
+def test_times_are_in_milliseconds_for_people_and_in_seconds_for_programs():
+    rows = [
+        {"compressor": n, "seconds": s, "select": 1e-4 * s, "low": s / 2}
+        for n, s in (("a", 0.02), ("b", 12.5))
+    ]
+    text = render(rows, "markdown").splitlines()
+    assert text[0] == "| compressor | ms | select ms | low |"
+    assert text[2] == "| a | 20.0 | 0.0020 | 10.0 |"
+    assert text[3] == "| b | 12500 | 1.25 | 6250 |"
+    assert json.loads(render(rows, "json"))[0]["seconds"] == 0.02
+    assert joined([{"mean": 2.0, "low": 1.0, "high": 3.0, "n": 1}])[0]["mean"] == "2.0 (1.0 to 3.0)"

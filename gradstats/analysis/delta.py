@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.console import followed
+from gradstats.console import followed, no_progress
 from gradstats.errors import InputError, TraceError, unknown
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_number
@@ -87,7 +87,7 @@ def delta(
     rank: int | None = None,
     layers: Sequence[str] | None = None,
     per_layer: bool = False,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> Delta:
     """Compare checkpoints: which weights changed, what sending the changes costs, and what an update's law predicts.
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gradstats.analysis.over import Spread, shares, subset_of
 from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
 from gradstats.analysis.quality import inner_90, spread_of
+from gradstats.console import no_progress
 from gradstats.errors import unknown
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, target_count
 from gradstats.primitives.sketch import Sketch
@@ -184,7 +185,7 @@ def dataset_of(
     ratios: Sequence[float] = RATIOS,
     quantities: Sequence[str] = (),
     client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> xarray.Dataset:
     """Return the data set of :func:`over_training` of a source that is open.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
+from gradstats.console import no_progress
 from gradstats.trace import Kind
 from gradstats.trace.sources import Subset
 
@@ -51,10 +52,6 @@ class Spread(Over, total=False):
     client: Any
 
 
-def _nothing() -> None:
-    """Report no progress."""
-
-
 # Names that share a text, the text, and the defaults; in the order in which users see them.
 _MEANINGS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (
@@ -74,7 +71,7 @@ _MEANINGS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (
         ("on_progress",),
         "callable, optional\n    Called after every gradient, or other piece of the work.",
-        _nothing,
+        no_progress,
     ),
 )
 _ENTRY = re.compile(r"^( *)\*\*over :.*\n(?:\1 +.*\n)+", re.MULTILINE)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.console import followed
+from gradstats.console import followed, no_progress
 from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy, as_positions
@@ -265,7 +265,7 @@ def each_sketched(
     subset: Subset,
     work: Callable[[dict[str, Any], dict[str, Sketch]], list[dict[str, Any]]],
     client: Any = None,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> Records:
     """Return the records that a piece of work makes of every gradient's sketches.
 

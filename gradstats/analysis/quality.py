@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.over import Over, shares, subset_of
-from gradstats.console import followed
+from gradstats.console import followed, no_progress
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy, as_positions
@@ -182,7 +182,7 @@ def series_of(
     estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> Records:
     """Return the records of :func:`quality_series` of a source that is open.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import explore, import_, info, report
@@ -31,10 +32,38 @@ from gradstats.registry import entries, load, load_file
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+
+class _Flags:
+    """Options that take nothing have no type in the help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return params
+
+
+class _Command(_Flags, TyperCommand):
+    """A command with such flags."""
+
+
+class _Group(_Flags, TyperGroup):
+    """The program itself."""
+
+
+class _App(typer.Typer):
+    """The program; its commands, and those that plugins add, have such flags."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": _Command, **options})
+
+
+app = _App(
     name="gradstats",
     help="Statistical analysis of gradients: capture, model, threshold.",
-    no_args_is_help=True,
+    cls=_Group,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -65,8 +94,33 @@ def _drop_color(wanted: bool) -> None:
         os.environ["NO_COLOR"] = "1"  # for rich, and for the processes that a run starts
 
 
+_START = """\
+What do you have?
+
+nothing yet        gradstats demo
+                   trains twice in two minutes, and shows what there is to see
+
+a training         from capture import Capture
+                   capture = Capture("run.zarr", model, schedule=100)
+                   capture.step(loss=loss)   # after backward(), each iteration
+                   capture.close()           # DDP: docs/howto/ddp.md
+
+a trace            gradstats report {trace} -o report.html
+                   gradstats fit {trace}             which law, how far off
+                   gradstats quality {trace}         which rule hits k
+                   gradstats plot tail {trace} -o tail.pdf
+
+a folder of dumps  gradstats report FOLDER -o report.html   .npy, .safetensors, .pt
+                   gradstats import FOLDER --out run.zarr   a trace of them
+
+a cluster          gradstats plan {trace} --link 1gbit --workers 8 --compute 0.1
+
+gradstats --help lists all commands, gradstats COMMAND --help what one takes."""
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     quiet: Annotated[
         bool,
         typer.Option(
@@ -100,6 +154,9 @@ def _root(
     from gradstats.console import messages
 
     messages().quiet = quiet
+    if context.invoked_subcommand is None:
+        here = sorted(p.name for p in Path().glob("*.zarr"))  # what the reader has, if it is here
+        typer.echo(_START.format(trace=here[0] if here and " " not in here[0] else "run.zarr"))
 
 
 @cache

@@ -326,7 +326,7 @@ def plot(  # numpydoc ignore=PR01
         str,
         typer.Argument(
             metavar="FIGURE",
-            help="Figure to draw, see below.",
+            help="Figure to draw, of those above.",
             show_default=False,
             autocompletion=lambda incomplete: [n for n in _kinds() if n.startswith(incomplete)],
         ),

@@ -26,6 +26,7 @@ from gradstats.hooks.agreement import agree_on_model, optimizer_options
 from gradstats.hooks.checkpoint import load_all, pack_optimizer, unpack_optimizer
 from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.diagnostics import Diagnosis
+from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.local_optimizers import LocalOptimizers
@@ -47,7 +48,7 @@ class _Watcher(NamedTuple):
 
 
 # Over 300 lines and 12 attributes: half of the lines explain the user's options, which are also half of the attributes.
-class LocalSteps:
+class LocalSteps(Facts):
     """Local steps between exchanges, around an ordinary training loop: DiLoCo, SparseLoCo, local SGD.
 
     Every rank takes `steps` steps of its own optimizer. The ranks then average their pseudo-gradients, the parameters
@@ -221,6 +222,18 @@ class LocalSteps:
         self._begin_alike()
         self._background = Background()
         self._watcher = _Watcher(lambda pairs: None, lambda: None)
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "compressor": compressor_text(self._fragments[0].state.compressor),
+            "outer optimizer": type(self._outer).__name__,
+            "exchange every": f"{self.steps} local steps",
+            **({"fragments": str(len(self._fragments))} if len(self._fragments) > 1 else {}),
+            **({"delay": f"{self.delay} local steps"} if self.delay else {}),
+            "local steps": str(self.step),
+            "exchanges": str(self.exchanges),
+            "sent": sent_text(self.last),
+        }
 
     @property
     def error_feedback(self) -> bool:

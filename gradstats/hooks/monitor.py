@@ -15,6 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
+from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import real_view
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import TakenGradients, after_closure, after_steps, before_steps
@@ -28,7 +29,7 @@ from gradstats.primitives.ratio import check_count, check_number, check_several
 from gradstats.primitives.sketch import Sketch, merge, sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.pot.peaks import stability_at
-from gradstats.tables import visible
+from gradstats.tables import format_value, visible
 
 __all__ = ["Log", "Monitor"]
 
@@ -48,7 +49,7 @@ _SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
 
 
 # Attributes over 12: they are the user's options, and the two results.
-class Monitor:
+class Monitor(Facts):
     """Describe the gradient of a training, as the optimizer is about to use it, once per optimizer step.
 
     With `optimizer` the monitor hooks into ``optimizer.step()``, and there is nothing more to call. Otherwise call
@@ -241,6 +242,25 @@ class Monitor:
         if optimizer is not None:
             self._handles.append(before_steps(optimizer, partial(self._before, bool(updates))))
             self._handles.append(after_steps(optimizer, self._after))
+
+    def _facts(self) -> dict[str, str]:
+        shown = ("step", "norm", "xi", "zeros", "quality", "spike")
+        values = {n: self.values.get(self._prefix + n) for n in shown}
+        texts = [
+            f"{n} {value:.0f}"
+            if n == "step"
+            else f"{'ξ' if n == 'xi' else n} {format_value(value)}"
+            for n, value in values.items()
+            if value is not None
+        ]
+        return {
+            "parameters": str(len(self._layers)),
+            "every": str(self._every),
+            "called": "by the optimizer" if self._handles else "by step()",
+            "next step": str(self._next),
+            "last described": ", ".join(texts) or "none yet",
+            **({"blame": self.blame} if self.blame is not None else {}),
+        }
 
     def step(self) -> dict[str, float]:
         """Describe the gradient of the step that is about to end, if it is one of every `every`.

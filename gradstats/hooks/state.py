@@ -18,6 +18,7 @@ from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.corrections import AdamCorrection
 from gradstats.hooks.diagnostics import Diagnosis
+from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
 from gradstats.hooks.layout import ParameterLayout, check_patterns
@@ -35,7 +36,7 @@ __all__ = ["CompressionState"]
 
 
 # Over 300 lines: a third explains the options, where users look them up.
-class CompressionState:
+class CompressionState(Facts):
     """State of :func:`gradstats.hooks.compression_hook`: memory, compressor, step. One for every DDP model.
 
     Parameters
@@ -196,6 +197,15 @@ class CompressionState:
         self._notices = Notices()
         if named_parameters is not None:
             self._setup.add(named_parameters)
+
+    def _facts(self) -> dict[str, str]:
+        memory = type(self.memory).__name__ if self.error_feedback else "none"
+        return {
+            "compressor": compressor_text(self.compressor),
+            "memory": memory,
+            "next step": str(self.step),
+            "sent": sent_text(self.last),
+        }
 
     @property
     def compressor(self) -> Compressor:

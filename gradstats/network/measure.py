@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.compressors.signs import SignGathering
+from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.network.exchange import exchange
 from gradstats.network.model import ALGORITHMS, Line, Network, fit_line, interval
@@ -140,7 +141,7 @@ def measure(
     ratio: float = 0.001,
     select: Collection[str] = COMPRESSORS,
     device: torch.device | str = "cpu",
-    on_progress: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = no_progress,
 ) -> Network:
     """Time every collective and local work at many sizes, and fit lines; called on every rank of the default group.
 

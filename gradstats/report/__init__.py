@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import shlex
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
@@ -95,13 +96,13 @@ def write_report(
 
 
 class _Report(ModuleType):
-    """The module ``gradstats.report``, which is called as the command of its name."""
+    """The module ``gradstats.report``, which is called as the command of its name, with that signature."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> Records:
-        return write_report(*arguments, **options)
+    __call__ = staticmethod(write_report)
 
 
 sys.modules[__name__].__class__ = _Report
+__signature__ = inspect.signature(write_report)
 
 
 _Answers: TypeAlias = list[tuple[Measured, Kind, dict[str, Verdict]]]

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.primitives import Array
 from gradstats.primitives.levels import Levels
@@ -440,7 +441,7 @@ def bootstrap(
     size: int = 2000,
     replicates: int = 499,
     seed: int = 0,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> Bootstrap:
     """Test a model by parametric bootstrap (Stute, Manteiga and Quindimil 1993).
 

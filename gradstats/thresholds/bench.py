@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradstats.console import no_progress
 from gradstats.errors import InputError, unknown
 from gradstats.primitives import set_num_threads
 from gradstats.primitives.arrays import as_numpy, is_tensor
@@ -222,7 +223,7 @@ def bench(
     layouts: Mapping[str, Sequence[int]] | None = None,
     gradients: Mapping[str, Sequence[Sequence[Any]]] | None = None,
     cold: bool = False,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> Records:
     """Time every estimator with its selection, interleaved in one run.
 

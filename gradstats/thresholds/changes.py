@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.statistics.resampling import holm
 from gradstats.tables import Records
@@ -113,7 +114,7 @@ def alternated(
     other: Path,
     arguments: Sequence[str],
     repeats: int,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> tuple[Records, Records]:
     """Run ``gradstats bench`` of this version and of another one in turns, each round in a process of its own.
 

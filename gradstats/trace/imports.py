@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.files import refuse_address
 from gradstats.primitives.arrays import as_numpy
@@ -18,7 +19,7 @@ __all__ = ["import_dumps"]
 
 
 def import_dumps(
-    source: Dumps, out: str | Path, on_progress: Callable[[], None] = lambda: None
+    source: Dumps, out: str | Path, on_progress: Callable[[], None] = no_progress
 ) -> int:
     """Write the gradients of a source into a trace; continue one that was begun.
 

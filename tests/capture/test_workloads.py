@@ -467,7 +467,15 @@ def test_demo_from_a_to_z(tmp_path):
     assert "resnet20" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000
-    assert "Try next" in done.stderr
+    words = " ".join(done.stdout.split())
+    said = re.search(r"Sending one element in a thousand, the loss ends at ([\d.]+) without error feedback and at ([\d.]+) "
+                     r"with it\. Law that .*?: (.+?)\. Rule that .*?: (.+)\.$", words)  # fmt: skip
+    for text, name in zip(said.groups(), ("topk", "topk-ef"), strict=False):
+        scalars = open_trace(tmp_path / "demo" / f"{name}.zarr").scalars(0)
+        assert float(text) == pytest.approx(
+            float(np.mean(scalars["loss"])), abs=0.006
+        )  # of all steps
+    assert str(tmp_path / "demo" / "report.html") in "".join(done.stderr.split())
     for name in ("topk", "topk-ef"):
         trace = tmp_path / "demo" / f"{name}.zarr"
         assert len(open_trace(trace).steps()) == 8

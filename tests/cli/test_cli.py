@@ -40,6 +40,7 @@ COMMANDS = (
     "wire",
     "delta",
     "report",
+    "plot",
     "capture",
     "workloads",
     "demo",

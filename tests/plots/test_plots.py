@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 import sys
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from PIL import Image
 
 import gradstats
 from gradstats import plots
 from gradstats.errors import InputError
+from gradstats.plots.style import label_of
 from gradstats.statistics import pot
 from gradstats.statistics.compressibility import CONTROLS, local_exponents, window_exponents
 from gradstats.statistics.fitting import as_magnitudes
@@ -403,3 +409,170 @@ def test_legends_of_many_rules_cover_nothing():
     ax = plots.quality_bars(records, figure.subplots())
     figure.draw_without_rendering()
     assert ax.get_legend().get_window_extent().x0 >= ax.get_window_extent().x1 - 1
+
+
+def spread(one, other):
+    """Return how far two colours are apart for usual eyes, and for those without red or green receptors (OKLab)."""
+    to_lms = np.array(
+        [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+    )
+    to_lab = np.array(
+        [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+    )
+    eyes = (
+        np.eye(3),
+        np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]),
+        np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]),
+    )  # Machado, Oliveira and Fernandes (2009)
+
+    def lab(colour, eye):
+        c = np.asarray(colour)
+        linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+        return to_lab @ np.cbrt(to_lms @ np.clip(eye @ linear, 0, 1))
+
+    distances = [np.linalg.norm(lab(one, eye) - lab(other, eye)) for eye in eyes]
+    return distances[0], min(distances[1:])
+
+
+def test_no_two_colours_look_alike():
+    """Among the systems of the plateau five were some orange."""
+    from gradstats.plots.style import PALETTE, look_of
+
+    apart = [spread(a, b) for i, a in enumerate(PALETTE) for b in PALETTE[:i]]
+    assert min(usual for usual, _ in apart) > 0.12
+    assert min(other for _, other in apart) > 0.07
+    systems = ("none", "topk", "sidco-e", "dgc", "redsync", "micro", "lags", "marsit")
+    assert len({look_of(name)["color"] for name in systems}) == len(systems)
+
+
+def test_a_qq_plots_legend_has_the_colours_drawn(ax):
+    fits = [gradstats.fit(X, model) for model in ("laplace", "dgamma", "double_genpareto")]
+    plots.qq(X, fits, ax)
+    legend = ax.get_legend()
+    entries = dict(
+        zip([t.get_text() for t in legend.get_texts()], legend.legend_handles, strict=True)
+    )
+    lines = {x.get_label(): x.get_color() for x in ax.lines}
+    for name in ("Laplace", "double gamma", "double gen. Pareto"):
+        assert entries[name].get_color() == lines[name]
+    # the one entry of the bands shows each of them
+    shown = [p for p in legend.findobj(Patch) if p is not legend.get_frame()]
+    bands = [tuple(band.get_facecolor()[0]) for band in ax.collections]
+    assert np.allclose(sorted(tuple(p.get_facecolor()) for p in shown), sorted(bands))
+    assert np.allclose([b[:3] for b in bands], [lines[label_of(f.model)] for f in fits])
+
+
+def test_computing_is_the_same_for_all_and_its_noise_is_shaded(ax):
+    rows = [
+        {"compressor": name, "compute": compute, "select": select, "communicate": 0.02}
+        for name, compute, select in (("a", 0.3, 0.001), ("b", 0.4, 0.002), ("c", 0.38, 0.003))
+    ]
+    plots.time_split(rows, ax)
+    bars = {c.get_label(): [(p.get_x(), p.get_width()) for p in c] for c in ax.containers}
+    assert np.allclose(bars["compute"], [(0, 380)] * 3)
+    assert np.allclose(bars["select"], [(380, 1), (380, 2), (380, 3)])
+    assert np.allclose(bars["communicate"], [(381, 20), (382, 20), (383, 20)])
+    (band,) = [p for p in ax.patches if "measured" in p.get_label()]
+    assert (band.get_x(), band.get_x() + band.get_width()) == pytest.approx((300, 400))
+    assert band.get_label() == "compute, measured: 300 to 400 ms"
+
+
+def test_every_block_of_a_timeline_is_named(ax):
+    names = ["blocks.8.conv2.weight", "conv1.weight"]
+    rows = [
+        {"lane": "backward", "layer": names[0], "start": 1.0, "end": 1.000001},
+        {"lane": "backward", "layer": names[1], "start": 1.0001, "end": 1.02},
+        {"lane": "communicate", "layer": names[1], "start": 1.03, "end": 1.05},
+    ]
+    plots.timeline(rows, ax)
+    key = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert key == [f"1  {names[0]}", f"2  {names[1]}"]
+    assert [t.get_text() for t in ax.texts] == ["1", "2", "2"]
+    for text, row in zip(ax.texts, rows, strict=True):
+        x, y = text.get_position()
+        assert x == pytest.approx(1e3 * ((row["start"] + row["end"]) / 2 - 1))
+        assert round(y) == ("backward", "communicate").index(row["lane"])
+        low, high = sorted(ax.get_ylim())
+        assert low < y < high
+
+
+def test_intervals_of_speedups_are_bars_beside_each_other(ax):
+    rows = [
+        {"compressor": name, "ratio": 0.01, "workers": 4, "rate": 10.0**i, "speedup": s / (i + 1)}
+        | {"speedup_low": s / (i + 2), "speedup_high": 2 * s / (i + 1)}
+        for name, s in (("topk", 9.0), ("lags", 8.0), ("dense-bf16", 2.0))
+        for i in range(12)
+    ]
+    plots.speedup(rows, ax)
+    assert len({(tuple(x.get_color()), x.get_linestyle()) for x in ax.lines[:3]}) == 3
+    places = []
+    for line, bars in zip(ax.lines, ax.collections, strict=False):
+        assert tuple(bars.get_color()[0][:3]) == tuple(line.get_color())
+        segments = np.array(bars.get_segments())
+        assert len(segments) == 5
+        mine = [r for r in rows if r["compressor"] == line.get_label().partition(",")[0]]
+        drawn = {tuple(s[:, 1]) for s in segments}
+        assert drawn <= {(r["speedup_low"], r["speedup_high"]) for r in mine}
+        places += [s[0, 0] for s in segments]
+    assert len(set(places)) == 15  # none covers another
+    assert not any(isinstance(c, PolyCollection) for c in ax.collections)
+
+
+def test_a_grey_stays_grey_in_a_png(ax):
+    plots.density(X, [gradstats.fit(X, "laplace")], ax)
+    with Image.open(io.BytesIO(plots.png(ax.figure))) as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3).astype(int)
+    levels, counts = np.unique(pixels, axis=0, return_counts=True)
+    most = levels[np.argsort(counts)[::-1][:2]]
+    assert np.ptp(most, axis=1).max() <= 2  # the page, and the captured elements
+    assert most.max() == 255
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_figure_is_as_wide_as_asked_and_has_its_fonts(tmp_path, dark):
+    from gradstats.plots.files import styled
+
+    written = {}
+    for ending in ("pdf", "svg", "png"):
+        for again in ("a", "b"):
+            with styled("whitegrid") as figure:
+                figure.set_size_inches(85 / 25.4, 60 / 25.4)
+                ax = plots.tail(X, [gradstats.fit(X, "laplace")], figure.subplots())
+                plots.save(figure, tmp_path / f"{again}.{ending}", dark=dark)
+            written[ending] = tmp_path / f"{again}.{ending}"
+        assert written[ending].read_bytes() == (tmp_path / f"a.{ending}").read_bytes()
+    assert ax.get_title() == ""
+    pdf = written["pdf"].read_bytes()
+    box = [float(x) for x in re.search(rb"MediaBox \[([^]]*)\]", pdf)[1].split()]
+    assert box[2:] == pytest.approx([72 * 85 / 25.4, 72 * 60 / 25.4])
+    found = {a or b for a, b in re.findall(rb"/Subtype /(Type\d)|/(FontFile2)", pdf)}
+    assert found == {b"Type0", b"FontFile2"}  # TrueType, and no bitmaps or outlines by Type 3
+    svg = written["svg"].read_text("utf-8")
+    assert re.search(r'width="240.9\d*pt"', svg)
+    assert "<text" not in svg
+    with Image.open(written["png"]) as image:
+        assert image.width == pytest.approx(85 / 25.4 * 300, abs=1)
+        corner = image.convert("RGBA").getpixel((0, 0))
+    assert corner[3] == (0 if dark else 255)
+    with pytest.raises(InputError, match=r"name it \.pdf, \.svg, \.png"):
+        plots.save(figure, tmp_path / "x.eps")
+    with pytest.raises(InputError, match="cannot write"):
+        plots.save(figure, tmp_path / "no" / "x.pdf")
+
+
+def test_a_dark_figure_is_light_on_dark_in_the_same_hues(ax):
+    from colorsys import rgb_to_hls
+
+    from gradstats.plots.files import darken
+
+    plots.tail(X, [gradstats.fit(X, "laplace")], ax)
+    before = {x.get_label(): to_rgb(x.get_color()) for x in ax.lines}
+    darken(ax.figure)
+    after = {x.get_label(): to_rgb(x.get_color()) for x in ax.lines}
+    for name in ("captured", "Laplace"):
+        (hue, low, _), (turned, high, _) = (rgb_to_hls(*c[name]) for c in (before, after))
+        assert low < 0.5 < high
+        assert name == "captured" or turned == pytest.approx(hue, abs=0.03)
+    assert to_rgb(ax.xaxis.label.get_color()) == pytest.approx((1, 1, 1), abs=0.01)
+    for tick in ax.xaxis.get_major_ticks():
+        assert to_rgb(tick.label1.get_color()) == pytest.approx((1, 1, 1), abs=0.01)

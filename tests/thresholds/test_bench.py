@@ -228,10 +228,17 @@ def test_figures(records):
         ax = Figure().add_subplot()
         some = [r for r in records if r["numel"] == 20_000]
         assert plots.latency_bars(some, ax, value=value) is ax
-        assert len(ax.containers) == 2
-        for ratio, bars in zip((0.1, 0.01), ax.containers, strict=True):
-            expected = [r[value] for r in some if r["ratio"] == ratio]
-            assert [bar.get_width() for bar in bars] == expected
+        drawn = {x.get_label(): x for x in ax.lines}
+        for ratio in (0.1, 0.01):
+            dots = drawn[f"ratio {ratio:g}"]
+            scale = 1e3 if value == "seconds" else 1  # milliseconds
+            expected = [scale * r[value] for r in some if r["ratio"] == ratio]
+            assert dots.get_xdata().tolist() == expected
+            rows = np.round(dots.get_ydata()).astype(int)
+            names = [ax.get_yticklabels()[i].get_text() for i in rows]
+            assert names == [r["compressor"] for r in some if r["ratio"] == ratio]
+            assert (dots.get_linestyle(), ax.get_xscale()) == ("None", "log")
+        assert not ax.patches  # no bars, whose length would say nothing
 
 
 def test_the_command():

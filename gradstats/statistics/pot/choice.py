@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.primitives import Array
 from gradstats.primitives.levels import Levels, levels_beyond
@@ -139,7 +140,7 @@ def choose_threshold(
     replicates: int = 79,
     seed: int = 0,
     method: Method = "mle",
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
     splits: int = 5,
 ) -> ThresholdChoice:
     """Choose the lowest threshold beyond which the excesses are generalized Pareto, and stay so further out.
