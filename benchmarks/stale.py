@@ -30,9 +30,9 @@ ROOMS = ("primitives", "collectives", "thresholds", "compressors", "hooks")
 
 
 def makers() -> dict[str, list[Path]]:
-    """Return the programs that name each result, those alone that name it most closely."""
+    """Return the programs that name each result, those alone that name it most closely; one is a command."""
     names: list[tuple[str, Path]] = []
-    for program in sorted(Path(__file__).parent.rglob("*.py")):
+    for program in (*sorted(Path(__file__).parent.rglob("*.py")), ROOT / "capture" / "atlas.py"):
         for node in ast.walk(ast.parse(program.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr) or _is_text(node):
                 names.append((_pattern(node), program))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from capture.atlas import atlas
 from capture.lab.cli import bench_network
 from capture.options import (
     AutocastOption,
@@ -83,6 +84,7 @@ def register(app: typer.Typer) -> None:
     app.command("capture", rich_help_panel="Capture")(capture)
     app.command("demo", rich_help_panel="Capture")(demo)
     app.command("workloads", rich_help_panel="Capture")(workloads)
+    app.command("atlas", rich_help_panel="Capture")(atlas)
     app.command("bench-network", rich_help_panel="Thresholds")(bench_network)
 
 

@@ -49,6 +49,7 @@ ROOMS = [
     "capture.workloads",
     "capture.options",
     "capture.lab",
+    "capture.atlas",
     "capture.cli",
 ]
 # A package's own page names what it makes public and loads it late: it is above everything it names.

@@ -1,9 +1,9 @@
 """A recommender that predicts clicks from tables of embeddings, of which each batch touches few rows.
 
 Source: Naumov et al. 2019 (DLRM), small. Clicks are generated from a known model: a bias for every value of every
-field, and products of the fields' hidden vectors. Values are as frequent as Zipf's law has it. The tables' gradients are
-dense, with zeros in rows that no sample of the batch has: those of ``nn.Embedding(sparse=True)`` are averaged without
-compression (:func:`gradstats.hooks.compression_hook`), and AdamW and Muon do not take them.
+field, and products of the fields' hidden vectors. Values are as frequent as Zipf's law has it. The tables' gradients
+are dense, with zeros in rows that no sample of the batch has: those of ``nn.Embedding(sparse=True)`` are averaged
+without compression (:func:`gradstats.hooks.compression_hook`), and AdamW and Muon do not take them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,217 @@
+"""The atlas: trainings of twelve kinds under three optimizers, captured and reduced to records, piece by piece."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capture.options import DataDirOption, run_config, signals_end_the_command
+from gradstats.cli.output import note
+from gradstats.errors import InputError, unknown
+from gradstats.files import refuse_address
+
+if TYPE_CHECKING:
+    from capture.workloads.config import RunConfig
+
+__all__ = ["PIECES", "TRAININGS", "atlas", "read_records", "run_piece"]
+
+STEPS, RATIO = 60, 0.01
+"""Steps of each training, and the ratio of its top-k with error feedback."""
+_AT = {"early": range(6, 10), "middle": range(30, 34), "late": range(56, 60)}
+"""Steps captured whole, on all ranks."""
+_KINDS = ("gradient", "corrected", "update")
+_RECORDS = "atlas.jsonl"
+
+# What a training has that differs from its workload's defaults: batches for a minute on two cores, and the folder of
+# its data below --data-dir. Under SGD with momentum 0.9 the rates are those at which the loss falls.
+TRAININGS: dict[str, dict[str, Any]] = {
+    "resnet8-cifar16": {"data_dir": "cifar-10-batches-bin"},
+    "vit-digits": {},
+    "gpt-pydoc": {},
+    "moe-pydoc": {},
+    "lora-pydoc": {},
+    "unet-digits": {},
+    "policy-cartpole": {},
+    "gcn-blocks": {},
+    "dlrm-clicks": {},
+    "lstm-an4": {"data_dir": "an4", "hidden": 128},
+    "lstm-pydoc": {"hidden": 100},
+    "simclr-digits": {},
+}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "momentum": 0.9},
+    "adamw": {"optimizer": "adamw"},
+    "muon": {"optimizer": "muon"},
+}
+_SGD_RATES = {
+    "vit-digits": 0.02,
+    "unet-digits": 0.02,
+    "policy-cartpole": 0.02,
+    "lstm-pydoc": 0.5,
+    "lstm-an4": 0.001,
+}
+PIECES = tuple(f"{training}/{optimizer}" for optimizer in _OPTIMIZERS for training in TRAININGS)
+"""Pieces of the atlas: a training and an optimizer."""
+
+
+def settings_of(piece: str, data_dir: Path | None = None) -> dict[str, Any]:
+    """Return the settings of a piece's training.
+
+    Parameters
+    ----------
+    piece : str
+        One of :data:`PIECES`.
+    data_dir : Path, optional
+        Folder that holds the data sets' folders.
+
+    Returns
+    -------
+    dict of str to object
+        Fields of :class:`capture.workloads.RunConfig`.
+    """
+    training, optimizer = piece.split("/")
+    settings: dict[str, Any] = {
+        "steps": STEPS,
+        "ratio": RATIO,
+        "compressor": "topk",
+        "evaluate": False,
+    }
+    settings |= TRAININGS[training] | _OPTIMIZERS[optimizer]
+    if optimizer == "sgd" and training in _SGD_RATES:
+        settings["learning_rate"] = _SGD_RATES[training]
+    if "data_dir" in settings:
+        if data_dir is None:
+            raise InputError(
+                f"{training} reads {settings['data_dir']}/: name the folder that it is in with --data-dir"
+            )
+        settings["data_dir"] = data_dir / settings["data_dir"]
+    return settings | {"workload": training}
+
+
+def run_piece(config: RunConfig, phases: dict[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """Train, and reduce the trace to records.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Settings of the training, with a trace to create.
+    phases : dict of str to sequence of int
+        Steps of each phase.
+
+    Returns
+    -------
+    list of dict
+        Records of :func:`gradstats.analysis.atlas.atlas_records`, with the first and the last losses.
+    """
+    from capture.workloads import run
+    from gradstats.analysis.atlas import atlas_records
+
+    assert config.out is not None
+    losses = run(config).losses
+    few = max(len(losses) // 10, 1)
+    ends = {"first_loss": sum(losses[:few]) / few, "last_loss": sum(losses[-few:]) / few}
+    return [record | ends for record in atlas_records(config.out, phases)]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file, without a last line that was cut off.
+
+    Parameters
+    ----------
+    path : Path
+        File of JSON lines; it need not be there.
+
+    Returns
+    -------
+    list of dict
+        Records.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _short(value: Any) -> Any:
+    """Return numbers with five digits, which are as many as samples of steps are good for."""
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if abs(value) < float("inf") else None
+    return value.item() if hasattr(value, "item") else value
+
+
+def atlas(  # numpydoc ignore=PR01
+    out: Annotated[
+        Path, typer.Option(help=f"Folder for {_RECORDS} and, while a piece runs, its trace.")
+    ] = Path("atlas"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run these pieces alone: TRAINING, OPTIMIZER or TRAINING/OPTIMIZER (repeatable)."
+        ),
+    ] = None,
+    data_dir: DataDirOption = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the traces, some 100 MB each.")
+    ] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the page of all records there.", metavar="FILE.md")
+    ] = None,
+) -> None:
+    """Train twelve kinds of models under three optimizers, and record what their gradients are like.
+
+    Pieces that are recorded already are skipped, so a run that was stopped goes on. Without --only it takes hours.
+    """
+    refuse_address(out)
+    chosen = list(_chosen(only))
+    file = out / _RECORDS
+    out.mkdir(parents=True, exist_ok=True)
+    records = read_records(file)
+    done = {r["piece"] for r in records}
+    for piece in chosen:
+        if piece in done:
+            continue
+        try:
+            settings = settings_of(piece, data_dir)
+        except InputError as error:
+            if only:
+                raise
+            note(f"{piece} is left out: {error}")
+            continue
+        trace = out / f"{piece.replace('/', '-')}.zarr"
+        at = tuple(step for steps in _AT.values() for step in steps)
+        config = run_config(**settings, label=piece, out=trace, at=at, kinds=_KINDS, overwrite=True)
+        config.check()
+        training, optimizer = piece.split("/")
+        labels: dict[str, Any] = {"piece": piece, "training": training, "optimizer": optimizer}
+        labels |= {"rate": config.initial_learning_rate}
+        note(f"{piece}: {config.nproc} processes, {STEPS} steps")
+        with signals_end_the_command():
+            found = [_short(labels | r) for r in run_piece(config, dict(_AT))]
+        records += found
+        whole = "".join(json.dumps(r) + "\n" for r in records)
+        part = file.with_suffix(".part")  # a piece is recorded whole, or not at all
+        part.write_text(whole, encoding="utf-8")
+        part.replace(file)
+        if not keep:
+            shutil.rmtree(trace)
+        note(f"  loss {found[0]['first_loss']:.3f} → {found[0]['last_loss']:.3f}")
+    if page is not None:
+        from gradstats.report.atlas import atlas_page
+
+        page.write_text(atlas_page(records, PIECES, STEPS), encoding="utf-8")
+
+
+def _chosen(only: Sequence[str] | None) -> Iterator[str]:
+    """Yield the pieces that words name."""
+    words = {word for piece in PIECES for word in (piece, *piece.split("/"))}
+    for word in only or ():
+        if word not in words:
+            raise unknown("piece", word, sorted(words))
+    for piece in PIECES:
+        if not only or {piece, *piece.split("/")} & {*only}:
+            yield piece

@@ -1,0 +1,286 @@
+"""What a trace of a training says in a few numbers for each kind and phase, and what many trainings say together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradstats.analysis.agreement import agreement
+from gradstats.analysis.closest import closest_laws, law_pairs
+from gradstats.analysis.peaks import mixture_records, pot_records
+from gradstats.analysis.quality import quality_series
+from gradstats.analysis.rules import COUNTING, judged_rules
+from gradstats.analysis.wire import wire
+from gradstats.errors import InputError
+from gradstats.primitives.ratio import RATIOS
+from gradstats.primitives.select import topk
+from gradstats.statistics.compressibility import compressibility
+from gradstats.tables import Records
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, open_source
+
+__all__ = ["LEVELS", "atlas_records", "components", "worst_cases"]
+
+LEVELS = ("training", "optimizer", "phase", "layer")
+"""What nests in what: a training's optimizers, the phases of each, and the layers of each of those."""
+_FEWEST_TRAININGS = 5
+"""Trainings from which a share of the variance has an interval."""
+_DRAWS = 1000
+_ENOUGH = 0.95
+"""k̂/k of exact top-k above which there are enough elements that are not zero."""
+_TAILS = (0.1, 0.01, 0.001)
+_ENERGY = (0.01, 0.001)
+_BITS_ERROR = 0.01
+"""Relative squared error that the smallest format stays below."""
+_ALIKE: tuple[Kind, ...] = ("update", "weight")
+"""Kinds that all ranks share: there is nothing to compare."""
+
+
+def atlas_records(source: object, phases: Mapping[str, Sequence[int]]) -> Records:
+    """Reduce a trace of whole gradients to a record for each kind and phase.
+
+    Parameters
+    ----------
+    source : str, Path, Trace or Source
+        Trace of whole gradients, of several ranks.
+    phases : mapping of str to sequence of int
+        Captured steps of each phase by its name, neighbours of each other: two at least.
+
+    Returns
+    -------
+    Records
+        kind, phase, numel, ranks; law (the closest one, fitted at the first step of the phase and judged at the next,
+        as in :func:`gradstats.analysis.closest.closest_laws`), by_layer, tail_error and chance; xi (shape of the tail
+        by the share of the non-zero elements that it has, where a fit has enough); layers (shape of the largest
+        tenth of each layer); energy (share of the squares that the largest 1 and 0.1 % have); zeros (share); p,
+        p_low, p_high and compressible, as in :func:`gradstats.compressibility`; rules (geometric mean of k̂/k by rule
+        and ratio); cosine, overlap and noise_scale of the ranks, None where they share the vector; format and bits of
+        the smallest format with an error below 1 %. Where not said otherwise they are of the first rank; numbers of
+        single gradients are of the phase's first step.
+
+    Raises
+    ------
+    InputError
+        If a phase has fewer than two steps, or a step is not in the trace.
+    """
+    opened, found = open_source(source), Records()
+    for phase, steps in phases.items():
+        if len(steps) < 2:
+            raise InputError(f"phase {phase} needs two steps at least, to judge one by the other")
+        keys = [key for key in opened.entries() if key[2] == steps[0]]
+        for kind in dict.fromkeys(key[1] for key in keys):
+            ranks = sorted(key[0] for key in keys if key[1] == kind)
+            found.append({"kind": kind, "phase": phase} | _one(opened, kind, steps, ranks))
+    return found
+
+
+def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what one kind has in one phase."""
+    first, rank = steps[0], ranks[0]
+    over: dict[str, Any] = {"kinds": [kind], "ranks": [rank]}
+    values = np.asarray(source.read(rank, kind, first).values, np.float64)
+    total = float(np.square(values).sum())
+    pairs = law_pairs(source, steps=steps[:2], **over)
+    laws = closest_laws(pairs)
+    tails = pot_records(source, _TAILS, steps=[first], **over)
+    shapes = mixture_records(source, steps=[first], **over) if len(source.layers) > 1 else []
+    decay = compressibility(values)
+    rules = judged_rules(quality_series(source, RATIOS, steps=list(steps), **over))
+    together: dict[str, Any] = {"cosine": None, "overlap": None, "noise_scale": None}
+    if kind not in _ALIKE and len(ranks) > 1:
+        whole = agreement(source, steps=list(steps), kinds=[kind])[-1]
+        together = {name: whole[name] for name in together}
+    best = wire(source, steps=[first], **over).smallest(_BITS_ERROR)
+    return {
+        "numel": values.size,
+        "ranks": len(ranks),
+        "law": laws[0]["model"] if laws else None,
+        "by_layer": laws[0]["by_layer"] if laws else None,
+        "tail_error": laws[0]["tail_error"] if laws else math.nan,
+        "chance": laws[0]["chance"] if laws else math.nan,
+        "xi": {str(r["ratio"]): r["c"] for r in tails if "ratio" in r},
+        "layers": {
+            r["layer"]: r["c"] for r in shapes if r["layer"] not in ("pooled", "normalised")
+        },
+        "energy": {str(share): _energy(values, share, total) for share in _ENERGY},
+        "zeros": float((values == 0).mean()),
+        **{name: getattr(decay, name) for name in ("p", "p_low", "p_high", "compressible")},
+        "rules": {r["estimator"]: {str(k): v for k, v in r["mean"].items()} for r in rules},
+        **together,
+        "format": best["format"] if best else None,
+        "bits": best["bits"] if best else None,
+    }
+
+
+def _energy(values: NDArray[np.float64], share: float, total: float) -> float:
+    kept = np.asarray(topk(values, max(round(share * values.size), 1)).values)
+    return float(np.square(kept).sum()) / total if total else math.nan
+
+
+def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:
+    """Rank threshold rules by their worst training, and say whether that holds of a training that was left out.
+
+    A rule is as far from k as |ln(k̂/k)| is large: at worst over the optimizers, kinds, phases and ratios of a training.
+    Rules that count until they have k are left out, as are ratios at which exact top-k does not find k elements.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :func:`atlas_records`, each with its ``training``.
+
+    Returns
+    -------
+    Records
+        One record of each rule, that with the best worst case first: estimator; worst (factor from k, at least 1) and
+        where, the training of it; median (the factor, over trainings) with low and high, a distribution-free interval
+        of 95 % at least, NaN of fewer than six trainings; chosen, of how many trainings it would be the choice when
+        these are left out; held_out, the largest of its factors on these; trainings.
+    """
+    far: dict[str, dict[str, float]] = {}
+    for record in records:
+        # a gradient with fewer elements that are not zero than asked for has no k largest
+        enough = [r for r, quality in record["rules"]["exact"].items() if quality > _ENOUGH]
+        for rule, every in record["rules"].items():
+            means = {ratio: every[ratio] for ratio in enough if ratio in every}
+            if rule not in COUNTING and means:
+                by = far.setdefault(rule, {})
+                here = max(abs(math.log(quality)) for quality in means.values())
+                by[record["training"]] = max(by.get(record["training"], 0.0), here)
+    trainings = sorted({t for by in far.values() for t in by})
+    far = {rule: by for rule, by in far.items() if len(by) == len(trainings)}
+    held: dict[str, list[float]] = {rule: [] for rule in far}
+    for out in trainings if len(trainings) > 1 else ():
+        best = min(far, key=lambda rule: max(v for t, v in far[rule].items() if t != out))
+        held[best].append(far[best][out])
+    found = Records()
+    for rule, by in far.items():
+        values = np.sort(list(by.values()))
+        low, high = _median_interval(values)
+        where = max(by, key=lambda t: by[t])
+        found.append(
+            {"estimator": rule, "worst": math.exp(by[where]), "where": where}
+            | {"median": math.exp(float(np.median(values))), "low": low, "high": high}
+            | {"chosen": len(held[rule])}
+            | {"held_out": math.exp(max(held[rule])) if held[rule] else None}
+            | {"trainings": len(trainings)}
+        )
+    found.sort(key=lambda r: r["worst"])
+    return found
+
+
+def _median_interval(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return factors between which the median lies: order statistics, by the signs' binomial distribution."""
+    from scipy.stats import binom
+
+    n = values.size
+    place = int(binom.ppf(0.025, n, 0.5))  # fewer than so many below the median have 2.5 % at most
+    if place < 1:
+        return math.nan, math.nan
+    return math.exp(values[place - 1]), math.exp(values[n - place])
+
+
+def components(records: Sequence[Mapping[str, Any]]) -> Records:
+    """Split the variance of the layers' tail shapes over trainings, optimizers, phases and layers.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :func:`atlas_records`, each with its ``training`` and ``optimizer``.
+
+    Returns
+    -------
+    Records
+        One record per kind and level of :data:`LEVELS`: variance, share, and low and high of the share, the interval of
+        1,000 draws of trainings with replacement, NaN of fewer than five; trainings, and values (layers in all).
+
+    Notes
+    -----
+    A nested analysis of variance of unweighted means (Searle, Casella and McCulloch 1992): the variance of the means of
+    a level within that above it, less what the means of the levels below have left in it; at least 0. Optimizers and
+    phases are taken as drawn from many. Shapes of layers have errors of their own, which count as layers.
+    """
+    found = Records()
+    for kind in dict.fromkeys(r["kind"] for r in records):
+        nested: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
+        for r in records:
+            shapes = np.array([c for c in r["layers"].values() if c is not None], np.float64)
+            if r["kind"] == kind and shapes.size > 1:
+                of = nested.setdefault(r["training"], {})
+                of.setdefault(r["optimizer"], []).append(shapes)
+        trees = [list(of.values()) for of in nested.values()]
+        if len(trees) < 2:
+            continue
+        sums = np.array([_sums(tree) for tree in trees])
+        variances = _variances(sums)
+        shares = variances / variances.sum()
+        low = high = np.full(len(LEVELS), math.nan)
+        if len(trees) >= _FEWEST_TRAININGS:
+            rng = np.random.default_rng(0)
+            drawn = []
+            for places in rng.integers(len(trees), size=(_DRAWS, len(trees))):
+                each = _variances(sums[places])
+                drawn.append(each / each.sum())
+            low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
+        count = sum(shapes.size for tree in trees for phases in tree for shapes in phases)
+        for i, level in enumerate(LEVELS):
+            found.append(
+                {"kind": kind, "level": level, "variance": float(variances[i])}
+                | {"share": float(shares[i]), "low": float(low[i]), "high": float(high[i])}
+                | {"trainings": len(trees), "values": count}
+            )
+    return found
+
+
+def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float64]:
+    """Return what a training adds to the analysis: sums, from the layers up.
+
+    Of each level: squares within its families, degrees of freedom, and how often the variance of each level below is
+    in these squares; last, the training's mean, 1, and the same of the error of that mean.
+    """
+    found: list[float] = []
+    # of a family's members: their values, and how much of the variance of each level below a mean of them has
+    families = [
+        [(x, np.zeros(0)) for x in layers.tolist()] for phases in training for layers in phases
+    ]
+    for groups in (len(phases) for phases in training), (len(training),):
+        squares, freedom, below, means = _within(families)
+        found += [squares, freedom, *below]
+        members = iter(means)
+        families = [[next(members) for _ in range(count)] for count in groups]
+    squares, freedom, below, ((mean, error),) = _within(families)
+    return np.array([*found, squares, freedom, *below, mean, 1.0, *error])
+
+
+def _within(
+    families: Sequence[Sequence[tuple[float, NDArray[np.float64]]]],
+) -> tuple[float, int, NDArray[np.float64], list[tuple[float, NDArray[np.float64]]]]:
+    """Return squares within families, their degrees of freedom, the errors in them, and every family's mean."""
+    squares, freedom, means = 0.0, 0, []
+    below = np.zeros(families[0][0][1].size)
+    for family in families:
+        values = np.array([value for value, _ in family])
+        errors = np.mean([error for _, error in family], axis=0)
+        squares += float(np.square(values - values.mean()).sum())
+        freedom += len(family) - 1
+        below = below + (len(family) - 1) * errors
+        means.append((float(values.mean()), np.append(errors, 1.0) / len(family)))
+    return squares, freedom, below, means
+
+
+def _variances(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the variance components of some trainings, from the top; each row is one's of :func:`_sums`."""
+    means, errors = sums[:, 9], sums[:, 11:].mean(axis=0)
+    total = sums.sum(axis=0)
+    freedom = len(sums) - 1
+    parts = [(total[0], total[1], total[2:2]), (total[2], total[3], total[4:5])]
+    parts += [(total[5], total[6], total[7:9])]
+    parts += [(float(np.square(means - means.mean()).sum()), freedom, freedom * errors)]
+    variances: list[float] = []
+    for squares, free, below in parts:
+        left = float(np.dot(below, variances))
+        variances.append(max(float(squares - left) / free, 0.0) if free else 0.0)
+    return np.array(variances[::-1])

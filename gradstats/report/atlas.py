@@ -1,0 +1,195 @@
+"""The page of the atlas, made of its records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradstats.analysis.atlas import components, worst_cases
+from gradstats.analysis.rules import COUNTING
+from gradstats.tables import format_value, render
+
+__all__ = ["atlas_page"]
+
+_KINDS = ("gradient", "corrected", "update")
+
+_HEAD = """# An atlas of gradients
+
+What gradients of small trainings are like, of {trainings} kinds of models under {optimizers}: {pieces} of {all}
+trainings are measured. `gradstats atlas --data-dir DIR --out docs/results --page docs/atlas.md` trains what is
+missing, a piece at a time, adds it to `docs/results/atlas.jsonl`, and writes this page; `--only gpt-pydoc/sgd` runs
+one piece. Traces are rebuilt, not stored.
+
+Each training is a [workload](workloads.md) of two ranks, {steps} steps long, with top-k at ratio 0.01 and error
+feedback, from one seed. Steps 6 to 9, 30 to 33 and 56 to 59 are captured whole on both ranks: the gradient, the
+gradient plus what was not sent before (`corrected`, to which a threshold is applied), and the optimizer's update,
+which is the same on all ranks. `sgd` has momentum 0.9. Learning rates are not tuned. Pseudo-gradients of local steps
+and bfloat16 are not in the atlas yet, nor are sketches of the steps between.
+
+These are short trainings of small models, of one seed each, behind one compressor: they say how much gradients
+differ, not what yours is like.
+"""
+
+_READ = """\
+Medians over the three phases. `tail error`: the law that is closest, fitted at one step, puts the threshold of the
+next step off by this factor at the worst of the ratios 0.1, 0.01 and 0.001; the law is the one that is closest in
+most phases (one fit a layer where it says so). ξ is the shape of the tail beyond the largest 10, 1 and 0.1 % of the
+elements that are not zero, as far as there are enough; energy the share of the squares in the largest 1 and 0.1 %; p
+the exponent of compressibility; cosine that of the two ranks' vectors; noise scale in samples (– where the signal is
+not told from zero); bits those of the smallest format with an error below 1 %.
+"""
+
+
+def atlas_page(records: Sequence[Mapping[str, Any]], pieces: Sequence[str], steps: int) -> str:
+    """Return the page of the atlas as Markdown.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :func:`gradstats.analysis.atlas.atlas_records`, with piece, training, optimizer, rate, first_loss and
+        last_loss.
+    pieces : sequence of str
+        All pieces that there could be, as ``training/optimizer``.
+    steps : int
+        Steps of each training.
+
+    Returns
+    -------
+    str
+        The page, which lists the pieces that have no records.
+    """
+    done = [piece for piece in pieces if any(r["piece"] == piece for r in records)]
+    missing = [piece for piece in pieces if piece not in done]
+    trainings = list(dict.fromkeys(piece.split("/")[0] for piece in done))
+    parts = [
+        _HEAD.format(
+            trainings=len(trainings),
+            optimizers=", ".join(f"`{o}`" for o in dict.fromkeys(p.split("/")[1] for p in done)),
+            pieces=len(done),
+            all=len(pieces),
+            steps=steps,
+        ),
+        f"**Not measured:** {_grouped(missing)}.",
+        "## Trainings",
+        _markdown([_training(piece, records) for piece in done]),
+        "Losses are the means of the first and the last tenth of the steps.",
+    ]
+    for kind in _KINDS:
+        rows = [_one(p, [r for r in records if (r["piece"], r["kind"]) == (p, kind)]) for p in done]
+        parts += [f"## Kind `{kind}`", _READ if kind == _KINDS[0] else "", _markdown(rows)]
+    parts += _rules(records)
+    parts += _spread(records)
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _grouped(pieces: Sequence[str]) -> str:
+    by: dict[str, list[str]] = {}
+    for piece in pieces:
+        training, optimizer = piece.split("/")
+        by.setdefault(optimizer, []).append(f"`{training}`")
+    return "; ".join(f"under `{o}` {', '.join(t)}" for o, t in by.items()) or "nothing"
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    return render(rows, "markdown") if rows else "Nothing is measured yet."
+
+
+def _training(piece: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    one = next(r for r in records if r["piece"] == piece)
+    names = ("training", "optimizer", "rate", "first_loss", "last_loss")
+    return {n.replace("_", " "): one[n] for n in names} | {"parameters": f"{one['numel']:,}"}
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(np.median(known)) if known else None
+
+
+def _one(piece: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the row of one piece and kind."""
+    laws = Counter(r["law"] + (" by layer" if r["by_layer"] else "") for r in rows if r["law"])
+    law, times = laws.most_common(1)[0] if laws else ("–", 0)
+    error = _middle([r["tail_error"] for r in rows])
+    forms = Counter(r["format"] or "none" for r in rows)
+    found: dict[str, Any] = {
+        "training": piece,
+        "law": f"{law}, {times} of {len(rows)}",
+        "tail error": None if error is None else float(np.exp(error)),
+    }
+    for share in ("0.1", "0.01", "0.001"):
+        found[f"ξ {100 * float(share):g} %"] = _middle([r["xi"].get(share) for r in rows])
+    for share in ("0.01", "0.001"):
+        found[f"energy {100 * float(share):g} %"] = _middle([r["energy"][share] for r in rows])
+    found |= {n: _middle([r[n] for r in rows]) for n in ("zeros", "p")}
+    if any(r["cosine"] is not None for r in rows):
+        found |= {"cosine": _middle([r["cosine"] for r in rows])}
+        found |= {"noise scale": _middle([r["noise_scale"] for r in rows])}
+    bits = format_value(_middle([r["bits"] for r in rows]))
+    return found | {"bits": f"{bits} ({forms.most_common(1)[0][0]})"}
+
+
+def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is said of rules: k̂/k at three ratios, and the worst cases."""
+    rows = []
+    for rule in dict.fromkeys(name for r in records for name in r["rules"]):
+        row: dict[str, Any] = {"rule": rule}
+        for ratio in ("0.1", "0.01", "0.001"):
+            here = [q[ratio] for r in records if ratio in (q := r["rules"].get(rule, {}))]
+            if here:
+                typical = float(np.exp(np.median(np.log(here))))
+                row[ratio] = f"{typical:.2f} ({min(here):.2g} to {max(here):.2g})"
+        rows.append(row)
+    rows.sort(key=lambda r: (r["rule"] not in COUNTING, r["rule"]))
+    parts = [
+        "## Rules",
+        "k̂/k of every rule, the geometric mean over the four steps of a phase: the median over trainings, kinds and "
+        "phases, and the smallest and largest. A rule with a memory begins anew in each phase. The first four count "
+        "until they have k; below 1 they found fewer elements that are not zero.",
+        _markdown(rows),
+    ]
+    judged = worst_cases(records)
+    if not judged:
+        return parts
+    count = judged[0]["trainings"]
+    chosen = [r for r in judged if r["chosen"]]
+    held = max((r["held_out"] for r in chosen), default=None)
+    sentence = (
+        f"Of the rules that estimate, `{judged[0]['estimator']}` has the best worst case over {count} kinds of "
+        "training, all optimizers, kinds, phases, and ratios that have k elements: a factor of "
+        f"{format_value(judged[0]['worst'])} from k, in `{judged[0]['where']}`."
+    )
+    if held is not None:
+        names = ", ".join(f"`{r['estimator']}` ({r['chosen']} of {count})" for r in chosen)
+        sentence += (
+            f" With each training left out in turn, the choice is {names}; at worst it is a factor of "
+            f"{format_value(held)} from k on the training that it was made without."
+        )
+    columns = {
+        "estimator": "rule", "worst": "worst factor", "where": "in", "median": "median factor",
+        "low": "low", "high": "high", "chosen": "chosen", "held_out": "held out",
+    }  # fmt: skip
+    shown = [{new: r[old] for old, new in columns.items()} for r in judged]
+    return [*parts, "### Whose worst case is best", sentence, _markdown(shown)]
+
+
+def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is said of what varies."""
+    rows = components(records)
+    if not rows:
+        return []
+    shown = [
+        {"kind": r["kind"], "level": r["level"], "variance": r["variance"]}
+        | {"share": r["share"], "low": r["low"], "high": r["high"]}
+        | {"trainings": r["trainings"], "layers": r["values"]}
+        for r in rows
+    ]
+    return [
+        "## What varies",
+        "Variance of ξ beyond the largest tenth of each layer, split over trainings, optimizers within them, phases "
+        "within those, and layers with the error of their fits (nested analysis of variance). Intervals of the shares "
+        "are of 1,000 draws of trainings, from five trainings on; of so few they are too narrow.",
+        _markdown(shown),
+    ]

@@ -1,0 +1,115 @@
+"""The atlas' numbers: those of a planted trace, worst cases worked out by hand, variances that are known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.traces import LAYERS, NUMEL, gradient, write
+
+from gradstats.analysis import atlas
+from gradstats.errors import InputError
+from gradstats.trace import create_trace
+
+
+def shaped(training, optimizer, layers, kind="gradient"):
+    return {"training": training, "optimizer": optimizer, "kind": kind, "layers": layers}
+
+
+def nested(rng, trainings, deviations):
+    """Return records of two optimizers, three phases and 20 layers, with known deviations of each level."""
+    records = []
+    for t in range(trainings):
+        training = deviations[0] * rng.normal()
+        for o in "ab":
+            optimizer = training + deviations[1] * rng.normal()
+            for _ in range(3):
+                phase = optimizer + deviations[2] * rng.normal()
+                shapes = phase + deviations[3] * rng.normal(size=20)
+                records.append(shaped(str(t), o, dict(enumerate(shapes))))
+    return records
+
+
+def test_variances_are_those_that_were_drawn():
+    rng = np.random.default_rng(3)
+    truth = np.array([2.0, 1.0, 0.7, 0.5])
+    rows = atlas.components(nested(rng, 400, truth))
+    assert [r["level"] for r in rows] == list(atlas.LEVELS)
+    assert [r["variance"] for r in rows] == pytest.approx(truth**2, rel=0.25)
+    assert sum(r["share"] for r in rows) == pytest.approx(1)
+    assert all(r["low"] <= r["share"] <= r["high"] for r in rows)
+    # nothing but layers: the levels above have next to nothing
+    alone = atlas.components(nested(rng, 30, [0, 0, 0, 1]))
+    assert alone[-1]["share"] > 0.95
+    few = atlas.components(nested(rng, 4, truth))
+    assert all(math.isnan(r["low"]) for r in few)
+    assert atlas.components(nested(rng, 1, truth)) == []
+
+
+def test_uneven_families_leave_no_bias():
+    rng = np.random.default_rng(5)
+    records = []
+    for t in range(600):  # layers and optimizers that differ in number
+        mean = rng.normal()
+        for o in range(1 + t % 2):
+            for _ in range(1 + t % 3):
+                shapes = mean + 0.5 * rng.normal(size=2 + t % 5)
+                records.append(shaped(str(t), str(o), dict(enumerate(shapes))))
+    found = {r["level"]: r["variance"] for r in atlas.components(records)}
+    assert found == pytest.approx(
+        {"training": 1, "optimizer": 0, "phase": 0, "layer": 0.25}, abs=0.12
+    )
+
+
+def judged(training, **rules):
+    exact = {"0.1": 1.0, "0.01": 1.0}
+    return {"training": training, "rules": {"exact": exact, **rules}}
+
+
+def test_the_best_worst_case_and_whether_it_holds_elsewhere():
+    records = [
+        judged("one", steady={"0.1": 2.0, "0.01": 0.5}, wild={"0.1": 1.0, "0.01": 1.1}),
+        judged("two", steady={"0.1": 0.5}, wild={"0.1": 1.0}),
+        judged("three", steady={"0.1": 1.9, "0.01": 1.0}, wild={"0.1": 0.125}),
+    ]
+    first, second = atlas.worst_cases(records)
+    assert (first["estimator"], first["where"], first["trainings"]) == ("steady", "one", 3)
+    assert (first["worst"], second["worst"]) == (pytest.approx(2), pytest.approx(8))
+    assert second["median"] == pytest.approx(1.1)
+    # without `three` the wild one looks best, and is a factor of 8 off there
+    assert (first["chosen"], second["chosen"]) == (2, 1)
+    assert (first["held_out"], second["held_out"]) == (pytest.approx(2), pytest.approx(8))
+    assert math.isnan(first["low"])  # three trainings
+    short = judged("one", steady={"0.1": 0.01, "0.01": 1.0})
+    short["rules"]["exact"]["0.1"] = 0.4  # there are not so many elements
+    assert atlas.worst_cases([short])[0]["worst"] == pytest.approx(1)
+
+
+def test_the_interval_of_a_median_covers_it():
+    rng = np.random.default_rng(0)
+    for n in (6, 12):
+        ends = [atlas._median_interval(np.sort(rng.normal(size=n))) for _ in range(2000)]
+        covered = np.mean([low <= 1 <= high for low, high in ends])  # exp of the median, 0
+        assert covered >= 0.94
+    assert math.isnan(atlas._median_interval(np.arange(5.0))[0])
+
+
+def test_records_are_those_of_the_trace(tmp_path):
+    path = tmp_path / "a.zarr"
+    create_trace(path, LAYERS, world_size=2)
+    for rank in (0, 1):
+        write(path, (3, 4), rank=rank, kinds=("gradient", "update"))
+    record, update = atlas.atlas_records(path, {"early": (3, 4)})
+    assert (record["kind"], record["phase"], record["ranks"]) == ("gradient", "early", 2)
+    assert (update["kind"], update["cosine"]) == ("update", None)
+    values = np.sort(np.abs(gradient(3).astype(np.float64)))[::-1]
+    k = round(0.01 * NUMEL)
+    assert record["energy"]["0.01"] == pytest.approx((values[:k] ** 2).sum() / (values**2).sum())
+    assert record["zeros"] == 0
+    cosines = [np.corrcoef(gradient(s, 0), gradient(s, 1))[0, 1] for s in (3, 4)]
+    assert record["cosine"] == pytest.approx(np.mean(cosines), abs=0.02)
+    assert record["rules"]["exact"]["0.1"] == pytest.approx(1, abs=0.01)
+    assert set(record["layers"]) <= {layer.name for layer in LAYERS}
+    with pytest.raises(InputError, match="two steps"):
+        atlas.atlas_records(path, {"early": (3,)})
