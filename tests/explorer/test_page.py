@@ -275,7 +275,7 @@ def test_the_three_questions_take_at_most_three_clicks(tab):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """200 steps of 60 layers with all rules: those of resnet20, each step with noise of its own, which deflates as badly."""
+    """200 steps of 60 layers with all rules: those of resnet20, with noise that deflates as badly."""
     (series,) = gather(open_source(DATA / "resnet20.zarr"), Subset(per_layer=True))
     rng = np.random.default_rng(0)
     rows = np.arange(200) * len(series.steps) // 200
