@@ -71,10 +71,10 @@ docs: .venv
 docs-serve: .venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
-# The picture of the report needs chromium; without it, the others are made.
+# The pictures of the report and the explorer need chromium; without it, the others are made.
 figures: .venv
 	$(BIN)/python tools/figures.py
-	if command -v chromium >/dev/null; then $(BIN)/python tools/screenshot.py; fi
+	if command -v chromium >/dev/null; then PYTHONPATH=tests $(BIN)/python tools/screenshot.py; fi
 
 # Rewrite the README's table of estimation quality.
 tables: .venv

@@ -1,4 +1,4 @@
-"""Take the picture docs/img/report.png, the first screen of a report on data/, with Chromium.
+"""Take the picture docs/img/report.png, the first screen of a report on data/, and two of the explorer, with Chromium.
 
     python tools/screenshot.py [--page FILE.html] [--whole FILE.png]
 
@@ -16,6 +16,9 @@ from pathlib import Path
 
 from pages import IMAGES, ROOT
 from PIL import Image
+from support.browser import Browser  # of the tests: PYTHONPATH=tests, as in `make figures`
+
+from gradstats.explorer import write_explorer
 
 WIDTH, FIRST_SCREEN, WHOLE = 1280, 860, 16_000
 
@@ -36,6 +39,28 @@ def shoot(chromium: str, page: Path, image: Path, height: int) -> None:
     small.save(image, optimize=True)
 
 
+EXPLORED = {
+    "explore-overview.png": ("#gs-loss", "#gs-strips"),
+    "explore-step.png": ("#gs-survival", "#gs-survival"),
+}
+"""Pictures of the explorer, and the first and last figure on each."""
+
+
+def explore() -> None:
+    """Take the pictures of the explorer."""
+    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+        page = Path(folder) / "explore.html"
+        write_explorer(ROOT / "data" / "resnet20.zarr", page)
+        with browser.open(page.as_uri(), width=1100, height=WHOLE // 4) as tab:
+            tab.until("document.querySelector('#gs-thresholds svg')")
+            for name, ends in EXPLORED.items():
+                tab.picture(IMAGES / name, *ends)
+                with Image.open(IMAGES / name) as drawn:
+                    small = drawn.convert("RGB").quantize(256)
+                small.save(IMAGES / name, optimize=True)
+                print(f"{IMAGES / name}: {(IMAGES / name).stat().st_size / 1000:.0f} kB")
+
+
 def main() -> None:
     """Write the report if no page is given, and take the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -52,6 +77,8 @@ def main() -> None:
             subprocess.run([program, "report", "data", "-o", page], check=True, cwd=ROOT)
         image = options.whole or IMAGES / "report.png"
         shoot(chromium, page, image, WHOLE if options.whole else FIRST_SCREEN)
+        if options.page is None and options.whole is None:
+            explore()
     print(f"{image}: {image.stat().st_size / 1000:.0f} kB")
 
 

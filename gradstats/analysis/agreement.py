@@ -60,11 +60,12 @@ def agreement(
         the same sign, over pairs; overlap, the mean share of a rank's k largest elements that another rank's k largest
         have (ties at the k-th are broken at random, by each rank for itself); cosine_low, cosine_high, overlap_low,
         overlap_high: 95 % intervals of their means over steps, by blocks of steps, from 20 steps on; union, positions
-        that `workers` ranks would select together ÷ k, as modelled by :class:`gradstats.network.UnionGrowth`,
-        union_low, union_high: its bounds, which hold without a model; explained, share of the ranks' mean squared norm
-        that their mean has (1 ÷ ranks for unrelated gradients); noise_scale, low, high: the gradient noise scale tr Σ ÷
-        ‖G‖², which estimates the critical batch size, and its 95 % interval; ranks, world (ranks that trained together,
-        those captured where the trace does not say), workers, ratio, k, batch; reason, why there is no interval.
+        that `workers` ranks would select together ÷ k, counted if as many were captured, else as modelled by
+        :class:`gradstats.network.UnionGrowth`, union_low, union_high: its bounds, which hold without a model;
+        explained, share of the ranks' mean squared norm that their mean has (1 ÷ ranks for unrelated gradients);
+        noise_scale, low, high: the gradient noise scale tr Σ ÷ ‖G‖², which estimates the critical batch size, and its
+        95 % interval; ranks, world (ranks that trained together, those captured where the trace does not say),
+        workers, ratio, k, batch; reason, why there is no interval.
 
     Raises
     ------
@@ -154,14 +155,15 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
     counts = np.bincount(times, minlength=n + 1)
     both = float(counts @ (np.arange(n + 1) * np.arange(-1, n))) / (n * (n - 1))
     growth = fit_union(counts)
-    low, high = growth.bounds(workers) if workers > n else (growth(workers),) * 2
+    together = float(counts[1:].sum()) if workers == n else growth(workers)
+    low, high = growth.bounds(workers) if workers > n else (together,) * 2
     squares, of_sum = float(np.sum(norms**2)), float(products.sum())
     noise, signal = noise_and_signal(squares, of_sum, n)
     return {
         "cosine": float(np.mean(cosines)),
         "signs": agree / either if either else math.nan,
         "overlap": both / k,
-        "union": min(max(growth(workers), low), high) / k,
+        "union": min(max(together, low), high) / k,
         "union_low": low / k,
         "union_high": high / k,
         "explained": of_sum / (n * squares) if squares else math.nan,

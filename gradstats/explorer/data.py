@@ -134,7 +134,7 @@ def needs_elements(rule: str) -> bool:
     bool
         True if it finds another threshold for the same magnitudes with other signs and in another order.
     """
-    values = np.random.default_rng(0).laplace(0.3, 1.0, 4096).astype(np.float32)
+    values = np.random.default_rng(0).laplace(0.3, 1.0, 1 << 17).astype(np.float32)
     once, again = (
         make_estimator(rule).estimate(x, 0.01).threshold for x in (values, np.sort(np.abs(values)))
     )
@@ -390,7 +390,7 @@ def payload(
         packed = [_pack_series(s, ratios, every) for s in several]
     if every > 1:
         notes.append(
-            f"Every {_ordinal(every)} captured step is here, and the last one: all would be more than {most / 1e6:g} MB. "
+            f"Every {_ordinal(every)} captured step is here, and the last: all would be more than {most / 1e6:g} MB. "
             "Rules were counted over all of them."
         )
     rules = list(dict.fromkeys(name for s in several for name in s.rules))

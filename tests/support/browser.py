@@ -121,8 +121,9 @@ class Tab:
         return found["result"].get("value")
 
     def until(self, holds, seconds=60):
-        """Wait until a function, or an expression of the page, is true."""
-        return _until(holds if callable(holds) else lambda: self.eval(holds), seconds)
+        """Wait until a function, or an expression of the page, is true; return its value."""
+        plain = f"((found) => (found instanceof Node ? true : found))({holds})"
+        return _until(holds if callable(holds) else lambda: self.eval(plain), seconds)
 
     def resize(self, width, height=900):
         self.call(
@@ -168,13 +169,17 @@ class Tab:
         metrics = self.call("Performance.getMetrics")["metrics"]
         return 1e3 * next(m["value"] for m in metrics if m["name"] == "TaskDuration")
 
-    def picture(self, path, whole=True):
-        """Take a PNG of the page."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        if whole:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-            shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+    def picture(self, path, *selectors):
+        """Take a PNG of the page, or of some elements and what is between them."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        if selectors:
+            top, bottom = (
+                self.eval(f"document.querySelector({s!r}).getBoundingClientRect().{side} + scrollY")
+                for s, side in ((selectors[0], "top"), (selectors[-1], "bottom"))
+            )
+            clip |= {"y": top, "height": bottom - top}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 
 

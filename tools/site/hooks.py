@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tempfile
 from html import unescape
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
+
+from gradstats.explorer import write_explorer
 
 __all__ = ["Docstrings", "on_config", "on_files", "on_page_content", "on_page_markdown"]
 
@@ -49,6 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         raise PluginError(f"typer could not describe the command line: {made.stderr}")
     content = re.sub("^# `gradstats`$", "# Command line", made.stdout, count=1, flags=re.MULTILINE)
     files.append(File.generated(config, "reference/cli.md", content=content))
+    files.append(File.generated(config, "assets/explore.html", content=_explorer()))
     for notebook in sorted(_NOTEBOOKS.glob("*.ipynb")):
         content, resources = MarkdownExporter().from_filename(str(notebook))
         content = content.replace("](../docs/", "](../")
@@ -72,6 +76,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         )
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=content))
     return files
+
+
+def _explorer() -> str:
+    """Return the explorer's page of a committed trace, as the command writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "explore.html"
+        write_explorer(_NOTEBOOKS.parent / "data" / "resnet20.zarr", page)
+        return page.read_text(encoding="utf-8")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

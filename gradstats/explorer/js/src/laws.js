@@ -35,7 +35,9 @@ const standard = {
   t: {
     sf: (z, { df }) => betainc(df / (df + z * z), df / 2, 0.5),
     isf(q, { df }) {
-      // the solver gives x and 1 − x, so that nothing is lost where x is near 1
+      // the density is level there, and the solver loses what is left to 1
+      if (1 - q < 1e-6) return (1 - q) / standard.t.pdf(0, { df });
+      // it gives x and 1 − x, so that little is lost where x is near 1
       const [x, rest] = betaincinv(df / 2, 0.5, q, 1 - q);
       return Math.sqrt((df * rest) / x);
     },

@@ -1,0 +1,249 @@
+"""What travels is what the library says: magnitudes, fits, counts; what cannot be known is absent, and said."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+
+import numpy as np
+import pytest
+from conftest import DATA
+from support.traces import drifting_trace, heavy_trace
+
+import gradstats
+from gradstats.errors import InputError
+from gradstats.explorer import data
+from gradstats.explorer.data import RANKS, fitted, gather, needs_elements, payload
+from gradstats.statistics.laws import LAWS
+from gradstats.thresholds import ESTIMATORS
+from gradstats.trace.sources import Subset, open_source
+
+RESNET = DATA / "resnet20.zarr"
+RATIOS = (0.1, 0.01, 0.001)
+RULES = ("exact", "hard", "sidco-e", "dgc", "gaussiank")
+LAYERS = ["conv1.weight", "fc.weight", "bn1.*"]
+
+
+def unpacked(packed):
+    """Read an array as the page does."""
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8)
+    size = np.dtype("<" + packed["type"]).itemsize
+    values = np.ascontiguousarray(planes.reshape(size, -1).T).view("<" + packed["type"])
+    values = values.reshape(packed["shape"])
+    if packed["delta"]:
+        values = np.cumsum(values, axis=-1, dtype=values.dtype)
+    if not packed["scale"]:
+        return values
+    found = values / packed["scale"]
+    found[values == -32768] = np.nan
+    found[values == -32767] = -np.inf
+    return found
+
+
+def gathered(source, **options):
+    subset = Subset(
+        per_layer=True, layers=options.pop("layers", None), steps=options.pop("steps", None)
+    )
+    return gather(open_source(source), subset, **{"ratios": RATIOS, "rules": RULES} | options)
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    (series,) = gathered(RESNET, layers=LAYERS, steps=[10, 2999])
+    return series
+
+
+@pytest.fixture(scope="module")
+def travelled(resnet):
+    return json.loads(payload([resnet], RATIOS))
+
+
+def each(series):
+    trace = gradstats.open_trace(RESNET)
+    for i, step in enumerate(series.steps):
+        for j, layer in enumerate(series.layers):
+            values = trace.read(step) if layer == "all" else trace.read(step, layer=layer).ravel()
+            yield i, j, layer, values.astype(np.float64)
+
+
+def test_magnitudes_are_those_of_the_gradient_at_ranks_evenly_spread_on_a_log_axis(
+    resnet, travelled
+):
+    logs = unpacked(travelled["series"][0]["arrays"]["magnitudes"])
+    for i, j, layer, values in each(resnet):
+        magnitudes = np.sort(np.abs(values))[::-1]
+        ranks = np.minimum(values.size ** (np.arange(RANKS) / (RANKS - 1)), values.size)
+        low = np.log2(magnitudes[np.minimum(np.ceil(ranks), values.size).astype(int) - 1])
+        high = np.log2(magnitudes[np.floor(ranks).astype(int) - 1])
+        # half a unit of what is stored, and a cell of the sketch, of the 0.1 % that 10 bits have
+        slack = 0.5 / 200 + (np.log2(1 + 2**-10) if layer == "all" else 1e-6)
+        assert (logs[i, j] >= low - slack).all(), layer
+        assert (logs[i, j] <= high + slack).all(), layer
+
+
+def test_norms_zeros_and_the_loss_are_those_of_the_trace(resnet, travelled):
+    stored = travelled["series"][0]
+    arrays = {name: unpacked(packed) for name, packed in stored["arrays"].items()}
+    for i, j, _, values in each(resnet):
+        assert arrays["norm"][i, j] == pytest.approx(np.linalg.norm(values), rel=1e-6)
+        assert arrays["zeros"][i, j] == (values == 0).sum()
+    scalars = gradstats.open_trace(RESNET).scalars()
+    assert stored["losses"] == [scalars["loss"][0], scalars["loss"][-1]]
+    assert stored["steps"] == [10, 2999]
+
+
+def test_counts_are_those_of_the_library_and_exact_keeps_k_everywhere(resnet, travelled):
+    stored = travelled["series"][0]
+    off = unpacked(stored["arrays"]["off"])
+    design = unpacked(stored["arrays"]["design"])
+    records = gradstats.quality_series(RESNET, RATIOS, RULES, layers=LAYERS, steps=[10, 2999])
+    assert len(records) == off.size
+    for r in records:
+        i, j = resnet.steps.index(r["step"]), resnet.layers.index(r["layer"])
+        rule, q = RULES.index(r["estimator"]), RATIOS.index(r["ratio"])
+        k = stored["layers"][j]["k"][q]
+        assert k == r["k"]
+        assert resnet.arrays["selected"][i, j, rule, q] == r["selected"]
+        assert k * 2.0 ** off[i, j, rule, q] == pytest.approx(r["selected"], rel=4e-4)
+        if not np.isnan(r["design"]):
+            assert design[i, j, q] == pytest.approx(r["design"], abs=0.01)
+    assert (off[:, :, RULES.index("exact")] == 0).all()
+
+
+def test_laws_are_fitted_in_python_and_judged_by_the_tail_error_of_goodness(resnet, travelled):
+    fits = travelled["series"][0]["fits"]
+    assert list(fits) == ["laplace", "dgamma", "double_genpareto"]
+    for model, stored in fits.items():
+        params, errors = unpacked(stored["params"]), unpacked(stored["stderr"])
+        tail_error, flag = unpacked(stored["tail_error"]), unpacked(stored["flag"])
+        for i, j, layer, values in each(resnet):
+            one = gradstats.fit(values.astype(np.float32), model)
+            names = LAWS[model].parameters
+            assert params[i, j] == pytest.approx([one.params[n] for n in names], rel=1e-6), layer
+            errors_ = 2.0 ** errors[i, j] * np.abs(params[i, j])
+            assert errors_ == pytest.approx([one.stderr[n] for n in names], rel=2e-3, nan_ok=True)
+            judged = gradstats.goodness.goodness(one, values.astype(np.float32)).tail_error
+            assert tail_error[i, j] == pytest.approx(judged, abs=1e-3, nan_ok=True)
+            assert stored["flags"][int(flag[i, j])] == "; ".join(one.flags)
+    xi = unpacked(travelled["series"][0]["arrays"]["xi"])
+    assert xi == pytest.approx(unpacked(fits["double_genpareto"]["params"])[..., 0], abs=2e-4)
+
+
+def test_a_law_that_is_asked_for_is_fitted_to_one_layer_in_one_step(resnet):
+    found = fitted(resnet, 2999, "conv1.weight", "norm")
+    values = gradstats.open_trace(RESNET).read(2999, layer="conv1.weight")
+    assert found["params"] == [gradstats.fit(values, "norm").params["scale"]]
+    with pytest.raises(InputError, match=r"^no step '5'"):
+        fitted(resnet, 5, "all", "norm")
+
+
+def test_which_rules_need_elements():
+    assert [rule for rule in ESTIMATORS if needs_elements(rule)] == ["dgc", "gaussiank"]
+
+
+def test_of_sketches_rules_that_need_elements_are_absent_and_the_page_says_so(sketched):
+    several = gathered(sketched)
+    found = json.loads(payload(several, RATIOS))
+    assert [(s["kind"], s["rank"]) for s in found["series"]] == [
+        *(("gradient", 0), ("corrected", 0), ("gradient", 1), ("corrected", 1))
+    ]
+    assert [rule["name"] for rule in found["rules"]] == ["exact", "hard", "sidco-e"]
+    assert all(s["rules"] == ["exact", "hard", "sidco-e"] for s in found["series"])
+    assert "Rules that need elements are not here: dgc, gaussiank." in found["notes"][0]
+    assert not found["agreement"]
+    assert all(np.isnan(unpacked(s["arrays"]["design"])).all() for s in found["series"])
+    exact = [unpacked(s["arrays"]["off"])[:, :, 0] for s in found["series"]]
+    assert (np.array(exact) == 0).all()
+
+
+def test_steps_are_thinned_beyond_a_size_and_the_page_says_so(tmp_path):
+    trace = drifting_trace(tmp_path / "run.zarr", range(0, 100, 5), lambda step: 1 / (1 + step))
+    several = gathered(trace, rules=("exact",))
+    whole = json.loads(payload(several, RATIOS))
+    size = len(json.dumps(whole["series"]))
+    thin = json.loads(payload(several, RATIOS, most=size // 3))
+    assert len(whole["series"][0]["steps"]) == 20
+    assert not whole["notes"]
+    steps = thin["series"][0]["steps"]
+    assert len(json.dumps(thin["series"])) <= size // 3
+    assert 1 < len(steps) < 8
+    assert (steps[0], steps[-1]) == (0, 95)
+    assert "captured step is here, and the last" in thin["notes"][0]
+    kept = unpacked(thin["series"][0]["arrays"]["norm"])
+    rows = [whole["series"][0]["steps"].index(step) for step in steps]
+    assert (kept == unpacked(whole["series"][0]["arrays"]["norm"])[rows]).all()
+
+
+def test_a_layer_without_any_gradient_has_no_magnitudes_no_norm_and_no_fit(tmp_path):
+    trace = drifting_trace(tmp_path / "run.zarr", [0, 1], lambda step: 1.0, ranks=(0,))
+    (series,) = gathered(trace, rules=("exact", "redsync"))
+    stored = json.loads(payload([series], RATIOS))["series"][0]
+    dead = [la["name"] for la in stored["layers"]].index("dead")
+    arrays = {name: unpacked(packed) for name, packed in stored["arrays"].items()}
+    assert (arrays["magnitudes"][:, dead] == -np.inf).all()
+    assert (arrays["zeros"][:, dead] == 30).all()
+    assert (arrays["norm"][:, dead] == 0).all()
+    assert (arrays["off"][:, dead] == -np.inf).all()
+    assert np.isnan(unpacked(stored["fits"]["laplace"]["params"])[:, dead]).all()
+    assert "no finite non-zero element" in stored["fits"]["laplace"]["flags"][1]
+
+
+def test_ranks_have_in_common_what_agreement_says_and_their_union_is_counted():
+    trace = DATA / "ranks" / "resnet8.zarr"
+    steps = gradstats.open_trace(trace).steps()[:2]
+    several = gathered(trace, steps=steps, layers=["conv1.weight"], rules=("exact",))
+    (shared,) = json.loads(payload(several, RATIOS))["agreement"]
+    arrays = {name: unpacked(packed) for name, packed in shared["arrays"].items()}
+    assert (shared["ranks"], shared["steps"]) == ([0, 1], steps)
+    for q, ratio in enumerate(RATIOS):
+        for r in gradstats.agreement(trace, ratio=ratio, steps=steps, layers=["conv1.weight"]):
+            if r["step"] is None:
+                continue
+            place = steps.index(r["step"]), int(r["layer"] != "all"), q
+            for name in ("cosine", "signs", "overlap"):
+                assert arrays[name][place] == pytest.approx(r[name], abs=2e-4)
+    # of two ranks by what they share: ties at the k-th, of which there are some, are drawn
+    assert arrays["union"] == pytest.approx(2 - arrays["overlap"], abs=3e-4)
+
+
+def test_arrays_of_any_size_come_back():
+    rng = np.random.default_rng(0)
+    values = np.array([[np.nan, -np.inf, 0.0, 1.5, -2.25, 1e9]])
+    back = unpacked(data._pack(values, 100))
+    assert np.isnan(back[0, 0])
+    assert back[0, 1:].tolist() == [-np.inf, 0.0, 1.5, -2.25, 327.67]
+    walk = rng.normal(0, 3, (3, 96)).cumsum(axis=1)
+    assert np.abs(unpacked(data._pack(walk, 200, delta=True)) - walk).max() <= 0.5 / 200
+    assert (unpacked(data._pack(np.array([0, 2**32 - 1]))) == [0, 2**32 - 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": ["nonsense"]}, "nonsense"),
+        ({"ratios": [2.0]}, "ratio"),
+        ({"models": ["nonsense"]}, "nonsense"),
+    ],
+)
+def test_what_there_is_not_is_refused_in_one_line_before_the_work(options, message):
+    with pytest.raises(InputError, match=message) as caught:
+        gathered(RESNET, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_law_of_ones_own_that_the_page_has_no_function_of_is_refused(forgotten):
+    from gradstats.statistics.laws import Law
+
+    plain = LAWS["laplace"]
+    LAWS["mine"] = Law("mine", "mine", plain.magnitude, plain.signed, plain.solvers)
+    with pytest.raises(InputError, match="the explorer has no function of mine; it draws laplace"):
+        gathered(RESNET, models=["mine"])
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path):
+    one = heavy_trace(tmp_path / "a" / "run.zarr", steps=1)
+    two = heavy_trace(tmp_path / "b" / "run.zarr", steps=1)
+    several = [s for path in (one, two) for s in gathered(path, rules=("exact",))]
+    with pytest.raises(InputError, match="two sources are called run"):
+        payload(several, RATIOS)
