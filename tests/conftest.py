@@ -27,6 +27,12 @@ def pytest_configure(config):
         gradstats.warm_up()
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the files that have slow tests: the last to end would keep one worker alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Say which loops for some kinds of processors ran here, and which did not."""
     from gradstats.primitives.loops.compiled import LOOPS, has
@@ -38,19 +44,27 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"{name}: {state}, needs {loop.needs}")
 
 
-@pytest.fixture(params=["numpy", "torch"])
+def as_tensor(a):
+    import torch  # once OMP_NUM_THREADS is set
+
+    return torch.from_numpy(np.array(a))
+
+
+# What turns a float32 NumPy array into the array type under test.
+ARRAYS = {"numpy": np.asarray, "torch": as_tensor}
+TRACES = {name: DATA / f"{name}.zarr" for name in ("resnet20", "resnet20-ef")}
+
+
+@pytest.fixture(params=ARRAYS.values(), ids=ARRAYS)
 def xp(request):
     """Turn a float32 NumPy array into the array type under test."""
-    if request.param == "numpy":
-        return np.asarray
-    torch = pytest.importorskip("torch")
-    return lambda a: torch.from_numpy(np.array(a))
+    return request.param
 
 
-@pytest.fixture(params=["resnet20", "resnet20-ef"])
+@pytest.fixture(params=TRACES.values(), ids=TRACES)
 def trace_path(request):
     """One of the committed traces."""
-    return DATA / f"{request.param}.zarr"
+    return request.param
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 from conftest import ROOT
+from support.every import every
 
 import capture
 import gradstats
@@ -106,7 +107,7 @@ def test_every_module_is_in_a_room():
     assert not empty, f"rooms without a file: {empty}"
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES.items(), ids=list(MODULES))
+@every(("name", "path"), MODULES.items(), ids=list(MODULES))
 def test_imports_point_down(name, path):
     for imported, _ in imports(path):
         theirs = room(imported)

@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 from conftest import DATA
+from support.every import every
 
 import gradstats
 from gradstats.tables import FORMATS, Records, format_value, joined, render, visible
@@ -36,7 +37,7 @@ def test_rendering_of_numbers_and_nothing():
         assert isinstance(render([], format), str)
 
 
-@pytest.mark.parametrize(
+@every(
     ("value", "text"),
     [
         (0.0, "0"),
@@ -85,7 +86,7 @@ ROWS = [
 ] + [{"layer": "all", "params": "scale=9.8e-04", "tail_error": 1e-9, "wasserstein": 0.3}]
 
 
-@pytest.mark.parametrize("width", range(20, 120))
+@every("width", range(20, 120))
 def test_a_table_keeps_its_width_and_says_what_it_leaves_out(width):
     text = render(ROWS, width=width)
     body, _, left_out = text.partition("Too wide for")

@@ -170,7 +170,7 @@ def test_every_planted_cause_is_named(cause, left, tmp_path):
     mirrored = gradstats.compare(right, left)
     swap = str.maketrans("AB", "BA")
     if cause.startswith(("missing", "compressed", "no gradient", "bfloat", "clipping")):
-        assert mirrored.first["cause"].startswith(cause.translate(swap)[:20])
+        assert mirrored.first["cause"].startswith(cause.translate(swap))
 
 
 def test_numbers_are_those_of_numpy(left, tmp_path):

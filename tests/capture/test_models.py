@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import data_set
+from support.every import every
 from typer.testing import CliRunner
 
 from capture.workloads import WORKLOADS, RunConfig, run, speech
@@ -46,7 +47,7 @@ MEGABYTES = {
 ON_CIFAR = [name for name in WORKLOADS if name.endswith("cifar10")]
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@every("name", WORKLOADS)
 def test_layouts_have_the_published_counts(name):
     records = layout(name)
     total = sum(r["numel"] for r in records)
@@ -188,7 +189,7 @@ def test_rates_batches_and_epochs_are_those_of_the_papers_tables(name, rate, bat
     assert config.setting("steps") == -(-epochs * WORKLOADS[name].epoch // batch)
 
 
-@pytest.mark.parametrize("name", [name for name, info in WORKLOADS.items() if info.recipe])
+@every("name", [name for name, info in WORKLOADS.items() if info.recipe])
 def test_recipes_can_be_used(name, tmp_path):
     for file in WORKLOADS[name].files:
         (tmp_path / file).touch()

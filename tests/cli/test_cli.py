@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest import DATA, ROOT
 from rich.cells import cell_len
+from support.every import every
 from support.installed import files_of
 from support.terminal import records, run
 
@@ -226,7 +227,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "message"), ERRORS, ids=[m for _, m in ERRORS])
+@every(("command", "message"), ERRORS, ids=[m for _, m in ERRORS])
 def test_errors_are_one_line_and_exit_2(command, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", np.arange(1, 500, dtype=np.float32))

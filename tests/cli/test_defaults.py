@@ -10,6 +10,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import typer
+from support.every import every
 from support.networks import measured_network
 from support.terminal import records
 from support.traces import LAYERS, write
@@ -87,7 +88,7 @@ def test_every_command_is_compared():
     assert {line.split()[0] for line in FUNCTIONS} == names - {"demo", "plot"}  # one example; pictures
 
 
-@pytest.mark.parametrize("line", FUNCTIONS)
+@every("line", FUNCTIONS)
 def test_the_terminal_has_the_defaults_of_python(line, folder, monkeypatch):
     monkeypatch.chdir(folder)
     function = pkgutil.resolve_name(FUNCTIONS[line])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.every import every
 
 from gradstats.collectives.codec import CHUNK, INDICES, SCALED, VALUES, Codec, as_codec
 from gradstats.collectives.indices import IndexAllGather
@@ -41,9 +42,9 @@ def values_of(kind, n=1000):
 KINDS = ("laplace", "decades", "equal", "zeros", "denormal", "huge")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("n", [0, 1, 3, CHUNK, CHUNK + 1, 1000])
+@every("kind", KINDS)
+@every("name", VALUES)
+@every("n", [0, 1, 3, CHUNK, CHUNK + 1, 1000])
 def test_what_is_sent_and_what_is_left_add_up_bit_for_bit(name, kind, n):
     """Conservation: error feedback loses nothing, and no element's error is larger than the element."""
     codec, values = Codec(values=name), values_of(kind, max(n, 1))[:n]
@@ -96,8 +97,8 @@ def test_8_bit_floats_are_torchs_scaled_to_the_largest_of_each_chunk():
         ].all()  # three bits behind the first
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", VALUES)
+@every("dtype", [torch.float16, torch.bfloat16])
+@every("name", VALUES)
 def test_half_precision_is_coded_too(name, dtype):
     values = values_of("laplace", 1000).to(dtype)
     sent = Codec(values=name).rounded(values)
@@ -120,8 +121,8 @@ def selections(numel):
         yield Selection(indices, values_of("laplace", 1000)[: len(indices) if i % 2 else 1])
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("numel", [1000, 2**31 - 1, 2**31, 2**41])
+@every("codec", CODECS, ids=str)
+@every("numel", [1000, 2**31 - 1, 2**31, 2**41])
 def test_selections_arrive_one_behind_the_other(codec, numel):
     each = [Selection(s.indices, codec.rounded(s.values)) for s in selections(min(numel, 10**6))]
     each.append(Selection(torch.tensor([3, numel - 1]), codec.rounded(torch.tensor([1.0, -2.0]))))
@@ -137,7 +138,7 @@ def test_selections_arrive_one_behind_the_other(codec, numel):
         assert torch.equal(sent.values.float(), found.values)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@every("codec", CODECS, ids=str)
 def test_damaged_messages_are_refused_or_harmless(codec):
     """Whatever arrives, positions stay in the gradient and no value is missing."""
     numel, refused, taken = 500, [], 0
@@ -223,7 +224,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(name, options, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@every("name", COMPRESSORS)
 def test_every_compressor_takes_the_codec_of_what_it_sends(name):
     for field, value in (("indices", "rice"), ("values", "int8")):
         if field in codecs(name):

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
+from support.every import every
 from workers import codecs as cases
 
 from gradstats.collectives import Codec
@@ -26,8 +27,8 @@ def trained():
     return run_ranks(WORLD, cases.trainings)
 
 
-@pytest.mark.parametrize("numel", cases.NUMELS)
-@pytest.mark.parametrize("name", cases.MADE)
+@every("numel", cases.NUMELS)
+@every("name", cases.MADE)
 def test_coded_positions_change_no_bit(name, numel):
     for report in reports():
         plain, *coded = (report[name, i, "float32", numel] for i in ("plain", "rice", "chunk"))
@@ -39,9 +40,9 @@ def test_coded_positions_change_no_bit(name, numel):
         assert sum(s[3] for s in coded[0]) < sum(s[3] for s in plain)
 
 
-@pytest.mark.parametrize("numel", cases.NUMELS)
-@pytest.mark.parametrize("values", ["float32", *cases.VALUES])
-@pytest.mark.parametrize("name", cases.MADE)
+@every("numel", cases.NUMELS)
+@every("values", ["float32", *cases.VALUES])
+@every("name", cases.MADE)
 def test_what_rounding_takes_off_stays_in_the_residual(name, values, numel):
     """Conservation: what the ranks sent adds up to the update, what they kept to the rest, bit for bit."""
     if name in cases.SUMMED and values != "float32":
@@ -54,9 +55,9 @@ def test_what_rounding_takes_off_stays_in_the_residual(name, values, numel):
         assert torch.allclose(means[0], sum(sent) / WORLD, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("numel", cases.NUMELS)
-@pytest.mark.parametrize("values", ["float32", *cases.VALUES])
-@pytest.mark.parametrize("name", ["topk", "exact", "lags", "cltk"])
+@every("numel", cases.NUMELS)
+@every("values", ["float32", *cases.VALUES])
+@every("name", ["topk", "exact", "lags", "cltk"])
 def test_bytes_on_the_wire_are_those_that_plan_says(name, values, numel):
     if (name == "cltk" and values != "float32") or (name == "lags" and numel < 500):
         return  # its values have no codec; so small a layer is sent whole

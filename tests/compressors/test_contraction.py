@@ -19,6 +19,7 @@ from bounds import (
     residual_bound,
     within_tolerance,
 )
+from support.every import every
 
 from gradstats.compressors import SELECTORS, make_selector
 from gradstats.compressors.contraction import contraction, random_ratio
@@ -39,9 +40,9 @@ def sent_of(selection):
     return sent
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.001])
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("name", SELECTORS)
+@every("ratio", [0.1, 0.001])
+@every("tail", TAILS)
+@every("name", SELECTORS)
 def test_what_reaches_a_threshold_contracts_by_its_own_share(name, tail, ratio):
     g = torch.from_numpy(TAILS[tail](np.random.default_rng(0)).astype(np.float32))
     selector = make_selector(name, ratio)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from support.every import every
 from workers import signs as cases
 
 from gradstats import backend
@@ -77,7 +78,7 @@ def test_splitting_into_parts(numel, count):
     assert max(lengths) - min(lengths) <= 1
 
 
-@pytest.mark.parametrize("voters", range(1, 20))
+@every("voters", range(1, 20))
 def test_votes_are_counted_without_unpacking(voters):
     bits = torch.from_numpy(np.random.default_rng(voters).random((voters, 4000)) < 0.5)
     majority, ties = majority_bits([pack_bits(row) for row in bits])
@@ -86,8 +87,8 @@ def test_votes_are_counted_without_unpacking(voters):
     assert torch.equal(unpack_bits(ties, 4000), votes == voters // 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [0, 1, 8, 9, 1000])
+@every("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@every("n", [0, 1, 8, 9, 1000])
 def test_packed_bits_become_elements_of_one_size(n, dtype):
     bits = torch.from_numpy(np.random.default_rng(n).random(n) < 0.5)
     expected = torch.where(bits, 1.0, -1.0).to(dtype) * torch.tensor(0.3, dtype=dtype)
@@ -259,10 +260,10 @@ def test_matching_rate_counts_elements_that_have_a_sign():
 def test_bits_per_element():
     assert bits_per_element(100, 800) == 1
     # Figure 3b: 1.62, 1.31 and 1.16 bits for K = 50, 100 and 200
-    for every, bits in ((50, 1.62), (100, 1.31), (200, 1.16)):
+    for steps, bits in ((50, 1.62), (100, 1.31), (200, 1.16)):
         for world in (2, 8):
             hop = 2 * (world - 1) / world * 8000 / 8
-            mean = (32 * hop + (every - 1) * hop) / every
+            mean = (32 * hop + (steps - 1) * hop) / steps
             assert bits_per_element(mean, 8000, ring=world) == pytest.approx(bits, abs=0.006)
     assert math.isnan(bits_per_element(0, 0))
     assert math.isnan(bits_per_element(0, 10, ring=1))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from exits import assert_ends
 from ranks import run_ranks
+from support.every import every
 from workers import systems as cases
 
 from gradstats import thresholds as rules
@@ -23,7 +24,7 @@ from gradstats.errors import InputError
 WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
 few_worlds = pytest.mark.parametrize("world", [1, 2, 3])
 each_world = pytest.mark.parametrize("world", WORLDS)
-each_system = pytest.mark.parametrize("name", list(cases.SYSTEMS))
+each_system = every("name", list(cases.SYSTEMS))
 
 
 @functools.cache

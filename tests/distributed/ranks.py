@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forked import CONTEXT
 
-LIMIT_S = 60
+LIMIT_S = 240
 """Ranks that wait for each other for ever are killed after this."""
 
 

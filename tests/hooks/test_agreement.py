@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
+from support.every import every
 from workers import agreement as cases
 
 from gradstats.compressors import COMPRESSORS, Layerwise, make_compressor, make_selector
@@ -39,7 +40,7 @@ def test_every_option_is_described(name):
     assert dict(described("x", make())) != dict(described("x", make(**other)))
 
 
-@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "none"])
+@every("name", [name for name in COMPRESSORS if name != "none"])
 def test_a_ratio_is_described_wherever_there_is_one(name):
     one, other = (make_compressor(name, ratio) for ratio in (0.1, 0.2))
     differ = dict(described("x", one)) != dict(described("x", other))

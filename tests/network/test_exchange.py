@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
+from support.every import every
 from support.networks import ALPHA, BETA, CODED, measured_network, reports
 from workers import network as cases
 
@@ -36,7 +37,7 @@ def steps(world, name, numel):
 
 @distributed
 @each_world
-@pytest.mark.parametrize(
+@every(
     ("name", "numel"),
     [*itertools.product(["none", *EXACT, *SIGNS, "cltk", "randomk"], cases.NUMELS), QUANTISED],
 )
@@ -49,9 +50,7 @@ def test_bytes_are_what_the_system_reports(world, numel, name):
 
 @distributed
 @each_world
-@pytest.mark.parametrize(
-    ("name", "numel"), [*itertools.product(SELECTORS, cases.NUMELS), QUANTISED]
-)
+@every(("name", "numel"), [*itertools.product(SELECTORS, cases.NUMELS), QUANTISED])
 def test_bytes_follow_from_what_was_selected(world, name, numel):
     selected, sent, unions = steps(world, name, numel)
     k = target_count(cases.RATIO, numel)
@@ -84,7 +83,7 @@ def test_bytes_follow_from_what_was_selected(world, name, numel):
 @distributed
 @each_world
 @each_numel
-@pytest.mark.parametrize("topology", ["ring", "torus"])
+@every("topology", ["ring", "torus"])
 def test_marsit_moves_as_many_bytes_as_predicted(world, numel, topology):
     _, sent, _ = steps(world, f"one-bit {topology}", numel)
     one = exchange("marsit", numel, world=world, topology=topology, full_every=None)
@@ -137,8 +136,8 @@ def test_redsync_equations_1_and_2(world):
 LOCAL = ("pack", "unpack", "unpack_signs", "merge_signs", "average")
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize(
+@every("world", [2, 3, 8])
+@every(
     "name",
     [
         "cltk",
@@ -245,7 +244,7 @@ def test_a_message_larger_than_its_room_takes_two_then_one():
     assert ragged_bytes([[10, 4], [10, 4], [3, 3], [3, 3]], 8) == [[64, 8], [80], [80], [44]]
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@every("name", COMPRESSORS)
 def test_every_system_has_a_time_with_an_interval(name):
     network = measured_network()
     one = exchange(name, 270_000, 0.001, 8)

@@ -10,6 +10,7 @@ import pytest
 import utilisation
 from conftest import ROOT
 from pages import block
+from support.every import every
 from support.networks import measured_network
 from utilisation import PAGE
 
@@ -53,7 +54,7 @@ def one_by_one(compute, exchange, steps, fragments, delay, intervals=40):
     return (ends[-1] - ends[half - 1]) / (intervals - half)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@every("seed", range(20))
 def test_an_interval_takes_as_long_as_its_steps_one_by_one(seed):
     rng = np.random.default_rng(seed)
     steps = int(rng.integers(1, 40))

@@ -12,6 +12,7 @@ import sys
 import pytest
 from conftest import ROOT
 from ranks import run_ranks
+from support.every import every
 from support.installed import files_of
 from workers import network as cases
 
@@ -72,7 +73,7 @@ def test_nccl_needs_a_gpu_for_each_rank(monkeypatch, rank, gpus, enough):
             program._device(options)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@every("name", COMPRESSORS)
 def test_a_measured_network_prices_every_system(name):
     network = networks()[0]
     for world in (2, 3, 64):

@@ -15,6 +15,7 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from ranks import run_ranks
 from rich.cells import cell_len
+from support.every import every
 from support.networks import CODED, gradients, measured_network, top, written
 from workers import layerwise
 
@@ -600,7 +601,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), ERRORS, ids=[" ".join(o) for o, _ in ERRORS])
+@every(("options", "message"), ERRORS, ids=[" ".join(o) for o, _ in ERRORS])
 def test_bad_input_is_one_line(inputs, capsys, options, message):
     (inputs / "garbage.json").write_text("{]")
     code, out, err = run(capsys, *PLAN, "--compressor", "topk", *options)

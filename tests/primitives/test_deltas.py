@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.every import every
 
 from gradstats.errors import InputError
 from gradstats.primitives.codec import rice_words
@@ -32,9 +33,9 @@ def pair(n, share, dtype, seed=0):
     return words_of(a, dtype), words_of(b, dtype)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 130, 50_000])
-@pytest.mark.parametrize("share", [0, 1e-4, 0.01, 0.5, 1])
+@every("dtype", WIDTHS)
+@every("n", [0, 1, 7, 8, 9, 130, 50_000])
+@every("share", [0, 1e-4, 0.01, 0.5, 1])
 def test_every_codec_gives_the_later_weights_to_the_bit(share, n, dtype):
     a, b = pair(n, share, dtype)
     changed = int(np.count_nonzero(a != b))

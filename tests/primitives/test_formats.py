@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.every import every
 
 from gradstats.collectives.codec import SCALED, Codec
 from gradstats.errors import InputError
@@ -70,8 +71,8 @@ def test_elements_are_those_of_the_library(name):
             assert torch.equal(each.numbers(codes).view(torch.int32), found.view(torch.int32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [n for n, form in FORMATS.items() if form.scale == "e8m0"])
+@every("kind", KINDS)
+@every("name", [n for n, form in FORMATS.items() if form.scale == "e8m0"])
 def test_blocks_are_those_of_the_mx_specification(name, kind):
     """Section 6.3: the scale is the largest power of two up to the largest magnitude, over that of the type."""
     form, x = FORMATS[name], numbers(kind, 3232)
@@ -106,9 +107,9 @@ def test_blocks_are_those_of_nvfp4(kind):
     assert np.array_equal(found.double().numpy(), right.reshape(-1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("values", SCALED)
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 31, 33, 256, 1000])
+@every("kind", KINDS)
+@every("values", SCALED)
+@every("n", [0, 1, 15, 16, 31, 33, 256, 1000])
 def test_what_is_sent_is_what_is_analysed(values, kind, n):
     """The message holds the format's bits, and no more; what arrives are its numbers, and sending them again, too."""
     form, codec, x = (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from support.every import every
 
 from gradstats.compressors.signs import signed, take_off
 from gradstats.primitives import (
@@ -281,8 +282,8 @@ def test_the_process_that_compiles_and_those_that_load_the_code_give_the_same_bi
     assert any(tmp_path.rglob("*.nbc"))
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 5, 2047, 2048, 2051, 9000])
-@pytest.mark.parametrize("scale", [1e-44, 1e-20, 1.0, 1e20, 3e37])
+@every("size", [1, 3, 4, 5, 2047, 2048, 2051, 9000])
+@every("scale", [1e-44, 1e-20, 1.0, 1e20, 3e37])
 def test_logarithms_add_up_over_the_whole_range_of_float32(size, scale):
     rng = np.random.default_rng(size)
     x = (rng.uniform(0.5, 8, size) * scale * rng.choice([-1, 1], size)).astype(np.float32)
@@ -292,9 +293,9 @@ def test_logarithms_add_up_over_the_whole_range_of_float32(size, scale):
         assert moments(array).sum_log == pytest.approx(expected, rel=1e-13, abs=1e-12)
 
 
-@pytest.mark.parametrize("size", [700, SORTED, SORTED + 9, _FEW - 1, _FEW, _FEW + 1])
-@pytest.mark.parametrize("k", [1, 300, 655, _FEW // 2, _FEW - 1])
-@pytest.mark.parametrize("kind", ["plain", "zeros", "ties", "nonfinite"])
+@every("size", [700, SORTED, SORTED + 9, _FEW - 1, _FEW, _FEW + 1])
+@every("k", [1, 300, 655, _FEW // 2, _FEW - 1])
+@every("kind", ["plain", "zeros", "ties", "nonfinite"])
 def test_few_are_sorted_and_many_are_sampled_with_one_result(size, k, kind):
     x = np.random.default_rng(size).normal(size=size).astype(np.float32)
     if kind == "zeros":

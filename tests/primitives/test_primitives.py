@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import ARRAYS, FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from support.every import every
 
 from gradstats.errors import InputError
 from gradstats.primitives import (
@@ -44,7 +45,9 @@ def naive_moments(x, above=0.0):
     }
 
 
-@pytest.mark.parametrize("above", [0.0, 1e-3])
+@every("above", [0.0, 1e-3])
+@every("xp", ARRAYS.values(), ARRAYS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_moments_equal_a_naive_float64_sum(family, xp, above):
     m = moments(xp(family), above=above)
     for name, value in naive_moments(family, above).items():
@@ -53,7 +56,9 @@ def test_moments_equal_a_naive_float64_sum(family, xp, above):
     assert m.zeros == np.count_nonzero(family == 0)
 
 
-@pytest.mark.parametrize("above", [0.0, 1e-3])
+@every("above", [0.0, 1e-3])
+@every("xp", ARRAYS.values(), ARRAYS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_exceedances_are_the_same_sums(family, xp, above):
     a, b = exceedances(xp(family), above), moments(xp(family), above=above)
     assert a.count == b.count
@@ -136,8 +141,9 @@ def test_a_sampled_bracket_that_misses_costs_a_pass_not_the_answer():
             assert kth_largest(y, k) == np.sort(y)[-k]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-@pytest.mark.parametrize("border", [500, 2000, 4000, 10_000])
+@every("dtype", [np.float32, np.float64, np.float16])
+@every("border", [500, 2000, 4000, 10_000])
+@every("xp", ARRAYS.values(), ARRAYS)
 def test_ties_that_fill_k_exactly(xp, dtype, border):
     """Ranks at and beside the border of a run of equal magnitudes; of float32 in one block, and sampled."""
     x = np.repeat([3.0, -2.0, 1.0, -0.5], np.diff([0, 500, 2000, 4000, 10_000])).astype(dtype)
@@ -212,6 +218,8 @@ def test_chunk_borders(size):
     assert selection.indices.tolist() == [size - 3, size - 2, size - 1]
 
 
+@every("xp", ARRAYS.values(), ARRAYS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_select_equals_a_mask(family, xp):
     eta = float(np.quantile(np.abs(family), 0.99))
     expected = np.flatnonzero(np.abs(family) >= np.float32(eta))
@@ -278,7 +286,8 @@ def test_histograms_add(family):
     assert (a + b).zeros == both.zeros
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@every("ratio", RATIOS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_histogram_quantiles_are_within_a_bin(family, ratio):
     k = round(ratio * family.size)
     exact = kth_largest(family, k)
@@ -395,7 +404,9 @@ def test_moments_are_of_all_magnitudes_if_no_threshold_is_named():
     assert Moments(3, 3, 0, 0, 6.0, 14.0, math.log(6), 3.0).above == 0
 
 
-@pytest.mark.parametrize("log", [False, True])
+@every("log", [False, True])
+@every("xp", ARRAYS.values(), ARRAYS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_rounded_sums_are_those_of_moments(family, xp, log):
     """Within what rounding in float32 leaves at random, far below what it could."""
     x = xp(family)

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import FAMILIES
+from support.every import every
 
 from gradstats.primitives import backend, moments
 from gradstats.primitives.loops import counts as loops
@@ -47,7 +49,8 @@ def test_sums_are_those_of_the_data(family):
     assert error < 1e-7 + 4 * 2e-4 / np.sqrt(count)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every("dtype", [torch.float16, torch.bfloat16])
+@every("family", FAMILIES.values(), FAMILIES)
 def test_numbers_of_half_precision_are_added_up_exactly(dtype, family):
     x = torch.from_numpy(family).to(dtype)
     magnitudes = x.double().abs().numpy()
@@ -70,8 +73,9 @@ def test_zeros_and_what_is_not_finite_are_left_out():
             assert tails(nothing, least).tail(least)[0] == 0
 
 
-@pytest.mark.parametrize("code", ["compiled", "torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every("code", ["compiled", "torch", "triton"])
+@every("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every("family", FAMILIES.values(), FAMILIES)
 def test_cells_below_the_least_threshold_are_left_out(code, dtype, family):
     x = torch.from_numpy(family[:20_000]).to(dtype)
     ordered = x.double().abs().sort().values
@@ -85,8 +89,9 @@ def test_cells_below_the_least_threshold_are_left_out(code, dtype, family):
             assert found[1] == pytest.approx(expected[1], rel=1e-12)
 
 
-@pytest.mark.parametrize("code", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every("code", ["torch", "triton"])
+@every("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every("family", FAMILIES.values(), FAMILIES)
 def test_a_device_has_the_same_sums(code, dtype, family):
     if code == "triton":
         pytest.importorskip("triton")
@@ -103,7 +108,8 @@ def test_a_device_has_the_same_sums(code, dtype, family):
     assert there.sum_log() == pytest.approx(host.sum_log(), rel=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 1023, 1024, 20_000])
+@every("size", [1, 63, 64, 65, 1023, 1024, 20_000])
+@every("family", FAMILIES.values(), FAMILIES)
 def test_counts_from_a_bin_on_are_those_of_the_histogram(size, family, monkeypatch):
     x = family[:size].copy()
     x[:: max(size // 7, 1)] = np.resize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import DATA
 from scipy import stats
+from support.every import every
 
 from gradstats import compressibility
 from gradstats.errors import InputError
@@ -141,8 +142,8 @@ NOISE = {
 }
 
 
-@pytest.mark.parametrize("law", NOISE)
-@pytest.mark.parametrize("n", [50, 60, 100, 150, 400, 1000, 2000, 10_000])
+@every("law", NOISE)
+@every("n", [50, 60, 100, 150, 400, 1000, 2000, 10_000])
 def test_noise_is_never_compressible(law, n):
     """With the largest hundred ranks as the least window, nearly all samples of 60 to 100 passed."""
     rng = np.random.default_rng(n)

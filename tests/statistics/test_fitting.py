@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import DATA, ROOT
 from scipy import stats
+from support.every import every
 
 from gradstats import fit
 from gradstats.errors import InputError
@@ -322,7 +323,7 @@ def test_point_mass_at_zero(model, zeros):
     assert mixed.n_params == nonzero.n_params + (zeros > 0)
 
 
-@pytest.mark.parametrize(("model", "method"), SOLVERS)
+@every(("model", "method"), SOLVERS)
 def test_scale_equivariance(model, method):
     x = np.random.default_rng(14).gamma(1.3, size=5000)
     one, other = fit(x, model, method), fit(1e-20 * x, model, method)
@@ -330,7 +331,7 @@ def test_scale_equivariance(model, method):
     assert other.shape == pytest.approx(one.shape, rel=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize(("model", "method"), SOLVERS)
+@every(("model", "method"), SOLVERS)
 def test_from_a_histogram_alone(model, method):
     """The 7 bits that a trace of sketches keeps give parameters within 1 % and thresholds within half a percent."""
     x = np.random.default_rng(15).gamma(0.8, size=300_000).astype(np.float32)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
+from support.every import every
 
 from gradstats import fit
 from gradstats.errors import InputError
@@ -103,7 +104,7 @@ def test_kolmogorov_does_not_see_the_tail():
     assert g.quality[0.001] == pytest.approx(1.13, abs=3.5 / math.sqrt(4000))
 
 
-@pytest.mark.parametrize(("model", "method"), SOLVERS)
+@every(("model", "method"), SOLVERS)
 def test_criteria_take_maximum_likelihood(model, method):
     """By moments a generalized Pareto had an AIC up to a million too high, or infinite."""
     x = np.r_[stats.genpareto(0.4).rvs(20_000, random_state=3), np.zeros(100)]

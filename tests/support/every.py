@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from itertools import product
 
 import pytest
@@ -15,12 +14,9 @@ __all__ = ["every"]
 def every(names, cases, ids=None):
     """Run a test for all of these cases as one item; `pytest.mark.parametrize` makes an item of each.
 
-    Decorators on top of each other run the product. A case has its own `monkeypatch` and `tmp_path`. Of a mapping, the
-    keys name the cases.
+    Decorators on top of each other run the product. A case has its own `monkeypatch` and `tmp_path`.
     """
     names = tuple(n.strip() for n in names.split(",")) if isinstance(names, str) else tuple(names)
-    if isinstance(cases, Mapping):
-        ids, cases = list(cases), cases.values()
     cases = [case if len(names) > 1 else (case,) for case in cases]
     assert cases, "a test without a case tests nothing"
     if ids is None or callable(ids):

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from support.every import every
 from torch.overrides import TorchFunctionMode
 
 from gradstats import InputError, backend
@@ -97,8 +98,8 @@ def gradient():
     return torch.from_numpy(sample_gradient(600_000))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ESTIMATORS)
+@every("dtype", [torch.float32, torch.bfloat16])
+@every("name", ESTIMATORS)
 def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
     """Beside them: warm-exact's sample."""
     x = gradient.to(dtype)

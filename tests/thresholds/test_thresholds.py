@@ -7,11 +7,12 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from conftest import DATA
+from conftest import ARRAYS, DATA, FAMILIES, TRACES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import thresholds as reference
 from scipy import stats
+from support.every import every
 
 from gradstats import open_trace, threshold
 from gradstats.errors import InputError
@@ -42,7 +43,9 @@ def assert_same(found, expected):
     assert np.array_equal(found.values, expected.values)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@every("ratio", RATIOS)
+@every("xp", ARRAYS.values(), ARRAYS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_exact_keeps_k(family, xp, ratio):
     eta = threshold(xp(family), ratio, "exact")
     k = target_count(ratio, family.size)
@@ -57,8 +60,10 @@ def reached(x, eta):
     return eta if eta <= largest else largest
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("ratio", RATIOS)
+@every("stages", [1, 2, 3, 5])
+@every("ratio", RATIOS)
+@every("xp", ARRAYS.values(), ARRAYS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_sidco_e_equals_its_transcription(family, xp, ratio, stages):
     got = threshold(xp(family), ratio, "sidco-e", stages=stages)
     expected = reference.sidco_e(family, target_count(ratio, family.size), stages)
@@ -173,26 +178,28 @@ def test_dgc_state_resumes_bit_identically_and_leaves_global_state_alone():
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 class TestEveryEstimator:
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_numpy_and_torch_agree_bit_for_bit(self, name, family):
         a = make_estimator(name).estimate(family, 0.01)
         b = make_estimator(name).estimate(torch.from_numpy(family), 0.01)
         assert a == b
 
+    @every("trace_path", TRACES.values(), TRACES)
     def test_on_captured_gradients_it_keeps_something_sane(self, name, trace_path):
         trace = open_trace(trace_path)
         for _, _, _, g in trace.gradients():
             eta = threshold(g, 0.01, name)
             assert 0 < eta < np.abs(g).max()
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    @every("dtype", [torch.float16, torch.bfloat16, torch.float64])
     def test_dtypes(self, name, dtype):
         x = torch.from_numpy(np.random.default_rng(0).laplace(size=5000)).to(dtype)
         a = threshold(x, 0.05, name)
         b = threshold(x.to(torch.float64), 0.05, name)
         assert a == pytest.approx(b, rel=1e-6)
 
-    @pytest.mark.parametrize("ratio", [1e-9, 0.001, 0.5, 1.0])
-    @pytest.mark.parametrize(
+    @every("ratio", [1e-9, 0.001, 0.5, 1.0])
+    @every(
         "hostile",
         [
             np.zeros(1000),
@@ -234,7 +241,8 @@ class TestEveryEstimator:
                 threshold(np.ones(3, np.float32), ratio, name)
 
 
-@pytest.mark.parametrize("name", ["exact", "sidco-e"])
+@every("name", ["exact", "sidco-e"])
+@every("family", FAMILIES.values(), FAMILIES)
 def test_permutation_invariance(name, family):
     shuffled = np.random.default_rng(0).permutation(family)
     assert threshold(shuffled, 0.01, name) == pytest.approx(threshold(family, 0.01, name), rel=1e-6)
@@ -324,7 +332,8 @@ class TestAgainstTranscriptions:
     def k(self, x, ratio):
         return target_count(ratio, x.size)
 
-    @pytest.mark.parametrize("stages", [1, 2, 4])
+    @every("stages", [1, 2, 4])
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_sidco_gp_and_p(self, family, ratio, stages):
         k = self.k(family, ratio)
         gp = reference.sidco_staged(family, k, stages, reference.gamma_quantile)
@@ -334,34 +343,41 @@ class TestAgainstTranscriptions:
         found = threshold(family, ratio, "sidco-p", stages=stages)
         assert found == pytest.approx(reached(family, p), rel=2e-6)
 
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_gaussiank(self, family, ratio):
         expected = reference.gaussiank(family, self.k(family, ratio))
         assert threshold(family, ratio, "gaussiank") == pytest.approx(expected, rel=1e-5)
 
-    @pytest.mark.parametrize("loops", [0, 1, 5])
+    @every("loops", [0, 1, 5])
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_gaussiank_with_other_numbers_of_counts(self, family, ratio, loops):
         expected = reference.gaussiank(family, self.k(family, ratio), loops)
         assert threshold(family, ratio, "gaussiank", loops=loops) == pytest.approx(
             expected, rel=1e-5
         )
 
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_gaussiank_sends_what_it_counted_last(self, family, ratio):
         estimate, selection = make_estimator("gaussiank").select(family, ratio)
         assert len(selection) == estimate.details["counts"][-1]
 
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_redsync_as_published(self, family, ratio):
         expected = reference.redsync_published(family, self.k(family, ratio))
         assert threshold(family, ratio, "redsync", rule="paper") == pytest.approx(
             expected, rel=1e-6
         )
 
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_redsync_keeps_k_to_2k_where_it_searches(self, family, ratio):
         estimate, selection = make_estimator("redsync").select(family, ratio)
         assert estimate.k <= len(selection) <= 2 * estimate.k
 
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_redsync_trimmed_is_exact(self, family, ratio):
         assert threshold(family, ratio, "redsync-trimmed") == threshold(family, ratio, "exact")
 
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_histogram_keeps_k_within_half_a_percent(self, family, ratio):
         estimate, selection = make_estimator("histogram").select(family, ratio)
         # or one element, where half a percent is less than one
@@ -554,8 +570,9 @@ def test_warm_exact_margin_stops_where_elements_pile_up():
     assert np.count_nonzero(np.abs(x) > 0.7 * estimate.threshold) > 5000
 
 
-@pytest.mark.parametrize("start", [1e-30, 1e-6, 1e-2, 1.0, 1e2, 1e6, 1e30])
-@pytest.mark.parametrize("ratio", [0.1, 0.001])
+@every("start", [1e-30, 1e-6, 1e-2, 1.0, 1e2, 1e6, 1e30])
+@every("ratio", [0.1, 0.001])
+@every("family", FAMILIES.values(), FAMILIES)
 def test_micro_reaches_ten_percent_within_20_steps_from_any_start(family, start, ratio):
     rule = make_estimator("micro", threshold=start * float(np.abs(family).mean()))
     kept = [
@@ -590,8 +607,8 @@ def test_infinite_elements_do_not_count(name):
     assert 30 <= np.median(kept) <= 60 or name == "gaussiank"
 
 
-@pytest.mark.parametrize("scale", [1e200, 1e300, 1e-200, 1e-305])
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+@every("scale", [1e200, 1e300, 1e-200, 1e-305])
+@every("name", list(ESTIMATORS))
 def test_float64_of_any_size(name, scale):
     """The threshold is as many times larger as the gradient, or the error says that it must be rescaled."""
     x = np.random.default_rng(0).laplace(size=3000)
@@ -662,7 +679,8 @@ def test_micro_as_published_has_three_steps(kept, factor):
     assert rule.state_dict()["threshold"] == pytest.approx(factor * before, rel=1e-12)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@every("ratio", RATIOS)
+@every("family", FAMILIES.values(), FAMILIES)
 def test_redsync_trimmed_as_published_stops_at_the_first_threshold_that_k_reach(family, ratio):
     g, k = np.abs(family.astype(float)), target_count(ratio, family.size)
     mean = g[g > 0].mean()
@@ -732,10 +750,8 @@ class TestAdaptiveStages:
         _, ours = self.run(x, "corrected", steps=1)
         assert abs(ours[0] - 1) == pytest.approx(min(fixed), abs=0.05)
 
-    @pytest.mark.parametrize(
-        "law", [stats.laplace, stats.t(3), stats.dgamma(0.5), stats.norm, stats.lognorm(2)]
-    )
-    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("law", [stats.laplace, stats.t(3), stats.dgamma(0.5), stats.norm, stats.lognorm(2)])
+    @every("name", ["sidco-e", "sidco-gp", "sidco-p"])
     def test_stages_from_one_histogram_are_those_of_the_passes(self, name, law, monkeypatch):
         """Within 0.05 %, and where cells are the numbers there are, the same."""
         wide = law.rvs(size=1 << 21, random_state=0).astype(np.float32)
@@ -752,10 +768,8 @@ class TestAdaptiveStages:
             assert len(chosen) == pytest.approx(len(expected), rel=5e-3 if x is wide else 1e-9)
             assert (chosen.indices == select(x, once.threshold).indices).all()
 
-    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
-    @pytest.mark.parametrize(
-        "kind", ["clipped", "subnormal", "one outlier", "few outliers", "on a ring"]
-    )
+    @every("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("kind", ["clipped", "subnormal", "one outlier", "few outliers", "on a ring"])
     def test_middles_of_cells_do_not_stand_for_what_they_cannot(self, kind, name, monkeypatch):
         """Of magnitudes that are equal or subnormal, or where a few decide, thresholds are those of direct sums."""
         rng = np.random.default_rng(0)
@@ -782,8 +796,9 @@ class TestAdaptiveStages:
             assert once.threshold == pytest.approx(direct.threshold, rel=5e-4)
             assert len(chosen) == pytest.approx(len(expected), rel=5e-3, abs=1)
 
-    @pytest.mark.parametrize("stages", [1, 2, 3, 5, "corrected"])
-    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("stages", [1, 2, 3, 5, "corrected"])
+    @every("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_one_compiled_loop_does_what_the_passes_do(self, name, stages, family, monkeypatch):
         """The same loops and models, so but for the last bits of an exponential function the same numbers."""
         monkeypatch.setattr(sidco._Gradients, "left", 0)
@@ -804,7 +819,8 @@ class TestAdaptiveStages:
             if found.selection is not None:
                 assert_same(found.selection, select(cut, found.threshold))
 
-    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_stages_run_by_python_have_the_bits_of_compiled_ones(self, name, family, monkeypatch):
         """A process runs its first gradients in Python: which code a threshold is from must not be seen."""
         x = family.copy()
@@ -845,7 +861,8 @@ class TestAdaptiveStages:
             assert kept[0] == kept[1]
             assert x is cut or kept[0] == 10_000
 
-    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("family", FAMILIES.values(), FAMILIES)
     def test_a_block_of_any_memory_needs_no_code_of_its_own(self, name, family):
         x = family[:5000].copy()
         frozen = x.copy()
