@@ -286,7 +286,8 @@ def paper_rows() -> list[tuple[str, str]]:
         ),
         (
             "Only SIDCo",
-            f"DGC sends {speech['dgc']['bytes'] / speech['topk']['bytes']:.1f} times the bytes of top-k",
+            f"DGC sends {speech['dgc']['bytes'] / speech['topk']['bytes']:.1f} times the bytes of top-k, "
+            f"SIDCo-E {speech['sidco-e']['bytes'] / speech['topk']['bytes']:.1f}",
         ),
         (
             "More is kept early",
