@@ -18,6 +18,7 @@ def test_the_page_shows_the_stored_results():
     rows = stored(marsit.FILE)
     page = (DOCS / "systems.md").read_text(encoding="utf-8")
     assert block("marsit", marsit.table([*rows, *marsit.dense()])) in page
+    assert block("marsit-own", marsit.own_table(stored(marsit.OWN))) in page
     times = json.loads(marsit.TIMES.read_text(encoding="utf-8"))
     assert block("marsit-times", marsit.times_table(times)) in page
     assert {(row["full_every"], row["seed"]) for row in rows} == {
