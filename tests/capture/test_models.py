@@ -485,7 +485,8 @@ def test_an4_of_the_shared_folder():
 def test_speech_is_trained_and_evaluated(tmp_path, workload):
     utterances(tmp_path, [("test", f"s{i}", "GO") for i in range(10)])
     config = RunConfig(
-        workload=workload, data_dir=tmp_path, hidden=8, batch_size=4, steps=10, compressor="topk", ratio=0.1
+        workload=workload, data_dir=tmp_path, hidden=8, batch_size=4, steps=10 if workload == "lstm-an4" else 40,
+        lr_warm_up=1, compressor="topk", ratio=0.1,
     )  # fmt: skip
     result = run(config)
     assert np.mean(result.losses[-3:]) < 0.5 * result.losses[0]

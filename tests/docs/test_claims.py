@@ -262,6 +262,11 @@ def paper_rows() -> list[tuple[str, str]]:
     ]
     rate = {r["ratio"]: r for r in theory("layered rate", schedule="falling", steps=1000)}
     small_part, large_part = concentration(100), concentration(2999)
+    at_own = {
+        r["compressor"]: f"{100 * r['accuracy']:.1f}"
+        for r in stored("marsit-own.jsonl")
+        if (r["steps"], r["seed"]) == (500, 0)
+    }
     overlap = {r["nproc"]: r for r in stored("overlap.json")}
     speech = {r["compressor"]: r for r in stored("plateau-blstm-an4.jsonl")}
     wrong = {n: f"{100 * r['character_error_rate']:.1f}" for n, r in speech.items()}
@@ -281,8 +286,13 @@ def paper_rows() -> list[tuple[str, str]]:
         (
             "Only SIDCo",
             f"{first_pass('sidco-e')} passes, top-k after {first_pass('topk')}, DGC after "
-            f"{first_pass('dgc')} and dense after {first_pass('none')}; at the end {wrong['sidco-e']}, {wrong['topk']}, {wrong['dgc']} and "
-            f"{wrong['none']} %",
+            f"{first_pass('dgc')} and dense after {first_pass('none')}; "
+            f"at the end {wrong['sidco-e']}, {wrong['topk']}, {wrong['dgc']} and {wrong['none']} %",
+        ),
+        (
+            "Only SIDCo",
+            f"DGC sends {speech['dgc']['bytes'] / speech['topk']['bytes']:.1f} times the bytes of top-k, "
+            f"SIDCo-E {speech['sidco-e']['bytes'] / speech['topk']['bytes']:.1f}",
         ),
         (
             "More is kept early",
@@ -371,6 +381,10 @@ def paper_rows() -> list[tuple[str, str]]:
         (
             "More accurate than signSGD",
             f"perplexity {words('marsit')}, {words('signsgd')} and dense {words('none')}",
+        ),
+        (
+            "More accurate than signSGD",
+            f"500 steps: Marsit {at_own['marsit']} %, signSGD {at_own['signsgd']}, dense {at_own['none']}",
         ),
         (
             "Hardly less accurate the rarer",
