@@ -186,10 +186,15 @@ def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:
         | {"trainings": r["trainings"], "layers": r["values"]}
         for r in rows
     ]
+    optimizers: dict[str, set[str]] = {}
+    for record in records:
+        optimizers.setdefault(record["training"], set()).add(record["optimizer"])
+    several = sum(len(each) > 1 for each in optimizers.values())
     return [
         "## What varies",
         "Variance of ξ beyond the largest tenth of each layer, split over trainings, optimizers within them, phases "
         "within those, and layers with the error of their fits (nested analysis of variance). Intervals of the shares "
-        "are of 1,000 draws of trainings, from five trainings on; of so few they are too narrow.",
+        "are of 1,000 draws of trainings, from five trainings on; of so few they are too narrow. What is said of "
+        f"optimizers comes from the trainings with more than one, {several}.",
         _markdown(shown),
     ]
