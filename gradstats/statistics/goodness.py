@@ -37,7 +37,6 @@ __all__ = [
     "bootstrap",
     "compare",
     "goodness",
-    "tail_distances",
 ]
 
 TAIL_RATIOS = (*RATIOS, 0.0001)
