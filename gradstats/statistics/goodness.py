@@ -195,7 +195,9 @@ def tail_distances(
 
     Returns
     -------
-    log_quantile, quality : dict of float to float
+    log_quantile : dict of float to float
+        As in :class:`Goodness`.
+    quality : dict of float to float
         As in :class:`Goodness`.
     """
     log_quantile, quality = {}, {}
