@@ -1,18 +1,27 @@
-"""The widget: its view in Python, what it refuses, laws fitted when they are asked for."""
+"""The widget: its view in Python, what it refuses, laws fitted when they are asked for; live in JupyterLab."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
+import time
 
+import nbformat
 import pytest
 from conftest import DATA
+from support.browser import CHROMIUM, NO_BROWSER, Browser
 
 import gradstats
 from gradstats.errors import GradstatsError
 
 RESNET = DATA / "resnet20.zarr"
+CELL = f"""\
+import gradstats
+view = gradstats.explore({str(RESNET)!r}, layers=["conv1.weight"], estimators=["exact", "hard"])
+view"""
 
 
 def test_without_anywidget_one_line_says_what_to_do(monkeypatch):
@@ -81,3 +90,66 @@ def test_a_view_is_saved_as_a_page(view, tmp_path):
     data = re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)[1]
     assert json.loads(data)["series"][0]["steps"] == [10, 2999]
     assert json.loads(data)["on_demand"] is False
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """The address of a JupyterLab that runs a notebook with the explorer."""
+    pytest.importorskip("anywidget", reason="the extra explore is not installed")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    notebook.metadata.kernelspec = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
+    nbformat.write(notebook, tmp_path / "run.ipynb")
+    options = [
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.port=0",
+        "--IdentityProvider.token=",
+        "--ServerApp.ip=127.0.0.1",
+    ]
+    options += [f"--ServerApp.root_dir={tmp_path}", "--ServerApp.disable_check_xsrf=True"]
+    folders = {f"JUPYTER_{n}_DIR": str(tmp_path / n.lower()) for n in ("RUNTIME", "CONFIG")}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", *options],
+            stdout=log,
+            stderr=log,
+            env=os.environ | folders,
+        )
+    try:
+        end = time.monotonic() + 120
+        while not (
+            found := re.search(r"(http://127\.0\.0\.1:\d+)/lab", (tmp_path / "log").read_text())
+        ):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        yield found[1]
+    finally:
+        process.terminate()  # it ends its kernels, too
+        process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_live_in_jupyterlab_the_widget_draws_and_fits_a_law_that_is_chosen(lab):
+    with Browser() as browser, browser.open(f"{lab}/lab/tree/run.ipynb", height=1400) as tab:
+        tab.until("document.querySelector('.jp-Notebook .jp-InputArea-editor')", 120)
+
+        def started():  # a cell that is run before the kernel is there stays as it is
+            tab.eval("document.querySelector('.jp-Notebook .cm-content').focus()")
+            tab.key("Enter", modifiers=8, text="\r")  # with shift: run
+            time.sleep(3)
+            return tab.eval("document.querySelector('.jp-InputPrompt').innerText") != "[ ]:"
+
+        tab.until(started, 120)
+        tab.until("document.querySelector('.gs-explorer #gs-magnitudes svg')", 200)
+        tab.eval("document.querySelector('.gs-explorer input[value=norm]').click()")
+        shown = (
+            "[...document.querySelectorAll('#gs-laws tbody tr')].map((r) => r.innerText).join('|')"
+        )
+        tab.until(f"/norm[^|]*scale [0-9.]+/.test({shown})", 60)
+        assert not [e for e in tab.errors if "gs-" in e or "anywidget" in e]

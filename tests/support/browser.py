@@ -143,7 +143,7 @@ class Tab:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x2, y=y2, **mouse)
         self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x2, y=y2, **mouse)
 
-    def key(self, name, times=1, modifiers=0):
+    def key(self, name, times=1, modifiers=0, text=""):
         codes = {
             "ArrowLeft": 37,
             "ArrowUp": 38,
@@ -155,7 +155,7 @@ class Tab:
         code = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name]}
         code["modifiers"] = modifiers
         for _ in range(times):
-            self.call("Input.dispatchKeyEvent", type="keyDown", **code)
+            self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **code)
             self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def box(self, selector):
