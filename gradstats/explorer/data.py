@@ -9,12 +9,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-import gradstats
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.pieces import evaluate, plan_sketches
 from gradstats.analysis.quality import each_record
@@ -397,7 +397,7 @@ def payload(
     laws = list(DRAWN) if on_demand else list(dict.fromkeys(n for s in several for n in s.models))
     return json.dumps(
         {
-            "version": gradstats.__version__,
+            "version": version("gradstats"),
             "ranks": RANKS,
             "ratios": ratios,
             "notes": notes,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
+from importlib.metadata import version
 from importlib.resources import files
 from string import Template
 
-import gradstats
 from gradstats.tables import visible
 
 __all__ = ["MODULE", "page"]
@@ -35,7 +35,7 @@ def page(title: str, payload: str) -> str:
     licences = files(__package__).joinpath("explorer.LICENSES.txt").read_bytes()
     return Template(template).substitute(
         title=html.escape(visible(title)),
-        version=gradstats.__version__,
+        version=version("gradstats"),
         licences=base64.b64encode(licences).decode(),
         payload=payload.replace("<", "\\u003c"),  # no name of a layer ends the script
         script=MODULE.read_text(encoding="utf-8"),

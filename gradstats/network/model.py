@@ -178,7 +178,8 @@ class Line:
             return self
         # t-distributed: the error is itself an estimate
         scale = math.sqrt(self.degrees / generator.chisquare(self.degrees))
-        factor = math.exp(self.error * generator.standard_normal() * scale)
+        # of few repeats on a busy machine t's tails reach beyond what a float holds: e¹⁰⁰ times as slow is never, too
+        factor = math.exp(min(self.error * generator.standard_normal() * scale, 100))
         return replace(self, fixed=self.fixed * factor, slope=self.slope * factor)
 
 

@@ -38,7 +38,6 @@ __all__ = [
     "bootstrap",
     "compare",
     "goodness",
-    "tail_distances",
 ]
 
 TAIL_RATIOS = (*RATIOS, 0.0001)
@@ -197,7 +196,9 @@ def tail_distances(
 
     Returns
     -------
-    log_quantile, quality : dict of float to float
+    log_quantile : dict of float to float
+        As in :class:`Goodness`.
+    quality : dict of float to float
         As in :class:`Goodness`.
     """
     log_quantile, quality = {}, {}

@@ -143,18 +143,19 @@ class Tab:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x2, y=y2, **mouse)
         self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x2, y=y2, **mouse)
 
-    def key(self, name, times=1):
+    def key(self, name, times=1, modifiers=0, text=""):
         codes = {
             "ArrowLeft": 37,
             "ArrowUp": 38,
             "ArrowRight": 39,
             "ArrowDown": 40,
             "Tab": 9,
-            " ": 32,
+            "Enter": 13,
         }
         code = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name]}
+        code["modifiers"] = modifiers
         for _ in range(times):
-            self.call("Input.dispatchKeyEvent", type="keyDown", **code)
+            self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **code)
             self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def box(self, selector):
