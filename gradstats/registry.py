@@ -164,7 +164,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if not known:
             raise KeyError(name)
 
-    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+    def pop(self, name: str, *default: Any) -> Any:
         """Remove a name and return what had it, or the default."""
         # the one of the base class has an object for a default, whose address help would show
         return super().pop(name, *default)

@@ -108,7 +108,7 @@ def test_records_of_traces_are_summed_and_named(trace, drawn):
         (("speedup", "x.json", "-o", "x.pdf"), "no speedup in x.json: this figure takes what gradstats plan writes"),
         (("speedup", "y.json", "-o", "x.pdf"), "y.json is not JSON of gradstats plan"),
         (("time-split", "none.json", "-o", "x.pdf"), "cannot read none.json"),
-        (("tail", ".", "-o", "x.pdf"), "one source a figure, and here are "),
+        (("tail", DATA, "-o", "x.pdf"), "one source a figure, and here are "),
         (("training-curves", "run.zarr", "-o", "x.pdf", "--quantity", "los"), "no los in run.zarr"),
     ],
 )  # fmt: skip
