@@ -164,8 +164,16 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if not known:
             raise KeyError(name)
 
-    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
-        """Remove a name and return what had it, or the default."""
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a name and return what had it.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+        *default : object
+            What to return if nothing has it; without one that is a KeyError.
+        """
         # the one of the base class has an object for a default, whose address help would show
         return super().pop(name, *default)
 

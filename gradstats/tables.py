@@ -398,8 +398,8 @@ def render(
         names, said = _said_once(names, records, caption if format == "table" else ())
     if format == "table":
         heading += [said] if said else []
-    columns = [_column(n, [r[n] for r in records]) for n in names]
-    rows = [list(row) for row in zip(*columns, strict=True)]
+    cells = [_column(n, [r[n] for r in records]) for n in names]
+    rows = [list(row) for row in zip(*cells, strict=True)]
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     heads = [_header(name, names) for name in names]
     if format == "markdown":

@@ -40,6 +40,7 @@ ROOMS = [
     "capture.schedule",
     "capture.copies",
     "capture.states",
+    "capture.room",
     "capture.writer",
     "capture.updates",
     "capture.recorder",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import pydoc
 import re
+import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,3 +130,111 @@ def test_a_result_without_a_sample_says_what_to_do():
     fitted = gradstats.Fit("laplace", {"loc": 0.0, "scale": 1.0}, 0.0, 10, "closed")
     with pytest.raises(InputError, match=r"plots\.tail"):
         fitted.plot()
+
+
+PUBLIC = ("gradstats", "gradstats.hooks", "gradstats.plots", "gradstats.thresholds", "gradstats.compressors",
+          "gradstats.trace", "gradstats.network", "gradstats.report", "gradstats.tables", "gradstats.primitives",
+          "gradstats.collectives", "gradstats.statistics.laws", "gradstats.statistics.goodness",
+          "gradstats.statistics.pot", "capture")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_help_shows_no_address(name):
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        thing = getattr(module, public)
+        if not isinstance(thing, str):  # help of a text looks for what it names
+            text = pydoc.render_doc(thing, renderer=pydoc.plaintext)
+            assert " at 0x" not in text, public
+
+
+def test_what_is_called_as_a_command_has_its_signature():
+    from gradstats.analysis.peaks import pot
+    from gradstats.report import write_report
+
+    assert inspect.signature(gradstats.report) == inspect.signature(write_report)
+    assert inspect.signature(gradstats.pot) == inspect.signature(pot)
+    assert list(inspect.signature(gradstats.report).parameters) == ["sources", "path", "advice"]
+
+
+def test_objects_of_a_training_say_what_runs_and_what_was_sent(tmp_path, capsys):
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from capture import Capture
+    from gradstats.compressors import make_compressor
+    from gradstats.hooks import CompressionState, LocalSteps, compression_hook
+
+    def train(forward, step=lambda: None):
+        optimizer.zero_grad()
+        forward(torch.ones(2, 40)).square().sum().backward()
+        step()
+        optimizer.step()
+
+    model = torch.nn.Linear(40, 50)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    monitor = gradstats.Monitor(model, optimizer=optimizer)
+    capture = Capture(tmp_path / "<b>.zarr", model)
+    assert "last described none yet" in repr(monitor)
+    assert "recorded 0 steps" in repr(capture)
+    for _ in range(3):
+        train(model, capture.step)
+    assert "called by the optimizer, next step 3, last described step 2, norm " in repr(monitor)
+    assert "state recording, next step 3, recorded 3 steps, a step takes 8.2 kB" in repr(capture)
+    assert "8.2 kB a step, in " in capsys.readouterr().err
+    assert "&lt;b&gt;" in capture._repr_html_()
+    monitor.close()
+    capture.close()
+    assert "state closed" in repr(capture)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        state = CompressionState(make_compressor("topk", 0.01))
+        assert "compressor topk at ratio 0.01, memory ErrorFeedback" in repr(state)
+        assert "sent nothing yet" in repr(state)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(state, compression_hook)
+        train(ddp)
+        k, size = state.last.selected, gradstats.tables.format_bytes(state.last.bytes_sent)
+        said = f"{k} of 2,050 elements (k̂/k {k / state.last.target:.2f}), {size}, in step 0"
+        assert f"next step 1, sent {said}" in repr(state)
+        assert said in state._repr_html_()
+        del ddp
+        local = LocalSteps(
+            model, optimizer, steps=2, compressor=make_compressor("sidco-e", 0.1), fragments=2
+        )
+        with local:
+            train(model)
+            train(model)
+        assert "compressor sidco-e at ratio 0.1, outer optimizer SGD" in repr(local)
+        assert "fragments 2, local steps 2, exchanges 1, sent " in repr(local)
+        assert "<td" in local._repr_html_()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "said"),
+    [
+        (10**9, None, ""),
+        (10**6, None, "room for 121 captured steps: capture fewer"),
+        (10**6, 100, ""),
+        (10**6, 200, "room for 121 captured steps, and 200 would take 1.64 MB"),
+    ],
+)
+def test_a_capture_warns_if_the_disk_will_be_full(free, total, said, tmp_path, monkeypatch, capsys):
+    import torch
+
+    from capture import Capture, CaptureWarning
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    model = torch.nn.Linear(40, 50)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CaptureWarning)
+        with Capture(tmp_path / "x.zarr", model, range(1000), total_steps=total) as capture:
+            model(torch.ones(40)).sum().backward()
+            capture.step()
+    found = [str(w.message) for w in caught if w.category is CaptureWarning]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+    assert "a step" not in capsys.readouterr().err  # the steps were chosen

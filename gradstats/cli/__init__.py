@@ -106,14 +106,14 @@ a training         from capture import Capture
                    capture.close()           # DDP: docs/howto/ddp.md
 
 a trace            gradstats report {trace} -o report.html
-                   gradstats fit {trace}             which law, how far off
-                   gradstats quality {trace}         which rule hits k
+                   gradstats fit {trace}       # which law, how far off
+                   gradstats quality {trace}   # which rule hits k
                    gradstats plot tail {trace} -o tail.pdf
 
-a folder of dumps  gradstats report FOLDER -o report.html   .npy, .safetensors, .pt
-                   gradstats import FOLDER --out run.zarr   a trace of them
+a folder of dumps  gradstats report FOLDER -o report.html
+                   gradstats import FOLDER --out run.zarr   # a trace of them
 
-a cluster          gradstats plan {trace} --link 1gbit --workers 8 --compute 0.1
+a cluster          gradstats plan {trace} --link wan --workers 8 --compute 0.1
 
 gradstats --help lists all commands, gradstats COMMAND --help what one takes."""
 

@@ -408,14 +408,15 @@ def plot(  # numpydoc ignore=PR01
     asked = Asked(model or (), ratio or (), estimator or (), layer or (), quantity, by)
     over: dict[str, Any] = {"steps": step, "ranks": rank, "kinds": kind}
     if chosen.records:
-        arguments, options, what = chosen.read(source, asked, over)
+        drawing = chosen.read(source, asked, over)
     else:
-        arguments, options, what = analyse(
-            "reading",
-            source,
-            lambda sources, on_progress, **_: chosen.read(sources, asked, over),  # type: ignore[arg-type,return-value]
-            **over,
-        )
+
+        def work(sources: list[Source], **_: Any) -> Any:
+            return chosen.read(sources, asked, over)
+
+        found: Any = analyse("reading", source, work, **over)
+        drawing = found
+    arguments, options, what = drawing
     size = width * _MM, (height or chosen.tall * width) * _MM
     with styled(style, context) as canvas:
         canvas.set_size_inches(*size)

@@ -180,9 +180,10 @@ def fit(  # numpydoc ignore=PR01
     if bootstrap:
         test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance: of the body"
         table = FITS.extended(test, "p_value", "subsample")
-    named = format not in ("json", "csv")  # whose names are SciPy's
-    shown = [r | {"params": _symbols(r)} for r in records] if named else records
-    table.emit(shown, format, output)
+    if format not in ("json", "csv"):  # whose names are SciPy's
+        table.emit([r | {"params": _symbols(r)} for r in records], format, output)
+    else:
+        table.emit(records, format, output)
     note_statuses(records, format, "model")
     layers = len({r["layer"] for r in records if r["layer"] != "all"})
     if bootstrap and layers > 1 and bootstrap < (fewest := fits.fewest_replicates(layers)):

@@ -221,7 +221,14 @@ def _exponents(
     for i, (label, m) in enumerate(each.items()):
         at, found = estimate(m)
         colour = PALETTE[i % 10]
-        ax.plot(at, [e.p for e in found], marker=MARKERS[i], ms=4, color=colour, label=label)
+        ax.plot(
+            at,
+            [e.p for e in found],
+            marker=MARKERS[i % len(MARKERS)],
+            ms=4,
+            color=colour,
+            label=label,
+        )
         bounds = [e.p_low for e in found], [e.p_high for e in found]
         ax.fill_between(at, *bounds, color=colour, alpha=0.2)
     for style, label, ideal in _controls(each):

@@ -20,7 +20,7 @@ __all__ = ["check_ending", "darken", "save", "styled"]
 _DPI = 300
 # PDF embeds TrueType fonts, so that texts stay texts. SVG has outlines in their place: as text it would name fonts that
 # are not on every machine.
-_EMBEDDED = {
+_EMBEDDED: dict[Any, Any] = {
     "pdf.fonttype": 42,
     "ps.fonttype": 42,
     "svg.fonttype": "path",
@@ -69,7 +69,7 @@ def styled(style: str = "ticks", context: str = "paper") -> Iterator[Figure]:
 
     # a column of a paper is 85 mm wide, and its captions 8 points high; seaborn's paper is twice as wide
     sizes = seaborn.plotting_context(context, font_scale=0.8 if context == "paper" else 1)
-    settings = {**seaborn.axes_style(style), **sizes}
+    settings: dict[Any, Any] = {**seaborn.axes_style(style), **sizes}
     # the font is that of matplotlib's settings: seaborn's first choice is not on every machine
     settings = {
         n: value for n, value in settings.items() if n not in ("font.family", "font.sans-serif")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from matplotlib.legend_handler import HandlerTuple
@@ -18,6 +18,7 @@ from gradstats.statistics import pot
 from gradstats.statistics.fitting import Fit, as_magnitudes
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 __all__ = ["density", "mean_excess", "parameter_stability", "qq", "tail"]
@@ -198,7 +199,8 @@ def qq(
         plain_log(ax.yaxis)
         handles, names = ax.get_legend_handles_labels()
         if bands:  # one entry, in the colours of all of them
-            handles, names = [*handles, tuple(bands)], [*names, _BAND]
+            handles = cast("list[Artist]", [*handles, tuple(bands)])  # as HandlerTuple takes it
+            names = [*names, _BAND]
         ax.legend(handles, names, fontsize="small", handler_map={tuple: HandlerTuple(ndivide=None)})
     ax.set(
         xlabel="magnitude the model expects (gradient's unit)",

@@ -468,8 +468,8 @@ def test_demo_from_a_to_z(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000
     words = " ".join(done.stdout.split())
-    said = re.search(r"Sending one element in a thousand, the loss ends at ([\d.]+) without error feedback and at ([\d.]+) "
-                     r"with it\. Law that .*?: (.+?)\. Rule that .*?: (.+)\.$", words)  # fmt: skip
+    said = re.search(r"Sending one element in a thousand, the loss ends at ([\d.]+) without error feedback and at "
+                     r"([\d.]+) with it\. Law that .*?: (.+?)\. Rule that .*?: (.+)\.$", words)  # fmt: skip
     for text, name in zip(said.groups(), ("topk", "topk-ef"), strict=False):
         scalars = open_trace(tmp_path / "demo" / f"{name}.zarr").scalars(0)
         assert float(text) == pytest.approx(

@@ -85,7 +85,10 @@ def plain(value):
 def test_every_command_is_compared():
     _load_plugins()
     names = set(typer.main.get_command(app).commands)
-    assert {line.split()[0] for line in FUNCTIONS} == names - {"demo", "plot"}  # one example; pictures
+    assert {line.split()[0] for line in FUNCTIONS} == names - {
+        "demo",
+        "plot",
+    }  # one example; pictures
 
 
 @every("line", FUNCTIONS)

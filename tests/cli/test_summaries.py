@@ -98,3 +98,23 @@ def test_info_of_many_ranks_is_short_and_opens_no_array_of_theirs(tmp_path, monk
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 20
     assert f" {2 * ranks} " in lines[-1]
+
+
+def test_the_name_alone_says_what_to_do_with_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run()
+    assert done.returncode == 0
+    for have in ("nothing yet", "a training", "a trace", "a folder of dumps", "a cluster"):
+        assert have in done.stdout
+    assert "gradstats report run.zarr" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    (tmp_path / "mine.zarr").mkdir()
+    assert "gradstats report mine.zarr" in run().stdout
+
+
+def test_a_flag_has_no_type_in_the_help():
+    for command in ((), ("fit",), ("capture",), ("plot",)):
+        text = run(*command, "--help").stdout
+        assert "--help" in text
+        assert "bool" not in text
+    assert "<int" in run("fit", "--help").stdout

@@ -1,0 +1,125 @@
+"""``gradstats plot``: every figure from the sources that it names, and what it says where there is nothing to draw."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from conftest import DATA, ROOT
+from matplotlib.figure import Figure
+from support.terminal import run
+from support.traces import LAYERS, write
+
+import gradstats
+from gradstats import plots
+from gradstats.cli.plot import FIGURES
+from gradstats.trace import create_trace
+
+RESULTS = ROOT / "docs" / "results"
+FILES = {
+    "latency_bars": "bench",
+    "speedup": "speedup",
+    "time_split": "time_split",
+    "timeline": "timeline",
+    "build_up": "build_up",
+    "lags_delta": "delta",
+    "matching_rate": "matching_rate",
+}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plot") / "run.zarr"
+    create_trace(path, LAYERS, world_size=1, metadata={"compressor": "topk", "seed": 3})
+    write(path, range(3), rank=0, compression=True)
+    return path
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes that the command draws, when they are written."""
+    found = []
+
+    def save(figure, path, *, dark):
+        found.append((figure, dark))
+
+    monkeypatch.setattr(plots, "save", save)
+    return found
+
+
+def test_every_figure_of_the_package_can_be_drawn():
+    assert set(FIGURES) == set(plots.__all__) - {"png", "save"}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_in_its_size(name, trace, drawn, monkeypatch):
+    called, draw = [], getattr(plots, name)
+
+    def spy(*given, ax, **rest):
+        called.append((given, rest, draw(*given, ax=ax, **rest)))
+
+    monkeypatch.setattr(plots, name, spy)
+    source = RESULTS / f"{FILES[name]}.json" if name in FILES else trace
+    done = run(
+        "plot", name.replace("_", "-"), source, "-o", "x.svg", "--width", 100, "--height", 50
+    )
+    assert done.returncode == 0, done.stderr
+    [(figure, dark)], [(given, rest, ax)] = drawn, called
+    assert given
+    assert rest["title"] is None
+    assert ax.get_title() == ""
+    assert not dark
+    assert figure.get_size_inches() * 25.4 == pytest.approx((100, 50))
+    assert ax.lines or ax.collections or ax.patches
+    assert all((ax.get_xlabel(), ax.get_ylabel() or ax.get_yticklabels()))
+    assert done.stderr.startswith("wrote x.svg: ") or "\nwrote x.svg: " in done.stderr
+
+
+def test_the_gradient_is_the_one_asked_for(drawn):
+    done = run("plot", "tail", DATA / "resnet20-ef.zarr", "-o", "x.pdf", "--kind", "corrected", "--step", 100,
+               "--model", "laplace", "--title", "mine", "--dark")  # fmt: skip
+    assert "wrote x.pdf: resnet20-ef, corrected, step 100, rank 0" in done.stderr
+    [(figure, dark)] = drawn
+    [ax] = figure.axes
+    assert dark
+    assert ax.get_title() == "mine"
+    g = gradstats.open_trace(DATA / "resnet20-ef.zarr").read(100, kind="corrected")
+    expected = plots.tail(g, [gradstats.fit(g, "laplace")], Figure().subplots())
+    for line, other in zip(ax.lines, expected.lines, strict=True):
+        assert np.allclose(line.get_xydata(), other.get_xydata(), equal_nan=True)
+
+
+def test_records_of_traces_are_summed_and_named(trace, drawn):
+    assert run("plot", "training-curves", trace, "-o", "x.png", "--by", "megabytes").returncode == 0
+    rows = gradstats.compression(trace)
+    [ax] = drawn[0][0].axes
+    (line,) = (x for x in ax.lines if x.get_label() == "topk")
+    assert np.allclose(line.get_xdata(), np.cumsum([r["bytes"] for r in rows]) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("tial", "run.zarr", "-o", "x.pdf"), "no figure 'tial'; there are tail, density"),
+        (("tail", "run.zarr", "-o", "x.gif"), "no figure for x.gif: name it .pdf, .svg, .png"),
+        (("tail", "run.zarr", "-o", "x.pdf", "--style", "grey"), "no style 'grey'; there are ticks"),
+        (("speedup", "run.zarr", "-o", "x.pdf"), "gradstats plan -o records.json"),
+        (("speedup", "x.json", "-o", "x.pdf"), "no speedup in x.json: this figure takes what gradstats plan writes"),
+        (("speedup", "y.json", "-o", "x.pdf"), "y.json is not JSON of gradstats plan"),
+        (("time-split", "none.json", "-o", "x.pdf"), "cannot read none.json"),
+        (("tail", DATA, "-o", "x.pdf"), "one source a figure, and here are "),
+        (("training-curves", "run.zarr", "-o", "x.pdf", "--quantity", "los"), "no los in run.zarr"),
+    ],
+)  # fmt: skip
+def test_a_figure_that_cannot_be_drawn_says_why(command, said, trace, tmp_path, monkeypatch):
+    monkeypatch.chdir(trace.parent)
+    np.save("g.npy", np.ones(9, np.float32))
+    (trace.parent / "x.json").write_text(
+        json.dumps([{"compressor": "topk", "ratio": 0.1}]), "utf-8"
+    )
+    (trace.parent / "y.json").write_text("{}", "utf-8")
+    done = run("plot", *command)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert said in done.stderr
