@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import DATA, ROOT
 from ranks import run_ranks
+from support.programs import program
 from torch.utils.data import DistributedSampler
 from workers import trainers as cases
 
@@ -478,9 +479,7 @@ def test_callbacks_refuse_at_once_what_cannot_work(tmp_path, monkeypatch):
 )
 def test_a_missing_library_names_its_extra(module, library):
     script = f"import sys\nsys.modules[{library!r}] = None\nimport capture.integrations.{module}"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    done = program("-c", script, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: capture.integrations.")
     assert last.endswith(f"pip install 'gradstats[{module}]'")

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from support import terminal
+from support.every import every
 from support.traces import assert_same_sketch
 
 from capture.workloads import WORKLOADS, RunConfig, run, workload_info
@@ -256,7 +258,7 @@ def test_learning_rates():
     assert cosine == sorted(cosine, reverse=True)
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "message"),
     [
         ({"momentum": 1.0}, "momentum must be in"),
@@ -397,9 +399,7 @@ def test_training_learns(options):
 
 
 def command(*args):
-    done = subprocess.run(
-        [GRADSTATS, *map(str, args)], capture_output=True, text=True, timeout=280, check=False
-    )
+    done = terminal.run(*args)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -153,12 +153,12 @@ def test_comparing_says_what_changed_and_how_surely():
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 def test_unchanged_rows_are_seldom_called_slower_or_faster(noise):
     """Tables of 40 rows of the same code, in each of which a false verdict is one too many."""
-    rng, wrong, tables = np.random.default_rng(5), 0, 50
-    for _ in range(tables):
+    rng, wrong = np.random.default_rng(5), 0
+    for _ in range(20):
         old, new = (np.exp(noise * rng.standard_t(4, (40, 15))) for _ in range(2))
         found = compared(*([timed(x, numel=i) for i, x in enumerate(side)] for side in (new, old)))
         wrong += any(r["status"] in ("slower", "faster") for r in found)
-    assert wrong <= 5  # of 2.5 expected at most: not quite two deviations
+    assert wrong <= 3  # of one expected at most: two deviations
 
 
 def test_two_versions_are_run_in_turns(tmp_path):
