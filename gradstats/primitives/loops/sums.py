@@ -367,8 +367,8 @@ def block_moments(
     """
     sums = np.empty((1, 7))
     moments_of_parts(x, np.array([[0, x.size]]), above, log, sums)
-    count, zeros, nonfinite, *others = sums[0].tolist()
-    return int(count), int(zeros), int(nonfinite), *others
+    count, zeros, nonfinite, total, squares, logs, largest = sums[0].tolist()
+    return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
 
 
 def _signed(x: Any) -> Any:
