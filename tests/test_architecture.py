@@ -176,6 +176,38 @@ def test_what_torch_and_numba_do_not_promise_is_in_one_file_each():
         assert set(private_names(MODULES[name])) <= promised, name
 
 
+LIMITED = ("primitives.loops", "thresholds", "hooks")
+
+
+def attributes(cls):
+    """Return the names of what a class assigns to its instances, and of the fields that it declares."""
+    names = {f.target.id for f in cls.body if isinstance(f, ast.AnnAssign)}
+    for node in ast.walk(cls):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        (name, path)
+        for name, path in MODULES.items()
+        if name.startswith(("capture", *(f"gradstats.{room}" for room in LIMITED)))
+    ],
+)
+def test_what_is_large_says_why(name, path):
+    """A file of more than 500 lines, a class of more than 300 or of more than 12 attributes: ``# Size:`` and why."""
+    text = path.read_text(encoding="utf-8")
+    lines, tree = text.splitlines(), ast.parse(text)
+    head = lines[tree.body[0].end_lineno : tree.body[0].end_lineno + 3]
+    assert len(lines) <= 500 or any(line.startswith("# Size: ") for line in head), name
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        first = min(each.lineno for each in (cls, *cls.decorator_list)) - 1
+        large = cls.end_lineno - cls.lineno >= 300 or len(attributes(cls)) > 12
+        assert large == lines[first - 1].startswith("# Size: "), f"{name}: {cls.name}"
+
+
 def loaded_by(code):
     script = f"import sys\n{code}\nprint('\\n'.join(sorted(sys.modules)))"
     done = subprocess.run(

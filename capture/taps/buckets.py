@@ -46,6 +46,7 @@ _REPLACED = (
 _UNSEEN = "a backward pass reached them, and DDP did not give them to the hook"
 
 
+# Size: three trainings end a step differently (a call, an optimizer's hook, an update seen late), with a flag each.
 class BucketTap(Tap):
     """Record what goes into a communication hook, if the hook's exchange succeeds.
 

@@ -1,5 +1,7 @@
 """Image sets in their original formats, and their batches."""
 
+# Size: nearly half of its lines are docstrings; three sets of images are read in one form.
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -39,6 +39,7 @@ _RATES = {"SGD": 0.1, "AdamW": 1e-3, "Muon": 1e-3}
 """Learning rates where the optimizer is not the workload's own; Muon's updates are scaled to AdamW's size."""
 
 
+# Size: a row of the table of workloads, an attribute a column.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadInfo:
     """A workload's description, its defaults, and the papers' training.

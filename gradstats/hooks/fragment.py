@@ -39,6 +39,7 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor.detach())
 
 
+# Size: two lines beyond 300, of which 131 are docstrings.
 class Fragment:
     """Parameters that are exchanged together.
 

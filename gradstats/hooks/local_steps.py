@@ -1,5 +1,7 @@
 """Local steps: every rank trains by itself, and once in a while they exchange how far they came."""
 
+# Size: a third of its lines are docstrings; parts that have a life of their own are fragments, another file.
+
 from __future__ import annotations
 
 import copy
@@ -47,7 +49,7 @@ class _Watcher(NamedTuple):
     after: Callable[[], None]
 
 
-# Over 300 lines and 12 attributes: half of the lines explain the user's options, which are also half of the attributes.
+# Size: 150 lines are docstrings; its attributes are five that users read, what it was made of, and its fragments.
 class LocalSteps(Facts):
     """Local steps between exchanges, around an ordinary training loop: DiLoCo, SparseLoCo, local SGD.
 

@@ -48,7 +48,7 @@ _COUNTS = ("numel", "count", "zeros", "nonfinite")
 _SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
 
 
-# Attributes over 12: they are the user's options, and the two results.
+# Size: 163 lines are docstrings; its attributes are options, what users read, and four parts that measure.
 class Monitor(Facts):
     """Describe the gradient of a training, as the optimizer is about to use it, once per optimizer step.
 

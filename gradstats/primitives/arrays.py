@@ -43,7 +43,7 @@ _set = object.__setattr__
 class Selection:
     """Elements of a gradient, by position: what a threshold keeps, and what a compressor sends.
 
-    Attributes
+    Parameters
     ----------
     indices : int64 array, shape (k̂,)
         Positions in the flattened gradient, ascending.

@@ -248,10 +248,12 @@ def memory_of(x: Array) -> NDArray[Any] | None:
         return x
     torch = sys.modules.get("torch")
     if torch is not None and type(x) is torch.Tensor and not _Choice.active:
+        tensor: Any = x
         try:
-            return x.numpy()
+            memory: NDArray[Any] = tensor.numpy()
         except (RuntimeError, TypeError):  # it is on a device, or what check() tells apart
             return None
+        return memory
     return None
 
 

@@ -255,8 +255,8 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
             count, total, logs = block_sum_log(block)
             if math.isfinite(total + logs):
                 return count, total, logs
-            count, _, _, total, _, logs, _ = block_moments(block, np.float32(0), True)
-            return count, total, logs
+            m = block_moments(block, np.float32(0), True)
+            return m[0], m[3], m[5]
         count, total = block_sum(block, low)
         if not math.isfinite(total):
             count, total, _ = block_tail(block, low)
@@ -360,8 +360,7 @@ def _block(block: NDArray[Any], above: float, log: bool) -> Sums:
     if block.dtype == np.float32:
         from gradstats.primitives.loops.sums import block_moments
 
-        *sums, largest = block_moments(block, narrowed(above), log)
-        return (*sums, float(largest))
+        return block_moments(block, narrowed(above), log)
     magnitude = np.abs(block)
     finite = magnitude[np.isfinite(magnitude)]
     kept = finite[(finite > 0) & (finite >= above)]

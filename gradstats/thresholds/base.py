@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.primitives import Array, Selection, moments, numel_of
+from gradstats.primitives import Array, Selection, kth_largest, numel_of
 from gradstats.primitives import select as select_elements
 from gradstats.primitives.arrays import flat_chunks, is_tensor, wide_dtype
 from gradstats.primitives.backend import device_code, readable
@@ -221,7 +221,7 @@ class Estimator(ABC):
         kept = 0 if selection is None else len(selection)
         if threshold > 0 and not (kept if select else _is_reached(read, threshold)):
             details["beyond"] = threshold
-            largest = moments(read, log=False).max if self.clamps else 0.0
+            largest = kth_largest(read, 1) if self.clamps else 0.0
             if largest > 0:
                 threshold = largest
                 selection = select_elements(read, threshold) if select else None

@@ -188,6 +188,7 @@ def _algorithm() -> Algorithm:
     return _PLAIN if _Gradients.left > 0 else compiled_algorithm()
 
 
+# Size: five options of a user, four numbers that adaptation remembers, and what tells three rules apart.
 class SIDCo(Estimator):
     """Multi-stage threshold: each stage adds a quantile of a model of the excesses over the last threshold.
 

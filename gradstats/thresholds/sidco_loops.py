@@ -45,7 +45,7 @@ class Block(NamedTuple):
         Gradient.
     pareto : bool
         Sum squares, which an exponential does not need.
-    indices : ndarray of int32, shape (n,)
+    indices : ndarray of int64, shape (n,)
         Positions collected.
     values : ndarray of float32, shape (n,)
         Values collected.
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 
     x: NDArray[np.float32]
     pareto: bool
-    indices: NDArray[np.int32]
+    indices: NDArray[np.int64]
     values: NDArray[np.float32]
     state: NDArray[np.float64]
 
@@ -72,7 +72,7 @@ class Block(NamedTuple):
         """
         room: tuple[Any, ...] | None = getattr(_ROOM, "arrays", None)
         if room is None or room[0].size < x.size:
-            room = np.empty(x.size, np.int32), np.empty(x.size, np.float32), np.empty(4)
+            room = np.empty(x.size, np.int64), np.empty(x.size, np.float32), np.empty(4)
             _ROOM.arrays = room
         room[2][0] = room[2][1] = -1.0
         return cls(_as_usual(x), pareto, *room)
@@ -104,7 +104,7 @@ class Block(NamedTuple):
 
     def selection(self, selected: int) -> Selection:
         """Return what :meth:`selected` collected."""
-        return Selection(self.indices[:selected].astype(np.int64), self.values[:selected].copy())
+        return Selection(self.indices[:selected].copy(), self.values[:selected].copy())
 
     def trial(self, one: float, several: float, later: float) -> Trial:
         """Return cells to try every number of stages on."""

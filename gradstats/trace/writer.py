@@ -569,7 +569,7 @@ class _Tally:
         values, sums = as_numpy(given), np.empty((len(self._parts), len(STATISTICS)))
         bits = values.view(np.uint32)
         for group in self._groups:
-            moments_of_parts(values, self._parts[group], sums[group])
+            moments_of_parts(values, self._parts[group], np.float32(0), True, sums[group])
             histograms_of_parts(
                 bits,
                 self._parts[group],

@@ -133,7 +133,8 @@ def test_flushed_denormals_are_no_zeros_to_a_loop_of_bits():
 EDITED = """
 import numpy as np
 from gradstats import threshold
-from gradstats.primitives.moments import rounded_sums
+from gradstats.primitives.codec import rice_decode, rice_encode
+from gradstats.primitives.moments import moments, rounded_sums
 from gradstats.thresholds.sidco import warm_up
 warm_up()  # or Python would run the stages
 x = np.random.default_rng(0).laplace(size=20_000).astype(np.float32)
@@ -141,6 +142,8 @@ for stages in (1, 2):
     for values in (x, np.stack([x, x], 1)[:, 0]):
         print(threshold(values, 0.1, "sidco-e", stages=stages))
 print(rounded_sums(x).sum_abs)
+print(moments(x, log=False).sum_abs)
+print(rice_decode(rice_encode(np.array([3, 5, 9])), 3, 100)[0].sum())
 """
 
 
@@ -192,6 +195,18 @@ def test_an_edited_formula_is_used_by_the_next_process(tmp_path):
     view = run()
     assert view[2] > 1.2 * loop[2]
     assert view[[0, 1, 3, 4]] == pytest.approx(loop[[0, 1, 3, 4]])
+    assert view[5:].tolist() == before[5:].tolist()
+    assert before[6] == 17
+    edit(  # a function that loops alone call
+        "primitives/loops/sums.py",
+        "        a = np.float64(abs(x[i]))\n        total += a\n",
+        "        a = np.float64(abs(x[i]))\n        total += 2 * a\n",
+    )
+    edit("primitives/loops/rice.py", "position += gap + 1", "position += gap + 2")
+    others = run()
+    assert others[:5].tolist() == view[:5].tolist()
+    assert others[5] == pytest.approx(2 * before[5])
+    assert others[6] == 3 + 6 + 11
     assert len([*cache.rglob("*.nbc")]) == files  # of what was compiled before nothing is left
 
 
@@ -257,7 +272,7 @@ for size in rng.integers(1, 6000, 300):
         sums.update(np.array([m.sum_abs, m.sum_squares, m.sum_log]))
     x *= np.exp(rng.normal(size=size, scale=8)).astype(np.float32)
     parts, rows = np.array([(0, size // 3), (size // 3, size)]), np.empty((2, 7))
-    moments_of_parts(x, parts, rows)
+    moments_of_parts(x, parts, np.float32(0), True, rows)
     sums.update(rows)
     for (start, stop), row in zip(parts, rows):  # and the same as of an array of its own
         m = moments(x[start:stop])
@@ -350,7 +365,7 @@ def test_histograms_of_parts_are_those_of_the_parts():
         used[:] = False
         for some in (slice(0, 2), slice(2, 3), slice(3, 6)):
             found = np.empty((len(parts[some]), 7))
-            sums.moments_of_parts(values, parts[some], found)
+            sums.moments_of_parts(values, parts[some], np.float32(0), True, found)
             counts.histograms_of_parts(
                 values.view(np.uint32), parts[some], found, some.start, 16, 255 << 7, tally, used
             )

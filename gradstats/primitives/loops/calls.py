@@ -37,15 +37,13 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     words, zeros = np.full((2, -(-n // WORD)), 7, np.uint64)
     parts = np.array([(0, n // 3), (n // 3, n)])
     largest, low32 = np.full(-(-n // PART), -1, np.float32), np.int32(low)
-    for log in (False, True):
-        yield sums.block_moments, (x, np.float32(0), log)
-    yield sums.block_moments, (x, above, True)
     yield sums.block_signed, (x,)
     yield sums.block_tail, (x, low32)
     yield sums.block_sum, (x, low32)
     yield sums.block_sum_log, (x,)
     yield sums.block_norm, (x, largest)
-    yield sums.moments_of_parts, (x, parts, np.full((2, 7), 9.0))
+    for least, log in ((np.float32(0), False), (np.float32(0), True), (above, True)):
+        yield sums.moments_of_parts, (x, parts, least, log, np.full((2, 7), 9.0))
     weight = np.arange(n, dtype=np.float64)
     yield sums.tail_sums, (weight, np.sqrt(weight), np.zeros((n + 1, 4)))
 
@@ -56,7 +54,7 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     room = np.full((INFINITY >> 16) - first + 1, 5, np.uint32)
     yield counts.block_tail_histogram, (bits, max(first << 16, 1), 16, room)
     of_parts, found = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)
-    sums.moments_of_parts.reference(x, parts, of_parts)
+    sums.moments_of_parts.reference(x, parts, np.float32(0), True, of_parts)
     used = np.arange(8) % 3 == 0
     found[used] = 0
     yield (
@@ -66,11 +64,10 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     for dtype in (np.uint32, np.int64):
         yield counts.descend, (np.arange(n).astype(dtype), n / 2)
 
-    for positions in (np.int64, np.int32):
-        indices, values = np.zeros(n + 3, positions), np.zeros(n + 3, np.float32)
-        for loop in (selection.select_anywhere, selection.select_compressing):
-            yield loop, (x, low32, 7, indices, values, 3)
-        yield selection.keep_at_least, (np.arange(n, dtype=positions), x.copy(), above)
+    indices, values = np.zeros(n + 3, np.int64), np.zeros(n + 3, np.float32)
+    for loop in (selection.select_anywhere, selection.select_compressing):
+        yield loop, (x, low32, 7, indices, values, 3)
+    yield selection.keep_at_least, (np.arange(n), x.copy(), above)
     for high in (low32, INFINITY):
         yield selection.block_under, (x, high, np.zeros(n, np.int32))
 

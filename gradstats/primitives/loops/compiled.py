@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from gradstats.console import messages
 
-__all__ = ["LOOPS", "Compiling", "Loop", "Written", "compiled", "has", "method", "unit"]
+__all__ = ["LOOPS", "Compiling", "Loop", "Written", "compiled", "has", "inner", "method", "unit"]
 
 _T = TypeVar("_T", bound=np.generic)
 _Called = TypeVar("_Called", bound=Callable[..., Any])
@@ -65,6 +65,9 @@ _FOREIGN = {*sys.stdlib_module_names, "llvmlite", "numba", "numpy"}
 
 _ALWAYS = {"no_cfunc_wrapper": True}
 """Options of all compiled functions: none is called from C, and a way to do so takes a twentieth of the time."""
+
+_CALLED = _ALWAYS | {"no_cpython_wrapper": True}
+"""Options of those that loops alone call."""
 
 _METHODS: set[str] = set()
 """Names of the methods of named tuples that are compiled."""
@@ -120,6 +123,26 @@ def compiled(
     return decorate
 
 
+def inner(**options: Any) -> Callable[[Callable[..., Any]], Loop]:
+    """Compile a function that loops alone call: LLVM writes it into each, so that no code of its own is kept.
+
+    Called, the process that compiles and those that load the code would take differently ordered copies of a sum. Numba
+    can do the same (``inline="always"``), but finds the types of every copy anew.
+
+    Parameters
+    ----------
+    **options : object
+        Options of ``numba.njit``, such as ``fastmath``.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Loop:
+        loop = compiled(forceinline=True, **_CALLED, **options)(function)
+        loop.looked = True
+        return loop
+
+    return decorate
+
+
 def method(name: str, of: Callable[..., Callable[..., Any]]) -> None:
     """Have loops call a method of named tuples, compiled from its own source, whichever tuple it is.
 
@@ -133,7 +156,7 @@ def method(name: str, of: Callable[..., Callable[..., Any]]) -> None:
     _METHODS.add(name)
     overload: Any = overload_method
     # annotations are the method's
-    overload(types.NamedTuple, name, strict=False, jit_options=_ALWAYS)(of)
+    overload(types.NamedTuple, name, strict=False, jit_options=_CALLED)(of)
 
 
 def unit(function: _Called) -> _Called:
@@ -145,7 +168,7 @@ def unit(function: _Called) -> _Called:
         The function.
     """
     register: Any = register_jitable
-    return cast(_Called, register(**_ALWAYS)(function))
+    return cast(_Called, register(**_CALLED)(function))
 
 
 class Loop(CPUDispatcher):
@@ -168,7 +191,7 @@ class Loop(CPUDispatcher):
         super().__init__(py_func, *args, **options)
         names = py_func.__code__.co_varnames[: py_func.__code__.co_argcount]
         self._annotations = [str(py_func.__annotations__.get(name, "")) for name in names]
-        self._looked = False  # for a folder
+        self.looked = False  # for a folder
 
     def compile(self, sig: Any) -> Any:
         """Compile for the annotated numbers and for arrays that are read-only but where written, or load the code.
@@ -181,8 +204,8 @@ class Loop(CPUDispatcher):
         arguments, _ = sigutils.normalize_signature(sig)
         own = tuple(map(_declared, arguments, self._annotations))
         with global_compiler_lock, _without_collector():
-            if not self._looked:
-                self._looked = True
+            if not self.looked:
+                self.looked = True
                 try:
                     self._cache = _Cache(self)
                 except RuntimeError:  # Numba found no folder that it may write to

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.loops.compiled import Loop, Written, compiled, has
+from gradstats.primitives.loops.compiled import Loop, Written, compiled, has, inner
 from gradstats.primitives.loops.words import (
     INFINITY,
     MASK,
@@ -27,15 +27,15 @@ _SOME = 4
 """Elements of a word that are selected without asking whether there are so many."""
 
 
-@compiled(inline="always")
+@inner()
 def _put(
     x: NDArray[np.float32],
     start: int,
     word: np.uint64,
     some: int,
     offset: int,
-    indices: NDArray[np.int64],
-    values: NDArray[np.float32],
+    indices: Written[np.int64],
+    values: Written[np.float32],
     n: np.uint64,
 ) -> np.uint64:
     """Write out the first elements that a word marks, and return the others.
@@ -50,14 +50,14 @@ def _put(
     return word
 
 
-@compiled(inline="always")
+@inner()
 def _put_all(
     bits: NDArray[np.int32],
     start: int,
     word: np.uint64,
     offset: int,
-    indices: NDArray[np.int64],
-    values: NDArray[np.float32],
+    indices: Written[np.int64],
+    values: Written[np.float32],
     n: int,
 ) -> None:
     """Write out all elements that a word marks, as :func:`compress_places` does."""

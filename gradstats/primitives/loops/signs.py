@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.loops.compiled import Written, compiled
+from gradstats.primitives.loops.compiled import Written, compiled, inner
 from gradstats.primitives.loops.sums import FAST
 from gradstats.primitives.loops.words import INFINITY, MASK, PART, WORD, fetch, view, within
 
@@ -122,7 +122,7 @@ def block_spread_signs(
             left[i] -= part[i]
 
 
-@compiled(inline="always")
+@inner()
 def _random(state: np.uint64) -> np.uint64:
     """Return the 64 random bits that splitmix64 has for a state."""
     z = (state ^ (state >> np.uint64(30))) * _MIX[0]
@@ -130,7 +130,7 @@ def _random(state: np.uint64) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@compiled(inline="always")
+@inner()
 def _uniform(state: np.uint64) -> float:
     """Return the number in [0, 1) that splitmix64 has for a state."""
     return np.float64(_random(state) >> np.uint64(11)) * 2.0**-53
@@ -196,13 +196,13 @@ def block_stochastic_signs(
     _replace_coins(x, places, bars, n, words)
 
 
-@compiled(inline="always")
+@inner()
 def _replace_coins(
     x: NDArray[np.float32],
     places: NDArray[np.int64],
     bars: NDArray[np.float64],
     n: int,
-    words: NDArray[np.uint64],
+    words: Written[np.uint64],
 ) -> None:
     """Put the signs of those drawn elements whose magnitude exceeds their bar; without a branch, for no guess helps."""
     for i in range(n):

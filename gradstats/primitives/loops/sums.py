@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.primitives.loops.compiled import Written, compiled
+from gradstats.primitives.loops.compiled import Written, compiled, inner
 from gradstats.primitives.loops.words import (
     INFINITY,
     LANES,
@@ -44,13 +44,11 @@ _SQUARED = 2.0**-50
 _LN2 = 0.6931471805599453
 
 # Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning, except to
-# np.isfinite: it asks whether x − x is 0, which reordering answers without looking; compare with np.inf. Loops that sum
-# are written into their callers (`inline="always"`), one function to the compiler: called, the process that compiles
-# them and those that load them from the cache take differently ordered copies, and the last bit of a sum differs.
+# np.isfinite: it asks whether x − x is 0, which reordering answers without looking; compare with np.inf.
 FAST = {"reassoc", "nsz", "contract"}
 
 
-@compiled(inline="always")
+@inner(fastmath=FAST, error_model="numpy")
 def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     total = 0.0
     squares = 0.0
@@ -61,7 +59,7 @@ def _sums(x: NDArray[np.float32]) -> tuple[float, float]:
     return total, squares
 
 
-@compiled(inline="always")
+@inner(fastmath=FAST, error_model="numpy")
 def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float, int]:
     """Sum over |x| > below. For |x| ≥ a threshold, `below` is the next smaller float; 0 sums all that is not zero."""
     total = 0.0
@@ -77,7 +75,7 @@ def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float
     return total, squares, count
 
 
-@compiled(nogil=True)
+@inner()
 def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     """Return the largest magnitude's bits and the number of zeros."""
     largest = np.int32(0)
@@ -89,12 +87,12 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     return largest, zeros
 
 
-@compiled(nogil=True)
+@inner()
 def _magnitude(bits: np.int32) -> np.float32:
     return np.int32(bits).view(np.float32)
 
 
-@compiled(inline="always")
+@inner(fastmath=FAST, error_model="numpy")
 def _sum_log(x: NDArray[np.float32]) -> float:
     """Sum ln|x| of at most 4,092 finite non-zero elements: exponents add up, mantissas multiply, one logarithm for all.
 
@@ -115,7 +113,7 @@ def _sum_log(x: NDArray[np.float32]) -> float:
     return total
 
 
-@compiled(inline="always")
+@inner()
 def _mantissa(bits: np.int32) -> np.float32:
     """Return a float of these bits without its sign and exponent, from 1 to below 2."""
     return np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F800000)).view(np.float32)
@@ -279,86 +277,20 @@ def _moments(x: Any, above: Any, log: Any) -> Any:
     return a.size, zeros, x.size - finite.size, a, a**2, logs, a.max(initial=0)
 
 
-@compiled(inline="always")
-def _all_moments(
-    x: NDArray[np.float32], above: np.float32, log: bool
-) -> tuple[int, int, int, float, float, float, np.float32]:
-    """Do the work of :func:`block_moments`."""
-    count = 0
-    zeros = 0
-    nonfinite = 0
-    total = 0.0
-    squares = 0.0
-    logs = 0.0
-    largest = np.float32(0)
-    kept = np.empty(PART, np.float32)
-    for start in range(0, x.size, PART):
-        part = x[start : start + PART]
-        top, none = np.int32(0), np.int32(0)
-        for begin in range(0, part.size, PIECE):
-            fetch_ahead(x, start + begin, PIECE)
-            peak, empty = _extremes(view(part[begin : begin + PIECE], np.int32))
-            top = max(top, peak)
-            none += empty
-        zeros += none
-        if top >= INFINITY or (log and (none > 0 or above > 0)):
-            # copy what counts: something is not finite (rare), or the logarithms must not meet zeros
-            n = 0
-            for i in range(part.size):
-                a = abs(part[i])
-                if not a < np.inf:
-                    nonfinite += 1
-                elif a > 0 and a >= above:
-                    kept[n] = a
-                    n += 1
-            part = kept[:n]
-            top, none = _extremes(view(part, np.int32))
-            if n == 0:
-                continue
-        if above > 0:
-            s, q, c = _sums_above(part, np.nextafter(above, np.float32(0)))
-            count += c
-            if c > 0:
-                largest = max(largest, _magnitude(top))
-        else:
-            s, q = _sums(part)
-            count += part.size - none
-            largest = max(largest, _magnitude(top))
-        total += s
-        squares += q
-        if log:
-            logs += _sum_log(part)
-    return count, zeros, nonfinite, total, squares, logs, largest
-
-
-@compiled(_moments, within=1e-12, nogil=True, fastmath=FAST, error_model="numpy")
-def block_moments(
-    x: NDArray[np.float32], above: np.float32, log: bool
-) -> tuple[int, int, int, float, float, float, np.float32]:
-    """Return (count, zeros, nonfinite, Σ|x|, Σx², Σln|x|, max) over finite non-zero |x| ≥ above.
-
-    Parameters
-    ----------
-    x : ndarray of float32, shape (n,)
-        Block.
-    above : float32
-        Least magnitude that is summed.
-    log : bool
-        Sum the logarithms too; otherwise their sum is 0.
-    """
-    return _all_moments(x, above, log)
-
-
-def _moments_of_parts(x: Any, parts: Any, sums: Any) -> None:
+def _moments_of_parts(x: Any, parts: Any, above: Any, log: Any, sums: Any) -> None:
     for row, (start, stop) in zip(sums, parts, strict=True):
-        row[:] = [np.sum(each) for each in _moments(x[start:stop], 0, True)]
+        row[:] = [np.sum(each) for each in _moments(x[start:stop], above, log)]
 
 
 @compiled(_moments_of_parts, within=1e-9, nogil=True, fastmath=FAST, error_model="numpy")
 def moments_of_parts(
-    x: NDArray[np.float32], parts: NDArray[np.int64], sums: Written[np.float64]
+    x: NDArray[np.float32],
+    parts: NDArray[np.int64],
+    above: np.float32,
+    log: bool,
+    sums: Written[np.float64],
 ) -> None:
-    """Reduce several parts by :func:`block_moments`, each by itself.
+    """Reduce several parts, each by itself, over finite non-zero |x| ≥ above.
 
     Parameters
     ----------
@@ -366,14 +298,77 @@ def moments_of_parts(
         Elements.
     parts : ndarray of int64, shape (some, 2)
         Where each part begins and ends.
+    above : float32
+        Least magnitude that is summed.
+    log : bool
+        Sum the logarithms too; otherwise their sum is 0.
     sums : ndarray of float64, shape (some, 7)
         Written: count, zeros, nonfinite, Σ|x|, Σx², Σln|x| and max of each.
     """
-    for i in range(len(parts)):
-        part, row = x[parts[i, 0] : parts[i, 1]], sums[i]
-        row[0], row[1], row[2], row[3], row[4], row[5], row[6] = _all_moments(
-            part, np.float32(0), True
-        )
+    kept = np.empty(PART, np.float32)
+    for row in range(len(parts)):
+        block = x[parts[row, 0] : parts[row, 1]]
+        count = 0
+        zeros = 0
+        nonfinite = 0
+        total = 0.0
+        squares = 0.0
+        logs = 0.0
+        largest = np.float32(0)
+        for start in range(0, block.size, PART):
+            part = block[start : start + PART]
+            top, none = np.int32(0), np.int32(0)
+            for begin in range(0, part.size, PIECE):
+                fetch_ahead(block, start + begin, PIECE)
+                peak, empty = _extremes(view(part[begin : begin + PIECE], np.int32))
+                top = max(top, peak)
+                none += empty
+            zeros += none
+            if top >= INFINITY or (log and (none > 0 or above > 0)):
+                # copy what counts: something is not finite (rare), or the logarithms must not meet zeros
+                n = 0
+                for i in range(part.size):
+                    a = abs(part[i])
+                    if not a < np.inf:
+                        nonfinite += 1
+                    elif a > 0 and a >= above:
+                        kept[n] = a
+                        n += 1
+                part = kept[:n]
+                top, none = _extremes(view(part, np.int32))
+                if n == 0:
+                    continue
+            if above > 0:
+                s, q, c = _sums_above(part, np.nextafter(above, np.float32(0)))
+                count += c
+                if c > 0:
+                    largest = max(largest, _magnitude(top))
+            else:
+                s, q = _sums(part)
+                count += part.size - none
+                largest = max(largest, _magnitude(top))
+            total += s
+            squares += q
+            if log:
+                logs += _sum_log(part)
+        sums[row, 0], sums[row, 1], sums[row, 2] = count, zeros, nonfinite
+        sums[row, 3], sums[row, 4], sums[row, 5], sums[row, 6] = total, squares, logs, largest
+
+
+def block_moments(
+    x: NDArray[np.float32], above: np.float32, log: bool
+) -> tuple[int, int, int, float, float, float, float]:
+    """Return what :func:`moments_of_parts` finds of a block in one part: one loop is compiled for both.
+
+    Parameters
+    ----------
+    x, above, log : object
+        The same.
+    """
+    sums = np.empty((1, 7))
+    moments_of_parts(x, np.array([[0, x.size]]), above, log, sums)
+    count, zeros, nonfinite, total, squares, logs, largest = sums[0].tolist()
+    return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
 
 
 def _signed(x: Any) -> Any:

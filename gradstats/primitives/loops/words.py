@@ -19,7 +19,7 @@ from numba.core import cgutils, imputils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from gradstats.primitives.loops.compiled import compiled
+from gradstats.primitives.loops.compiled import inner
 
 __all__ = [
     "INFINITY",
@@ -347,7 +347,7 @@ def fetch(_: Any, x: Any, at: Any) -> Any:
     return types.none(x, types.intp), build
 
 
-@compiled(inline="always")
+@inner()
 def fetch_ahead(x: NDArray[Any], start: int, size: int) -> None:
     """Ask for as many elements, of 4 bytes, as a loop is about to read, a little further on.
 
