@@ -241,7 +241,8 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
     Records
         One record per trace, kind, model, method and by_layer: tail_error, the median over pairs and ranks, and worst,
         infinite where a law has no fit; pairs, their number; ratios, those judged; k and chance, as there; predictive,
-        whether laws were judged at other steps than they were fitted to.
+        whether laws were judged at other steps than they were fitted to; of the pair with the largest error: off (the
+        logarithm of the law's threshold over the exact one), off_ratio, off_fitted and off_judged.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in pairs:
@@ -261,6 +262,9 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         predictive = all(r["fitted"] != r["judged"] for r in rows)
         numbers = {"tail_error": float(np.median(errors)), "worst": float(errors.max())}
         numbers |= {"chance": float(np.median([r["chance"] for r in rows]))}
-        found.append(labels | numbers | {"predictive": predictive})
+        far = max(rows, key=lambda r: r["tail_error"])
+        ratio, off = max(far["log_quantile"].items(), key=lambda item: abs(item[1]))
+        at = {"off_fitted": far["fitted"], "off_judged": far["judged"], "off_ratio": ratio}
+        found.append(labels | numbers | at | {"off": off, "predictive": predictive})
     found.sort(key=lambda r: (r["trace"], r["kind"], r["tail_error"], r["worst"]))
     return found

@@ -98,6 +98,8 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     if not fitting:
         headline = f"None; the nearest, {_name(best)}, is {off} off"
     numbers = _how(best)
+    if not fitting:
+        numbers += f" {_why_not(best)}"
     others = [r for r in fitting or known if _name(r) != _name(best)]
     listed = dict.fromkeys(f"{_name(r)} {_percent(r['tail_error'])}" for r in others)
     if listed:
@@ -138,6 +140,21 @@ def _how(law: Mapping[str, Any]) -> str:
     return f"Judged on the gradient that it was fitted to, by the largest error of the thresholds at {ratios}."
 
 
+def _why_not(law: Mapping[str, Any]) -> str:
+    """Say at which ratio and step the nearest law is farthest off, and what that spoils."""
+    error = f"{_percent(abs(law['off']))} too {'high' if law['off'] > 0 else 'low'}"
+    if not math.isfinite(law["off"]):
+        error = "0, which keeps everything"
+    at = f"at step {law['off_judged']}"
+    if law["predictive"]:
+        at += f", fitted at step {law['off_fitted']}"
+    said = f"Farthest off: its threshold at ratio {law['off_ratio']:g} is {error} {at}."
+    allowed = max(FITS, law["chance"])
+    if law["tail_error"] <= allowed:  # the median is near enough, and one pair is not
+        said += f" In no pair may a law be more than {_percent(2 * allowed)} off."
+    return said
+
+
 def _parameters(law: Mapping[str, Any]) -> tuple[bool, int, bool, float]:
     own = law["method"] == LAWS[law["model"]].default_method
     return law["by_layer"], len(LAWS[law["model"]].parameters), not own, law["tail_error"]
@@ -176,7 +193,7 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
         if visible < 3
         else f"{1 + visible:.2g} k"
     )
-    how = f"; design effect {design:.2g}" if design >= 1.5 else ""
+    how = f"; design effect {design:.3g}" if design >= 1.5 else ""
     text = f"A test of what the thresholds keep at ratio {ratio:g} (k = {k:,}{how}) sees {seen} with probability 0.8"
     named = ", ".join(LAWS[model].label for model in rejected)
     if len(rejected) == len(tests) > 1:

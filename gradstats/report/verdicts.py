@@ -24,6 +24,7 @@ from gradstats.primitives.ratio import target_count
 from gradstats.report.measured import Measured
 from gradstats.statistics.compressibility import control
 from gradstats.statistics.pot import FEWEST
+from gradstats.statistics.tails import widened_interval
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource
 
@@ -60,6 +61,8 @@ _TIED = 0.001
 _SPIKE = 100
 """Quotient of the two largest magnitudes from which on the first screen warns; of a Pareto tail with ξ = 0.8, in 3 of
 1,000 gradients."""
+_TENTH = 0.1
+"""Share of the elements that the tail is of."""
 _CLOSE = 0.25
 """Distance of k̂/k from 1 up to which a model fits, and a rule hits k, where chance alone does not make it farther."""
 
@@ -209,6 +212,17 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
         headline += f"; {_heaviness(least)} in the top {_share(least)}: {_signed(least['c'])}"
         shares = ", ".join(f"{_interval(r, 'c')} in the top {_share(r)}" for r in further)
         numbers += f". Other shares have other shapes: {shares}"
+    design = _designs(measured, kind, step).get(_TENTH, math.nan)
+    if design >= 1.5 and math.isfinite(last["c_low"]):
+        ends = widened_interval(c, last["c_low"], last["c_high"], design)
+        # a word that the wider interval does not bear out would be read as sure
+        doubt = (
+            ", which does not exclude 0" if word != "exponential" and ends[0] < 0 < ends[1] else ""
+        )
+        numbers += (
+            f". These intervals are of independent elements; by the design effect of {design:.3g} that of the top "
+            f"tenth is {_signed(ends[0])} to {_signed(ends[1])}{doubt}"
+        )
     if len(pooled) > 1:
         before = ", ".join(f"{_signed(r['c'])} at step {r['step']}" for r in pooled[:-1])
         numbers += f". Pooled, {before}"
@@ -257,13 +271,18 @@ def _model(measured: Measured, kind: Kind) -> Verdict:
     step = measured.shown[-1]
     verdict = closest_law(_of(measured.laws, kind))
     rows = [r for r in _of(measured.fits, kind) if r["step"] == step]
-    series = [r for r in _of(measured.series, kind) if r["rank"] == measured.rank]
-    designs = {
-        r["ratio"]: r["design"]
-        for r in series
-        if (r["step"], r["estimator"]) == (step, "exact") and math.isfinite(r["design"])
-    }
+    designs = _designs(measured, kind, step)
     return replace(verdict, numbers=f"{verdict.numbers} {tail_tests(rows, designs)}".strip())
+
+
+def _designs(measured: Measured, kind: Kind, step: int) -> dict[float, float]:
+    """Return the design effect of the elements beyond each ratio at a step, where it is known."""
+    return {
+        r["ratio"]: r["design"]
+        for r in _of(measured.series, kind)
+        if (r["rank"], r["step"], r["estimator"]) == (measured.rank, step, "exact")
+        and math.isfinite(r["design"])
+    }
 
 
 def _threshold(measured: Measured, kind: Kind) -> Verdict:

@@ -9,7 +9,7 @@ from gradstats.statistics.fitting import Fit
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.solution import Z95
 
-__all__ = ["TailTest", "tail_test", "widened"]
+__all__ = ["TailTest", "tail_test", "widened", "widened_interval"]
 
 _Z80 = 0.8416
 """What a normal variable is below with probability 0.8."""
@@ -86,6 +86,25 @@ def widened(test: TailTest, quality: float, design: float) -> TailTest:
     """
     deviation = (math.sqrt(1 + test.visible) - 1) / (Z95 + _Z80)
     return _judged(test.ratio, test.k, quality, math.sqrt(design) * deviation)
+
+
+def widened_interval(middle: float, low: float, high: float, design: float) -> tuple[float, float]:
+    """Return the interval of an estimate from elements that are large together.
+
+    Parameters
+    ----------
+    middle, low, high : float
+        Estimate and its interval, of independent elements.
+    design : float
+        Variance of the count over that of independent elements; below 1 it counts as 1.
+
+    Returns
+    -------
+    (float, float)
+        Ends, each farther from the estimate by the root of the design effect.
+    """
+    by = math.sqrt(max(design, 1.0))
+    return middle - by * (middle - low), middle + by * (high - middle)
 
 
 def _judged(ratio: float, k: int, quality: float, deviation: float) -> TailTest:

@@ -91,6 +91,31 @@ def test_the_closest_law_is_the_one_the_data_is_of(steps, tmp_path):
         assert verdict.warn == ("-fold" in verdict.headline), name
 
 
+def test_none_says_where_the_nearest_is_farthest_off(tmp_path):
+    """The pair, the ratio and the direction are those of the law's own records."""
+    source = trace_of(tmp_path / "clipped.zarr", gradients(3)["clipped"])
+    pairs = law_pairs(source)
+    best = closest_laws(pairs)[0]
+    same = ("model", "method", "by_layer")
+    own = [r for r in pairs if all(r[n] == best[n] for n in same)]
+    off, ratio, fitted, judged = max(
+        (
+            (e, ratio, r["fitted"], r["judged"])
+            for r in own
+            for ratio, e in r["log_quantile"].items()
+        ),
+        key=lambda one: abs(one[0]),
+    )
+    said = law(source).numbers
+    side = "high" if off > 0 else "low"
+    at = re.search(r"Farthest off: its threshold at ratio (\S+) is (\S+) too (\w+) at step (\d+), "
+                   r"fitted at step (\d+)\.", said.replace("\N{NO-BREAK SPACE}%", "%"))  # fmt: skip
+    assert at.group(1, 3, 4, 5) == (f"{ratio:g}", side, str(judged), str(fitted))
+    error = np.exp(abs(off))
+    shown = float(at[2][:-5]) if "fold" in at[2] else 1 + float(at[2][:-1]) / 100
+    assert shown == pytest.approx(error, rel=0.05)
+
+
 def test_layers_of_different_size_are_a_law_each():
     found = closest_laws(law_pairs(open_source(layered(np.random.default_rng(0)))))
     assert closest_law(found).headline.startswith("Laplace, one a layer: thresholds within ")

@@ -297,6 +297,26 @@ def test_what_moves_all_layers_hides_no_layer_and_is_no_alarm():
     assert alarms == [(299, "spike/7", "7")]
 
 
+def test_one_heavy_layer_makes_no_alarm_of_the_whole_and_a_jump_of_all_does(monkeypatch):
+    """Sixty independent layers with heavy tails: each jump of the whole is that of one layer, which is chance."""
+
+    def alarms(last):
+        rng, layers = np.random.default_rng(7), [str(i) for i in range(60)]
+        spikes, found = Spikes(layers, 50, 6.0), []
+        for step in range(120):
+            norms = np.exp(0.1 * rng.standard_t(3, 60)) * (last if step == 119 else 1)
+            values, _ = spikes.find(
+                float(np.linalg.norm(norms)), dict(zip(layers, norms, strict=True))
+            )
+            found += [(step, n) for n in values if n != "spike" or not spikes.doubtful]
+        return found
+
+    assert alarms(1) == []
+    assert alarms(30) == [(119, "spike")]
+    monkeypatch.setattr("gradstats.hooks.spikes._SHARED", -math.inf)  # the whole by itself
+    assert len(alarms(1)) == 1
+
+
 def test_a_spike_of_the_whole_that_is_no_alarm_triggers_nothing():
     rng, spikes, trigger = (
         np.random.default_rng(1),

@@ -4,10 +4,10 @@ import re
 
 import numpy as np
 import pytest
+from support.traces import trace_of_steps
 
 import gradstats
 from gradstats.report.verdicts import SHOULD
-from gradstats.trace import Layer, TraceWriter, create_trace
 
 N, STEPS = 20_000, 3
 SIZES = (1.0, 0.1, 0.01, 0.003)
@@ -149,13 +149,7 @@ def test_the_first_screen_is_right(name, tmp_path):
     rng = np.random.default_rng(0)
     steps = [MAKE[name](rng, step).astype(np.float32) for step in range(STEPS)]
     layers = len(SIZES) if "layered" in name else 1
-    each = steps[0].size // layers
-    path = tmp_path / "run.zarr"
-    create_trace(path, [Layer(f"l{i}", i * each, (each,)) for i in range(layers)], world_size=1)
-    writer = TraceWriter(path, 0)
-    for step, values in enumerate(steps):
-        writer.append(step, {"gradient": values})
-    writer.close()
+    path = trace_of_steps(tmp_path / "run.zarr", steps, layers)
     rows = {row["question"]: row for row in gradstats.report(path)}
     for question, headline in TRUE[name].items():
         assert re.match(headline, rows[question]["answer"]), (question, rows[question]["answer"])

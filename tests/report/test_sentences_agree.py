@@ -4,14 +4,15 @@ import re
 
 import numpy as np
 import pytest
+from support.traces import trace_of_steps
 from typer.testing import CliRunner
 
 import gradstats
+from gradstats.analysis.compare import TOLERANCE
 from gradstats.analysis.rules import COUNTING
 from gradstats.cli import app
 from gradstats.statistics.laws import LAWS
 from gradstats.thresholds import ESTIMATORS
-from gradstats.trace import Layer, TraceWriter, create_trace
 
 N, STEPS = 10_000, 3
 RNG = np.random.default_rng(3)
@@ -35,21 +36,13 @@ LABELS = {law.label: name for name, law in LAWS.items()}
 @pytest.fixture(params=DATA)
 def path(request, tmp_path):
     """A trace of each kind of data."""
-    steps = [np.asarray(x, np.float32) for x in DATA[request.param]]
     layers = 4 if request.param == "layers" else 1
-    each = steps[0].size // layers
-    path = tmp_path / "run.zarr"
-    create_trace(path, [Layer(f"l{i}", i * each, (each,)) for i in range(layers)], world_size=1)
-    writer = TraceWriter(path, 0)
-    for step, values in enumerate(steps):
-        writer.append(step, {"gradient": values})
-    writer.close()
-    return path
+    return trace_of_steps(tmp_path / "run.zarr", DATA[request.param], layers)
 
 
-def shown(command, path):
+def shown(*words):
     """Return what a command says before its table, and the table, each as one line of words."""
-    result = CliRunner().invoke(app, [command, str(path)], env={"COLUMNS": "400"})
+    result = CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "400"})
     assert result.exit_code == 0, result.output
     above, _, below = result.stdout.partition("\n\n")
     return " ".join(above.split()), below
@@ -122,3 +115,62 @@ def test_sentences_and_tables_agree(path):
     ratio = re.search(rf"Mean magnitude × {NUMBER}", rows["Does it move?"])
     if ratio and high:
         assert 0.95 * low / high <= float(ratio[1]) <= 1.05 * high / low
+
+
+CHANGES = {
+    "the same": lambda x, step: x,
+    "rounded": lambda x, step: x.astype(np.float16),
+    "a factor at the last step": lambda x, step: x if step < STEPS - 1 else 1.5 * x,
+    "one element": lambda x, step: np.where(np.arange(x.size) == 7, 1 + 2 * x, x),
+}
+
+
+def of_columns(records, *names):
+    return [tuple(r[n] for n in names) for r in records]
+
+
+@pytest.mark.parametrize("path", ["Laplace", "layers", "zeros", "few"], indirect=True)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_what_the_table_shows(change, path, tmp_path):
+    """The sentence below `compare` names the first row with a cause, and none where no row has one."""
+    a = gradstats.open_trace(path)
+    steps = [np.asarray(a.read(step)) for step in a.steps()]
+    other = trace_of_steps(
+        tmp_path / "other.zarr",
+        [CHANGES[change](x, step) for step, x in enumerate(steps)],
+        len(a.layers),
+    )
+    found = gradstats.compare(path, other, per_layer=True)
+    said = CliRunner().invoke(app, ["compare", str(path), str(other)], env={"COLUMNS": "400"})
+    assert said.exit_code == 0, said.output
+    assert found.verdict[1:] in " ".join(said.output.split())
+    caused = [r for r in found if r["cause"]]
+    assert ("no difference" in found.verdict) == (not caused)
+    if caused:
+        first = found.first
+        place = {n: first[n] for n in ("step", "rank", "kind")}
+        whole, *layers = (r for r in found if {n: r[n] for n in place} == place)
+        assert all(r["step"] >= first["step"] for r in caused)
+        assert (first["layer"], first["error"]) in of_columns(layers, "layer", "error")
+        assert first["cause"] == (whole["cause"] or first["cause"])
+        assert f"step {first['step']}, " in found.verdict
+        assert f"layer {first['layer']}; likely cause: {first['cause']}" in found.verdict
+    assert all((r["error"] > TOLERANCE) or not r["cause"] for r in found)
+    assert (change == "the same") <= (not caused)
+    assert change != "a factor at the last step" or found.first["step"] == len(steps) - 1
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_ranks_that_agree_are_said_to(name, tmp_path):
+    """No side is claimed of the batch without an interval, and the reason is one, in every place."""
+    path = trace_of_steps(tmp_path / "run.zarr", DATA[name], ranks=3)
+    (whole,) = (r for r in gradstats.agreement(path, ratio=0.1) if r["step"] is None)
+    result = CliRunner().invoke(app, ["agreement", str(path)], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert np.isnan(whole["low"]) == np.isnan(whole["high"]) == bool(whole["reason"])
+    assert (f"no interval: {whole['reason']}" in said) == bool(whole["reason"])
+    assert ("would pay is not known: " in said) == bool(whole["reason"])
+    assert not re.search("batch would (pay: |bring)", said)  # of three steps
+    assert whole["union_low"] <= whole["union"] <= whole["union_high"]
+    assert -1 <= whole["cosine"] <= 1

@@ -89,6 +89,18 @@ def write(path, steps, *, rank=0, kinds=KINDS, close=True, **options):
     return writer
 
 
+def trace_of_steps(path, steps, layers=1, ranks=1):
+    """Write a flat gradient a step, cut into layers of one size; every rank after the first has it rolled by one."""
+    each = steps[0].size // layers
+    create_trace(path, [Layer(f"l{i}", i * each, (each,)) for i in range(layers)], world_size=ranks)
+    for rank in range(ranks):
+        writer = TraceWriter(path, rank)
+        for step, values in enumerate(steps):
+            writer.append(step, {"gradient": np.roll(np.asarray(values, np.float32), rank)})
+        writer.close()
+    return path
+
+
 def assert_same_sketch(stored, expected):
     assert stored.moments == expected.moments
     assert stored.bits == expected.bits == 7
