@@ -133,3 +133,39 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
 def test_every_quantity_is_in_its_band_where_it_says_so():
     off = {r["quantity"] for r in ROWS if r["regime"] == "stated" and intervals.off(r)}
     assert off == set()
+
+
+def test_the_numbers_in_sentences_are_those_of_the_rows():
+    """Of false alarms and the closest law: what the page says in words above its table."""
+    page = " ".join((ROOT / "docs" / "coverage.md").read_text(encoding="utf-8").split())
+    rows = {(r["case"].partition(", ")[2], r["law"], r["n"], r["quantity"]): r for r in ROWS}
+
+    def wrong(*key):
+        return rows[key]["given"] - rows[key]["covered"]
+
+    alarm = "any alarm in 1,000 steps"
+    five, one = (
+        wrong("Monitor", "Student's t(3)", 5, alarm),
+        wrong("Monitor", "common t(3)", 1, alarm),
+    )
+    assert (
+        f"of five layers with Student's t(3) in {five} of 40 runs, of one series in {one} of 40"
+        in page
+    )
+    seen = rows["Monitor", "Student's t(3)", 5, "30 times, seen"]["covered"]
+    assert f"(30 times in {seen} of 40 runs)" in page
+    named = [r for k, r in rows.items() if k[3] == "a law that the data have not"]
+    off = [[r["given"] - r["covered"] for r in named if r["n"] == n] for n in (200_000, 20_000)]
+    assert (max(off[0]), sum(off[1])) == (0, 1)
+    shares = {
+        name: [
+            100 * intervals.share(rows["report, tail", "runs of 15", n, name])
+            for n in (20_000, 200_000)
+        ]
+        for name in ("ξ", "ξ with the design effect")
+    }
+    assert "98 to 99 % where 15 neighbours share a scale, against 81 to 84 % without it" in page
+    assert [f"{min(v):.0f} {max(v):.0f}" for v in shares.values()] == ["81 84", "98 99"]
+    reasons = [r for k, r in rows.items() if k[3].startswith("none without ratio")]
+    assert reasons
+    assert all(r["covered"] == r["given"] for r in reasons)
