@@ -147,6 +147,10 @@ def test_live_in_jupyterlab_the_widget_draws_and_fits_a_law_that_is_chosen(lab):
 
         tab.until(started, 120)
         tab.until("document.querySelector('.gs-explorer #gs-magnitudes svg')", 200)
+        tab.until(
+            "document.querySelector('#gs-magnitudes svg').clientWidth"
+            " > document.querySelector('.gs-explorer').clientWidth - 50"
+        )
         tab.eval("document.querySelector('.gs-explorer input[value=norm]').click()")
         shown = (
             "[...document.querySelectorAll('#gs-laws tbody tr')].map((r) => r.innerText).join('|')"

@@ -370,7 +370,8 @@ export async function mount(root, text, view) {
     panel.show = () => {
       panel.stale = !panel.near;
       if (panel.stale) return;
-      const drawn = figure.draw(ctx, Math.max(stage.clientWidth || root.clientWidth - 24, 240));
+      panel.width = stage.clientWidth;
+      const drawn = figure.draw(ctx, Math.max(panel.width || root.clientWidth - 24, 240));
       panel.svg = drawn instanceof SVGElement ? drawn : null;
       if (panel.svg) panel.svg.setAttribute("role", "img"), panel.svg.setAttribute("aria-label", `${figure.title}: its numbers are in the table below`);
       stage.replaceChildren(drawn);
@@ -532,11 +533,9 @@ export async function mount(root, text, view) {
   view.write(names(ctx));
   for (const panel of panels) seen.observe(panel.node);
   view.watch(() => update(view.read()));
-  let width = root.clientWidth;
+  // a widget is drawn before its cell has its width
   const resized = new ResizeObserver(() => {
-    if (Math.abs(root.clientWidth - width) < 8) return;
-    width = root.clientWidth;
-    for (const panel of panels) panel.show();
+    for (const panel of panels) if (panel.near && Math.abs(panel.stage.clientWidth - panel.width) > 8) panel.show();
   });
   resized.observe(root);
   return () => {
