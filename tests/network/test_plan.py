@@ -531,7 +531,7 @@ def test_other_formats_have_every_field(inputs, capsys):
     )
     rows = list(csv.DictReader(run(capsys, *few, "--format", "csv")[1].splitlines()))
     assert list(rows[0]) == list(records[0])
-    assert "| workers | rate |" in run(capsys, *few, "--format", "markdown")[1]
+    assert "| workers | Mbit/s |" in run(capsys, *few, "--format", "markdown")[1]
     assert run(capsys, *few, "--format", "latex")[1].startswith("\\begin{tabular}")
     assert run(capsys, *few, "-o", "plan.txt")[1] == ""
     assert "topk" in (inputs / "plan.txt").read_text()
@@ -591,7 +591,7 @@ ERRORS = [
     (["--compute", "nan"], "compute must be in (0, inf), seconds"),
     (["--bandwidth", "fast"], "a rate is a number of Mbit/s"),
     (["--figure", "f.png"], "several --bandwidth or --workers"),
-    (["--figure", "f.xyz", "--workers", "8"], "cannot write f.xyz"),
+    (["--figure", "f.xyz", "--workers", "8"], "no figure for f.xyz: name it .pdf, .svg, .png"),
     (["--measured", "garbage.json", "--figure", "f.png", "--workers", "8"], "bench-network"),
     (["--format", "xml"], "no format 'xml'"),
     (["--indices", "ricr"], "did you mean rice?"),
