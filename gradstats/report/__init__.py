@@ -23,7 +23,7 @@ from gradstats.report.measured import (
     measure,
 )
 from gradstats.report.sections import run, section
-from gradstats.report.verdicts import QUESTIONS, SHOULD, Verdict, should
+from gradstats.report.verdicts import QUESTIONS, SHOULD, Verdict, argument_of, should
 from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource, open_source
@@ -126,13 +126,17 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
     links = " · ".join(
         f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
     )
+    around = (
+        f"gradstats explore {' '.join(argument_of(m.source) for m in measured)} -o explore.html"
+    )
     worth = "".join(
         _worth(m.source.name, found[SHOULD]) for m, _, found in answers if SHOULD in found
     )
     return (
         f"<h1>Gradient report: {escape(', '.join(m.source.name for m in measured))}</h1>{worth}"
         f"<nav>Figures and tables: {links} · "
-        f'<a href="#made">how this page was made</a></nav>'
+        f'<a href="#made">how this page was made</a>. '
+        f"Any step, layer, law and ratio: <code>{escape(around)}</code></nav>"
         f"<div class=scroll><table class=verdicts><thead><tr><td></td>{heads}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{_READING}"
     )

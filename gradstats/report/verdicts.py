@@ -26,9 +26,9 @@ from gradstats.statistics.compressibility import control
 from gradstats.statistics.pot import FEWEST
 from gradstats.statistics.tails import widened_interval
 from gradstats.trace import Kind
-from gradstats.trace.sources import TraceSource
+from gradstats.trace.sources import Source, TraceSource
 
-__all__ = ["COUNTING", "QUESTIONS", "SHOULD", "Verdict", "missing_ranks", "should"]
+__all__ = ["COUNTING", "QUESTIONS", "SHOULD", "Verdict", "argument_of", "missing_ranks", "should"]
 
 
 def missing_ranks(measured: Measured) -> list[int]:
@@ -48,6 +48,22 @@ def missing_ranks(measured: Measured) -> list[int]:
         return []
     trace = measured.source.trace
     return sorted({*range(trace.world_size)}.difference(*map(trace.shard_ranks, trace.ranks)))
+
+
+def argument_of(source: Source) -> str:
+    """Return what a command takes for a source.
+
+    Parameters
+    ----------
+    source : Source
+        A source that was opened.
+
+    Returns
+    -------
+    str
+        The path of a trace, the name of anything else.
+    """
+    return str(source.trace.path) if isinstance(source, TraceSource) else source.name
 
 
 def _of(records: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
@@ -86,7 +102,7 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
     rows = _of(measured.ledger, kind)
     return should_compress(
-        source.name if trace is None else str(trace.path),
+        argument_of(source),
         shares,
         {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
         optimizer=optimizer.get("name") if isinstance(optimizer, Mapping) else None,

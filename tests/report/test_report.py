@@ -95,6 +95,12 @@ def test_links_lead_to_places_on_the_page(page):
     assert set(links) <= ids
 
 
+def test_it_says_how_to_look_around_in_the_same_source(path):
+    text = path.read_text(encoding="utf-8")
+    command = f"gradstats explore {DATA / 'resnet20.zarr'} -o explore.html"
+    assert f"<code>{command}</code></nav>" in text
+
+
 def test_the_first_screen_has_the_numbers_of_the_functions(page):
     trace = gradstats.open_trace(DATA / "resnet20.zarr")
     steps = trace.steps()
