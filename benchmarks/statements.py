@@ -320,10 +320,6 @@ NORMS: dict[str, Callable[[Generator, int], Values]] = {
 """Logarithms of the norms of some layers over 1,000 steps."""
 
 
-HEAVY = {("Student's t(3)", 5), ("common t(3)", 1), ("common t(3)", 5)}
-"""Kinds and numbers of layers whose false alarms are counted over more runs."""
-
-
 def _alarms(spikes: Spikes, logs: Values) -> list[set[str]]:
     """Return the alarms of each of some steps that follow."""
     names, found = [str(i) for i in range(logs.shape[1])], []
@@ -525,8 +521,7 @@ def statements() -> Iterator[Statement]:
         outside = ("any alarm in 1,000 steps",) if "t(3)" in kind else ()
         for layers in (1, 5) if kind == "decaying" else (1, 5, 60):
             ask, brief = partial(ask_monitor, kind, layers), 3 * (layers == 5)
-            many = 40 if (kind, layers) in HEAVY else 12
-            yield Statement("Monitor", kind, layers, ask, many, brief, outside=outside)
+            yield Statement("Monitor", kind, layers, ask, 12, brief, outside=outside)
     for name, length in LENGTHS.items():
         for steps in (1, 3):
             ask, brief = partial(ask_design, length, steps), 150 * (steps == 1 and length <= 15)

@@ -19,6 +19,7 @@ from gradstats.analysis.agreement import agreement
 from gradstats.analysis.pieces import evaluate, plan_sketches
 from gradstats.analysis.quality import each_record
 from gradstats.errors import InputError, unknown
+from gradstats.hooks.spikes import LIMIT, SURE, WINDOW, Spikes
 from gradstats.plots.style import LINES, PALETTE, label_of, look_of
 from gradstats.primitives.ratio import check_ratios, check_several, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
@@ -32,6 +33,7 @@ from gradstats.trace import Kind
 from gradstats.trace.sources import SKETCHED, Source, Subset, TraceSource
 
 __all__ = [
+    "ALARMS",
     "DRAWN",
     "MOST",
     "RANKS",
@@ -54,6 +56,9 @@ MOST = 8_000_000
 
 DRAWN = ("laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dweibull", "lognorm")
 """Laws that the page can draw: it has their functions."""
+
+ALARMS = {"growth": 2, "spike": 1, "collapse": -1}
+"""Alarms of :class:`gradstats.hooks.Monitor`, as numbers; the later one is kept where there are two."""
 
 _SHAPE = "double_genpareto"
 """Law whose shape ξ the strips show."""
@@ -88,8 +93,8 @@ class Series:
         Laws fitted.
     arrays : dict of str to ndarray, shape (steps, layers, …)
         ``magnitudes`` at :data:`RANKS` ranks, ``zeros`` and ``nonfinite`` (numbers), ``norm``, ``xi`` (shape of the
-        double generalized Pareto); ``selected`` by rule and ratio, ``design`` by ratio; ``params``, ``stderr`` and
-        ``tail_error`` of each law, by ``NAME:LAW``.
+        double generalized Pareto), ``alarm`` (of :data:`ALARMS`, NaN where too few steps came before); ``selected``
+        by rule and ratio, ``design`` by ratio; ``params``, ``stderr`` and ``tail_error`` of each law, by ``NAME:LAW``.
     flags : dict of str to list
         By law, what there is to doubt: a text for each step and layer.
     """
@@ -255,6 +260,24 @@ def _measure(series: Series, on_progress: Callable[[], None]) -> None:
                     arrays[f"{name}:{law}"][i, j] = one[name]
                 series.flags[law][i][j] = one["flags"]
         on_progress()
+    arrays["alarm"] = _alarms(series)
+
+
+def _alarms(series: Series) -> NDArray[np.float64]:
+    """Return what a Monitor of these steps says of each norm: NaN before it can, 0, or a number of :data:`ALARMS`."""
+    norms, names = series.arrays["norm"], series.layers[1:]
+    found = np.zeros(norms.shape)
+    found[:SURE] = math.nan
+    spikes = Spikes(names, WINDOW, LIMIT)
+    for i, (norm, *of_layers) in enumerate(norms.tolist()):
+        values, _ = spikes.find(norm, dict(zip(names, of_layers, strict=True)))
+        if spikes.doubtful:
+            del values["spike"]  # the z of the whole, which is no alarm
+        for name, number in ALARMS.items():
+            for j, layer in enumerate(("", *names)):
+                if f"{name}/{layer}".rstrip("/") in values:
+                    found[i, j] = number
+    return found
 
 
 def _at_ranks(m: Magnitudes) -> NDArray[np.float64]:
@@ -470,6 +493,7 @@ def _pack_series(s: Series, ratios: Sequence[float], every: int) -> dict[str, An
         "nonfinite": _pack(of["nonfinite"]),
         "norm": _pack(of["norm"], 0),
         "xi": _pack(of["xi"], 4096),
+        "alarm": _pack(of["alarm"], 1),
         "off": _pack(off, 1024),
         "design": _pack(of["design"], 64),
     }

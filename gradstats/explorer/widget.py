@@ -107,7 +107,13 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
             "ratio": self._ratios,
             "laws": DRAWN,
             "rules": series.rules,
-            "quantity": ["norm", "xi", "zeros", *(f"rule:{rule}" for rule in series.rules)],
+            "quantity": [
+                "norm",
+                "xi",
+                "zeros",
+                "alarm",
+                *(f"rule:{rule}" for rule in series.rules),
+            ],
         }
         for one in value if isinstance(value, list) else [value]:
             if one not in known[name]:

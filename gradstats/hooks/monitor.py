@@ -19,7 +19,7 @@ from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import real_view
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import TakenGradients, after_closure, after_steps, before_steps
-from gradstats.hooks.spikes import FEWEST, Spikes, Trigger
+from gradstats.hooks.spikes import FEWEST, LIMIT, WINDOW, Spikes, Trigger
 from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
 from gradstats.hooks.units import shard_groups
@@ -199,8 +199,8 @@ class Monitor(Facts):
         state: Any = None,
         parameters: Sequence[str] | None = None,
         per_layer: bool = False,
-        window: int = 50,
-        spike: float = 6.0,
+        window: int = WINDOW,
+        spike: float = LIMIT,
         trigger: Mapping[str, float] | None = None,
         following: int = 10,
         start_step: int = 0,

@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
-__all__ = ["FEWEST", "Spikes", "Trigger"]
+__all__ = ["FEWEST", "LIMIT", "SURE", "WINDOW", "Spikes", "Trigger"]
+
+WINDOW, LIMIT = 50, 6.0
+"""Steps before that tell a jump, and the smallest robust z of one, by default."""
 
 FEWEST = 10
 """Norms of a layer from which on a robust z is told from them."""
 
-_SURE = 20
+SURE = 20
 """The same from which on it may be an alarm: the deviation of fewer values of a heavy tail is anything."""
 
 _ENOUGH = 5
@@ -26,9 +29,6 @@ _LEAST_SPREAD = 0.05
 
 _FALSE, _STEPS = 0.1, 1000
 """False alarms to expect in so many steps, over all layers and all kinds of alarm."""
-
-_SHARED = 0.5
-"""Part of the whole's jump that is left without the layer that changed most, where more than that layer jumps."""
 
 _LEAST_GROWTH = math.log(2)
 """Smallest growth between the first and the last third of a window that counts."""
@@ -133,7 +133,7 @@ class _Rows:
             apart = np.sort(np.abs(past - middle[rows, None]), axis=1)
             off = logs[rows] - middle[rows]
             z[rows] = off / np.maximum(_MAD * np.median(apart, axis=1), _LEAST_SPREAD)
-            if n < _SURE:
+            if n < SURE:
                 continue
             # nine tenths of the window tell more of its deviation than the median does
             spread = np.sqrt(np.square(apart[:, : math.ceil(0.9 * n)]).mean(axis=1))
@@ -191,11 +191,10 @@ class Spikes:
     Notes
     -----
     From five layers on, a layer's norm is divided by the median of the others', which takes out how the whole gradient
-    fluctuates and decays; the whole is judged by itself. Where it jumps because one layer does, that layer's own past
-    decides: of sixty layers with heavy tails one is always far out. An alarm takes a z of at least `limit`, and one
-    that chance would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates
-    them, so heavy tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of
-    freedom. Alarms are among them: one changes little, and many are how the norms are.
+    fluctuates and decays; the whole is judged by itself. An alarm takes a z of at least `limit`, and one that chance
+    would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates them, so heavy
+    tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. Alarms are
+    among them: one changes little, and many are how the norms are.
     """
 
     def __init__(self, layers: Iterable[str], window: int, limit: float) -> None:
@@ -225,27 +224,18 @@ class Spikes:
             if nothing has.
         """
         values: dict[str, float] = {}
+        z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1))
+        if np.isfinite(z[0]):
+            values["spike"] = float(z[0])
+        self.doubtful = bool(np.isfinite(z[0]) and not jumps[0])
+        _name(values, [""], z, jumps, grown)
+        whole_is_odd = bool(jumps[0] or grown[0])
+
         logs = _logs([norms.get(name, 0.0) for name in self._names])
         common = _of_the_others(logs)
-        of_layers = self._layers.take(logs, common)
-        squares, usual = np.exp(2 * logs), np.exp(2 * (of_layers[3] + common))
-        change = np.abs(squares - usual)
-
-        whole = _logs([norm])
-        (z_whole,), jumped, grown, (middle,) = self._whole.take(whole, np.zeros(1))
-        if jumped[0] and logs.size > 1 and np.isfinite(change).any() and not of_layers[1].any():
-            # one layer with a heavy tail makes the whole jump: by that layer's own past it is chance
-            most = int(np.nanargmax(change))
-            rest = math.log(max(norm**2 - squares[most] + usual[most], 1e-300)) / 2
-            jumped[0] = (rest - middle) / (whole[0] - middle) >= _SHARED
-        if np.isfinite(z_whole):
-            values["spike"] = float(z_whole)
-        self.doubtful = bool(np.isfinite(z_whole) and not jumped[0])
-        _name(values, [""], np.array([z_whole]), jumped, grown)
-        whole_is_odd = bool(jumped[0] or grown[0])
-
-        z, jumps, grown, _ = of_layers
+        z, jumps, grown, middle = self._layers.take(logs, common)
         _name(values, self._names, z, jumps, grown)
+        change = np.abs(np.exp(2 * logs) - np.exp(2 * (middle + common)))
         odd = jumps | (grown > 0)
         if not odd.any() and whole_is_odd:
             odd = np.isfinite(change)

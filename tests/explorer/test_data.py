@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 from conftest import DATA
-from support.traces import drifting_trace, heavy_trace
+from support.traces import drifting_trace, heavy_trace, trace_of_steps
 
 import gradstats
 from gradstats.errors import InputError
@@ -173,6 +173,25 @@ def test_steps_are_thinned_beyond_a_size_and_the_page_says_so(tmp_path):
     kept = unpacked(thin["series"][0]["arrays"]["norm"])
     rows = [whole["series"][0]["steps"].index(step) for step in steps]
     assert (kept == unpacked(whole["series"][0]["arrays"]["norm"])[rows]).all()
+
+
+def spiked(path, steps=90, layers=6):
+    """A trace whose third layer is thirty times as large in step 70, and whose fifth is a thousandth in step 80."""
+    rng = np.random.default_rng(5)
+    gradients = [np.float32(rng.normal(size=(layers, 50))) for _ in range(steps)]
+    gradients[70][2] *= 30
+    gradients[80][4] /= 1000
+    return trace_of_steps(path, [each.ravel() for each in gradients], layers)
+
+
+def test_spikes_are_what_a_monitor_of_these_steps_says(tmp_path):
+    (series,) = gathered(spiked(tmp_path / "run.zarr"), rules=("exact",))
+    alarms = series.arrays["alarm"]
+    assert np.isnan(alarms[:20]).all()
+    found = [(i, j, int(alarms[i, j])) for i, j in np.argwhere(np.nan_to_num(alarms)).tolist()]
+    assert found == [(70, 0, 1), (70, 3, 1), (80, 5, -1)]
+    stored = json.loads(payload([series], RATIOS))["series"][0]["arrays"]["alarm"]
+    assert np.array_equal(unpacked(stored), alarms, equal_nan=True)
 
 
 def test_a_layer_without_any_gradient_has_no_magnitudes_no_norm_and_no_fit(tmp_path):

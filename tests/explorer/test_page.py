@@ -133,6 +133,16 @@ def test_a_click_selects_a_layer_and_a_step_a_drag_some_steps_and_a_button_all(t
     assert not {"from", "to"} & view(tab).keys()
 
 
+def test_strips_show_spikes_and_say_where_none_can_be_told(tab):
+    x, y, width, height = near(tab, "strips")
+    change(tab, "quantity", "alarm")
+    assert view(tab)["quantity"] == "alarm"
+    tab.until("document.querySelector('#gs-strips svg').textContent.includes('spike or growth')")
+    tab.drag(x + 0.6 * width, y + 0.5 * height)
+    title = "[...document.querySelectorAll('#gs-strips [title]')].map((e) => e.title).join()"
+    assert "too few steps before to tell a spike" in tab.eval(title)
+
+
 def test_a_key_moves_the_step_and_the_layer(tab):
     near(tab, "strips")
     tab.eval("document.querySelector('#gs-strips').focus()")

@@ -65,7 +65,7 @@ class Series {
   /** Numbers of a gradient: elements, zeros, finite and non-zero ones, norm, ξ. */
   facts(step, layer) {
     const cell = this.cell(step, layer);
-    const { zeros, nonfinite, norm, xi } = this.arrays;
+    const { zeros, nonfinite, norm, xi, alarm } = this.arrays;
     const numel = this.layers[layer].numel;
     const finite = numel - nonfinite[cell];
     return {
@@ -77,6 +77,7 @@ class Series {
       zeroShare: finite ? zeros[cell] / finite : 0,
       norm: norm[cell],
       xi: xi[cell],
+      alarm: alarm[cell],
       largest: 2 ** this.arrays.magnitudes[cell * this.about.ranks],
     };
   }

@@ -43,7 +43,7 @@ function resolve(about, view) {
   const laws = (view.laws ?? Object.keys(series.fits)).filter((n) => about.laws.some((l) => l.name === n));
   let rules = (view.rules ?? RULES).filter((n) => series.rules.includes(n));
   if (!view.rules && !rules.length) rules = series.rules.slice(0, 4);
-  const quantity = /^rule:/.test(view.quantity) ? (series.rules.includes(view.quantity.slice(5)) ? view.quantity : "norm") : ["norm", "xi", "zeros"].includes(view.quantity) ? view.quantity : "norm";
+  const quantity = /^rule:/.test(view.quantity) ? (series.rules.includes(view.quantity.slice(5)) ? view.quantity : "norm") : ["norm", "xi", "zeros", "alarm"].includes(view.quantity) ? view.quantity : "norm";
   const shared = about.agreement.find((a) => a.run === series.run && a.kind === series.kind);
   const ctx = { about, series, beside, layer, step, from, to, ratio, laws, rules, quantity, shared };
   if (beside) {
@@ -475,7 +475,7 @@ export async function mount(root, text, view) {
     if (which === null || which.includes("run")) {
       layer.replaceChildren(...options(ctx.series.layers.map((l) => [l.name, `${l.name} (${num(l.numel)})`])));
       beside.replaceChildren(...options([["", "nothing"], ...runs.filter(([name]) => name !== key(ctx.series))]));
-      quantity.replaceChildren(...options([["norm", "norm"], ["xi", "ξ, shape of the tail"], ["zeros", "share of zeros"], ...ctx.series.rules.map((r) => [`rule:${r}`, `k̂/k of ${r}`])]));
+      quantity.replaceChildren(...options([["norm", "norm"], ["xi", "ξ, shape of the tail"], ["zeros", "share of zeros"], ["alarm", "spikes of the norm"], ...ctx.series.rules.map((r) => [`rule:${r}`, `k̂/k of ${r}`])]));
       for (const b of ruleBoxes) b.box.disabled = !ctx.series.rules.includes(b.name);
     }
     const now = names(ctx);

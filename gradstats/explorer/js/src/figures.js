@@ -259,6 +259,14 @@ export function stripOf({ series, ratio, quantity }) {
       shade: (value) => 0.5 + value,
       words: (value) => `ξ ${num(value)}`,
     };
+  if (quantity === "alarm")
+    return {
+      title: "spikes of the norm, as Monitor tells them",
+      ends: ["collapse", "spike or growth"],
+      value: (step, layer) => series.facts(step, layer).alarm,
+      shade: (value) => ({ "-1": 0, 0: 0.5, 1: 1, 2: 0.8 })[value] ?? NaN,
+      words: (value) => ({ "-1": "its norm collapses", 0: "no spike", 1: "its norm spikes", 2: "its norm has grown" })[value] ?? "too few steps before to tell a spike",
+    };
   return {
     title: "share of zeros",
     ends: ["0", "1"],
