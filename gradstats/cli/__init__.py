@@ -106,6 +106,7 @@ a training         from capture import Capture
                    capture.close()           # DDP: docs/howto/ddp.md
 
 a trace            gradstats report {trace} -o report.html
+                   gradstats explore {trace} -o explore.html   # in a browser
                    gradstats fit {trace}       # which law, how far off
                    gradstats quality {trace}   # which rule hits k
                    gradstats plot tail {trace} -o tail.pdf
