@@ -14,6 +14,9 @@ __all__ = ["Room"]
 _FEW = 1000
 """Steps for which there should be room where nobody knows how many come."""
 
+_LITTLE = 100_000
+"""Bytes a step that are not worth a word."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -31,7 +34,7 @@ class Room:
     thinned: bool
 
     def problem(self, path: Path, size: float, steps: int | None) -> str:
-        """Say what a step takes, if every one is captured, and return what is wrong where the disk will be full.
+        """Say what a step takes, if that is much; return what is wrong where the disk will be full.
 
         Parameters
         ----------
@@ -48,7 +51,7 @@ class Room:
             The warning; empty if there is room, or nobody can tell.
         """
         each = size * self.ranks
-        if not self.thinned:
+        if not self.thinned and each >= _LITTLE:
             of = f" of {self.ranks} ranks" if self.ranks > 1 else ""
             messages().print(
                 f"capture: {format_bytes(each)} a step{of}, in {path}; every 100th with schedule=100",

@@ -370,7 +370,9 @@ def _of_gradient(
     elif whole:
         # what holds for all together explains a layer that shows no more than a factor, or nothing by itself
         vague = (*rest, *(c for c in kinds if c.startswith(("a factor", "rounding"))))
-        causes = {layer: whole if cause in vague else cause for layer, cause in causes.items()}
+        causes = {
+            layer: whole if cause and cause in vague else cause for layer, cause in causes.items()
+        }
     return {"all": whole, **causes}
 
 

@@ -81,8 +81,7 @@ class ThresholdSelector(Selector):
             return
         self.estimator.warm_up()
         for numel in _TRIED:
-            # exponential magnitudes, of which a fitted threshold keeps some: what none reaches takes other loops
-            copy.deepcopy(self).select(torch.linspace(0, 1, numel + 2)[1:-1].log())
+            copy.deepcopy(self).select(torch.linspace(-1, 1, numel).exp())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimator's state."""

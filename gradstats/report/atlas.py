@@ -100,7 +100,8 @@ def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 def _training(piece: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     one = next(r for r in records if r["piece"] == piece)
     names = ("training", "optimizer", "rate", "first_loss", "last_loss")
-    return {n.replace("_", " "): one[n] for n in names} | {"parameters": f"{one['numel']:,}"}
+    found = {n.replace("_", " "): one[n] for n in names} | {"parameters": f"{one['numel']:,}"}
+    return {"learning rate" if n == "rate" else n: value for n, value in found.items()}
 
 
 def _middle(values: Sequence[float | None]) -> float | None:

@@ -555,7 +555,10 @@ def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "gradstats: interrupted\n")
+    *before, last = said.splitlines()
+    assert (process.returncode, last) == (130, "gradstats: interrupted")
+    # 100,000 steps may be more than the disk holds, which is said at once
+    assert all("CaptureWarning: the disk of " in line or line[0] == " " for line in before)
     end = time.monotonic() + 10
     while members(process.pid) and time.monotonic() < end:  # the resource tracker goes last
         time.sleep(0.1)

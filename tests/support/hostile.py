@@ -784,6 +784,8 @@ _ELSEWHERE = (
     "compression",
     "save_safetensors",
     "agreement",  # of traces of several ranks
+    "explore",  # tests/explorer has its wrong options
+    "write_explorer",
 )
 """Public functions that are no target by themselves."""
 
