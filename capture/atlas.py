@@ -13,7 +13,7 @@ import typer
 from capture.options import DataDirOption, run_config, signals_end_the_command
 from gradstats.cli.output import note
 from gradstats.errors import InputError, unknown
-from gradstats.files import refuse_address
+from gradstats.files import refuse_address, replace_file
 
 if TYPE_CHECKING:
     from capture.workloads.config import RunConfig
@@ -193,17 +193,15 @@ def atlas(  # numpydoc ignore=PR01
         with signals_end_the_command():
             found = [_short(labels | r) for r in run_piece(config, dict(_AT))]
         records += found
-        whole = "".join(json.dumps(r) + "\n" for r in records)
-        part = file.with_suffix(".part")  # a piece is recorded whole, or not at all
-        part.write_text(whole, encoding="utf-8")
-        part.replace(file)
+        # a piece is recorded whole, or not at all
+        replace_file(file, "".join(json.dumps(r) + "\n" for r in records))
         if not keep:
             shutil.rmtree(trace)
         note(f"  loss {found[0]['first_loss']:.3f} → {found[0]['last_loss']:.3f}")
     if page is not None:
         from gradstats.report.atlas import atlas_page
 
-        page.write_text(atlas_page(records, PIECES, STEPS), encoding="utf-8")
+        replace_file(page, atlas_page(records, PIECES, STEPS))
 
 
 def _chosen(only: Sequence[str] | None) -> Iterator[str]:

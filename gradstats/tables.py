@@ -456,7 +456,7 @@ def _in_ms(record: Record) -> Record:
     if next((n for n in _OWNERS if n in record), "") == "seconds":
         names += ["low", "high"]
     return {
-        n: 1e3 * value if n in names and isinstance(value, float) else value
+        n: 1e3 * value if n in names and isinstance(value, Real) else value
         for n, value in record.items()
     }
 

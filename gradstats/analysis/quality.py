@@ -220,7 +220,7 @@ def each_record(
     estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
     fresh: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of :func:`series_of` one by one, so that those of a long run need not be held together.

@@ -156,8 +156,8 @@ def _training(
 
 def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps: bool) -> Drawing:
     from gradstats.analysis.quality import quality, quality_series
+    from gradstats.analysis.rules import COUNTING
     from gradstats.primitives.ratio import RATIOS
-    from gradstats.report.verdicts import COUNTING
     from gradstats.thresholds import ESTIMATORS
     from gradstats.trace.sources import Subset
 

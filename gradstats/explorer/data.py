@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.pieces import evaluate, plan_sketches
 from gradstats.analysis.quality import each_record
+from gradstats.console import no_progress
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.spikes import LIMIT, SURE, WINDOW, Spikes
 from gradstats.plots.style import LINES, PALETTE, label_of, look_of
@@ -153,7 +154,7 @@ def gather(
     ratios: Sequence[float] = RATIOS,
     rules: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = no_progress,
 ) -> list[Series]:
     """Measure, fit and count what the explorer shows of a source.
 

@@ -273,13 +273,13 @@ class Trial:
         low, high, diverged = -math.inf, math.inf, ""
         while decision == "undecided" and len(pairs) < self.pairs:
             seed = self.seed + len(pairs)
-            dense = self._losses(seed, None)
-            if on_progress is not None:
-                on_progress(2 * len(pairs) + 1, 2 * self.pairs)
-            compressed = self._losses(seed, self.install)
-            if on_progress is not None:
-                on_progress(2 * len(pairs) + 2, 2 * self.pairs)
-            self._check(seed, dense, compressed)
+            both = []
+            for install in (None, self.install):
+                both.append(self._losses(seed, install))
+                if on_progress is not None:
+                    on_progress(2 * len(pairs) + len(both), 2 * self.pairs)
+            dense, compressed = both
+            _check(seed, dense, compressed)
             losses.append((dense, compressed))
             ends = {"dense": dense[judged].mean(), "compressed": compressed[judged].mean()}
             if ends["dense"] <= 0:
@@ -289,10 +289,8 @@ class Trial:
                 )
             above = float(ends["compressed"] / ends["dense"] - 1)
             pairs.append({"seed": seed, **{n: float(v) for n, v in ends.items()}, "above": above})
-            if not np.isfinite(compressed).all():
-                step = int(np.argmin(np.isfinite(compressed)))
-                diverged = f"Its loss is {compressed[step]} at step {step} of seed {seed}; dense it was finite."
-                decision = "refused"
+            if (at := _not_finite(seed, compressed)) is not None:
+                diverged, decision = f"Its loss is {at}; dense it was finite.", "refused"
             else:
                 decision, low, high = decide(
                     [r["above"] for r in pairs], self.tolerance, self.pairs
@@ -326,7 +324,7 @@ class Trial:
                 del run
                 gc.collect()  # a DDP model and its hook hold each other, and buffers of the gradient's size
         losses[-1] = count if devices else -math.inf
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             values = torch.from_numpy(losses).to(devices[0] if devices else "cpu")
             losses = all_reduce_mean(values, self.group).cpu().numpy()
         if losses[-1] < 0:
@@ -337,17 +335,20 @@ class Trial:
             )
         return losses[:-1]
 
-    def _check(
-        self, seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64]
-    ) -> None:
-        """Refuse two runs that are no pair."""
-        if not np.isfinite(dense).all():
-            step = int(np.argmin(np.isfinite(dense)))
-            raise InputError(
-                f"the dense training has a loss of {dense[step]} at step {step} of seed {seed}"
-            )
-        if not math.isclose(dense[0], compressed[0], rel_tol=_SAME):
-            raise InputError(
-                f"the first losses of seed {seed} differ, {dense[0]:.6g} dense and {compressed[0]:.6g} compressed, "
-                "before any step: draw weights and batches from the seed that train is given"
-            )
+
+def _check(seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64]) -> None:
+    """Refuse two runs that are no pair."""
+    if (at := _not_finite(seed, dense)) is not None:
+        raise InputError(f"the dense training has a loss of {at}")
+    if not math.isclose(dense[0], compressed[0], rel_tol=_SAME):
+        raise InputError(
+            f"the first losses of seed {seed} differ, {dense[0]:.6g} dense and {compressed[0]:.6g} compressed, "
+            "before any step: draw weights and batches from the seed that train is given"
+        )
+
+
+def _not_finite(seed: int, losses: NDArray[np.float64]) -> str | None:
+    """Return the first loss that is not finite, and where it is."""
+    finite = np.isfinite(losses)
+    step = int(np.argmin(finite))
+    return None if finite.all() else f"{losses[step]} at step {step} of seed {seed}"

@@ -126,9 +126,8 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
     links = " · ".join(
         f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
     )
-    around = (
-        f"gradstats explore {' '.join(argument_of(m.source) for m in measured)} -o explore.html"
-    )
+    sources = (argument_of(m.source) for m in measured)
+    around = shlex.join(["gradstats", "explore", *sources, "-o", "explore.html"])
     worth = "".join(
         _worth(m.source.name, found[SHOULD]) for m, _, found in answers if SHOULD in found
     )

@@ -145,6 +145,9 @@ def test_the_numbers_in_sentences_are_those_of_the_rows():
     most = max(heavy, key=lambda r: 1 - intervals.share(r))
     assert 0.7 <= 1 - intervals.share(most) <= 0.8
     assert "`Monitor` has a false alarm in up to three of four runs of 1,000 steps" in page
+    skewed = rows["Trial", "differences exponential, 1 %", 8, "confirmed at the tolerance"]
+    howto = " ".join((ROOT / "docs/howto/trial.md").read_text(encoding="utf-8").split())
+    assert f"wrong in up to {100 * (1 - intervals.share(skewed)):.0f} of 100" in howto
     named = [r for k, r in rows.items() if k[3] == "a law that the data have not"]
     off = [[r["given"] - r["covered"] for r in named if r["n"] == n] for n in (200_000, 20_000)]
     assert (max(off[0]), sum(off[1])) == (0, 1)
