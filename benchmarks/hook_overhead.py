@@ -64,6 +64,7 @@ def measure(rank, world, width, rounds, steps):
     for round_ in range(rounds + 1):
         for name, (ddp, _) in made.items():
             for _ in range(steps):
+                ddp.zero_grad()
                 dist.barrier()
                 started = time.perf_counter()
                 ddp(x).square().mean().backward()

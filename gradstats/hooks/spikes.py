@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, stdtrit
 
 __all__ = ["FEWEST", "LIMIT", "SURE", "WINDOW", "Spikes", "Trigger"]
 
@@ -58,6 +57,8 @@ class _Tail:
     inverse_freedom = np.geomspace(0.02, 0.8, 60)
 
     def __init__(self, tests: float, freedom: float, scale: float) -> None:
+        from scipy.special import stdtrit
+
         # a sixth each for jumps up, jumps down and growth, of the layers and of the whole
         self._probability = _FALSE / 6 / tests
         self._counts = np.zeros(self.edges.size)
@@ -73,6 +74,8 @@ class _Tail:
 
         One number is estimated, so that few values do.
         """
+        from scipy.special import stdtrit
+
         above = self._counts[::-1].cumsum()[::-1]
         share = max(_TAIL / above[0], 0.002)
         far, middle = (
@@ -278,6 +281,8 @@ def _name(
 
 def _small_samples(window: int, probability: float) -> Values:
     """Return, by their number, how much wider the deviation of a few values makes an interval of that probability."""
+    from scipy.special import ndtri, stdtrit
+
     freedom = 0.8 * (np.maximum(np.arange(window + 1), FEWEST) - 1)
     factors: Values = stdtrit(freedom, 1 - probability) / ndtri(1 - probability)
     return factors

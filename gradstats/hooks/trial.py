@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from scipy import stats
 
 from gradstats.analysis.verdicts import Verdict
 from gradstats.collectives.plain import all_reduce_mean
@@ -80,12 +79,14 @@ def decide(above: Sequence[float], tolerance: float, pairs: int) -> tuple[Decisi
     each look spends a third of :data:`LEVEL` (Bonferroni): over all looks, either wrong decision has at most that share
     if the differences are normal.
     """
+    from scipy.special import stdtrit
+
     looks = _looks(pairs)
     n = len(above)
     if n not in looks:
         return "undecided", -math.inf, math.inf
     mean, error = float(np.mean(above)), float(np.std(above, ddof=1)) / math.sqrt(n)
-    margin = error * float(stats.t.isf(LEVEL / len(looks), n - 1))
+    margin = error * float(stdtrit(n - 1, 1 - LEVEL / len(looks)))
     low, high = mean - margin, mean + margin
     return (
         "confirmed" if high <= tolerance else "refused" if low > tolerance else "undecided",
