@@ -260,7 +260,8 @@ class BucketTap(Tap):
 
     def _mark_absent(self) -> None:
         """Mark what no bucket has shown; what no backward pass reached is zero."""
-        replaced = {layer.name for layer, _ in self._layout.replaced()}
+        named = dict(self._layout.model.named_parameters())
+        replaced = {layer.name for layer, _ in self._layout.replaced(named)}
         unseen = []
         for layer, parameter in zip(self._layout.layers, self._layout.parameters, strict=True):
             if layer.name in replaced:
@@ -275,7 +276,7 @@ class BucketTap(Tap):
                     array[layer.slice] = 0
         self._absent(sorted(replaced), _REPLACED)
         self._absent(unseen, _UNSEEN)
-        for parameter in self._layout.model.parameters():
+        for parameter in named.values():
             # DDP has no bucket for what was unfrozen, or added, after it was made
             if parameter.grad is not None and id(parameter) not in self._layout.slots:
                 self._note_absent(parameter)
@@ -359,14 +360,15 @@ class _BucketCopy:
         """Copy the gradients, or what a function makes of each, to their places in an array."""
         if id(array) not in self._targets:
             whole = torch.from_numpy(array)
+            # what a function makes is flat, or of the parameter's shape; flat is less to do, if it is so already
             views = [
-                whole[slot].view(p.shape)
+                whole[slot] if correct else whole[slot].view(p.shape)
                 for slot, (p, _) in zip(self._slots, self._pairs, strict=True)
             ]
             self._targets[id(array)] = array, views
         targets, sources = self._targets[id(array)][1], self._sources
-        if correct is not None:  # flat, or of the parameter's shape
-            sources = [correct(p, gradient).reshape(p.shape) for p, gradient in self._pairs]
+        if correct is not None:
+            sources = [correct(p, gradient).reshape(-1) for p, gradient in self._pairs]
         with torch.no_grad():
             copy_all(targets, sources)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -88,9 +88,18 @@ class Layout:
         ]
         self._trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
 
-    def replaced(self) -> list[tuple[Layer, torch.Tensor | None]]:
-        """Return the layers whose parameter in the model is another than before, with that one, or None without one."""
-        named = dict(self.model.named_parameters())
+    def replaced(
+        self, named: Mapping[str, torch.Tensor] | None = None
+    ) -> list[tuple[Layer, torch.Tensor | None]]:
+        """Return the layers whose parameter in the model is another than before, with that one, or None without one.
+
+        Parameters
+        ----------
+        named : mapping of str to torch.Tensor, optional
+            The model's parameters by name, of a caller that has them; going through a model takes long.
+        """
+        if named is None:
+            named = dict(self.model.named_parameters())
         return [
             (layer, named.get(layer.name))
             for layer, parameter in zip(self.layers, self.parameters, strict=True)
