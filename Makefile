@@ -53,7 +53,7 @@ notebooks tutorial: export ONEDNN_MAX_CPU_ISA := AVX2
 
 # Everything that is held against an aim, into docs/measurements.md: half an hour on a quiet machine. CIFAR is the folder of CIFAR-10.
 corners: .venv
-	$(BIN)/python benchmarks/hook_overhead.py --rounds 12 --steps 6 --write
+	$(BIN)/python benchmarks/hook_overhead.py --rounds 9 --write
 	$(BIN)/python benchmarks/capture_cost.py --workload resnet20-cifar10 --data-dir $(CIFAR) --write
 	$(BIN)/python benchmarks/corners.py --write
 

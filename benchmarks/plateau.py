@@ -14,7 +14,8 @@ do not depend on the clock: LAGS keeps the given ratio in every layer, as in the
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
 Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
 the papers' systems; differences of one seed have no interval, and stand without one. The table is printed at the end;
-``--write`` also puts it into docs/workloads.md. ``--lab`` repeats the runs of the first seed between network namespaces
+``--write`` also puts it into docs/workloads.md, and what it says of a choice into
+docs/choose.md. ``--lab`` repeats the runs of the first seed between network namespaces
 whose links have that rate, in bit/s, for the loss against the clock; it needs root and a quiet machine.
 """
 
@@ -61,6 +62,8 @@ POINTS = 50
 """Number of points of every curve that a row holds; each is a mean over as many steps, or one diagnosed step."""
 CHARACTER_ERRORS = (0.55, 0.3)
 """Rates of character errors that passes are counted to; SIDCo's target on AN4 is the first."""
+CHOICES = {"resnet8-cifar16": "ResNet-8", "lstm-ptb": "LSTM", "gpt-pydoc": "GPT"}
+"""Trainings that the page on choosing a compressor compares."""
 MEASURES = {"accuracy": 100.0, "perplexity": 1.0, "word_error_rate": 100.0, "loss": 1.0}
 """What is compared, the first that a workload has, and the factor it is shown with."""
 
@@ -241,6 +244,58 @@ def speech(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def choice(runs: dict[str, list[Row]]) -> str:
+    """Return a line for each of the papers' systems as Markdown: what it costs in several trainings, at three ratios.
+
+    Parameters
+    ----------
+    runs : dict of str to list of dict
+        Stored runs by workload.
+    """
+    titles = []
+    for workload, rows in runs.items():
+        name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in rows))
+        optimizer = rows[0]["optimizer"]["name"]
+        titles.append(f"{CHOICES[workload]}, {optimizer}: {name}{' %' * (MEASURES[name] == 100)}")
+    lines = [f"| compressor | {' | '.join(titles)} | bytes ÷ dense | k̂/k |", "|---" * 6 + "|"]
+    first = next(iter(runs.values()))
+    full = statistics.fmean(row["bytes"] for row in first if row["compressor"] == DENSE)
+    for system in SYSTEMS[1:]:
+        ratios = [r for s, r in settings([system], RATIOS)]
+        cells = [
+            " · ".join(_difference(rows, system, r) for r in ratios)
+            if any(row["compressor"] == system for row in rows)
+            else "–"
+            for rows in runs.values()
+        ]
+        for field, form in (("bytes", ".2g"), ("quality", ".2f")):
+            means = [
+                statistics.fmean(
+                    row[field] / (full if field == "bytes" else 1)
+                    for row in first
+                    if (row["compressor"], row["ratio"]) == (system, r)
+                )
+                for r in ratios
+            ]
+            shown = ["–" if math.isnan(mean) else format(mean, form) for mean in means]
+            cells.append(" · ".join(shown))
+        lines.append(f"| `{system}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _difference(rows: list[Row], system: str, ratio: float) -> str:
+    """Return how far a system ends from dense training, with a star where its interval excludes 0."""
+    name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in rows))
+    dense = {row["seed"]: row[name] for row in rows if row["compressor"] == DENSE}
+    pairs = [
+        MEASURES[name] * (row[name] - dense[row["seed"]])
+        for row in rows
+        if (row["compressor"], row["ratio"]) == (system, ratio)
+    ]
+    star = "\\*" if told_apart(pairs) else ""
+    return f"{interval(pairs)[0]:+.1f}{star}".replace("-", "−")
+
+
 def fixed(value: float, form: str) -> str:
     """Return a number with fixed digits; one of a training that went astray with its power of ten."""
     return format(value, form if abs(value) < 1e5 else form[:-2] + "1e")
@@ -342,7 +397,7 @@ def main() -> None:
     parser.add_argument(
         "--lab", type=parse_rate, metavar="RATE", help="time the first seed's runs at this rate"
     )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/workloads.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
     options = parser.parse_args()
     if options.so_far and (options.checkpoints is None or options.lab is not None):
         parser.error("--so-far needs --checkpoints, and no --lab")
@@ -407,6 +462,12 @@ def main() -> None:
         print(text)
         if options.write:
             put(DOCS / "workloads.md", mark, text)
+    if options.write:
+        put(
+            DOCS / "choose.md",
+            "choice",
+            choice({w: stored(RESULTS / f"plateau-{w}.jsonl") for w in CHOICES}),
+        )
 
 
 if __name__ == "__main__":

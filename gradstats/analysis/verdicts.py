@@ -344,7 +344,7 @@ def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
     of = "" if worst["k"] >= 100 else f" (k = {worst['k']})"
     if worst["estimator"] == "exact":
         return f"{said} Even rules that count elements are up to {_percent(off)} off{of}: magnitudes are tied."
-    return f"{said} Rules that count elements keep k within {_percent(off)}{of}."
+    return f"{said} Rules that count elements keep within {_percent(off)} of k{of}."
 
 
 def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:

@@ -137,8 +137,8 @@ def plan(  # numpydoc ignore=PR01
 ) -> None:
     """Predict the time of a step with each compressor on a cluster, and recommend the simplest of the fastest.
 
-    Threshold rules are taken to send as many elements as they keep of the source's gradients, but are recommended only
-    if they were as fast with k of them. pays: the bandwidths at which a compressor is faster than dense.
+    A threshold rule is priced with the elements that it keeps of the source's gradients; one that keeps fewer than k is
+    recommended only if it would be as fast with k. pays: the bandwidths at which a compressor is faster than dense.
 
     With --local-steps: the share of the time that is spent computing (utilisation), and the Mbit/s that 50, 75, 90, 95
     and 99 % of it take, with pseudo-gradients in place of gradients.

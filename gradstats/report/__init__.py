@@ -153,8 +153,8 @@ def _worth(name: str, verdict: Verdict) -> str:
 
 _READING = """<p class=note>k: elements a ratio asks to keep; k̂: those a threshold keeps. ξ: shape of the generalized
 Pareto distribution of what exceeds a threshold. Compressible: sorted magnitudes fall like rank^(−p), p above ½ (SIDCo,
-definition 1), which is no advice: error feedback sends later what is not sent now. Intervals are 95 % and take elements
-as independent, which those of a gradient are not: read them as too narrow.</p>"""
+definition 1), which is no advice: error feedback sends later what is not sent now. Intervals are 95 % and assume
+independent elements; those of a gradient depend on one another, so the true intervals are wider.</p>"""
 
 
 def _provenance(measured: Sequence[Measured]) -> str:

@@ -111,6 +111,46 @@ def test_the_page_shows_the_stored_runs(path):
     assert len(keys) == len(set(keys))
 
 
+def test_the_page_on_choosing_shows_the_stored_runs():
+    runs = {w: stored(RESULTS / f"plateau-{w}.jsonl") for w in plateau.CHOICES}
+    text = plateau.choice(runs)
+    assert block("choice", text) in (DOCS / "choose.md").read_text(encoding="utf-8")
+    # the same means and stars as in the tables of each training
+    head, _, *lines = text.splitlines()
+    chosen = {line.split("|")[1].strip(): line.split("|")[2:] for line in lines}
+    compared = 0
+    for i, rows in enumerate(runs.values()):
+        places: dict[str, int] = {}
+        for line in plateau.table(rows).splitlines():
+            cells = [cell.strip() for cell in line.split("|")]
+            if len(cells) < 7 or " ± " not in cells[6] or cells[1] not in chosen:
+                continue
+            cell = chosen[cells[1]][i].strip().split(" · ")[places.setdefault(cells[1], 0)]
+            places[cells[1]] += 1
+            shown = float(cell.rstrip("\\*").replace("−", "-"))
+            assert shown == pytest.approx(float(cells[6].split(" ")[0]), abs=0.0551), line
+            assert cell.endswith("*") == cells[6].endswith("*"), line
+            compared += 1
+    assert compared > 50
+
+
+def test_what_the_pages_say_of_a_choice():
+    rows = stored(RESULTS / "plateau-gpt-pydoc.jsonl")
+    dense = {r["seed"]: r["perplexity"] for r in rows if r["compressor"] == "none"}
+    for ratio in RATIOS:
+        pairs = [
+            r["perplexity"] - dense[r["seed"]]
+            for r in rows
+            if (r["compressor"], r["ratio"]) == ("topk", ratio)
+        ]
+        assert plateau.told_apart(pairs) == 1
+    assert Stored("resnet8-cifar16").better("topk", 0.01) == 0
+    assert Stored("lstm-ptb").better("topk", 0.01) == -1
+    assert {r["optimizer"]["name"] for r in rows} == {"AdamW"}
+    steps = [stored(RESULTS / f"plateau-{w}.jsonl")[0]["steps"] for w in plateau.CHOICES]
+    assert steps == [2000, 600, 400]
+
+
 class Stored:
     """The stored runs of a workload, and what differs in them by more than the seeds do."""
 

@@ -665,10 +665,8 @@ def sentences() -> list[tuple[str, str]]:
             f"with 7 bits, {passes['histogram, 10 bits']} with 10), `select` ≤ 2.5 / 3.5 / 8 at 0.001 / 0.01 / 0.1 "
             f"({selected})",
         ),
-        *(
-            (page, f"{sketched / 1e3:.0f} kB a step {word} ResNet-20 instead of")
-            for page, word in (("statistics", "for"), ("index", "of"))
-        ),
+        ("statistics", f"{sketched / 1e3:.0f} kB a step for ResNet-20 instead of"),
+        ("glossary", f"stand for a gradient; {sketched / 1e3:.0f} kB for ResNet-20"),
         ("measurements", f"with three stages and selection ≤ 9 ({bench['sidco-e']:.1f})"),
         ("measurements", f"warm-started exact with selection ≤ 4 ({bench['warm-exact']:.1f})"),
         (

@@ -78,10 +78,9 @@ def test_every_link_leads_somewhere(page):
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize(("name", "fewest"), [("reliability", 40), ("audit", 20)])
-def test_every_test_that_a_page_names_exists(name, fewest):
-    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+def test_every_test_that_a_page_names_exists():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     source = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", page))
-    assert len(named) > fewest
+    assert len(named) > 40
     assert [name for name in sorted(named) if f"def {name}(" not in source] == []

@@ -132,7 +132,7 @@ TRUE = {
 """How headlines begin, by what was made."""
 MORE = {
     "uniform": [(MODEL, "and rejects Laplace, double gamma."), (TAIL, "no interval: below −½")],
-    "Laplace": [(MODEL, "rejects none of them"), (RULE, "Rules that count elements keep k within")],
+    "Laplace": [(MODEL, "rejects none of them"), (RULE, "Rules that count elements keep within")],
     "clipped": [
         (RULE, "Even rules that count elements are up to "),
         (RULE, "-fold off (k = 20): magnitudes are tied."),
