@@ -129,6 +129,19 @@ def _decay(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing
     return (vectors,), options | {"window": default_window(numel) if numel > 1 else None}, what
 
 
+def _overview(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
+    """Return sketches of every step of the first rank and kind asked for."""
+    from gradstats.primitives.sketch import sketch
+    from gradstats.trace.sources import Subset
+
+    source = _only(sources)
+    keys = Subset(**over).keys(source)
+    rank, kind, _ = keys[0]
+    steps = {s: sketch(source.read(r, k, s).values) for r, k, s in keys if (r, k) == (rank, kind)}
+    options = {"ratios": [*asked.ratios]} if asked.ratios else {}
+    return (steps,), options, f"{source.name}, {kind}, rank {rank}"
+
+
 def _training(
     sources: list[Source], asked: Asked, over: dict[str, Any], *, per_layer: bool
 ) -> Drawing:
@@ -265,6 +278,7 @@ FIGURES: dict[str, Figure] = {
     **dict.fromkeys(("mean_excess", "parameter_stability"), Figure(_tail)),
     "magnitude_decay": Figure(_decay),
     **dict.fromkeys(("best_k_error", "local_exponent", "window_exponent"), Figure(_several)),
+    "overview": Figure(_overview, 0.6),
     "drift": Figure(partial(_training, per_layer=False)),
     **dict.fromkeys(("drift_map", "layer_map"), Figure(partial(_training, per_layer=True), 1.3)),
     "quality_bars": Figure(partial(_quality, steps=False)),

@@ -20,7 +20,7 @@ from gradstats.plots.systems import (
     training_curves,
 )
 from gradstats.plots.thresholds import latency_bars, quality_bars, quality_over_steps
-from gradstats.plots.training import drift, drift_map, layer_map
+from gradstats.plots.training import drift, drift_map, layer_map, overview
 
 __all__ = [
     "best_k_error",
@@ -35,6 +35,7 @@ __all__ = [
     "magnitude_decay",
     "matching_rate",
     "mean_excess",
+    "overview",
     "parameter_stability",
     "png",
     "qq",

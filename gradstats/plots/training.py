@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.plots.style import LINES, PALETTE, label_of, plain_log, tidy
+from gradstats.plots.style import LINES, PALETTE, label_of, legend_below, plain_log, tidy
+from gradstats.primitives.ratio import check_ratios, target_count
 from gradstats.tables import visible
 
 if TYPE_CHECKING:
@@ -16,7 +19,84 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from xarray import DataArray, Dataset
 
-__all__ = ["drift", "drift_map", "layer_map"]
+    from gradstats.primitives.sketch import Sketch
+
+__all__ = ["drift", "drift_map", "layer_map", "overview"]
+
+_BINS = 120
+"""Rows of the picture of a training."""
+_FAINTEST = 1e-5
+"""Share of the elements per octave from which on it has a colour."""
+
+
+def overview(
+    steps: Mapping[int, Sketch],
+    ax: Axes,
+    *,
+    ratios: Sequence[float] = (0.1, 0.01, 0.001),
+    title: str | None = None,
+) -> Axes:
+    """Draw a training as one picture: steps across, magnitudes up, and the share of the elements per octave as colour.
+
+    Lines are the exact thresholds that keep a ratio of all elements. Where something happened, the picture changes.
+
+    Parameters
+    ----------
+    steps : mapping of int to Sketch
+        Sketches of the captured steps, such as :func:`gradstats.sketch` makes; drawn side by side, however far apart.
+    ax : matplotlib.axes.Axes
+        Axes to draw on; a colour bar is put beside them.
+    ratios : sequence of float, optional
+        Kept fractions k/d, each in (0, 1], whose thresholds are lines.
+    title : str, optional
+        Title of the axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes given.
+
+    Raises
+    ------
+    InputError
+        If no step has an element that is not zero.
+    """
+    from matplotlib.colors import LogNorm
+
+    ratios = check_ratios(ratios)
+    every = [(s.magnitudes, s.numel) for _, s in sorted(steps.items())]
+    if not any(m.count for m, _ in every):
+        raise InputError("there is nothing to draw: no step has an element that is not zero")
+    # the smallest hundredth of the elements would take half of the picture
+    low = min(m.upper_quantile(0.99 * m.count) for m, _ in every if m.count)
+    edges = np.geomspace(low, max(m.upper_quantile(1) for m, _ in every) * 1.05, _BINS + 1)
+    octaves = np.log2(edges[1] / edges[0])
+    above = np.array([[m.exceedances(edge) / numel for edge in edges] for m, numel in every])
+    share = -np.diff(above, axis=1).T / octaves
+    borders = np.arange(len(every) + 1) - 0.5
+    mesh = ax.pcolormesh(
+        borders,
+        edges,
+        np.ma.masked_less(share, _FAINTEST),
+        cmap="cividis",
+        norm=LogNorm(_FAINTEST, 1),
+    )
+    ax.figure.colorbar(mesh, ax=ax, label="share per octave")
+    at = np.arange(len(every))
+    for ratio, style in zip(ratios, itertools.cycle(("-", *LINES[:3])), strict=False):
+        line = [m.upper_quantile(target_count(ratio, numel)) or np.nan for m, numel in every]
+        for colour, width in (("white", 3.0), ("black", 1.2)):  # legible on any ground
+            label = f"largest {ratio:g}" if colour == "black" else None
+            marker = "o" if len(every) < 30 else None
+            ax.plot(at, line, style, color=colour, lw=width, marker=marker, ms=width, label=label)
+    ax.set(yscale="log", xlabel="step", ylabel="magnitude |g|")
+    ax.set(ylim=(edges[0], edges[-1]), xlim=(borders[0], borders[-1]))
+    plain_log(ax.yaxis)
+    shown = np.unique(np.linspace(0, len(every) - 1, min(len(every), 8)).astype(int))
+    ax.set_xticks(shown, [f"{sorted(steps)[i]}" for i in shown])
+    legend_below(ax)
+    tidy(ax, title).grid(visible=False)
+    return ax
 
 
 def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None) -> Axes:

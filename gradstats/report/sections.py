@@ -45,6 +45,7 @@ def section(m: Measured) -> str:
         [
             f'<h2 id="{name}">{name}</h2>',
             _capture(m),
+            _overview(m),
             _ledger(m),
             _decay(m, reduced),
             _tail(m, reduced),
@@ -67,6 +68,29 @@ def _capture(m: Measured) -> str:
     if any(m.source.sketched(m.rank, kind) for kind in m.kinds):
         parts.append(note(f"Captured as sketches: {SKETCHED}."))
     return "".join(parts)
+
+
+def _overview(m: Measured) -> str:
+    """Return the training as a picture for each kind, where there are steps to see something between."""
+    if len(m.steps) < 3:
+        return ""
+    from gradstats import plots
+
+    keys = m.source.select(ranks=[m.rank], steps=m.steps)
+    parts = []
+    for kind in m.kinds:
+        steps = {s: sketch(m.source.read(m.rank, k, s).values) for _, k, s in keys if k == kind}
+        if len(steps) < 3 or not any(each.magnitudes.count for each in steps.values()):
+            continue
+
+        def draw(axes: Sequence[Axes], steps: Mapping[int, Sketch] = steps) -> None:
+            plots.overview(steps, axes[0])
+
+        caption = f"The training as one picture: how many elements of the {kind} have which magnitude in each step, "
+        caption += "and the exact thresholds that keep 0.1, 0.01 and 0.001 of them."
+        title = f"{m.source.name}, {kind}"
+        parts.append(figure(1, draw, caption, title=title, width=9.0, height=4.2))
+    return "<h3>The training at a glance</h3>" + "".join(parts) if parts else ""
 
 
 def _flat(attributes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

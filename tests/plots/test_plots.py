@@ -208,6 +208,35 @@ def test_maps_of_layers(ax, by_layer):
         plots.layer_map(by_layer.sel(layer=["all"]), "mean", ax)
 
 
+def test_an_overview_has_the_shares_and_the_exact_thresholds(ax):
+    """Steps of other scale and shape, out of order, one with zeros: each in its own column, above its own lines."""
+    rng = np.random.default_rng(5)
+    values = {7: rng.laplace(size=6000), 3: 20 * rng.standard_t(3, 6000), 11: np.zeros(6000)}
+    values[7][:1000] = 0
+    plots.overview(
+        {s: gradstats.sketch(v.astype("f4")) for s, v in values.items()}, ax, ratios=[0.1, 0.01]
+    )
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["3", "7", "11"]
+    (mesh,) = ax.collections
+    edges = mesh.get_coordinates()[:, 0, 1]
+    share = mesh.get_array().filled(0)
+    assert share.shape == (len(edges) - 1, 3)
+    for column, step in enumerate(sorted(values)):
+        counts, _ = np.histogram(np.abs(values[step]), edges)
+        expected = counts / 6000 / np.log2(edges[1] / edges[0])
+        # a cell of the histogram is an eighth of an octave or less, and may lie across an edge
+        assert share[:, column].sum() == pytest.approx(expected.sum(), rel=0.02), step
+        assert abs(np.cumsum(share[:, column] - expected)).max() < 0.02 * max(expected.sum(), 1)
+    lines = [line for line in ax.lines if line.get_color() == "black"]
+    assert [line.get_label() for line in lines] == ["largest 0.1", "largest 0.01"]
+    for line, k in zip(lines, (600, 60), strict=True):
+        exact = [np.sort(np.abs(values[s]))[-k] for s in (3, 7)]
+        assert np.allclose(line.get_ydata()[:2], exact, rtol=0.01)
+        assert np.isnan(line.get_ydata()[2])
+    with pytest.raises(InputError, match="nothing to draw"):
+        plots.overview({0: gradstats.sketch(np.zeros(5, "f4"))}, Figure().subplots())
+
+
 def test_maps_take_one_model(by_layer, ax):
     stacked = by_layer.expand_dims(kind=["gradient"])
     with pytest.raises(InputError, match="choose one kind"):

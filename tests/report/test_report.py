@@ -341,6 +341,25 @@ def test_tables_sort_in_a_browser(path, tmp_path):
     assert found[3] == "descending"
 
 
+def test_a_training_is_one_picture_of_each_kind(monkeypatch):
+    """Of the steps looked at, with the elements of that kind; of one gradient there is none."""
+    drawn = []
+    monkeypatch.setattr(gradstats.plots, "overview", lambda steps, ax: drawn.append(steps))
+    source = open_source(DATA / "resnet20-ef.zarr")
+    m = SimpleNamespace(
+        source=source, rank=0, kinds=["gradient", "corrected"], steps=[10, 100, 2999]
+    )
+    shown = sections._overview(m)
+    assert shown.count("<img") == 2
+    assert shown.index("of the gradient have") < shown.index("of the corrected have")
+    for kind, steps in zip(m.kinds, drawn, strict=True):
+        assert list(steps) == m.steps
+        for step, reduced in steps.items():
+            whole = sketch(source.read(0, kind, step).values)
+            assert reduced.moments == whole.moments, (kind, step)
+    assert sections._overview(SimpleNamespace(source=source, steps=[10, 100])) == ""
+
+
 def test_the_figure_of_the_fits_has_what_is_fitted_by_default(monkeypatch):
     drawn = []
     monkeypatch.setattr(gradstats.plots, "tail", lambda m, fits, ax: drawn.extend(fits))
