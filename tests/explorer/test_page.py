@@ -179,6 +179,7 @@ def test_figures_are_saved_as_svg_and_png_and_tables_copied(browser, written, tm
             tab.eval(f"document.querySelectorAll('#gs-survival .gs-tools button')[{which}].click()")
         svg, png = (tmp_path / f"resnet20-survival-2999.{ending}" for ending in ("svg", "png"))
         tab.until(lambda: svg.exists() and png.exists())
+        assert "color-mix" not in svg.read_text()  # which few programs know
         drawn = ET.parse(svg).getroot()
         assert drawn.tag.endswith("svg")
         assert "exact 1.000" in [
@@ -238,10 +239,17 @@ def test_nothing_is_cut_off_and_texts_stand_out(browser, written, width, dark):
         )
         back = tab.eval("getComputedStyle(document.querySelector('.gs-explorer')).backgroundColor")
         assert all(contrast(colour, back) >= 4.5 for colour in colours)
+        strokes = tab.eval(
+            "[...document.querySelectorAll('.gs-explorer label line')].map((l) => getComputedStyle(l).stroke)"
+        )
+        assert len(strokes) > 5
+        assert min(contrast(stroke, back) for stroke in strokes) >= (3 if dark else 2)
 
 
 def luminance(colour):
-    parts = [int(p) / 255 for p in re.findall(r"\d+", colour)[:3]]
+    parts = [float(p) for p in re.findall(r"\d[\d.]*", colour)[:3]]
+    if not colour.startswith("color(srgb"):
+        parts = [p / 255 for p in parts]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -1,6 +1,6 @@
 // The page: a view (run, step, layer, ratio, laws, …), controls that change it, figures and tables that show it.
 import { load } from "./data.js";
-import { FIGURES, num, quality, stripOf } from "./figures.js";
+import { FIGURES, num, quality, shade, stripOf } from "./figures.js";
 import { law as lawOf } from "./laws.js";
 import css from "./style.css";
 
@@ -227,7 +227,7 @@ function numbers(id, ctx) {
 
 function swatch(look) {
   const span = h("span", { class: "gs-swatch", "aria-hidden": "true" });
-  span.innerHTML = `<svg width="34" height="12"><line x1="1" x2="33" y1="6" y2="6" stroke="${look.color}" stroke-width="2.4" stroke-dasharray="${look.dash}"/></svg>`;
+  span.innerHTML = `<svg width="34" height="12"><line x1="1" x2="33" y1="6" y2="6" stroke="${shade(look.color)}" stroke-width="2.4" stroke-dasharray="${look.dash}"/></svg>`;
   return span;
 }
 
@@ -264,7 +264,9 @@ function standalone(figure) {
   const page = document.createElementNS("http://www.w3.org/2000/svg", "rect");
   for (const [name, value] of Object.entries({ width: box[0], height: box[1], fill: back })) page.setAttribute(name, value);
   copy.prepend(page);
-  return new XMLSerializer().serializeToString(copy).replaceAll("var(--gs-back)", back);
+  const lift = parseFloat(style.getPropertyValue("--gs-lift")) / 100;
+  const mixed = (_, hex) => `#${hex.match(/../g).map((c) => Math.round(255 * lift + (1 - lift) * parseInt(c, 16)).toString(16).padStart(2, "0")).join("")}`;
+  return new XMLSerializer().serializeToString(copy).replaceAll("var(--gs-back)", back).replace(/color-mix\(in srgb, #(\w{6}), white var\(--gs-lift\)\)/g, mixed);
 }
 
 function save(name, url) {

@@ -91,7 +91,10 @@ function cells(url, [x1, x2], [y1, y2], [least, title, most]) {
 let drawnRamp = "";
 const ramp = () => (drawnRamp ||= picture(64, 1, (column) => column / 63));
 
-const dashed = (look) => ({ stroke: look.color, strokeDasharray: look.dash || undefined });
+/** A colour of the palette, which is chosen for white pages, made lighter on dark ones. */
+export const shade = (color) => `color-mix(in srgb, ${color}, white var(--gs-lift))`;
+
+const dashed = (look) => ({ stroke: shade(look.color), strokeDasharray: look.dash || undefined });
 
 /** A logarithmic axis with a tick at 1, 2 and 5, at powers of ten if it is long, or at some of these. */
 function sized(domain, pixels) {
@@ -364,7 +367,7 @@ function survival(ctx, width) {
       other.length && Plot.line(other, { x: "size", y: "share", strokeWidth: 5, strokeOpacity: 0.3, clip: true }),
       Plot.line(curve, { x: "size", y: "share", strokeWidth: 2.2, clip: true }),
       lines,
-      Plot.dot(placed, { x: "threshold", y: "share", fill: (r) => r.look.color, symbol: (r) => r.look.symbol, stroke: "var(--gs-back)", strokeWidth: 1, r: 5 }),
+      Plot.dot(placed, { x: "threshold", y: "share", fill: (r) => shade(r.look.color), symbol: (r) => r.look.symbol, stroke: "var(--gs-back)", strokeWidth: 1, r: 5 }),
       marked(false),
       marked(true),
     ],
@@ -444,7 +447,7 @@ function ruleSeries(ctx, width) {
     const few = shown.length <= 60;
     return [
       Plot.line(shown, { x: "step", y: "value", strokeWidth: 1.5, ...dashed(look) }),
-      Plot.dot(few ? shown : shown.filter((_, i) => i % Math.ceil(shown.length / 12) === 0), { x: "step", y: "value", fill: look.color, symbol: look.symbol, r: 3.5 }),
+      Plot.dot(few ? shown : shown.filter((_, i) => i % Math.ceil(shown.length / 12) === 0), { x: "step", y: "value", fill: shade(look.color), symbol: look.symbol, r: 3.5 }),
       Plot.text(nothing, { x: "step", y: low, text: () => "0", fill: "currentColor", dy: -6, ...halo }),
     ];
   });
