@@ -5,7 +5,7 @@
     gradstats capture $options --outer sparseloco --out sparse.zarr
     python benchmarks/local_steps.py dense.zarr sparse.zarr --write
 
-Rows are stored in docs/results/local_steps.jsonl; ``--write`` also puts tables into docs/howto/local_steps.md. A number
+Rows are stored in docs/results/local_steps.jsonl; ``--write`` also puts tables into docs/measurements.md. A number
 is the median over the exchanges from the fifth on, and its range.
 """
 
@@ -25,7 +25,7 @@ from gradstats.compressors import ChunkTopK
 from gradstats.primitives import top_candidates
 from gradstats.trace import Trace
 
-FILE, PAGE = RESULTS / "local_steps.jsonl", DOCS / "howto" / "local_steps.md"
+FILE, PAGE = RESULTS / "local_steps.jsonl", DOCS / "measurements.md"
 RATIO = 0.01
 FIRST = 4
 """First exchange that counts: the warm-up of the learning rate is over."""

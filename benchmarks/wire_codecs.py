@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/wire_codecs.py [--write]
     sudo .venv/bin/python benchmarks/wire_codecs.py --lab DIR [--write]
 
-Rows are stored in docs/results/codecs.jsonl; ``--write`` also puts the tables into docs/howto/codecs.md. Bits and
+Rows are stored in docs/results/codecs.jsonl; ``--write`` also puts the tables into docs/measurements.md. Bits and
 errors are the same on every machine. Nanoseconds are those of this one: the least of some repeats, one thread.
 ``--lab`` trains the LSTM on the Penn Treebank, whose folder is given, over links of three rates with and without
 codecs. Those runs are stored in docs/results/codecs-lab.jsonl as soon as they end, and are not repeated. They need root
@@ -32,7 +32,7 @@ from gradstats.trace import open_trace
 
 LAB, LAB_RATES = RESULTS / "codecs-lab.jsonl", (8_000_000, 80_000_000, 800_000_000)
 WIRE = (("plain", "float32"), ("rice", "float32"), ("rice", "bfloat16"), ("rice", "int8"))
-FILE, PAGE = RESULTS / "codecs.jsonl", DOCS / "howto" / "codecs.md"
+FILE, PAGE = RESULTS / "codecs.jsonl", DOCS / "measurements.md"
 KINDS = {"resnet20": "gradient", "resnet20-ef": "corrected"}
 """Traces, and what a compressor saw in each."""
 NUMEL, REPEATS = 1_000_000, 25
@@ -182,7 +182,8 @@ def tables(rows: list[Row]) -> dict[str, str]:
         numbers = [f"{row[column]:.2f}" for column in ("entropy", "rice", "wire")]
         lines.append(f"{head} | {' | '.join(numbers)} | 32 |")
         rounded.append(f"{head} | {' | '.join(f'{row[each]:.2g}' for each in ROUNDED)} |")
-    return {"bits": "\n".join(lines), "errors": "\n".join(rounded), "costs": "\n".join(spent)}
+    made = {"bits": lines, "errors": rounded, "costs": spent}
+    return {f"codec {mark}": "\n".join(text) for mark, text in made.items()}
 
 
 def main() -> None:
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--lab", type=Path, metavar="DIR", help="train in the lab instead")
     options = parser.parse_args()
     if options.lab:
-        made = {"lab": lab_table(lab(options.lab))}
+        made = {"codec lab": lab_table(lab(options.lab))}
     else:
         FILE.unlink(missing_ok=True)
         for row in (*bits(), *costs()):

@@ -39,7 +39,7 @@ def test_codecs_in_the_lab_halve_the_bytes_at_the_same_loss():
         (rate, *wire) for rate in codecs.LAB_RATES for wire in codecs.WIRE
     ]
     page = codecs.PAGE.read_text(encoding="utf-8")
-    assert f"<!-- lab -->\n{codecs.lab_table(rows)}\n<!-- /lab -->" in page
+    assert f"<!-- codec lab -->\n{codecs.lab_table(rows)}\n<!-- /codec lab -->" in page
     for rate in codecs.LAB_RATES:
         plain, rice, half, byte = (r for r in rows if r["rate"] == rate)
         assert rice["losses"] == plain["losses"]  # bit for bit

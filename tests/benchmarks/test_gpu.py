@@ -60,7 +60,7 @@ def test_the_page_has_the_numbers_of_the_results():
         drawn,
     )
     most = [max(r["registers"] for r in group) for group in groups]
-    page = (ROOT / "docs" / "howto" / "gpu.md").read_text("utf-8")
+    page = (ROOT / "docs" / "measurements.md").read_text("utf-8")
     found = re.search(
         r"up to (\d+) registers a thread for the sums with logarithms, (\d+) without, (\d+) for counts and\s"
         r"selections, (\d+) for bits, (\d+) for\s[^,]*, (\d+) for random",

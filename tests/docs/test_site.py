@@ -126,16 +126,17 @@ def test_the_trial_runs_as_printed(tmp_path):
 
 
 @pytest.mark.distributed
-def test_the_script_with_local_steps_of_sharded_sites_runs_as_printed(tmp_path):
+def test_the_script_with_local_steps_of_sharded_sites_runs_as_said(tmp_path):
     page = (DOCS / "howto/local_steps.md").read_text(encoding="utf-8")
-    script = next(
-        s for s in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fully_shard" in s
-    )
-    assert len(script.splitlines()) <= 60
-    (tmp_path / "train_sites.py").write_text(script, encoding="utf-8")
-    printed = torchrun(tmp_path, "--standalone --nproc-per-node 4", "train_sites.py")
-    assert re.search(r"10 exchanges, \d+ bytes each from this rank", printed)
-    trace = gradstats.open_trace(tmp_path / "sites.zarr")
+    script, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shard = next(s for s in others if "fully_shard" in s)
+    group = re.search(r"`(process_group=mesh.*)`", page)[1]
+    before, after = re.split(r"(?m)^(?=optimizer = )", script)
+    script = before + shard + after.replace("steps=10", f"steps=10, {group}")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    printed = torchrun(tmp_path, "--standalone --nproc-per-node 4", "train.py")
+    assert re.search(r"after 20 exchanges, \d+ bytes each", printed)
+    trace = gradstats.open_trace(tmp_path / "run.zarr")
     assert [r for r in trace.ranks if trace.has_gradients(r)] == [0, 2]
     assert trace.kinds(2) == ["gradient", "corrected", "pseudogradient"]
 

@@ -130,7 +130,7 @@ def test_sidco_looks_its_stages_up_on_the_device(name, gradient, monkeypatch):
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_how_often_the_host_waits(name, gradient, monkeypatch):
-    """As docs/howto/gpu.md says: once for sums and quantiles; for a selection once, or once a chunk."""
+    """As docs/measurements.md says: once for sums and quantiles; for a selection once, or once a chunk."""
     chunks = 1
     if name == "triton":
         kernels = pytest.importorskip(
