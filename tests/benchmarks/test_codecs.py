@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    codecs = importlib.import_module("wire_codecs")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
+import wire_codecs as codecs
 
 ROWS = codecs.stored(codecs.FILE)
 

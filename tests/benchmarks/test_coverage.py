@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
+import intervals
 import numpy as np
 import pytest
 from conftest import ROOT
 from scipy.stats import kstest
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    intervals = importlib.import_module("intervals")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 CASES = list(intervals.cases())
 BRIEF = [case for case in CASES if case.brief]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -10,15 +9,10 @@ import re
 import subprocess
 import sys
 
+import gpu
 import pytest
 import torch
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    gpu = importlib.import_module("gpu")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.mark.slow

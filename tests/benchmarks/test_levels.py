@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
+import levels
 import numpy as np
 import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    levels = importlib.import_module("levels")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 ROWS = levels.stored(levels.PATH)
 

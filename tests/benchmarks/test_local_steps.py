@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    local_steps = importlib.import_module("local_steps")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
+import local_steps
 
 ROWS = local_steps.stored(local_steps.FILE)
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
 
 import numpy as np
 import pytest
+import theory
 import torch
 from conftest import ROOT
 from support.traces import LAYERS, gradient
 
 from capture.workloads import RunConfig
 from gradstats.trace import TraceWriter, create_trace
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    theory = importlib.import_module("theory")
-finally:
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 ROWS = theory.stored(theory.PATH)
 PAGE = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")

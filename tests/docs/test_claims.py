@@ -1,6 +1,7 @@
 """Claims beside measurements, and other tables and sentences: all their numbers are those of docs/results or data/.
 
-Run this file with ``--write`` to make the tables anew, and to see what the sentences must say.
+``PYTHONPATH=tools:benchmarks python tests/docs/test_claims.py --write`` makes the tables anew, and shows what the
+sentences must say.
 """
 
 from __future__ import annotations
@@ -15,31 +16,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import capture_cost
+import convergence
+import corners
+import experiment
+import growth
+import hook_overhead
 import numpy as np
+import plateau
+import primitives
+import trace_sizes
+from experiment import LAST, steps_to
+from lags import table as lags_table
+from pages import RESULTS, block, put
 
 import gradstats
 from gradstats.tables import render
 
 ROOT = Path(__file__).parents[2]
-for folder in ("tools", "benchmarks"):
-    sys.path.insert(0, str(ROOT / folder))
-try:
-    import capture_cost
-    import convergence
-    import corners
-    import experiment
-    import growth
-    import hook_overhead
-    import plateau
-    import primitives
-    import trace_sizes
-    from experiment import LAST, steps_to
-    from lags import table as lags_table
-    from pages import RESULTS, block, put
-finally:
-    for folder in ("tools", "benchmarks"):
-        sys.path.remove(str(ROOT / folder))
-
 PAGE = ROOT / "docs" / "claims.md"
 ANSWERS = {"confirmed", "in part", "not confirmed", "not tested"}
 WORKLOADS = {

@@ -1,6 +1,6 @@
 """The page that goes through the papers: nothing is left out, nothing named is missing, and its counts are its rows'.
 
-Run this file with ``--write`` to make the counts anew.
+``PYTHONPATH=tools python tests/docs/test_fidelity.py --write`` makes the counts anew.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from pages import block, put
+from pages import fidelity_rows as rows
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-try:
-    from pages import block, put
-    from pages import fidelity_rows as rows
-finally:
-    sys.path.remove(str(ROOT / "tools"))
-
 PAGE = ROOT / "docs" / "fidelity.md"
 STATES = ("as published", "corrected", "partly", "not yet")
 LAST = {
