@@ -37,6 +37,8 @@ SUMMARY = Table(
     ("trace", "kind", "ranks", "steps", "gradients", "numel"),
     (),
 )
+_MOST_FEWER = 8
+"""Most ranks that a summary names that lack steps."""
 _RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
 
 
@@ -63,7 +65,7 @@ def info(  # numpydoc ignore=PR01
     if format == "table" and output is None:
         for s in sources:
             if isinstance(s, TraceSource):
-                typer.echo(_describe(s) + "\n")
+                typer.echo(_describe(s, everything) + "\n")
     if format == "table" and not everything:
         records = [record for s in sources for record in info.info_summary(s)]
         counted = ("zeros", "nonfinite") if records and "zeros" in records[0] else ()
@@ -76,7 +78,7 @@ def info(  # numpydoc ignore=PR01
     INFO.extended("", *recorded).emit(records, format, output)
 
 
-def _describe(source: TraceSource) -> str:
+def _describe(source: TraceSource, everything: bool) -> str:
     from gradstats.analysis.info import describe
     from gradstats.tables import visible
 
@@ -91,11 +93,15 @@ def _describe(source: TraceSource) -> str:
         )
     steps = {rank: trace.steps(rank) for rank in trace.ranks}
     most = max(map(len, steps.values()), default=0)
-    lines += [
+    fewer = [
         f"  rank {rank} has fewer: {len(have)} of {most} steps, the last {have[-1] if have else '–'}"
-        for rank, have in steps.items()
+        for rank, have in sorted(steps.items(), key=lambda each: len(each[1]))
         if len(have) < most
     ]
+    shown = len(fewer) if everything else _MOST_FEWER
+    lines += fewer[:shown]
+    if fewer[shown:]:
+        lines.append(f"  ranks with fewer that are not named here: {len(fewer) - shown}; --all has them")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +223,13 @@ class StoredArray:
         return bool(now == list(self.shape))
 
 
+@lru_cache(maxsize=8)  # the ranks of a trace have the same
+def _known_specs(layers: int, numel: int, held: int | None) -> Mapping[str, ArraySpec]:
+    """Return the arrays that a group can hold, by name."""
+    how: dict[str, Any] = {"compression": True, "held": held}
+    return array_specs(layers, numel, **how) | array_specs(layers, numel, store="sketches", **how)
+
+
 class RankGroup:
     """The group of one rank.
 
@@ -275,7 +282,7 @@ class RankGroup:
         self.rows: dict[int, int] = {}
         self.names: set[str] = set()
         self._arrays: dict[str, StoredArray] = {}
-        self._specs: dict[str, ArraySpec] = {}
+        self._specs: Mapping[str, ArraySpec] = {}
         self.sharded = False
         self.shard_ranks = [rank]
         self.sizes = [layer.numel for layer in layers]
@@ -289,10 +296,7 @@ class RankGroup:
             if about["attributes"]["rank"] != rank:
                 raise ValueError(f"it is that of rank {shown(about['attributes']['rank'])}")
             held = self._find_shards(about["attributes"], layers)
-            for store in ("gradients", "sketches"):
-                self._specs |= array_specs(
-                    len(layers), self._numel, store=store, compression=True, held=held
-                )
+            self._specs = _known_specs(len(layers), self._numel, held)
             self.names = {*about["attributes"]["arrays"], "step"}
             if not self._specs.keys() >= self.names:
                 raise ValueError("its list of arrays is not that of a trace")
@@ -309,15 +313,16 @@ class RankGroup:
         ranks = about["shard_ranks"]
         if not all(type(r) is int for r in ranks) or self._rank not in ranks:
             raise ValueError("its list of ranks is not that of a trace")
-        runs = []
+        runs, self.sizes = [], []
         for layer, entry in zip(layers, about["shards"], strict=True):
             shard = Shard(entry["name"], tuple(entry["offset"]), tuple(entry["shape"]))
             if shard.name != layer.name:
                 raise ValueError("its shards are not those of the parameter layout")
-            runs.append(shard.runs(layer.shape) + np.array([layer.offset, 0]))
+            runs.append(shard.runs(layer.shape))
+            self.sizes.append(shard.numel)
         self.sharded, self.shard_ranks = True, list(ranks)
-        self.sizes = [int(r[:, 1].sum()) for r in runs]
         self.pieces = np.concatenate([np.empty((0, 2), np.int64), *runs])
+        self.pieces[:, 0] += np.repeat([la.offset for la in layers], [len(r) for r in runs])
         return sum(self.sizes)
 
     def speaks(self, kind: Kind) -> bool:

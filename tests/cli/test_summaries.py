@@ -1,6 +1,8 @@
 """What tables show first: a summary that fits a screen; and the format that a file's name asks for."""
 
 import json
+import shutil
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from conftest import DATA
 from support.terminal import records, run
 
 from gradstats.cli import main
-from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace import Layer, Shard, TraceWriter, create_trace
 
 EF = DATA / "resnet20-ef.zarr"
 
@@ -84,7 +86,7 @@ def test_info_of_many_ranks_is_short_and_opens_no_array_of_theirs(tmp_path, monk
     values = np.random.default_rng(0).laplace(size=600).astype(np.float32)
     for rank in range(ranks):
         writer = TraceWriter(path, rank, store="sketches")
-        for step in range(2):
+        for step in range(1 + rank % 2):
             writer.append(step, {"gradient": values}, loss=1.0)
         writer.close()
 
@@ -96,8 +98,35 @@ def test_info_of_many_ranks_is_short_and_opens_no_array_of_theirs(tmp_path, monk
         main(["info", str(path)])
     assert not end.value.code
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 20
-    assert f" {2 * ranks} " in lines[-1]
+    assert len(lines) <= 24
+    assert f" {ranks * 3 // 2} " in lines[-1]
+    assert sum("has fewer: 1 of 2 steps" in line for line in lines) == 8
+    assert any("not named here: 16; --all" in line for line in lines)
+    assert run("info", path, "--all").stdout.count("has fewer") == ranks // 2
+
+
+def test_info_of_256_ranks_of_700_sharded_parameters_is_quick(tmp_path):
+    """By hand, alone on the machine: 3 s of CPU, and 2 s where every rank has the whole gradient."""
+    path, ranks, parameters = tmp_path / "sharded.zarr", 256, 700
+    layers = [Layer(f"l{i}", 2 * ranks * i, (ranks, 2)) for i in range(parameters)]
+    create_trace(path, layers, world_size=ranks)
+    first = [Shard(layer.name, (0, 0), (1, 2)) for layer in layers]
+    writer = TraceWriter(path, 0, shards=first, shard_ranks=range(ranks))
+    writer.append(0, {"gradient": np.ones(2 * parameters, np.float32)})
+    writer.close()
+    about = json.loads((path / "rank00000" / "zarr.json").read_text())
+    for rank in range(1, ranks):
+        group = path / f"rank{rank:05d}"
+        shutil.copytree(path / "rank00000", group)
+        about["attributes"]["rank"] = rank
+        for shard in about["attributes"]["shards"]:
+            shard["offset"][0] = rank
+        (group / "zarr.json").write_text(json.dumps(about))
+    began = time.process_time()
+    done = run("info", path)
+    assert time.process_time() - began < 8
+    assert len(done.stdout.splitlines()) <= 20
+    assert "1 steps, 256 of 256 ranks" in done.stdout
 
 
 def test_the_name_alone_says_what_to_do_with_what_there_is(tmp_path, monkeypatch):
