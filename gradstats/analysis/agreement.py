@@ -9,8 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.analysis.over import Over, shares, subset_of
-from gradstats.console import followed
+from gradstats.analysis.over import Spread, shares, subset_of
+from gradstats.analysis.pieces import Submit, evaluate
 from gradstats.errors import InputError, TraceError
 from gradstats.primitives import Array, top_candidates
 from gradstats.primitives.arrays import as_numpy, numel_of
@@ -29,14 +29,14 @@ _OVER_STEPS = ("cosine", "signs", "overlap", "union", "union_low", "union_high",
 _WITH_INTERVAL = ("cosine", "overlap")
 
 
-@shares(Over)
+@shares(Spread)
 def agreement(
     source: object,
     *,
     ratio: float = 0.001,
     workers: int | None = None,
     batch: int | None = None,
-    **over: Unpack[Over],
+    **over: Unpack[Spread],
 ) -> Records:
     """Compare the gradients that the ranks of a run had in the same steps.
 
@@ -51,7 +51,7 @@ def agreement(
     batch : int, optional
         Samples in a rank's batch; by default ``batch_size`` of the trace's metadata.
     **over : Unpack[Over]
-        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -90,24 +90,26 @@ def agreement(
     """
     opened, k_ratio = open_source(source), check_ratio(ratio)
     subset = subset_of(over)
-    parameters = subset.parameters(opened)
+    parameters, all_steps = subset.parameters(opened), _together(opened, subset)
+    predicted = None if workers is None else check_count(workers, "workers")
     if batch is not None:
         batch = check_count(batch, "batch")
     elif isinstance(opened, TraceSource):
         stored = opened.trace.attrs.get("batch_size")
         batch = stored if isinstance(stored, int) and stored > 0 else None
     trained = opened.trace.world_size if isinstance(opened, TraceSource) else 0
+
+    def plan(submit: Submit, at: tuple[Kind, int]) -> Any:
+        return submit(_layers, opened, *at, all_steps[at[0]][at[1]], parameters, k_ratio, predicted)
+
     records = Records()
-    for kind, by_step in _together(opened, subset).items():
+    every = [(kind, step) for kind, by_step in all_steps.items() for step in by_step]
+    results = evaluate(plan, every, over["client"], "steps")
+    for kind, by_step in all_steps.items():
         several: dict[str, list[dict[str, Any]]] = {}
-        for step, those in followed(by_step.items(), "steps"):
-            vectors = [
-                dict(layer_parts(opened, opened.read(r, kind, step), parameters)) for r in those
-            ]
-            world = 2 * len(those) if workers is None else check_count(workers, "workers")
-            for layer in vectors[0]:
+        for step, of_layers in zip(by_step, results, strict=False):
+            for layer, found in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
-                found = _one([v[layer] for v in vectors], k_ratio, world)
                 several.setdefault(layer, []).append(found)
                 records.append(_record(labels, [found], batch, trained))
             over["on_progress"]()
@@ -138,6 +140,21 @@ def _together(source: Source, subset: Subset) -> dict[Kind, dict[int, list[int]]
             f"{source.name} has no step that two ranks hold; capture several ranks (gradstats capture without --rank)"
         )
     return found
+
+
+def _layers(
+    source: Source,
+    kind: Kind,
+    step: int,
+    ranks: Sequence[int],
+    parameters: Sequence[str],
+    ratio: float,
+    workers: int | None,
+) -> dict[str, dict[str, Any]]:
+    """Compare the ranks' gradients of one step, by layer."""
+    vectors = [dict(layer_parts(source, source.read(r, kind, step), parameters)) for r in ranks]
+    world = 2 * len(ranks) if workers is None else workers
+    return {layer: _one([v[layer] for v in vectors], ratio, world) for layer in vectors[0]}
 
 
 def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]:

@@ -126,12 +126,24 @@ class Measured:
             else special_cause(here[i], here[n_a + j], shape, c)
             for (i, j), c in zip(self.pairs, self.counts[layer], strict=True)
         ]
-        if "all" in self.products:
-            self.products["all"] = self.products["all"] + self.products[layer]
-            whole = zip(self.counts["all"], self.counts[layer], strict=True)
-            self.counts["all"] = [x + y for x, y in whole]
-        else:
-            self.products["all"], self.counts["all"] = self.products[layer], self.counts[layer]
+
+    def join(self, other: Measured) -> None:
+        """Take the layers that were measured elsewhere, and add them to ``all``.
+
+        Parameters
+        ----------
+        other : Measured
+            Other layers of the same gradients.
+        """
+        self.special |= other.special
+        for layer in other.products:
+            self.products[layer], self.counts[layer] = other.products[layer], other.counts[layer]
+            if "all" in self.products:
+                self.products["all"] = self.products["all"] + self.products[layer]
+                whole = zip(self.counts["all"], self.counts[layer], strict=True)
+                self.counts["all"] = [x + y for x, y in whole]
+            else:
+                self.products["all"], self.counts["all"] = self.products[layer], self.counts[layer]
 
     def view(self, layer: str, at: int) -> _View:
         """Return what is known of one layer on one pair of ranks.

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.causes import Measured, explain
-from gradstats.analysis.over import Over, shares
-from gradstats.analysis.pieces import PIECE, Key
-from gradstats.console import followed
+from gradstats.analysis.over import Spread, shares
+from gradstats.analysis.pieces import PIECE, Key, Submit, evaluate
 from gradstats.errors import InputError
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_number
@@ -83,14 +82,14 @@ class _Side:
                 yield as_numpy(self.source.elements(*key, p.start, p.stop))
 
 
-@shares(Over)
+@shares(Spread)
 def compare(
     a: object,
     b: object,
     *,
     weights: object = None,
     tolerance: float = TOLERANCE,
-    **over: Unpack[Over],
+    **over: Unpack[Spread],
 ) -> Comparison:
     """Compare the gradients of two runs, aligned by parameter name, kind, step and rank, and name the likely cause.
 
@@ -104,7 +103,7 @@ def compare(
     tolerance : float, optional
         Relative error up to which two gradients are the same, in (0, 1).
     **over : Unpack[Over]
-        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -144,7 +143,7 @@ def compare(
     )
     wanted = chosen(names, over["layers"], over["per_layer"], "the two sources")
     decayed = None if weights is None else _weights(open_source(weights), names, sides[0])
-    measured = _measure(names, shapes, sides, decayed, over["on_progress"])
+    measured = _measure(names, shapes, sides, decayed, over["client"], over["on_progress"])
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
     found = Comparison()
     found.unmatched = unmatched
@@ -251,21 +250,46 @@ def _measure(
     shapes: Sequence[tuple[int, ...]],
     sides: tuple[_Side, _Side],
     weights: list[NDArray[np.floating[Any]]] | None,
+    client: Any,
     on_progress: Callable[[], None],
 ) -> dict[tuple[int, Kind], Measured]:
-    """Reduce every step of each kind to sums: the only place where elements are read."""
-    found = {
+    """Reduce every step of each kind to sums, layer by layer."""
+    found = _unmeasured(sides)
+
+    def plan(submit: Submit, group: range) -> Any:
+        of_group = None if weights is None else [weights[i] for i in group]
+        some = slice(group.start, group.stop)
+        return submit(_measure_group, names[some], shapes[some], sides, of_group, group)
+
+    for parts in evaluate(plan, _groups(sides[0].places), client, "groups of layers"):
+        for at, part in parts.items():
+            found[at].join(part)
+        on_progress()
+    return found
+
+
+def _unmeasured(sides: tuple[_Side, _Side]) -> dict[tuple[int, Kind], Measured]:
+    return {
         (step, kind): Measured.of(*([key[0] for key in s.keys[step, kind]] for s in sides))
         for step, kind in sides[0].keys
     }
-    for group in followed(_groups(sides[0].places), "groups of layers"):
-        last: dict[Kind, list[list[NDArray[np.floating[Any]]]]] = {}
-        for (step, kind), one in found.items():
-            vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]
-            for at, i in enumerate(group):
-                here = [v[at] for v in vectors]
-                before = [v[at] for v in last.get(kind, ()) if len(last[kind]) == len(vectors)]
-                one.add(names[i], shapes[i], here, before, None if weights is None else weights[i])
-            last[kind] = vectors
-        on_progress()
+
+
+def _measure_group(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    sides: tuple[_Side, _Side],
+    weights: list[NDArray[np.floating[Any]]] | None,
+    group: range,
+) -> dict[tuple[int, Kind], Measured]:
+    """Measure some layers in every step: the only place where elements are read."""
+    found = _unmeasured(sides)
+    last: dict[Kind, list[list[NDArray[np.floating[Any]]]]] = {}
+    for (step, kind), one in found.items():
+        vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]
+        for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            here = [v[i] for v in vectors]
+            before = [v[i] for v in last.get(kind, ()) if len(last[kind]) == len(vectors)]
+            one.add(name, shape, here, before, None if weights is None else weights[i])
+        last[kind] = vectors
     return found

@@ -87,18 +87,23 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def evaluate(
-    plan: Callable[[Submit, Key], Any], keys: Iterable[Key], client: Any = None
+    plan: Callable[[Submit, Any], Any],
+    keys: Iterable[Any],
+    client: Any = None,
+    title: str = "gradients",
 ) -> Iterator[Any]:
-    """Yield the result of a plan for every gradient, in order.
+    """Yield the result of a plan for every gradient, or other piece of the work, in order.
 
     Parameters
     ----------
     plan : callable
         ``plan(submit, key)`` submits the steps of an analysis and returns the last one's future.
-    keys : iterable of Key
-        Gradients to analyse.
+    keys : iterable
+        Gradients to analyse, each a :data:`Key`; or steps, or series.
     client : distributed.Client, optional
-        Cluster that does the work. By default this process does it, one gradient after another.
+        Cluster that does the work. By default this process does it, one after another.
+    title : str, optional
+        What the keys are, in the plural.
 
     Yields
     ------
@@ -106,7 +111,7 @@ def evaluate(
         What the last step of the plan returned.
     """
     if client is None:
-        for key in followed(keys, "gradients"):
+        for key in followed(keys, title):
             yield plan(_call, key)
         return
 
@@ -115,7 +120,7 @@ def evaluate(
 
     futures = [plan(submit, key) for key in keys]
     try:
-        for i in followed(range(len(futures)), "gradients"):
+        for i in followed(range(len(futures)), title):
             yield futures[i].result()
             futures[i] = None  # lets the cluster forget it
     finally:

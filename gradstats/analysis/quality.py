@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.analysis.over import Over, shares, subset_of
+from gradstats.analysis.over import Spread, shares, subset_of
+from gradstats.analysis.pieces import Submit, evaluate
 from gradstats.console import followed, no_progress
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
@@ -23,6 +25,7 @@ from gradstats.statistics.solution import Z95
 from gradstats.tables import Quality, Records
 from gradstats.thresholds import ESTIMATORS, Estimate, Estimator, make_estimator
 from gradstats.thresholds.base import RandomEstimator
+from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
 __all__ = [
@@ -125,14 +128,14 @@ def spread_of(count: int) -> str:
     return "least to largest" if count < _FEWEST_FOR_QUANTILES else "5 % to 95 %"
 
 
-@shares(Over)
+@shares(Spread)
 def quality_series(
     source: object,
     ratios: Sequence[float] = RATIOS,
     estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
-    **over: Unpack[Over],
+    **over: Unpack[Spread],
 ) -> Records:
     """Replay estimators over every gradient of a source, one record each.
 
@@ -149,7 +152,7 @@ def quality_series(
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
     **over : Unpack[Over]
-        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -171,6 +174,7 @@ def quality_series(
         ratios,
         estimators,
         options=options,
+        client=over["client"],
         on_progress=over["on_progress"],
     )
 
@@ -182,6 +186,7 @@ def series_of(
     estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
+    client: Any = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> Records:
     """Return the records of :func:`quality_series` of a source that is open.
@@ -198,6 +203,8 @@ def series_of(
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     options : dict of dict, optional
         Options by estimator's name.
+    client : distributed.Client, optional
+        Cluster that does the work.
     on_progress : callable, optional
         Called after every gradient.
 
@@ -206,11 +213,39 @@ def series_of(
     Records
         Records as in :func:`quality_series`.
     """
+    if client is not None:
+        names = None if estimators is None else check_several(estimators, "estimators")
+        work = partial(series_of, ratios=ratios, estimators=names, options=options)
+        return _spread(work, source, subset, client, on_progress)
     return Records(
         each_record(
             source, subset, ratios, estimators, options=options, on_progress=on_progress, fresh=True
         )
     )
+
+
+def _spread(
+    work: Callable[[Source, Subset], Records],
+    source: Source,
+    subset: Subset,
+    client: Any,
+    on_progress: Callable[[], None],
+) -> Records:
+    """Return the records of a source, where each rank and kind is a task: rules learn from step to step."""
+    gradients = Counter((rank, kind) for rank, kind, _ in subset.keys(source))
+
+    def plan(submit: Submit, series: tuple[int, Kind]) -> Any:
+        rank, kind = series
+        return submit(work, source, replace(subset, ranks=[rank], kinds=[kind]))
+
+    records = Records()
+    for number, found in zip(
+        gradients.values(), evaluate(plan, gradients, client, "series"), strict=True
+    ):
+        records += found
+        for _ in range(number):
+            on_progress()
+    return records
 
 
 def each_record(
@@ -384,14 +419,14 @@ def _energy(values: NDArray[np.float64]) -> float:
         return float(np.square(values).sum())
 
 
-@shares(Over)
+@shares(Spread)
 def quality(
     source: object,
     ratios: Sequence[float] = RATIOS,
     estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
-    **over: Unpack[Over],
+    **over: Unpack[Spread],
 ) -> Records:
     """Compare the number of elements that estimated thresholds keep with the target, k̂/k.
 
@@ -406,7 +441,7 @@ def quality(
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
     **over : Unpack[Over]
-        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -440,6 +475,7 @@ def quality(
             ratios,
             estimators,
             options=options,
+            client=over["client"],
             on_progress=over["on_progress"],
         )
     )
@@ -605,14 +641,14 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     return found
 
 
-@shares(Over)
+@shares(Spread)
 def stage_budget(
     source: object,
     ratios: Sequence[float] = RATIOS,
     estimators: Iterable[str] | None = None,
     *,
     options: Options | None = None,
-    **over: Unpack[Over],
+    **over: Unpack[Spread],
 ) -> Records:
     """Split the error of multi-stage thresholds over their stages.
 
@@ -630,7 +666,7 @@ def stage_budget(
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
     **over : Unpack[Over]
-        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -644,8 +680,24 @@ def stage_budget(
         If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
     """
     opened, subset, on_progress = open_source(source), subset_of(over), over["on_progress"]
+    names = None if estimators is None else check_several(estimators, "estimators")
+    if (client := over["client"]) is not None:
+        work = partial(_stages, ratios=ratios, estimators=names, options=options)
+        return _spread(work, opened, subset, client, on_progress)
+    return _stages(opened, subset, ratios, names, options, on_progress)
+
+
+def _stages(
+    source: Source,
+    subset: Subset,
+    ratios: Sequence[float],
+    estimators: Sequence[str] | None,
+    options: Options | None,
+    on_progress: Callable[[], None] = no_progress,
+) -> Records:
+    """Return the records of :func:`stage_budget` of a source that is open."""
     records = Records()
-    for played in _replay(opened, subset, ratios, estimators, options, on_progress):
+    for played in _replay(source, subset, ratios, estimators, options, on_progress):
         stages = played.estimate.details.get("stages", [])
         counts = [stage["count"] for stage in stages] + [len(played.selection)]
         shares = [after / before for before, after in pairwise(counts)]

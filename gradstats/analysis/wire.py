@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
-from gradstats.analysis.over import Over, shares, subset_of
-from gradstats.console import followed
+from gradstats.analysis.over import Spread, shares, subset_of
+from gradstats.analysis.pieces import Submit, evaluate
 from gradstats.errors import InputError, TraceError, unknown
 from gradstats.primitives.arrays import CHUNK, numel_of
 from gradstats.primitives.ratio import (
@@ -140,7 +140,7 @@ def _named(record: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
-@shares(Over)
+@shares(Spread)
 def wire(
     source: object,
     formats: Sequence[str] | None = None,
@@ -151,7 +151,7 @@ def wire(
     ratio: float = 1.0,
     estimator: str = "exact",
     seed: int = 0,
-    **over: Unpack[Over],
+    **over: Unpack[Spread],
 ) -> Wire:
     """Round gradients to number formats as they would be sent, and measure what that changes.
 
@@ -177,7 +177,7 @@ def wire(
     seed : int, optional
         Seed of stochastic rounding and of a rotation's signs, which all ranks share.
     **over : Unpack[Over]
-        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Over`.
+        Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
     -------
@@ -218,32 +218,54 @@ def wire(
     >>> print(gradstats.wire(x).smallest(0.01)["format"])
     nvfp4
     """
-    from gradstats.primitives.rounding import Message, measure
-
     ways = list(_ways(formats, roundings, rotations, scales))
     kept, opened = check_ratio(ratio), open_source(source)
     make_estimator(estimator)  # a name that is none is refused before anything is read
     seed, subset = check_seed(seed), subset_of(over)
-    parameters = subset.parameters(opened)
+    parameters, steps = subset.parameters(opened), _by_step(opened, subset)
     several: dict[tuple[Any, ...], list[Measured]] = {}
-    for (kind, step), ranks in followed(_by_step(opened, subset).items(), "steps"):
-        vectors = [dict(layer_parts(opened, opened.read(r, kind, step), parameters)) for r in ranks]
-        for layer in vectors[0]:
-            sent = []
-            for rank, vector in zip(ranks, vectors, strict=True):
-                values, chosen = vector[layer], None
-                if kept < 1 and numel_of(values):
-                    chosen = make_estimator(estimator).select(values, kept)[1]
-                sent.append(Message(values, (seed, step, rank), chosen))
-            for way in ways:
-                for measured in measure(way, sent, seed):
-                    several.setdefault((kind, layer, way, measured.ranks), []).append(measured)
+
+    def plan(submit: Submit, at: tuple[Kind, int]) -> Any:
+        return submit(_measured, opened, *at, steps[at], parameters, ways, kept, estimator, seed)
+
+    for (at, ranks), found in zip(
+        steps.items(), evaluate(plan, steps, over["client"], "steps"), strict=True
+    ):
+        for layer, way, measured in found:
+            several.setdefault((at[0], layer, way, measured.ranks), []).append(measured)
         for _ in ranks:
             over["on_progress"]()
     # gradients one by one before their sum
     order = sorted(several, key=lambda key: key[3])
     labels = {"trace": opened.name, "ratio": kept}
     return Wire(_record(labels, key, several[key]) for key in order)
+
+
+def _measured(
+    source: Source,
+    kind: Kind,
+    step: int,
+    ranks: Sequence[int],
+    parameters: Sequence[str],
+    ways: Sequence[Way],
+    ratio: float,
+    estimator: str,
+    seed: int,
+) -> list[tuple[str, Way, Measured]]:
+    """Round what all ranks have of one step, in every way."""
+    from gradstats.primitives.rounding import Message, measure
+
+    vectors = [dict(layer_parts(source, source.read(r, kind, step), parameters)) for r in ranks]
+    found = []
+    for layer in vectors[0]:
+        sent = []
+        for rank, vector in zip(ranks, vectors, strict=True):
+            values, chosen = vector[layer], None
+            if ratio < 1 and numel_of(values):
+                chosen = make_estimator(estimator).select(values, ratio)[1]
+            sent.append(Message(values, (seed, step, rank), chosen))
+        found += [(layer, way, measured) for way in ways for measured in measure(way, sent, seed)]
+    return found
 
 
 def _by_step(source: Source, subset: Subset) -> dict[tuple[Kind, int], list[int]]:

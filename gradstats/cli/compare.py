@@ -14,6 +14,7 @@ from gradstats.cli.options import (
     OutputOption,
     PerLayerOption,
     RankOption,
+    SchedulerOption,
     SourceArgument,
     StepOption,
 )
@@ -58,6 +59,7 @@ def compare(  # numpydoc ignore=PR01
     tolerance: Annotated[
         float, typer.Option(help="Relative error up to which gradients are the same.")
     ] = 1e-5,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -68,11 +70,17 @@ def compare(  # numpydoc ignore=PR01
     late, a missing all-reduce, a rank missing or twice, other ranks or places, a shorter type, other data. It may be
     not known.
     """
+    from contextlib import nullcontext
+
     from gradstats.analysis.compare import compare
+    from gradstats.analysis.pieces import connect
     from gradstats.console import progress_bar
     from gradstats.trace import Kind
 
-    with progress_bar() as bar:
+    with (
+        nullcontext() if scheduler is None else connect(scheduler) as client,
+        progress_bar() as bar,
+    ):
         task = bar.add_task("comparing", total=None)
         found = compare(
             a,
@@ -84,6 +92,7 @@ def compare(  # numpydoc ignore=PR01
             per_layer=per_layer,
             weights=weights,
             tolerance=tolerance,
+            client=client,
             on_progress=lambda: bar.advance(task),
         )
     COMPARE.emit(found, format, output)
@@ -112,6 +121,7 @@ def agreement(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -125,7 +135,16 @@ def agreement(  # numpydoc ignore=PR01
     from gradstats.analysis.agreement import agreement, batch_sentence
 
     work = one_by_one(agreement, ratio=ratio, workers=workers, batch=batch, per_layer=per_layer)
-    records = analyse("comparing", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
+    records = analyse(
+        "comparing",
+        source,
+        work,
+        scheduler=scheduler,
+        steps=step,
+        ranks=rank,
+        kinds=kind,
+        layers=layer,
+    )
     AGREEMENT.emit(records, format, output)
     if format != "table" or not records:
         return

@@ -101,7 +101,9 @@ def _describe(source: TraceSource, everything: bool) -> str:
     shown = len(fewer) if everything else _MOST_FEWER
     lines += fewer[:shown]
     if fewer[shown:]:
-        lines.append(f"  ranks with fewer that are not named here: {len(fewer) - shown}; --all has them")
+        lines.append(
+            f"  ranks with fewer that are not named here: {len(fewer) - shown}; --all has them"
+        )
     return "\n".join(lines)
 
 

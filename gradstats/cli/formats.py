@@ -16,6 +16,7 @@ from gradstats.cli.options import (
     OutputOption,
     PerLayerOption,
     RankOption,
+    SchedulerOption,
     SourceArgument,
     StepOption,
     one_of,
@@ -113,6 +114,7 @@ def wire(  # numpydoc ignore=PR01
     rank: RankOption = None,
     kind: KindOption = None,
     everything: EverythingOption = False,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -155,7 +157,16 @@ def wire(  # numpydoc ignore=PR01
                 found += records
         return found
 
-    records = analyse("rounding", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
+    records = analyse(
+        "rounding",
+        source,
+        work,
+        scheduler=scheduler,
+        steps=step,
+        ranks=rank,
+        kinds=kind,
+        layers=layer,
+    )
     (SMALLEST if brief else WIRE).emit(records, format, output, answers)
     left_out = sum(r["nonfinite"] for r in records if r["layer"] == "all")
     if format == "table" and left_out:

@@ -17,6 +17,7 @@ from gradstats.cli.options import (
     PerLayerOption,
     RankOption,
     RatioOption,
+    SchedulerOption,
     SourceArgument,
     StepOption,
     one_of,
@@ -125,6 +126,7 @@ def quality(  # numpydoc ignore=PR01
     rank: RankOption = None,
     kind: KindOption = None,
     everything: EverythingOption = False,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -153,7 +155,16 @@ def quality(  # numpydoc ignore=PR01
         estimator = [*estimator, versus]
     asked = given(ratios=ratio, estimators=estimator)
     work = one_by_one(records_of, **asked, options=options, per_layer=per_layer)
-    records = analyse("quality", source, work, steps=step, ranks=rank, kinds=kind, layers=layer)
+    records = analyse(
+        "quality",
+        source,
+        work,
+        scheduler=scheduler,
+        steps=step,
+        ranks=rank,
+        kinds=kind,
+        layers=layer,
+    )
     answers: list[str] = []
     if versus:
         records = quality.differences(records, versus)

@@ -252,6 +252,11 @@ def _spread(
         yield exact, chosen, found
 
 
+def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the scalar product, to the last bit the same with any number of threads, which BLAS's is not."""
+    return float(np.einsum("i,i->", a.numpy(), b.numpy()))
+
+
 class _Sums:
     """Sums of products of a gradient g, what was sent of it, and what arrived, q."""
 
@@ -263,14 +268,14 @@ class _Sums:
         """Add one piece."""
         g, q = exact * self._unit, found * self._unit
         off = q - g
-        self.square += float(g.dot(g))
-        self.error += float(off.dot(off))
-        self.along += float(off.dot(g))
-        self.arrived += float(q.dot(q))
-        self.product += float(q.dot(g))
+        self.square += _dot(g, g)
+        self.error += _dot(off, off)
+        self.along += _dot(off, g)
+        self.arrived += _dot(q, q)
+        self.product += _dot(q, g)
         if chosen is not exact:
             left = chosen * self._unit - g
-            self.dropped += float(left.dot(left))
+            self.dropped += _dot(left, left)
 
 
 def _bits(way: Way, sent: Message) -> float:

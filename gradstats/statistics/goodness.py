@@ -315,7 +315,7 @@ def _absolute_area(
     crossing = start * end < 0
     total = np.where(a + b > 0, a + b, 1.0)
     mean = np.where(crossing, (a * a + b * b) / (2 * total), (a + b) / 2)
-    return float(mean @ width)
+    return float((mean * width).sum())  # BLAS's last bits would depend on the number of threads
 
 
 @dataclass(frozen=True, slots=True)

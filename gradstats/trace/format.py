@@ -204,7 +204,9 @@ class Shard:
         pieces = math.prod(self.shape[:last])
         if pieces > _RUNS:
             raise ValueError(f"a shard of {self.name} is in too many pieces")
-        if pieces == 1:  # a trace of 256 ranks has 180 thousand of these: arrays would take ten seconds
+        if (
+            pieces == 1
+        ):  # a trace of 256 ranks has 180 thousand of these: arrays would take ten seconds
             return np.array([[start, numel]])
         starts: NDArray[np.int64] = np.zeros((), np.int64)
         for i in range(len(whole)):

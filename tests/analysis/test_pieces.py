@@ -172,7 +172,7 @@ def cluster():
             n_workers=2,
             threads_per_worker=1,
             processes=True,
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",
             silence_logs=50,
         ) as cluster,
         Client(cluster) as client,
@@ -216,19 +216,31 @@ class TestCluster:
         with pytest.raises(InputError.__base__, match="damaged"):
             fit_records(open_source(path), client=cluster)
 
-    def test_the_command(self, trace, cluster, capsys, monkeypatch):
-        address = cluster.scheduler.address
-        monkeypatch.setattr(
-            sys, "argv", ["gradstats", "fit", str(trace), "--step", "0", "--format", "json"]
-        )
-        records = []
-        for extra in ([], ["--scheduler", address]):
-            monkeypatch.setattr(sys, "argv", [*sys.argv[:7], *extra])
-            with pytest.raises(SystemExit) as done:
-                main()
-            assert done.value.code == 0
-            records.append(json.loads(capsys.readouterr().out))
-        close(records[1], records[0])
+    def test_every_command_writes_the_same_bytes(self, trace, cluster):
+        """Rules that learn see the steps of their rank and kind in order, wherever they run."""
+        rules = [f"--estimator={name}" for name in ("sidco-e", "micro", "warm-exact")]
+        few = ["--ratio", "0.01", *rules]
+        for name, *options in (
+            ("fit", "--step", "0"),
+            ("compressibility", "--kind", "gradient"),
+            ("pot", "--step", "0", "--layers"),
+            ("drift", "--kind", "gradient"),
+            ("quality", *few, "--per-layer"),
+            ("quality", *few, "--by-stage"),
+            ("wire", "--to", "e4m3", "--rounding", "stochastic", "--per-layer"),
+            ("agreement", "--per-layer"),
+            ("compare", trace, "--per-layer"),
+        ):
+            command = (name, trace, *options, "--format", "json")
+            here, there = run(*command), run(*command, "--scheduler", cluster.scheduler.address)
+            assert (here.returncode, there.returncode) == (0, 0), there.stderr
+            assert len(here.stdout) > 1000
+            assert there.stdout == here.stdout, name
+
+    def test_a_wrong_option_is_one_line(self, trace, cluster):
+        done = run("quality", trace, "--scheduler", cluster.scheduler.address, "--ratio", "2")
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
 
     def test_the_workers_load_what_the_command_does(
         self, trace, cluster, tmp_path, forgotten, monkeypatch
