@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capture.facade import Capture
     from capture.recorder import CaptureWarning
-    from capture.schedule import Schedule, at, every, logarithmic
+    from capture.schedule import Schedule, at, every, logarithmic, recent
 
 _HOME = {
     "Capture": "capture.facade",
@@ -20,9 +20,10 @@ _HOME = {
     "at": "capture.schedule",
     "every": "capture.schedule",
     "logarithmic": "capture.schedule",
+    "recent": "capture.schedule",
 }
 
-__all__ = ["Capture", "CaptureWarning", "Schedule", "at", "every", "logarithmic"]
+__all__ = ["Capture", "CaptureWarning", "Schedule", "at", "every", "logarithmic", "recent"]
 
 
 def __getattr__(name: str) -> Any:

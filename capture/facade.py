@@ -19,7 +19,7 @@ import torch.distributed as dist
 from capture.creation import Overwrite, create_on_all, restarted, vacant
 from capture.recorder import Recorder, Storage, at_exit, warn
 from capture.room import Room
-from capture.schedule import Schedule, as_schedule
+from capture.schedule import Retention, Schedule, as_retention, as_schedule
 from capture.states import name_parameters, records_steps, usual_kinds
 from capture.taps.buckets import BucketTap, Hook
 from capture.taps.exchanges import ExchangeTap
@@ -107,6 +107,12 @@ class Capture(Facts):
         index of the first dimension one, ``experts[0]`` and so on, such as experts of a fused parameter or rows of an
         embedding; ``{"*.q_proj.weight": (0, 12)}`` cuts it into 12 equal ones, such as heads. Dimension 0 alone can be
         cut.
+    keep : Retention or int, optional
+        Steps that stay in the trace; all by default. N for the last N steps of the training, or
+        ``recent(200, before=100)``: every captured step of the last 200, and of those before every 100th. A step is
+        removed, with its loss, when the newer one is committed, from each rank by itself; what lies in one file with
+        others, such as moments of small layers, goes with the last of them. Not for a sharded model, whose ranks might
+        keep parts of different steps.
 
     Attributes
     ----------
@@ -182,6 +188,7 @@ class Capture(Facts):
         scaler: Scaler | None = None,
         optimizer: Any = None,
         units: UnitsOption | None = None,
+        keep: Retention | int | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         _check_options(kinds, store, dtype)
@@ -202,7 +209,13 @@ class Capture(Facts):
         ranks = None if ranks is None else set(ranks)
         active = ranks is None or self.rank in ranks
         self._sharding: Sharding | None = None
+        kept = as_retention(keep)
         if is_sharded(self._layout.model):
+            if kept is not None:
+                raise InputError(
+                    "keep= is not for a sharded model, whose ranks might keep parts of different steps: thin the "
+                    "schedule"
+                )
             self._sharding = Sharding(self._layout, process_group, ranks)
             active = bool(self._sharding.kinds(self._kinds or usual_kinds(self._sharding.hook)))
         elif "local" in (self._kinds or ()):
@@ -210,7 +223,7 @@ class Capture(Facts):
                 "kind 'local' is of models sharded by fully_shard(); under DDP wrap a hook, and 'gradient' is each "
                 "rank's own"
             )
-        storage = Storage(self.path, self.rank, store, dtype, compress, buffers, total_steps)
+        storage = Storage(self.path, self.rank, store, dtype, compress, buffers, total_steps, kept)
         self._recorder = Recorder(storage, self.schedule, start_step, scaler, active)
         self._watch = BackwardWatch()
         common = (self._recorder, self._layout, self._kinds, self._watch)
@@ -251,7 +264,8 @@ class Capture(Facts):
         captured = sorted(range(world_size) if ranks is None else ranks & {*range(world_size)})
         if captured and captured[0] == self.rank:  # one of them says what all take
             self._recorder.room = Room(
-                len(captured), thinned=not (isinstance(schedule, int) and schedule == 1)
+                len(captured),
+                thinned=kept is not None or not (isinstance(schedule, int) and schedule == 1),
             )
         self._watch.start(self._layout.parameters if active else ())
         if self._layout.ignored and active:
@@ -500,6 +514,7 @@ def _origin(storage: Storage, schedule: Schedule) -> dict[str, Any]:
             "schedule": schedule.description,
             "store": storage.store,
             "dtype": storage.dtype,
+            **({"keep": storage.keep.description} if storage.keep else {}),
         },
         "versions": {"python": platform.python_version(), **{n: version(n) for n in names}},
         "created": datetime.now(UTC).isoformat(" ", "seconds"),

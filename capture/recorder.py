@@ -17,7 +17,7 @@ import torch
 
 from capture.copies import Copies, Values
 from capture.room import Room
-from capture.schedule import Schedule
+from capture.schedule import Retention, Schedule
 from capture.updates import Updates
 from capture.writer import BackgroundWriter, Snapshot
 from gradstats.hooks import Scaler
@@ -67,6 +67,8 @@ class Storage:
         Largest number of steps on their way to the disk.
     total_steps : int or None
         Length of the training, if it is known.
+    keep : Retention or None
+        Steps that stay in the trace; all if None.
     """
 
     path: Path
@@ -76,6 +78,7 @@ class Storage:
     compress: bool
     buffers: int
     total_steps: int | None
+    keep: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,12 +470,14 @@ class Recorder:
                 size = 4 if storage.dtype == "float32" else 2
                 self.bytes = float(size * sum(map(writer.size, contents.kinds)))
             if self.room is not None and self.bytes:
+                if storage.keep is not None:  # about: old steps that are kept are few
+                    expected = min(storage.keep.last, expected or storage.keep.last)
                 said = self.room.problem(storage.path, self.bytes, expected)
                 if said:
                     warn(said)
             self.copies = Copies(contents.devices, stay=storage.store == "sketches")
             self._background = BackgroundWriter(
-                writer, contents.kinds, storage.buffers, self.copies
+                writer, contents.kinds, storage.buffers, self.copies, storage.keep
             )
         except Exception as error:
             self.stop(error)

@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_count
 
-__all__ = ["Schedule", "as_schedule", "at", "every", "logarithmic"]
+__all__ = [
+    *("Retention", "Schedule", "as_retention", "as_schedule"),
+    *("at", "every", "logarithmic", "recent"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,94 @@ def logarithmic(per_decade: int = 10) -> Schedule:
         return round(10 ** (exponent / per_decade)) == step
 
     return Schedule(includes, f"logarithmic, {per_decade} per decade")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which captured steps stay in a trace: the last ones, and some of those before. :func:`recent` makes it.
+
+    Attributes
+    ----------
+    last : int
+        Distance to the newest captured step from which on steps are old.
+    before : Schedule
+        Old steps that stay.
+    """
+
+    last: int
+    before: Schedule
+
+    @property
+    def description(self) -> str:
+        """Text for the trace's metadata."""
+        old = self.before.description.removeprefix("at ")
+        return f"the last {self.last} steps" + (f"; of those before, {old}" if old else "")
+
+    def outdated(self, step: int, newest: int) -> bool:
+        """Tell whether a captured step is to be removed.
+
+        Parameters
+        ----------
+        step : int
+            Step in the trace.
+        newest : int
+            The newest one there.
+        """
+        return step <= newest - self.last and step not in self.before
+
+
+def recent(last: int, before: Schedule | int | Iterable[int] = ()) -> Retention:
+    """Keep the last steps of a training, and some of those before: `keep` of :class:`Capture`.
+
+    Parameters
+    ----------
+    last : int
+        Number of the training's last steps whose captured ones are kept, at least 1.
+    before : Schedule, int or iterable of int
+        Steps that are kept although they are older; none by default.
+
+    Returns
+    -------
+    Retention
+        What to keep.
+
+    Raises
+    ------
+    InputError
+        If `last` is below 1, or `before` is no set of steps.
+
+    Examples
+    --------
+    >>> keep = recent(3, before=every(4))
+    >>> [s for s in range(10) if not keep.outdated(s, newest=9)]
+    [0, 4, 7, 8, 9]
+    """
+    last = check_count(last, "last")
+    schedule = as_schedule(before)
+    if not schedule.known:
+        raise InputError("before= is a schedule, N for every N-th step, or a list of steps")
+    return Retention(last, schedule)
+
+
+def as_retention(keep: Retention | int | None) -> Retention | None:
+    """Turn the number of a training's last steps into what to keep.
+
+    Parameters
+    ----------
+    keep : Retention, int or None
+        What to keep; None for everything.
+
+    Returns
+    -------
+    Retention or None
+        What to keep.
+
+    Raises
+    ------
+    InputError
+        If a number is below 1.
+    """
+    return keep if keep is None or isinstance(keep, Retention) else recent(keep)
 
 
 def as_schedule(schedule: Schedule | int | Iterable[int] | Callable[[int], bool]) -> Schedule:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from capture.copies import Copies, Values
+from capture.schedule import Retention
 from gradstats.trace import Kind, TraceWriter
 
 __all__ = ["PATIENCE_S", "BackgroundWriter", "Snapshot"]
@@ -96,6 +98,8 @@ class BackgroundWriter:
         Largest number of snapshots in use at once; :meth:`borrow` waits when all are.
     copies : Copies
         What gives the memory of the arrays.
+    keep : Retention, optional
+        Steps that stay in the trace; all by default.
 
     Attributes
     ----------
@@ -109,8 +113,10 @@ class BackgroundWriter:
         kinds: Sequence[Kind],
         buffers: int,
         copies: Copies,
+        keep: Retention | None = None,
     ) -> None:
-        self._writer, self._copies = writer, copies
+        self._writer, self._copies, self._keep = writer, copies, keep
+        self._recent: deque[int] = deque()
         self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         for _ in range(buffers):
             # Zeros, because a step writes nothing for parameters that it does not reach.
@@ -215,6 +221,16 @@ class BackgroundWriter:
                 raise
             raise
 
+    def _thin(self, newest: int) -> None:
+        """Remove the steps that are not kept now that a newer one is committed."""
+        if (keep := self._keep) is None:
+            return
+        self._recent.append(newest)
+        while self._recent[0] <= newest - keep.last:
+            step = self._recent.popleft()
+            if keep.outdated(step, newest):
+                self._writer.remove(step)
+
     def _run(self) -> None:
         try:
             while (snapshot := self._full.get()) is not None:
@@ -226,6 +242,7 @@ class BackgroundWriter:
                             if not isinstance(loss := scalars.get("loss", 0.0), float):
                                 scalars["loss"] = float(loss[0])
                             self._writer.append(snapshot.step, snapshot.arrays, **scalars)
+                            self._thin(snapshot.step)
                     except Exception as error:
                         self.error = error
                 self._free.put(snapshot)

@@ -12,6 +12,8 @@ import os
 import shutil
 import time
 import uuid
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -132,6 +134,8 @@ class TraceWriter:
         self._bfloat16 = dtype == "bfloat16"
         self._rows = 0
         self._last = -1
+        # of each row the step that it was for, and whether it is not committed, or no longer
+        self._steps, self._void = array("q"), bytearray()
         self._capacity = expected_steps or GROW
         self._specs = array_specs(
             len(self._layers),
@@ -202,10 +206,15 @@ class TraceWriter:
         import zarr
 
         numbers = np.asarray(zarr.open_array(self._group / "step", mode="r")[:])
-        self._rows = int(np.count_nonzero(numbers >= 0))
         self._last = int(numbers.max(initial=-1))
-        if (numbers[: self._rows] < 0).any():
-            raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
+        self._rows = int(np.flatnonzero(numbers >= 0).max(initial=-1)) + 1
+        for chunk in range(-(-self._rows // self._specs["step"].rows)):
+            if not (self._group / "step" / "c" / str(chunk)).exists():
+                raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
+        numbers = numbers[: self._rows]
+        self._steps = array("q", np.maximum.accumulate(numbers).tolist())
+        self._void = bytearray((numbers < 0).tolist())
+        self._sweep()
 
     def size(self, kind: Kind) -> int:
         """Return the number of elements that :meth:`append` takes of a kind.
@@ -275,6 +284,8 @@ class TraceWriter:
                 self._resize(2 * row)
             # A row is written once: what a failed write leaves in it must not show through in another step.
             self._rows += 1
+            self._steps.append(step)
+            self._void.append(True)
             # First of a chunk's files: where others are and it is not, it was lost.
             self._columns["step"].turn_to(row)
             for kind in self.kinds:
@@ -294,7 +305,65 @@ class TraceWriter:
             self._put("step", row, step)
         except OSError as error:
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
-        self._last = step
+        self._last, self._void[row] = step, False
+
+    def remove(self, step: int) -> None:
+        """Remove a committed step. Its gradients or counts are deleted, and its numbers when those beside them are.
+
+        Parameters
+        ----------
+        step : int
+            Step number.
+
+        Raises
+        ------
+        InputError
+            If there is no such step.
+        TraceError
+            If the disk refuses.
+
+        Notes
+        -----
+        Moments and columns hold several steps in a file, which goes with the last of them; numbers of a step in a file
+        of up to 1024 stay. A process killed here leaves the step whole, or no step and files that nobody reads, which
+        the next writer deletes. A reader opened before finds the step damaged: it has to open the trace again.
+        """
+        row = bisect_right(self._steps, step) - 1
+        if row < 0 or self._steps[row] != step or self._void[row]:
+            raise InputError(f"{self._group} has no step {step} to remove")
+        try:
+            self._columns["step"].clear(row)  # from here on it is no step
+            self._void[row] = True
+            self._drop(row)
+        except (OSError, ValueError) as error:
+            raise TraceError(f"cannot remove step {step} from {self.path}: {error}") from error
+
+    def _drop(self, row: int) -> None:
+        """Delete the files that hold nothing but a row, or rows, that are not committed."""
+        for name, spec in self._specs.items():
+            if not spec.column and spec.separator == "/":
+                shutil.rmtree(self._group / name / "c" / str(row), ignore_errors=True)
+            elif not spec.column:
+                for chunk in range(-(-spec.shape[-1] // spec.chunk[-1])):
+                    (self._group / name / f"c.{row}.0.{chunk}").unlink(missing_ok=True)
+            elif spec.shape:
+                first = row - row % spec.rows
+                beside = self._void[first : first + spec.rows]
+                if len(beside) == spec.rows and all(beside):
+                    shutil.rmtree(self._group / name / "c" / str(row // spec.rows), True)
+
+    def _sweep(self) -> None:
+        """Delete what a writer that was killed while it removed steps has left of them."""
+        for name, spec in self._specs.items():
+            if spec.column or not any(self._void):
+                continue
+            dotted = spec.separator == "."
+            folder = self._group / name if dotted else self._group / name / "c"
+            names = os.listdir(folder) if folder.exists() else []
+            rows = {n.split(".")[1] if dotted and n.startswith("c.") else n for n in names}
+            for row in (int(n) for n in rows if n.isdecimal()):
+                if row < self._rows and self._void[row]:
+                    self._drop(row)
 
     def _put_gradient(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
         """Write a gradient; return its zeros and its non-finite elements."""
@@ -397,9 +466,24 @@ class _Column:
             self._values[place] = fill  # a later row's write must not bring it in
             raise
 
-    def _write(self, chunk: int) -> None:
+    def clear(self, row: int) -> None:
+        """Give a row back its fill value."""
+        chunk, place = divmod(row, self._spec.rows)
+        held = self._values
+        if chunk != self._chunk:
+            held = _read_chunk(f"{self._folder}/{chunk}{self._within}", self._spec)
+        before = held[place].copy()
+        held[place] = self._spec.fill
+        try:
+            self._write(chunk, held)
+        except BaseException:
+            held[place] = before
+            raise
+
+    def _write(self, chunk: int, values: NDArray[Any] | None = None) -> None:
         if all(self._spec.shape):
-            _write_chunk(f"{self._folder}/{chunk}{self._within}", self._values, self._spec)
+            file = f"{self._folder}/{chunk}{self._within}"
+            _write_chunk(file, self._values if values is None else values, self._spec)
 
 
 def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
@@ -410,6 +494,17 @@ def _padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
     whole = np.full(size, spec.fill, spec.dtype)
     whole[: values.size] = values
     return whole
+
+
+def _read_chunk(file: str, spec: ArraySpec) -> NDArray[Any]:
+    """Return the values of a chunk that is not compressed."""
+    from google_crc32c import value as crc32c
+
+    data = Path(file).read_bytes()
+    if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise ValueError("a chunk's checksum is wrong")
+    little = np.frombuffer(data[:-4], np.dtype(spec.dtype).newbyteorder("<"))
+    return little.astype(spec.dtype).reshape(spec.rows, *spec.chunk)
 
 
 def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:

@@ -20,7 +20,7 @@ from support.traces import train
 from torch import nn
 from workers import hook as cases
 
-from capture import Capture, CaptureWarning, at, every, logarithmic
+from capture import Capture, CaptureWarning, at, every, logarithmic, recent
 from capture.schedule import as_schedule
 from capture.taps.buckets import BucketTap
 from gradstats import open_trace
@@ -48,6 +48,27 @@ def test_plain_loop_records_what_backward_left(tmp_path, total):
     assert trace.attrs["versions"]["torch"] == version("torch")
 
 
+@pytest.mark.parametrize(
+    ("keep", "steps", "said"),
+    [
+        (3, [6, 7, 8], "the last 3 steps"),
+        (recent(3, 4), [0, 4, 6, 7, 8], "the last 3 steps; of those before, every 4 from 0"),
+        (recent(2, at([1])), [1, 7, 8], "the last 2 steps; of those before, 1"),
+    ],
+)
+def test_old_steps_that_are_not_kept_are_removed(tmp_path, keep, steps, said):
+    model = cases.model()
+    with Capture(tmp_path / "a.zarr", model, keep=keep) as capture:
+        seen = train(capture, model, 9)
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.steps() == steps
+    assert trace.attrs["capture"]["keep"] == said
+    for step in steps:
+        assert np.array_equal(trace.read(step), seen[step])
+    chunks = os.listdir(tmp_path / "a.zarr" / "rank00000" / "gradient" / "c")
+    assert sorted(map(int, chunks)) == steps
+
+
 def test_patterns_frozen_and_unused_parameters(tmp_path):
     model = cases.model()
     model[0].bias.requires_grad_(False)
@@ -73,6 +94,8 @@ def test_bad_settings_are_refused(tmp_path):
         {"buffers": 1.5},
         {"kinds": "gradient"},
         {"schedule": 0},
+        {"keep": 0},
+        {"keep": 2.5},
     ):
         with pytest.raises(InputError):
             Capture(tmp_path / "a.zarr", cases.model(), **options)
@@ -283,6 +306,8 @@ def test_schedules():
         at([-1])
     with pytest.raises(InputError):
         logarithmic(0)
+    with pytest.raises(InputError, match="before= is a schedule"):
+        recent(3, before=lambda step: True)
 
 
 @given(st.integers(1, 20), st.integers(0, 6))

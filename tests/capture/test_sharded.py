@@ -163,6 +163,7 @@ def test_what_cannot_be_captured_is_refused(tmp_path):
         assert "sharded by fully_shard()" in said["local of a plain model"]
         assert "call shard_hook() first" in said["capture before the hook"]
         assert "before the first forward pass" in said["gathered"]
+        assert "keep= is not for a sharded model" in said["kept"]
         assert all("\n" not in line for line in said.values())
 
 

@@ -267,6 +267,7 @@ def refusals(rank, world, path):
     attempt("two dimensions", lambda: shard_hook(model, mesh, make))
     attempt("wrong dimension", lambda: shard_hook(model, mesh["shard"], make))
     attempt("local of a plain model", lambda: Capture(path, network(), kinds=["local"]))
+    attempt("kept", lambda: Capture(path, model, keep=3))
     capture = Capture(path, model, overwrite=True)
     shard_hook(model, mesh["replicate"], make)
     loss_of(model, batch(0, rank, model)).backward()
