@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from capture.copies import Copies, Values
 from capture.room import Room
 from capture.schedule import Retention, Schedule
 from capture.updates import Updates
-from capture.writer import BackgroundWriter, Snapshot
+from capture.writer import BackgroundWriter, Snapshot, ThinningWriter
 from gradstats.hooks import Scaler
 from gradstats.hooks.torch_private import before_thread_pools_end
 from gradstats.primitives.ratio import shown
@@ -453,8 +454,11 @@ class Recorder:
         storage, expected = self.storage, None
         if storage.total_steps is not None and self._schedule.known:
             expected = self._schedule.count(storage.total_steps)
+        make: Callable[..., TraceWriter] = TraceWriter
+        if storage.keep is not None:
+            make = partial(ThinningWriter, keep=storage.keep)
         try:
-            writer = TraceWriter(
+            writer = make(
                 storage.path,
                 storage.rank,
                 kinds=contents.kinds,
@@ -477,7 +481,7 @@ class Recorder:
                     warn(said)
             self.copies = Copies(contents.devices, stay=storage.store == "sketches")
             self._background = BackgroundWriter(
-                writer, contents.kinds, storage.buffers, self.copies, storage.keep
+                writer, contents.kinds, storage.buffers, self.copies
             )
         except Exception as error:
             self.stop(error)

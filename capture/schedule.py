@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gradstats.errors import InputError
-from gradstats.primitives.ratio import check_count
 
 __all__ = [
     *("Retention", "Schedule", "as_retention", "as_schedule"),
@@ -201,6 +200,10 @@ def recent(last: int, before: Schedule | int | Iterable[int] = ()) -> Retention:
     >>> [s for s in range(10) if not keep.outdated(s, newest=9)]
     [0, 4, 7, 8, 9]
     """
+    from gradstats.primitives.ratio import (
+        check_count,
+    )  # NumPy, which `gradstats --help` does without
+
     last = check_count(last, "last")
     schedule = as_schedule(before)
     if not schedule.known:

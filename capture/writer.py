@@ -14,7 +14,7 @@ from capture.copies import Copies, Values
 from capture.schedule import Retention
 from gradstats.trace import Kind, TraceWriter
 
-__all__ = ["PATIENCE_S", "BackgroundWriter", "Snapshot"]
+__all__ = ["PATIENCE_S", "BackgroundWriter", "Snapshot", "ThinningWriter"]
 
 PATIENCE_S = 1.0
 """Seconds of waiting for the disk that are not worth a warning."""
@@ -49,6 +49,44 @@ class Snapshot:
         if self.arrived is not None:
             self.arrived()
             self.arrived = None
+
+
+class ThinningWriter(TraceWriter):
+    """A writer that removes the steps that are not kept, each when a newer one is committed.
+
+    Parameters
+    ----------
+    *arguments : object
+        Those of :class:`gradstats.trace.TraceWriter`.
+    keep : Retention
+        Steps that stay in the trace.
+    **options : object
+        Options of :class:`gradstats.trace.TraceWriter`.
+    """
+
+    def __init__(self, *arguments: Any, keep: Retention, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._keep = keep
+        self._recent: deque[int] = deque()
+
+    def append(self, step: int, arrays: Mapping[Kind, Any], **scalars: Any) -> None:
+        """Write one step and commit it, then remove what is outdated.
+
+        Parameters
+        ----------
+        step : int
+            Step number.
+        arrays : mapping of Kind to float32 array
+            Gradients.
+        **scalars : object
+            What else :meth:`gradstats.trace.TraceWriter.append` takes.
+        """
+        super().append(step, arrays, **scalars)
+        self._recent.append(step)
+        while self._recent[0] <= step - self._keep.last:
+            old = self._recent.popleft()
+            if self._keep.outdated(old, step):
+                self.remove(old)
 
 
 class Effort:
@@ -98,8 +136,6 @@ class BackgroundWriter:
         Largest number of snapshots in use at once; :meth:`borrow` waits when all are.
     copies : Copies
         What gives the memory of the arrays.
-    keep : Retention, optional
-        Steps that stay in the trace; all by default.
 
     Attributes
     ----------
@@ -113,10 +149,8 @@ class BackgroundWriter:
         kinds: Sequence[Kind],
         buffers: int,
         copies: Copies,
-        keep: Retention | None = None,
     ) -> None:
-        self._writer, self._copies, self._keep = writer, copies, keep
-        self._recent: deque[int] = deque()
+        self._writer, self._copies = writer, copies
         self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         for _ in range(buffers):
             # Zeros, because a step writes nothing for parameters that it does not reach.
@@ -221,16 +255,6 @@ class BackgroundWriter:
                 raise
             raise
 
-    def _thin(self, newest: int) -> None:
-        """Remove the steps that are not kept now that a newer one is committed."""
-        if (keep := self._keep) is None:
-            return
-        self._recent.append(newest)
-        while self._recent[0] <= newest - keep.last:
-            step = self._recent.popleft()
-            if keep.outdated(step, newest):
-                self._writer.remove(step)
-
     def _run(self) -> None:
         try:
             while (snapshot := self._full.get()) is not None:
@@ -242,7 +266,6 @@ class BackgroundWriter:
                             if not isinstance(loss := scalars.get("loss", 0.0), float):
                                 scalars["loss"] = float(loss[0])
                             self._writer.append(snapshot.step, snapshot.arrays, **scalars)
-                            self._thin(snapshot.step)
                     except Exception as error:
                         self.error = error
                 self._free.put(snapshot)

@@ -14,6 +14,8 @@ from html import escape
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
+from gradstats.errors import GradstatsError, InputError
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -32,12 +34,13 @@ __all__ = [
     "format_uncertain",
     "format_value",
     "joined",
+    "parquet",
     "render",
     "visible",
 ]
 
 Record: TypeAlias = Mapping[str, Any]
-Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex"]
+Format: TypeAlias = Literal["table", "json", "csv", "markdown", "latex", "parquet"]
 _LABELS = {"trace", "step", "rank", "kind", "layer", "estimator", "model", "ratio"}
 _LABELS |= {"quantity", "numel", "window", "n", "threads"}
 _HEADERS = {
@@ -368,7 +371,8 @@ def render(
     format : Format, optional
         ``json`` is a list of objects with every field, NaN and infinities as null; ``csv`` has every field; ``table``
         (for a terminal), ``markdown`` and ``latex`` show `columns` with numbers shortened. A terminal table says once,
-        above it, what all rows share, and leaves out columns that hold nothing.
+        above it, what all rows share, and leaves out columns that hold nothing. ``parquet``, which is no text, is what
+        :func:`parquet` makes.
     columns : sequence of str, optional
         Fields shown in the last three formats; all by default.
     title : str, optional
@@ -385,11 +389,18 @@ def render(
     -------
     str
         Text without a final newline.
+
+    Raises
+    ------
+    InputError
+        If the format is ``parquet``, which is no text.
     """
     if format == "json":
         return json.dumps([_plain(r) for r in records], indent=1, allow_nan=False)
     if format == "csv":
         return _csv(records)
+    if format == "parquet":
+        raise InputError("parquet is no text: give -o FILE.parquet")
     records = [*map(_in_ms, records)]
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
@@ -411,6 +422,49 @@ def render(
         same = f"\n% the same in all rows: {_tex(said)}" if said else ""
         return _latex(heads, rows, numeric) + same
     return _terminal(heads, rows, numeric, heading, width, color)
+
+
+def parquet(records: Sequence[Record]) -> bytes:
+    """Return records as a Parquet file: the fields and types of JSON, with null for NaN and infinities.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of the same fields. A field of fields, such as ``params``, is a struct, lists are lists, and a field
+        whose values are of several types is JSON, as text.
+
+    Returns
+    -------
+    bytes
+        The file.
+
+    Raises
+    ------
+    GradstatsError
+        If pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        from pyarrow.parquet import write_table
+    except ImportError:
+        raise GradstatsError(
+            "a Parquet file needs pyarrow: pip install 'gradstats[parquet]'"
+        ) from None
+
+    def column(given: list[Any]) -> Any:
+        # the format has no struct without fields
+        values = [None if isinstance(v, Mapping) and not v else _json_value(v) for v in given]
+        if all(v is None for v in values) and any(isinstance(v, float) for v in given):
+            return pyarrow.array(values, pyarrow.float64())  # all of it NaN
+        try:
+            return pyarrow.array(values)
+        except pyarrow.ArrowException:
+            return pyarrow.array([None if v is None else json.dumps(v) for v in values])
+
+    names = list(records[0]) if records else []
+    stream = io.BytesIO()
+    write_table(pyarrow.table({n: column([r[n] for r in records]) for n in names}), stream)
+    return stream.getvalue()
 
 
 def _said_once(
@@ -535,7 +589,7 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {k: _json_value(v) for k, v in value.items()}
+        return {str(k): _json_value(v) for k, v in value.items()}
     return value
 
 

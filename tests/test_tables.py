@@ -187,7 +187,7 @@ def test_every_public_function_that_returns_records_returns_these():
         assert len(made.to_dataframe()) == len(made)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "parquet"])
 def test_no_format_writes_control_characters(format):
     records = Records([{"layer": "a\x1b[31m", "n": 1}, {"layer": "\x9b2J\u202eb", "n": 2}])
     for text in (render(records, format), records._repr_html_(), repr(records)):

@@ -127,7 +127,14 @@ SourceArgument = Annotated[
         show_default=False,
     ),
 ]
-ENDINGS = {".csv": "csv", ".json": "json", ".md": "markdown", ".tex": "latex", ".txt": "table"}
+ENDINGS = {
+    ".csv": "csv",
+    ".json": "json",
+    ".md": "markdown",
+    ".parquet": "parquet",
+    ".tex": "latex",
+}
+ENDINGS[".txt"] = "table"
 """Formats by the endings of files that tables are written to."""
 
 
@@ -152,7 +159,7 @@ FormatOption = Annotated[
     str,
     typer.Option(
         "--format",
-        help="Format: table, json, csv, markdown or latex; by default that of FILE's ending.",
+        help="Format: table, json, csv, markdown, latex or parquet; by default that of FILE's ending.",
         metavar="FORMAT",
         **one_of("format", _formats) | {"callback": _format_of},
     ),
@@ -162,7 +169,7 @@ OutputOption = Annotated[
     typer.Option(
         "-o",
         "--output",
-        help="Write to this file instead of stdout: .csv, .json, .md, .tex or .txt.",
+        help="Write to this file instead of stdout: .csv, .json, .md, .parquet, .tex or .txt.",
         metavar="FILE",
         is_eager=True,
     ),

@@ -133,7 +133,10 @@ def emit(
     """
     from rich.console import Console
 
-    from gradstats.tables import render
+    from gradstats.tables import parquet, render
+
+    if format == "parquet" and output is not None:
+        return _write(output, parquet(records))
 
     groups: dict[tuple[Any, ...], Records] = {} if records else {(): []}
     for record in records:
@@ -157,10 +160,13 @@ def emit(
     )
     text = "\n\n".join([*above, *tables])
     if output is None:
-        typer.echo(text, color=color)
-        return
+        return typer.echo(text, color=color)
+    return _write(output, text + "\n")
+
+
+def _write(output: Path, content: str | bytes) -> None:
     try:
-        replace_file(output, text + "\n")
+        replace_file(output, content)
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror}") from error
 

@@ -180,7 +180,7 @@ def fit(  # numpydoc ignore=PR01
     if bootstrap:
         test = f"; p of {bootstrap} refitted replicates of {size} elements, Kolmogorov's distance: of the body"
         table = FITS.extended(test, "p_value", "subsample")
-    if format not in ("json", "csv"):  # whose names are SciPy's
+    if format not in ("json", "csv", "parquet"):  # whose names are SciPy's
         table.emit([r | {"params": _symbols(r)} for r in records], format, output)
     else:
         table.emit(records, format, output)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 
 import numpy as np
@@ -57,9 +58,45 @@ def test_a_name_gives_the_format(name, start, tmp_path):
             assert len(json.loads(text)) == 8
 
 
+def test_parquet_has_what_json_has(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow.parquet import read_table
+
+    path = tmp_path / "x.parquet"
+    for command in (
+        ("info", EF),
+        ("fit", EF, "--step", 10, "--kind", "gradient"),
+        ("compressibility", EF),
+        ("drift", EF),
+        ("pot", EF, "--layers", "--kind", "gradient", "--step", 10),
+    ):
+        assert run(*command, "-o", path).returncode == 0
+        table = read_table(path)
+        wanted = records(*command)
+        assert table.column_names == list(wanted[0])
+        assert command[0] != "drift" or table.schema.field("slope").type == pyarrow.float64()
+        for found, record in zip(table.to_pylist(), wanted, strict=True):
+            for name, value in record.items():
+                if isinstance(value, dict):  # a struct has the fields of all records
+                    inside = {k: v for k, v in (found[name] or {}).items() if v is not None}
+                    assert inside == {k: v for k, v in value.items() if v is not None}
+                elif table.schema.field(name).type == pyarrow.string() and value is not None:
+                    assert found[name] in (value, json.dumps(value))
+                else:
+                    assert found[name] == value
+    done = run("info", EF, "--format", "parquet")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gradstats: parquet is no text: give -o FILE.parquet\n"
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = run("info", EF, "-o", tmp_path / "y.parquet")
+    assert len(done.stderr.splitlines()) == 1
+    assert "pip install 'gradstats[parquet]'" in done.stderr
+    assert not (tmp_path / "y.parquet").exists()
+
+
 def test_a_name_without_a_format_is_refused(tmp_path):
     for options, message in (
-        (("-o", tmp_path / "x.pdf"), "name it .csv, .json, .md, .tex, .txt, or give --format"),
+        (("-o", tmp_path / "x.pdf"), "name it .csv, .json, .md, .parquet, .tex, .txt, or give"),
         (("-o", tmp_path / "x.csv", "--format", "json"), "--format json is not what "),
         (("--format", "json", "-o", tmp_path / "x.csv"), "--format json is not what "),
     ):
