@@ -83,11 +83,12 @@ DECAY = Table(
     (),
 )
 PEAKS = Table(
-    "Peaks over threshold, 95 % intervals: the shape ξ of what the n largest exceed the threshold by; 0 is an "
-    "exponential tail, above 0 a heavier one",
+    "Peaks over threshold: the shape ξ of what the n largest exceed the threshold by; 0 is an exponential tail, above "
+    "0 a heavier one. 95 % intervals: of independent elements, and of those that are large together, by runs of "
+    "neighbours",
     (
         *("trace", "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess"),
-        *("c", "c_low", "c_high", "scale"),
+        *("c", "c_low", "c_high", "runs_low", "runs_high", "scale"),
     ),
     ("trace", "kind", "step"),
 )

@@ -172,7 +172,7 @@ def cluster():
             n_workers=2,
             threads_per_worker=1,
             processes=True,
-            dashboard_address=None,
+            dashboard_address=":0",  # None takes port 8787, which another may have
             silence_logs=50,
         ) as cluster,
         Client(cluster) as client,
