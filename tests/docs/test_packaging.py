@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
+import zipfile
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -86,3 +92,121 @@ def test_without_any_extra_the_program_answers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "capture" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What is published: a wheel and an sdist; and the wheel that the sdist gives."""
+    pytest.importorskip("hatchling", reason="make .venv installs what builds the wheel")
+    folder = tmp_path_factory.mktemp("built")
+
+    def build(project, out):
+        command = [sys.executable, "-m", "hatchling", "build", "--directory", out]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return sorted(out.iterdir())
+
+    wheel, sdist = build(ROOT, folder / "here")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    again, _ = build(unpacked, folder / "again")
+    return wheel, unpacked, again
+
+
+def members(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_has_the_programs_and_their_data_alone(built):
+    wheel, _, again = built
+    content = members(wheel)
+    assert content == members(again)
+    tops = {name.partition("/")[0] for name in content}
+    assert tops == {"gradstats", "capture", f"gradstats-{gradstats.__version__}.dist-info"}
+    tracked = subprocess.run(
+        ["git", "ls-files", "gradstats", "capture"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.splitlines()
+    wanted = {n for n in tracked if not n.startswith("gradstats/explorer/js/")}
+    assert {n for n in content if ".dist-info/" not in n} == wanted
+    types = {"capture/py.typed", "gradstats/py.typed"}
+    assert types < wanted
+    assert {n.partition("licenses/")[2] for n in content if "/licenses/" in n} == {
+        "LICENSE",
+        "gradstats/explorer/explorer.LICENSES.txt",
+    }
+
+
+def test_the_sdist_has_what_the_tests_and_the_page_of_the_explorer_are_made_of(built):
+    _, unpacked, _ = built
+    for name in ("LICENSE", "CITATION.cff", "tests/conftest.py", "tests/pins/data"):
+        assert (unpacked / name).exists(), name
+    assert (unpacked / "gradstats/explorer/js/package.json").exists()
+    assert not (unpacked / "data").exists()
+
+
+USE = """
+import sys
+from pathlib import Path
+import capture, gradstats
+from gradstats.explorer.page import page as explorer
+from gradstats.report.html import page as report
+from gradstats.registry import entries, load
+assert all(Path(m.__file__).is_relative_to(sys.prefix) for m in (capture, gradstats))
+for group in ("commands", "layouts"):
+    (entry,) = entries(f"gradstats.{group}")
+    assert callable(load(entry)) and Path(str(entry.dist.locate_file(""))).is_relative_to(sys.prefix)
+assert load(entry)("resnet20-cifar10")
+for page in (report("Title", "<p>body"), explorer("Title", "{}")):
+    assert page.startswith("<!doctype html>") and "</html>" in page, page[:80]
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
+    """Its packages are those of this environment, by a path: nothing is downloaded, and this checkout isn't seen."""
+    wheel, _, _ = built
+    env = tmp_path / "env"
+    venv.create(env, symlinks=True)
+    python = env / "bin" / "python"
+    (site,) = env.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*words):
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "install", "--no-index"]
+    run(*pip, "--no-deps", "--ignore-installed", wheel)
+    assert run(env / "bin" / "gradstats", "--version").split()[-1] == gradstats.__version__
+    assert "resnet20-cifar10" in run(env / "bin" / "gradstats", "workloads")
+    run(python, "-c", USE)
+
+
+def pip_lines():
+    """Return the page and the words of every `pip install` on the pages."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for page in sorted(pages):
+        for line in re.findall(r"pip3? install ([^`\n]*)", page.read_text(encoding="utf-8")):
+            words = shlex.split(line, comments=True)
+            yield page.relative_to(ROOT), [w for w in words if not w.startswith("-")]
+
+
+# Pages on which the name stands alone: until somebody publishes it, it is nobody's.
+NAMED = {f"docs/howto/{page}.md" for page in ("trainers", "import", "explore")}
+
+
+def test_every_pip_line_installs_this_checkout():
+    lines = [(page, words) for page, words in pip_lines() if str(page) not in NAMED]
+    assert len(lines) >= 3
+    asked = set()
+    for page, words in lines:
+        for word in words:
+            extras = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", word)
+            assert extras, f"{page}: pip install {word}: '.[extra]' is this checkout"
+            asked |= {*filter(None, (extras[1] or "").split(","))}
+    assert asked <= EXTRAS.keys()
