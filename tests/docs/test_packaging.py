@@ -13,10 +13,12 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import metadata, packages_distributions
 
 import pytest
 from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import gradstats
 from gradstats.errors import GradstatsError
@@ -210,3 +212,69 @@ def test_every_pip_line_installs_this_checkout():
             assert extras, f"{page}: pip install {word}: '.[extra]' is this checkout"
             asked |= {*filter(None, (extras[1] or "").split(","))}
     assert asked <= EXTRAS.keys()
+
+
+def pins(file):
+    return dict(re.findall(r"(?m)^([\w.-]+)==([^\s#]+)", (ROOT / file).read_text(encoding="utf-8")))
+
+
+def test_the_lock_of_ci_has_everything_that_it_installs_with_hashes():
+    lock = pins("requirements-ci.lock")
+    text = (ROOT / "requirements-ci.lock").read_text(encoding="utf-8")
+    assert text.count("==") == len(lock)
+    assert not re.search(r"==\S+$", text, re.MULTILINE)  # a hash follows each
+    for name, version in pins("constraints.txt").items():
+        assert lock[name].partition("+")[0] == version, name
+    named = {r for extra in EXTRAS if extra != "wandb" for r in EXTRAS[extra]}
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *named]):
+        name = canonicalize_name(requirement.name)
+        if name != "gradstats":
+            assert requirement.specifier.contains(lock[name]), f"{requirement}: make lock"
+
+
+def families(licence):
+    """Return the kinds of licences that a text names: packages write them in many ways."""
+    words = {"apache": "Apache", "bsd": "BSD", "mit": "MIT", "psf": "PSF", "python software": "PSF"}
+    return {family for word, family in words.items() if word in licence.lower()}
+
+
+def test_the_table_of_licences_has_every_package():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- licences -->(.*?)<!-- /licences -->", page, re.DOTALL)[1]
+    rows = re.findall(r"(?m)^\| ([a-z].*) \| (.*) \|$", block)[1:]
+    listed = {name: licence for names, licence in rows for name in names.split("; ")}
+    wanted = {canonicalize_name(Requirement(r).name) for r in PROJECT["dependencies"]}
+    for extra in EXTRAS.keys() - {"dev", "docs", "wandb"}:
+        wanted |= {canonicalize_name(Requirement(r).name) for r in EXTRAS[extra]}
+    assert listed.keys() == wanted - {"gradstats"}, "run make licences"
+    for name, licence in listed.items():
+        about = metadata(name)
+        said = about["License-Expression"] or " ".join(
+            [
+                *(c for c in about.get_all("Classifier", ()) if "License" in c),
+                about["License"] or "",
+            ]
+        )
+        assert families(licence) & families(said), f"{name}: {said[:80]}; run make licences"
+
+
+def test_the_table_of_versions_is_that_of_the_results():
+    code = "import sys; sys.path.insert(0, 'tools'); import matrix; print(matrix.table(matrix.results()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"<!-- matrix -->\n{done.stdout}<!-- /matrix -->" in page, "run make matrix"
+
+
+def test_the_workflow_names_its_actions_by_commit():
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", workflow.read_text(encoding="utf-8"))
+        assert [u for u in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", u)] == []
+
+
+def test_the_citation_has_what_its_format_needs():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    fields = dict(re.findall(r"(?m)^([\w-]+): *(.*)$", text))
+    assert {"cff-version", "title", "message", "authors"} <= fields.keys()
+    assert fields["license"] == PROJECT["license"]
