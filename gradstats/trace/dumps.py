@@ -319,6 +319,8 @@ class _Unpickler(pickle.Unpickler):
         """
         import torch
 
+        if module == "pathlib._local":  # so in indices written with Python 3.13
+            module = "pathlib"
         kind = getattr(torch, name, None) if module == "torch" else None
         found = getattr(import_module(module), name, None) if module == self._MODULE else None
         own = isinstance(found, type) and found.__module__ == module  # not what it has imported
