@@ -144,7 +144,7 @@ def test_a_network_is_shaped_and_apart_from_the_host(lab):
 
 
 def test_what_a_killed_lab_left_goes_and_nothing_else(lab):
-    stale, foreign = "gradstats-lab-0-hub", "gradstats-test-other"
+    stale, foreign = "gradstats-lab-0-hub", "gradstats-lab-mine"  # of somebody else
     for name in (stale, foreign):
         ip("netns", "add", name)
     ip("-n", stale, "link", "add", "port0", "type", "veth", "peer", "name", "port1")
