@@ -5,6 +5,7 @@ Lines in blocks have to be whole; in running text an argument may be left out. W
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -57,6 +58,12 @@ def lines():
 LINES = lines()
 
 
+@functools.cache
+def commands(loaded):
+    """Return what the command line is made of, with what these files have brought."""
+    return typer.main.get_command(app)
+
+
 def unknown(whole, words):
     """Return why the program would not take a command line, or nothing."""
     program, *rest = words
@@ -85,7 +92,7 @@ def unknown(whole, words):
     rest = rest[2 * len(loaded) :]
     for file in loaded:
         load_file(file)
-    group = typer.main.get_command(app)
+    group = commands(tuple(loaded))
     if rest[0].startswith("-"):
         return [] if run(*rest).returncode == 0 else rest
     with group.make_context("gradstats", rest, resilient_parsing=True) as context:
