@@ -36,10 +36,13 @@ FLAG = 3
 
 
 def kinds(world, name):
-    """Return the gradients a system meets; eight processes take turns on few cores."""
-    if world < 8 or name in ("micro", "cltk", "redsync-quant"):
+    """Return the gradients a system meets; many processes take turns on few cores."""
+    if world < 3:
         return list(KINDS)
-    return ["laplace", "zeros"]
+    if world < 8:
+        return ["laplace", "patchy", "zeros", "few"]
+    some = ["laplace", "zeros"]
+    return [*some, "few"] if name in ("micro", "cltk", "redsync-quant") else some
 
 
 def starts(world):
