@@ -11,7 +11,7 @@ import pytest
 import xarray
 from conftest import DATA
 from support.installed import files_of
-from support.terminal import run
+from support.terminal import main, run
 from support.traces import HEAVY_LAYERS, heavy_trace
 
 from gradstats import registry
@@ -20,7 +20,6 @@ from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import over_training
 from gradstats.analysis.fits import fit_records
 from gradstats.analysis.peaks import mixture_records
-from gradstats.cli import main
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
 from gradstats.statistics.laws import LAWS

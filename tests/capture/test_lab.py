@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from support import terminal
+from support.terminal import main
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from capture.lab import run
@@ -24,7 +25,6 @@ from capture.lab.cluster import Cluster, LabError, shaped_network
 from capture.lab.run import measure_network
 from capture.workloads.config import RunConfig, RunResult
 from capture.workloads.launch import RunFailedError
-from gradstats.cli import main
 from gradstats.errors import GradstatsError
 from gradstats.network import ALGORITHMS, Network
 from gradstats.network.plan import plan

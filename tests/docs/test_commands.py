@@ -5,7 +5,6 @@ Lines in blocks have to be whole; in running text an argument may be left out. W
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
 import tomllib
@@ -17,7 +16,7 @@ from conftest import ROOT
 from safetensors.numpy import save_file
 from support.installed import files_of
 from support.networks import measured_network
-from support.terminal import run
+from support.terminal import commands, run
 from support.traces import LAYERS, NUMEL, write
 
 import gradstats
@@ -58,12 +57,6 @@ def lines():
 LINES = lines()
 
 
-@functools.cache
-def commands(loaded):
-    """Return what the command line is made of, with what these files have brought."""
-    return typer.main.get_command(app)
-
-
 def unknown(whole, words):
     """Return why the program would not take a command line, or nothing."""
     program, *rest = words
@@ -92,7 +85,7 @@ def unknown(whole, words):
     rest = rest[2 * len(loaded) :]
     for file in loaded:
         load_file(file)
-    group = commands(tuple(loaded))
+    group = commands(app)
     if rest[0].startswith("-"):
         return [] if run(*rest).returncode == 0 else rest
     with group.make_context("gradstats", rest, resilient_parsing=True) as context:
