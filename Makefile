@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean corners coverage demo docs docs-serve figures lab lint notebooks tables test tutorial types
+.PHONY: .venv clean corners coverage demo docs docs-serve figures lab licences lint lock matrix notebooks sbom tables test \
+  tutorial types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
@@ -42,8 +43,33 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 	$(PIP) '.[dev]'
 	touch $@
 
+# What looks at environments from outside. Nothing of it is needed to develop.
+.tools/.made: Makefile
+	$(PYTHON) -m venv .tools
+	.tools/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0 pip-licenses==5.5.5 uv==0.13.9
+	touch $@
+
 clean:
-	rm -rf .venv demo site .coverage*
+	rm -rf .venv .tools demo site build .coverage*
+
+# The quick tests with other versions of Python and packages: tools/matrix.py. MATRIX has options for it.
+matrix: .tools/.made
+	PATH="$$PWD/.tools/bin:$$PATH" .tools/bin/python tools/matrix.py $(MATRIX)
+
+# What CI installs, with the hash of each file, for Python 3.11 on Linux. WHEELS may have a folder with torch for CPUs.
+lock: .tools/.made
+	.tools/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-unknown-linux-gnu --generate-hashes \
+	  --no-annotate --no-header --no-emit-find-links $(if $(WHEELS),--find-links $(WHEELS)) --extra dev \
+	  --constraint constraints.txt --output-file requirements-ci.lock pyproject.toml
+
+# Licences of what gradstats needs, into docs/install.md.
+licences: .venv .tools/.made
+	.tools/bin/python tools/licences.py --python $(BIN)/python --write
+
+# What is installed, as a bill of materials (CycloneDX), into build/sbom.json.
+sbom: .venv .tools/.made
+	mkdir -p build
+	.tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json $(BIN)/python
 
 # With AVX-512, or more threads, sums are taken in another order, and a training's digits differ.
 notebooks tutorial: export OMP_NUM_THREADS := 1

@@ -661,11 +661,11 @@ def _peaks() -> Iterator[Case]:
             yield Case("pot", str(law), n, ask, replications, stated=False)
     law = Law("laplace", (), "layers")
     ask, pooled = partial(ask_mixture, law, 100_000), ("ξ, pooled",)
-    yield Case("pot --layers", str(law), 100_000, ask, 200, outside=pooled, brief=30)
+    yield Case("pot --layers", str(law), 100_000, ask, 200, outside=pooled, brief=20)
     name = "pot, threshold chosen"
     for law in (Law("laplace"), Law("double_genpareto", (0.2,)), Law("t", (4.0,))):
         n = 20_000 if law.shape else 10_000
-        ask, brief = partial(ask_choice, law, n), 20 * (law.model == "laplace")
+        ask, brief = partial(ask_choice, law, n), 10 * (law.model == "laplace")
         yield Case(name, str(law), n, ask, 60, brief=brief)
 
 

@@ -31,14 +31,15 @@ ROOMS = ("primitives", "collectives", "thresholds", "compressors", "hooks")
 
 def makers() -> dict[str, list[Path]]:
     """Return the programs that name each result, those alone that name it most closely; one is a command."""
-    names: list[tuple[str, Path]] = []
+    names: list[tuple[re.Pattern[str], Path]] = []
+    made = {file.name for file in RESULTS.iterdir()}
     for program in (*sorted(Path(__file__).parent.rglob("*.py")), ROOT / "capture" / "atlas.py"):
         for node in ast.walk(ast.parse(program.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr) or _is_text(node):
-                names.append((_pattern(node), program))
+            if isinstance(node, ast.JoinedStr) or (_is_text(node) and str(node.value) in made):
+                names.append((re.compile(_pattern(node)), program))
     found: dict[str, list[Path]] = {}
     for file in sorted(RESULTS.iterdir()):
-        fits = [(len(name), each) for name, each in names if re.fullmatch(name, file.name)]
+        fits = [(len(name.pattern), each) for name, each in names if name.fullmatch(file.name)]
         closest = max((length for length, _ in fits), default=0)
         found[file.name] = sorted({each for length, each in fits if length == closest})
     return found

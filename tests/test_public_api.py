@@ -1,4 +1,4 @@
-"""The page of public names says what there is, and their signatures stay as they are kept.
+"""The page of public names says what there is, and how it is called; all signatures stay as they are kept.
 
 ``python tests/test_public_api.py --write`` makes both anew. Signatures are parameters and their defaults, of functions,
 of classes and of the public methods and attributes of classes, without annotations, which are not what is stable.
@@ -11,8 +11,9 @@ import inspect
 import json
 import re
 import sys
-import textwrap
+from enum import Enum
 from pathlib import Path
+from types import GenericAlias
 
 import numpy as np
 import pytest
@@ -49,8 +50,14 @@ Stable are
 - the ways in for what users bring: `--load FILE.py`, and the entry points `gradstats.laws`, `gradstats.estimators` and
   `gradstats.compressors`.
 
-A release that renames or removes one of these, or gives it another meaning or unit, says so in the changelog. New ones
-may come in any release.
+Versions are MAJOR.MINOR.PATCH. A patch release changes nothing of this. A minor release may add. What it removes or
+renames has warned for at least one minor release and six months, with the name of what to use instead: by a
+`FutureWarning` in Python, in a line on stderr in the terminal. Other breaking changes wait for a major release. The
+changelog lists them all. This holds before 1.0, too.
+
+Files outlive versions. A trace and a measured network have a number in the field `schema`; a release that reads other
+numbers says so in the changelog, and files of others are refused in one line. JSON records are lists without such a
+number: fields are added, and keep name, meaning and unit.
 
 Anything else may change in any release: modules and names that are not on this page, terminal tables, figures, the
 report, the wording of messages, and the last digits of numbers.
@@ -67,9 +74,16 @@ def found(name):
 
 
 def section(name):
-    names = ", ".join(f"`{each}`" for each in sorted(found(name).__all__, key=str.lower))
-    wrapped = textwrap.fill(names, 120, break_long_words=False, break_on_hyphens=False)
-    return f"\n## {name}\n\n{wrapped}\n"
+    lines = (f"{each}{text}" for each, text in signed(name))
+    return "\n".join([f"\n## {name}\n", "```python", *lines, "```", ""])
+
+
+def signed(name):
+    """Yield the public names of a module and, of what can be called, parameters and defaults."""
+    module = found(name)
+    for each in sorted(module.__all__, key=str.lower):
+        value = getattr(module, each)
+        yield each, (signature(value) or "") if callable(value) else ""
 
 
 def page():
@@ -77,7 +91,10 @@ def page():
 
 
 def signature(function):
-    """Return parameters and defaults as text, None where Python knows none."""
+    """Return parameters and defaults as text, None where Python knows none, or says another with each version."""
+    enum = inspect.isclass(function) and issubclass(function, Enum)
+    if enum or isinstance(function, GenericAlias):
+        return None
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError):
@@ -131,7 +148,7 @@ def test_signatures_are_as_they_were(name):
 def test_the_page_has_every_public_name(name):
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")
     listed = dict(each.split("\n\n", 1) for each in sections[1:])
-    names = {each.strip(" `\n") for each in listed[name].split(",")}
+    names = {re.match(r"\w+", line)[0] for line in listed[name].strip("`\n").splitlines()[1:]}
     assert names == set(found(name).__all__), "run python tests/test_public_api.py --write"
 
 

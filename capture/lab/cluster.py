@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ LARGEST = 200
 """Largest number of ranks: they share a /24 network."""
 
 _PREFIX = "gradstats-lab-"
+_OURS = re.compile(rf"{_PREFIX}\d+-(?:hub|\d+)")
+"""Names that `_build` gives: nothing else is removed."""
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
 _LOCK = Path("/run/gradstats-lab.lock")
 _SUBNET = "198.18.0"  # in the block for benchmarks (RFC 2544): no name server has such an address
@@ -201,7 +204,7 @@ def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
 def _remove_all() -> None:
     """Delete every namespace of a lab, and kill what still runs in it; the lock says that no other lab does."""
     problems = []
-    for namespace in sorted(path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")):
+    for namespace in sorted(p.name for p in _NAMESPACES.glob("*") if _OURS.fullmatch(p.name)):
         try:
             for pid in _run("ip netns pids", namespace).split():
                 with suppress(ProcessLookupError):

@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gradstats.analysis.over import Spread, SpreadGradients, shares, subset_of
-from gradstats.analysis.pieces import each_sketched
+from gradstats.analysis.pieces import PIECE, Key, Submit, each_sketched, evaluate, plan_sketches
+from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_count, check_ratios, check_seed
 from gradstats.primitives.sketch import Sketch
+from gradstats.statistics.dependence import RUN, design_effect
 from gradstats.statistics.laws.choice import law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot import (
@@ -23,6 +28,7 @@ from gradstats.statistics.pot.mixtures import pooled_shapes
 from gradstats.statistics.pot.peaks import MODEL
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.solution import FitError
+from gradstats.statistics.tails import widened_interval
 from gradstats.tables import Records
 from gradstats.trace.sources import Source, Subset, open_source
 
@@ -104,6 +110,34 @@ class _Peaks:
                     unseen = {f"unseen_{f}": getattr(choice.estimate, f) for f in _UNSEEN}
                     record |= {"chosen": True} | unseen
         return records
+
+
+def _count_runs(
+    source: Source, key: Key, start: int, stop: int, records: list[dict[str, Any]]
+) -> NDArray[np.float64]:
+    """Return the runs of a piece, and over them sums of the elements beyond each threshold, and of their squares."""
+    runs = (stop - start) // RUN
+    magnitudes = np.abs(as_numpy(source.elements(*key, start, start + runs * RUN)))
+    rows = magnitudes.reshape(runs, RUN)
+    sums = []
+    for record in records:
+        counts = np.count_nonzero(rows >= record["threshold"], axis=1)
+        sums.append((runs, counts.sum(), np.square(counts).sum()))
+    return np.array(sums, float)
+
+
+def _add_runs(
+    records: list[dict[str, Any]], parts: list[NDArray[np.float64]]
+) -> list[dict[str, Any]]:
+    """Add the design effect beyond each threshold, and the interval of ξ that allows for it."""
+    sums = np.sum(parts, axis=0) if parts else np.zeros((len(records), 3))
+    for record, (runs, total, squares) in zip(records, sums, strict=True):
+        design = design_effect(int(runs), total, squares)
+        low, high = float("nan"), float("nan")
+        if np.isfinite(design):
+            low, high = widened_interval(record["c"], record["c_low"], record["c_high"], design)
+        record |= {"design": design, "runs_low": low, "runs_high": high}
+    return records
 
 
 @shares(Spread)
@@ -200,7 +234,10 @@ def pot_records(
     -------
     Records
         trace, step, rank, kind, ratio, threshold, n; mean_excess, c and scale (σ − cu), each with _low and _high, 95 %
-        intervals; status. With a bootstrap also p_value (of the generalized Pareto), p_stable (of one shape from there
+        intervals of independent elements; design, how many times as much the number of elements beyond the threshold
+        varies between runs of 512 neighbours, and runs_low, runs_high, the interval of c widened by its root
+        (:func:`gradstats.statistics.tails.widened_interval`; NaN from sketches, and of fewer than 20 runs); status.
+        With a bootstrap also p_value (of the generalized Pareto), p_stable (of one shape from there
         on), chosen_by (how many of the random splits of the elements, of which there are `splits`, choose this ratio),
         chosen (the median of what they choose; none where most of them reject every ratio), and in the row chosen
         unseen_c with unseen_c_low and unseen_c_high, the shape of the unseen_n excesses that the choice did not see:
@@ -215,7 +252,21 @@ def pot_records(
     law_of(MODEL).solver(method)
     check_count(replicates, "replicates", 0)
     work = _Peaks(asked, method, replicates, check_count(size, "size", 2), check_seed(seed))
-    return each_sketched(source, subset_of(over), work, over["client"], over["on_progress"])
+    keys, records = subset_of(over).keys(source), Records()
+
+    def plan(submit: Submit, key: Key) -> Any:
+        found = submit(work, source.labels(*key), plan_sketches(submit, source, key))
+        pieces = () if source.sketched(*key[:2]) else range(0, source.numel, PIECE)
+        parts = [
+            submit(_count_runs, source, key, start, min(start + PIECE, source.numel), found)
+            for start in pieces
+        ]
+        return submit(_add_runs, found, parts)
+
+    for found in evaluate(plan, keys, over["client"]):
+        records += found
+        over["on_progress"]()
+    return records
 
 
 @shares(SpreadGradients)

@@ -20,6 +20,7 @@ from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy, as_positions
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
+from gradstats.statistics.dependence import RUN, design_effect
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
 from gradstats.tables import Quality, Records
@@ -357,8 +358,6 @@ def _remembers(rule: Estimator) -> bool:
     return bool(rule.state_dict()) and not isinstance(rule, RandomEstimator)
 
 
-_RUN, _FEWEST_RUNS = 512, 20
-"""Neighbours whose number among the k largest is counted together, and runs from which their variance is known."""
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
 
@@ -405,12 +404,10 @@ class _BestK:
         # top_candidates keeps all ties at the threshold; only k elements count
         largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
         self._kept[k], self._design[k] = _energy(largest), math.nan
-        runs = numel_of(self.values) // _RUN
-        if chosen is not None and runs >= _FEWEST_RUNS:
-            counts = np.bincount(as_positions(chosen.indices) // _RUN, minlength=runs)[:runs]
-            mean = float(counts.mean())
-            if 0 < mean < _RUN:
-                self._design[k] = float(counts.var(ddof=1)) / (mean * (1 - mean / _RUN))
+        if chosen is not None and (runs := numel_of(self.values) // RUN):
+            counts = np.bincount(as_positions(chosen.indices) // RUN, minlength=runs)[:runs]
+            sums = float(counts.sum()), float(np.square(counts).sum())
+            self._design[k] = design_effect(runs, *sums)
 
 
 def _energy(values: NDArray[np.float64]) -> float:

@@ -23,12 +23,14 @@ from gradstats.cli.output import Table, analyse, note, one_by_one
 __all__ = ["agreement", "compare"]
 
 COMPARE = Table(
-    "B against A",
+    "B against A; signs: share that agrees; error: ‖B − A‖ ÷ ‖A‖",
     ("step", "rank", "kind", "layer", "scale", "cosine", "error", "signs", "cause"),
     group_by=(),
 )
 AGREEMENT = Table(
-    "Ranks against each other (no step: over all steps)",
+    "Ranks against each other (no step: over all steps). signs: share that agrees; overlap: of two ranks' largest k; "
+    "union: positions of all ranks' largest k, ÷ k; explained: share of the squared norm that their mean has; "
+    "noise scale: about the batch beyond which a larger one brings little (inf: no common signal is seen)",
     (
         *("step", "kind", "layer", "cosine", "signs", "overlap", "union", "explained"),
         *("noise_scale", "low", "high", "union_low", "union_high"),

@@ -180,8 +180,10 @@ def note(text: str) -> None:
         The note.
     """
     from gradstats.console import messages
+    from gradstats.tables import visible
 
     console = messages()
+    text = "\n".join(map(visible, text.split("\n")))  # names of files and layers are in it
     # one line where it is not for eyes; a path stays whole
     console.print(text, soft_wrap=not console.is_terminal, overflow="ignore", crop=False)
 

@@ -58,8 +58,8 @@ __all__ = [
 ]
 
 FITS = Table(
-    "Fits; p tail: of the number that the model's threshold keeps at the smallest ratio, of which tail k are right, as "
-    "if elements were independent; visible: the smallest k̂/k − 1 that it sees with probability 0.8",
+    "Fits; p tail: tests how many the model's threshold keeps at the smallest ratio (tail k would be right), as if "
+    "elements were independent; visible: the smallest k̂/k − 1 that this test sees with probability 0.8",
     (
         *("trace", "step", "rank", "kind", "layer", "model", "params"),
         *("delta_aic", "ks", "tail_error", "p_tail", "tail_k", "visible"),
@@ -74,7 +74,8 @@ CLOSEST = Table(
     ),
 )
 DECAY = Table(
-    "Decay of sorted magnitudes, 95 % intervals: of independent elements, and by runs of neighbours",
+    "Decay of sorted magnitudes like rank^(−p), 95 % intervals: of independent elements, and by runs of neighbours; "
+    "hill, σ p: p by Hill's estimate and by the error of the best k",
     (
         *("trace", "step", "rank", "kind", "p", "p_low", "p_high", "runs_low", "runs_high"),
         *("compressible", "hill", "sigma_p", "window"),
@@ -82,20 +83,24 @@ DECAY = Table(
     (),
 )
 PEAKS = Table(
-    "Peaks over threshold, 95 % intervals",
+    "Peaks over threshold: the shape ξ of what the n largest exceed the threshold by; 0 is an exponential tail, above "
+    "0 a heavier one. 95 % intervals: of independent elements, and of those that are large together, by runs of "
+    "neighbours",
     (
         *("trace", "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess"),
-        *("c", "c_low", "c_high", "scale"),
+        *("c", "c_low", "c_high", "runs_low", "runs_high", "scale"),
     ),
     ("trace", "kind", "step"),
 )
 TAILS = Table(
-    "Tail shapes by layer, heaviest first, 95 % intervals; p: of ξ = 0, by Holm for all layers of the gradient",
+    "Tail shapes ξ by layer, from n excesses, heaviest first, 95 % intervals; p: of ξ = 0, corrected (Holm) for the "
+    "number of layers",
     ("trace", "step", "rank", "kind", "layer", "n", "c", "c_low", "c_high", "p_holm"),
     ("trace", "kind", "step"),
 )
 DRIFT = Table(
-    "Drift over training",
+    "Drift over n steps; slope: change per 100 steps, relative for positive quantities; acf1: correlation of "
+    "successive steps",
     (
         *("trace", "quantity", "kind", "layer", "n", "low", "high", "slope"),
         *("acf1", "change_low", "change_high"),

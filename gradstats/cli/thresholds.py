@@ -42,9 +42,10 @@ __all__ = [
 ]
 
 QUALITY = Table(
-    "Estimation quality k̂/k; low–high: 90 % of the gradients, all of fewer than 20; fresh: of rules without a past; "
-    "floor: 1.96/√k, what chance does to a known law of independent elements; design: how many times as much the "
-    "counts of runs of neighbours vary, by whose root the floor widens",
+    "k̂/k, elements kept over elements asked for: mean over n gradients; low–high: 90 % of them, all if fewer than "
+    "20; fresh: of rules that forget the gradients before; energy error: error of what is kept over that of the k "
+    "largest, minus 1 (below 0: more than k are kept); floor: 1.96/√k, how far a perfect law is off by chance if "
+    "elements are independent, else times √design",
     (
         *("trace", "estimator", "ratio", "kind", "layer", "mean", "low", "high", "fresh"),
         *("energy_error", "n", "floor", "design"),
@@ -52,7 +53,7 @@ QUALITY = Table(
     ("trace", "kind"),
 )
 BY_STAGE = Table(
-    "k̂/k stage by stage; factor: share got over share asked; blame: the stage whose factor is farthest from 1",
+    "k̂/k stage by stage; factor: share kept over share asked for; blame: the stage whose factor is farthest from 1",
     (
         *("trace", "step", "rank", "kind", "layer", "estimator", "ratio", "stage"),
         *("asked", "got", "factor", "quality", "blame"),
@@ -60,8 +61,8 @@ BY_STAGE = Table(
     ("trace", "kind"),
 )
 WORST_STAGE = Table(
-    "k̂/k of multi-stage rules, means over the gradients; blame: the stage that is farthest off in most of them, and in "
-    "how many; factor: share it got over share asked",
+    "k̂/k of multi-stage rules, means over the gradients; blame: the stage that is farthest off in most of them, and "
+    "in how many; factor: share it kept over share asked for; n: gradients",
     (
         *("trace", "kind", "layer", "estimator", "ratio", "n", "stages"),
         *("quality", "blame", "blamed", "factor"),
@@ -69,7 +70,8 @@ WORST_STAGE = Table(
     ("trace", "kind"),
 )
 DIFFERENCES = Table(
-    "k̂/k minus that of another rule, step by step, 95 % intervals; error: of |ln k̂/k|, below 0 is closer to k",
+    "k̂/k minus that of another rule over n steps, 95 % intervals; error: the same of |ln k̂/k|, below 0 if closer to"
+    " k",
     (
         *("trace", "estimator", "versus", "ratio", "kind", "layer", "n"),
         *("difference", "difference_low", "difference_high"),
@@ -80,7 +82,7 @@ DIFFERENCES = Table(
 _RULE = ("trace", "kind", "layer", "estimator")
 """Fields that tell the rules of a table apart."""
 BENCH = Table(
-    "Estimation + selection; streams: times torch.sum of the same data, low–high: quartiles of the rounds",
+    "Estimation and selection; streams: time ÷ that of torch.sum of the same data; low–high: quartiles of the rounds",
     (
         *("gradient", "layers", "numel", "threads", "cache", "compressor", "ratio", "seconds"),
         *("streams", "streams_low", "streams_high", "quality", "memory", "speedup"),
@@ -88,7 +90,8 @@ BENCH = Table(
     ("threads", "cache", "gradient", "layers", "numel"),
 )
 CHANGES = Table(
-    "Streams against an earlier run; slower, faster: by more than 5 %, in at most 5 of 100 tables by chance",
+    "Streams (time ÷ that of torch.sum) against an earlier run; slower, faster: by more than 5 %, in at most 5 of 100"
+    " tables by chance",
     (
         *("gradient", "layers", "numel", "threads", "cache", "compressor", "ratio"),
         *("streams_before", "streams", "change", "change_low", "change_high", "status"),

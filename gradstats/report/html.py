@@ -130,7 +130,7 @@ def figure(
     axes = list(canvas.subplots(1, panels, squeeze=False)[0])
     draw(axes)
     _lighten(axes)
-    data = base64.b64encode(plots.png(canvas)).decode()
+    data = base64.b64encode(plots.png(canvas, optimize=False)).decode()
     text = escape(caption)
     return (
         f'<figure{" class=wide" * (panels > 1)}><div><img alt="{text}" src="data:image/png;base64,{data}"></div>'

@@ -1,4 +1,4 @@
-"""Intervals of a decay's exponent that allow for dependence between elements: a bootstrap of whole blocks of them."""
+"""What dependence between elements does to counts and intervals: by runs of neighbours, and by whole blocks of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,27 @@ from numpy.typing import NDArray
 
 from gradstats.statistics.resampling import block_counts
 
-__all__ = ["FEWEST_BLOCKS", "NO_POSITIONS", "exponent_of", "over_blocks", "runs_of"]
+__all__ = [
+    "FEWEST_BLOCKS",
+    "NO_POSITIONS",
+    "RUN",
+    "design_effect",
+    "exponent_of",
+    "over_blocks",
+    "runs_of",
+]
 
 FEWEST_BLOCKS = 20
 """Blocks with an element in the window below which there is no interval."""
 
 NO_POSITIONS = "a sketch does not say where elements lie"
 """Why a decay from a sketch has no interval over blocks."""
+
+RUN = 512
+"""Neighbouring elements whose counts are compared for a design effect."""
+
+_FEWEST_RUNS = 20
+"""Runs below which their variance says nothing."""
 
 _REPLICATES, _SEED = 199, 0
 
@@ -29,6 +43,27 @@ def runs_of(numel: int) -> NDArray[np.int64]:
         Number of elements of the gradient, with zeros.
     """
     return np.arange(0, numel, max(math.isqrt(numel), 1))
+
+
+def design_effect(runs: int, total: float, squares: float) -> float:
+    """Return how many times as much the counts of runs of neighbours vary as those of independent elements do.
+
+    Parameters
+    ----------
+    runs : int
+        Runs of :data:`RUN` elements.
+    total, squares : float
+        Sums over the runs of the number of elements that reach a threshold, and of its square.
+
+    Returns
+    -------
+    float
+        Variance over the binomial one; NaN of fewer than 20 runs, or where none or all elements reach the threshold.
+    """
+    mean = total / runs if runs >= _FEWEST_RUNS else 0.0
+    if not 0 < mean < RUN:
+        return math.nan
+    return (squares - runs * mean**2) / (runs - 1) / (mean * (1 - mean / RUN))
 
 
 def exponent_of(logs: NDArray[np.float64], first: int) -> float:

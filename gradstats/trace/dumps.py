@@ -19,7 +19,15 @@ from gradstats.errors import GradstatsError, InputError, first_line
 from gradstats.primitives import Array
 from gradstats.primitives.arrays import numel_of
 from gradstats.trace import Kind, Layer, is_trace
-from gradstats.trace.files import READ, Contents, read_file, some, suffix_of
+from gradstats.trace.files import (
+    READ,
+    Contents,
+    check_expanded,
+    load_torch,
+    read_file,
+    some,
+    suffix_of,
+)
 from gradstats.trace.source import ArraySource, Captured, Source
 
 __all__ = ["Dumps", "dumps_of", "holds_dumps"]
@@ -240,10 +248,12 @@ def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
     import torch
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        loaded = load_torch(path, mmap=True)
+    except InputError:
+        raise
     except Exception:  # an old format cannot be mapped; an error in it is said where it is read
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = load_torch(path)
         except Exception as error:
             raise InputError(f"cannot read {path}: {first_line(error)}") from None
     if not isinstance(loaded, list | tuple) or not loaded:
@@ -256,21 +266,21 @@ def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
                 "--list layers"
             )
         if lists != "steps":
-            return [_Dump(path, (0, 0), lambda: Contents(_named(loaded), {}))]
+            return [_Dump(path, (0, 0), lambda: Contents(_named(path, loaded), {}))]
     elif any(tensors):
         raise InputError(f"{path} holds a list of tensors and of other things: save one of these")
     return [
-        _Dump(path, (0, step), lambda each=each: Contents(_named(each), {}))  # type: ignore[misc]
+        _Dump(path, (0, step), lambda each=each: Contents(_named(path, each), {}))  # type: ignore[misc]
         for step, each in enumerate(loaded)
     ]
 
 
-def _named(step: Any) -> dict[str, Array]:
+def _named(path: Path, step: Any) -> dict[str, Array]:
     """Return the tensors of one step by name."""
     import torch
 
     if isinstance(step, torch.Tensor):
-        return {"gradient": step}
+        step = {"gradient": step}
     if isinstance(step, Mapping):
         items = {str(name): value for name, value in step.items()}
     elif isinstance(step, list | tuple):
@@ -280,17 +290,16 @@ def _named(step: Any) -> dict[str, Array]:
     others = [n for n, v in items.items() if not isinstance(v, torch.Tensor)]
     if others or not items:
         raise InputError(f"a step of the list holds what is no tensor: {some(others) or 'nothing'}")
+    check_expanded(path, items)
     return {name: value for name, value in items.items() if numel_of(value)}
 
 
 class _Unpickler(pickle.Unpickler):
     """Reads the index of a DCP checkpoint, which is a pickle: of its own classes, and nothing that runs code."""
 
-    _MODULES: ClassVar = (
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.filesystem",
-    )
+    _MODULE: ClassVar = "torch.distributed.checkpoint.metadata"
     _OTHERS: ClassVar = {
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("torch._utils", "_rebuild_tensor_v2"),
@@ -310,8 +319,10 @@ class _Unpickler(pickle.Unpickler):
         """
         import torch
 
+        if module == "pathlib._local":  # so in indices written with Python 3.13
+            module = "pathlib"
         kind = getattr(torch, name, None) if module == "torch" else None
-        found = getattr(import_module(module), name, None) if module in self._MODULES else None
+        found = getattr(import_module(module), name, None) if module == self._MODULE else None
         own = isinstance(found, type) and found.__module__ == module  # not what it has imported
         if own or (module, name) in self._OTHERS or isinstance(kind, torch.dtype):
             return super().find_class(module, name)

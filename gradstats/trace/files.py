@@ -25,7 +25,9 @@ __all__ = [
     "READ",
     "SUFFIXES",
     "Contents",
+    "check_expanded",
     "file_and_key",
+    "load_torch",
     "read_file",
     "some",
     "suffix_of",
@@ -40,7 +42,7 @@ READ = (*SUFFIXES, _INDEX)
 """Endings of what is read: gradient files, and the index of sharded ones."""
 _LARGEST_INDEX = 1 << 26
 _INFLATED = 1 << 30
-"""Bytes up to which a compressed member of an archive is unpacked where it is more than 50 times as large."""
+"""Bytes that a file may always ask for; beyond, no more than 50 times what it holds of a member or tensor."""
 _RATIO = 50
 
 
@@ -225,19 +227,78 @@ def _load_npz(path: Path) -> tuple[dict[str, Any], Mapping[str, str], list[str]]
         names = [m.filename.removesuffix(".npy") for m in members]
         if twice := [n for n, count in Counter(names).items() if count > 1]:
             raise InputError(f"{path} holds two arrays named {twice[0]}: rename one")
-        total = 0
-        for member in members:
-            total += member.file_size
-            small = member.compress_size * _RATIO
-            packed = member.compress_type != zipfile.ZIP_STORED
-            if packed and total > _INFLATED and member.file_size > small:
-                raise InputError(
-                    f"{path}: {member.filename} unpacks {member.compress_size:,} bytes to {member.file_size:,}; save "
-                    "it with np.savez, uncompressed, or as .npy"
-                )
+        _check_packed(path, members)
         loaded = {name: archive[name] for name in archive.files}
     arrays = {n: a for n, a in loaded.items() if isinstance(a, np.ndarray)}
     return arrays, {}, [f"{n} (no array)" for n in loaded if n not in arrays]
+
+
+def _check_packed(path: Path, members: Iterable[zipfile.ZipInfo]) -> None:
+    """Refuse an archive that is small and unpacks to much."""
+    total = 0
+    for member in members:
+        total += member.file_size
+        small = member.compress_size * _RATIO
+        packed = member.compress_type != zipfile.ZIP_STORED
+        if packed and total > _INFLATED and member.file_size > small:
+            raise InputError(
+                f"{path}: {member.filename} unpacks {member.compress_size:,} bytes to {member.file_size:,}; save it "
+                "uncompressed, with np.savez or torch.save, or as .npy"
+            )
+
+
+def check_expanded(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors that repeat the few elements which a file holds, as ``expand`` does, into very many.
+
+    Parameters
+    ----------
+    path : Path
+        The file, for an error.
+    tensors : mapping of str to object
+        What it holds; only tensors of torch are looked at.
+
+    Raises
+    ------
+    InputError
+        If there is such a tensor.
+    """
+    import torch
+
+    total = 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            continue
+        if tensor.is_nested or tensor.device.type == "meta":
+            continue  # refused later, with a reason of its own
+        whole, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
+        total += whole
+        if total > _INFLATED and whole > held * _RATIO:
+            raise InputError(
+                f"{path}: {name} repeats {held:,} bytes to {whole:,}; save the tensor's contiguous()"
+            )
+
+
+def load_torch(path: Path, *, mmap: bool = False) -> Any:
+    """Return what a file of ``torch.save`` holds, of tensors and plain values alone; nothing in it is run.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    mmap : bool
+        Whether tensors are read when they are used.
+
+    Raises
+    ------
+    InputError
+        If it is small and unpacks to much.
+    """
+    import torch
+
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            _check_packed(path, archive.infolist())
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _load_safetensors(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
@@ -277,9 +338,7 @@ def _load_shards(path: Path) -> tuple[dict[str, Any], Mapping[str, str], list[st
 
 
 def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
-    import torch
-
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    loaded = load_torch(path)
     if isinstance(loaded, list | tuple) and loaded:
         raise InputError(
             f"{path} holds a list of {len(loaded)}, of layers or of steps: gradstats import {path} --out NAME.zarr "
@@ -290,6 +349,7 @@ def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
         wanted = "" if key == "." else key
         if wanted not in inner:
             raise unknown(f"dictionary of tensors in {path}", key, [n or "." for n in inner])
+        check_expanded(path, inner[wanted][0])
         return inner[wanted]
     if not inner:
         raise InputError(
@@ -300,6 +360,7 @@ def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
             f"{path}:{name or '.'} ({len(t)} tensors)" for name, (t, _) in [*inner.items()][:5]
         )
         raise InputError(f"{path} holds its tensors in dictionaries; give one of them: {offered}")
+    check_expanded(path, inner[""][0])
     return inner[""]
 
 

@@ -75,6 +75,8 @@ def _fetch(address: str) -> Path:
         raise InputError(f"cannot open {address}: {first_line(error)}") from None
     last = file.rstrip("/").rpartition("/")[2].rpartition(":")[2]
     name = inner.rstrip("/").rpartition("/")[2] or last.removesuffix(".zip") or "trace.zarr"
+    if name in (".", ".."):
+        raise InputError(f"{address} ends in no name")
     try:
         folder, found = system.isdir(inner), system.exists(inner)
         if not found:

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 from ranks import run_ranks
+from support.terminal import main
 from workers import layerwise as cases
 
 import gradstats
-from gradstats.cli import main
 from gradstats.trace import COMPRESSION, Layer, TraceWriter, create_trace
 
 

@@ -11,7 +11,7 @@ import pytest
 import xarray
 from conftest import DATA
 from support.installed import files_of
-from support.terminal import run
+from support.terminal import main, run
 from support.traces import HEAVY_LAYERS, heavy_trace
 
 from gradstats import registry
@@ -114,7 +114,8 @@ def test_sketches_are_enough(trace, tmp_path):
     """A trace of sketches of the same run: parameters within 1 %, thresholds within half a percent."""
     full, rough = open_source(trace), open_source(heavy_trace(tmp_path / "s.zarr", "sketches"))
     models = ["laplace", "dgamma", "double_genpareto", "t"]
-    options = {"method": "mle", "per_layer": True, "steps": [0, 2]}
+    options = {"method": "mle", "per_layer": True, "steps": [0, 2], "ranks": [0]}
+    options["kinds"] = ["gradient"]  # the other kind is twice the same
     for a, b in zip(
         fit_records(full, models, **options), fit_records(rough, models, **options), strict=True
     ):
@@ -171,7 +172,7 @@ def cluster():
             n_workers=2,
             threads_per_worker=1,
             processes=True,
-            dashboard_address="127.0.0.1:0",
+            dashboard_address=":0",  # None takes port 8787, which another may have
             silence_logs=50,
         ) as cluster,
         Client(cluster) as client,
@@ -185,12 +186,16 @@ class TestCluster:
 
     def test_the_same_numbers(self, trace, cluster, monkeypatch):
         monkeypatch.setattr(pieces, "PIECE", 40_000)  # several pieces per gradient
-        source = open_source(trace)
-        here = fit_records(source, ["dgamma", "double_genpareto"], per_layer=True)
-        there = fit_records(source, ["dgamma", "double_genpareto"], per_layer=True, client=cluster)
+        source, models = open_source(trace), ["dgamma", "double_genpareto"]
+        some = {"steps": [0, 2], "kinds": ["gradient"]}  # of two ranks: four gradients
+        here = fit_records(source, models, per_layer=True, **some)
+        there = fit_records(source, models, per_layer=True, client=cluster, **some)
         close(there, here)
-        close(compressibility_records([source], client=cluster), compressibility_records([source]))
-        a, b = over_training(source), over_training(source, client=cluster)
+        close(
+            compressibility_records([source], client=cluster, **some),
+            compressibility_records([source], **some),
+        )
+        a, b = over_training(source, **some), over_training(source, client=cluster, **some)
         xarray.testing.assert_allclose(a, b, rtol=1e-9)
 
     def test_the_workers_did_the_work(self, trace, cluster):
@@ -272,25 +277,28 @@ def test_no_scheduler_is_one_line():
 
 @pytest.mark.slow
 def test_memory_stays_constant(tmp_path):
-    """A gradient of 400 MB is fitted with far less than that beside it."""
+    """A gradient of 200 MB is fitted with far less than that beside it."""
     path = tmp_path / "large.zarr"
-    numel = 100_000_000
+    numel = 50_000_000
     create_trace(path, [Layer("w", 0, (numel,))])
     writer = TraceWriter(path, 0)
     writer.append(0, {"gradient": np.random.default_rng(0).standard_normal(numel, np.float32)})
     writer.close()
     code = f"""
-import resource
+import re
+from pathlib import Path
 import numpy as np
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.fits import fit_records
 from gradstats.trace.sources import open_source
+def peak():  # of this process alone: what getrusage says begins with that of the process that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 fit_records(open_source({{"w": np.ones(100_000, np.float32) * np.arange(100_000, dtype=np.float32)}}))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 records = fit_records(open_source({str(path)!r}))
 compressibility_records([open_source({str(path)!r})], (1, 10_000))
 assert len(records) == 3
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 150
+    assert 1 < float(done.stdout) < 150

@@ -10,7 +10,7 @@ def test_a_checkout_against_itself():
     names = ["exact 64 at 0.1", "torch.topk 64 at 0.1", "signs: ssdm", "step of a hook"]
     names += ["captured step, sketches", "sidco-e 4,096 at 0.01"]
     assert set(names) <= set(against.cases())
-    rows = against.measure([ROOT, ROOT], names, rounds=3)
+    rows = against.measure([ROOT, ROOT], names, rounds=2)
     assert [r["case"] for r in rows] == names
     for r in rows:
         assert 0 < r["low"] <= r["ratio"] <= r["high"]

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from support import terminal
+from support.terminal import main
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from capture.lab import run
@@ -23,7 +25,6 @@ from capture.lab.cluster import Cluster, LabError, shaped_network
 from capture.lab.run import measure_network
 from capture.workloads.config import RunConfig, RunResult
 from capture.workloads.launch import RunFailedError
-from gradstats.cli import main
 from gradstats.errors import GradstatsError
 from gradstats.network import ALGORITHMS, Network
 from gradstats.network.plan import plan
@@ -144,7 +145,7 @@ def test_a_network_is_shaped_and_apart_from_the_host(lab):
 
 
 def test_what_a_killed_lab_left_goes_and_nothing_else(lab):
-    stale, foreign = "gradstats-lab-0-hub", "gradstats-test-other"
+    stale, foreign = "gradstats-lab-0-hub", "gradstats-lab-mine"  # of somebody else
     for name in (stale, foreign):
         ip("netns", "add", name)
     ip("-n", stale, "link", "add", "port0", "type", "veth", "peer", "name", "port1")
@@ -198,20 +199,11 @@ def test_a_signal_takes_the_network_down(lab, number):
 @pytest.mark.distributed
 def test_a_training_says_where_its_time_goes(lab):
     names = ("none", "topk")
-    done = subprocess.run(
-        [
-            *LAB,
-            *("--down", "1gbit", "--local-steps", "0", "--local-steps", "4"),
-            "--steps",
-            "6",
-            "--batch-size",
-            "4",
-            "--format",
-            "json",
-            *(f"--compressor={n}" for n in names),
-        ],
-        capture_output=True,
-        text=True,
+    done = terminal.run(
+        *LAB[1:],
+        *("--down", "1gbit", "--local-steps", "0", "--local-steps", "4"),
+        *("--steps", "6", "--batch-size", "4", "--format", "json"),
+        *(f"--compressor={n}" for n in names),
     )
     assert done.returncode == 0, done.stderr
     assert all(" after " in line for line in done.stderr.splitlines()), done.stderr
@@ -381,9 +373,7 @@ def test_a_burst_is_what_tc_is_told(lab):
 def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_path):
     file = tmp_path / "network.json"
     short = ("--steps", "5", "--batch-size", "4", "--compressor", "none", "--compressor")
-    done = subprocess.run(
-        [*LAB, *short, "torch-topk", "--measure", str(file)], capture_output=True, text=True
-    )
+    done = terminal.run(*LAB[1:], *short, "torch-topk", "--measure", file)
     assert done.returncode == 0, done.stderr
     assert f"wrote {file}" in done.stderr
     network = Network.load(file)

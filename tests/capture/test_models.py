@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import data_set
 from support.every import every
-from typer.testing import CliRunner
+from support.terminal import Runner
 
 from capture.workloads import WORKLOADS, RunConfig, run, speech
 from capture.workloads.classification import make_task
@@ -94,7 +94,7 @@ def command(*args):
     app = typer.Typer()
     app.command("nothing")(lambda: None)
     register(app)
-    return CliRunner().invoke(app, ["workloads", *map(str, args)])
+    return Runner().invoke(app, ["workloads", *map(str, args)])
 
 
 def test_the_command_lists_workloads_and_layers(tmp_path):

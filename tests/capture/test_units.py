@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from support.terminal import main
 from workers import units
 
 from capture import Capture
 from gradstats import open_trace
-from gradstats.cli import main
 from gradstats.errors import InputError
 
 # These models train faster than any disk writes.

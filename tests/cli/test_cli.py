@@ -372,6 +372,7 @@ def test_a_bootstrap_says_what_it_tested():
 
 def test_a_choice_of_threshold():
     command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 39]
+    command += ["--ratio", 0.5, "--ratio", 0.05, "--ratio", 0.001]
     found = records(*command)
     assert sum(r["chosen"] for r in found) <= 1
     assert {r["splits"] for r in found} == {5}
@@ -414,7 +415,7 @@ def test_models_all_and_methods():
 def test_sketches_are_announced(tmp_path):
     from support.traces import heavy_trace
 
-    path = heavy_trace(tmp_path / "s.zarr", "sketches", steps=2)
+    path = heavy_trace(tmp_path / "s.zarr", "sketches", steps=1)
     for command in ("fit", "compressibility", "quality", "pot"):
         done = run(command, path)
         assert done.returncode == 0, done.stderr

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
+from support.terminal import run
 
 from gradstats.errors import GradstatsError, InputError
 from gradstats.network import Network
@@ -114,3 +116,24 @@ def test_networks_that_nobody_measured(tmp_path):
         with pytest.raises(GradstatsError, match="not a measured network") as caught:
             Network.load(path)
         assert "\n" not in str(caught.value)
+
+
+def test_names_in_a_file_steer_neither_terminal_nor_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layer, file = "\x1b[31mw\n</script><script>\u202e", "a\x1b[2J<b>.safetensors"
+    x = np.random.default_rng(0).laplace(size=600).astype(np.float32)
+    save_file({layer: x}, file)
+    said = [
+        run("fit", file, "--per-layer", "--model", "laplace"),
+        run("import", file, "--out", "\x1b[31mo.zarr"),
+        run("report", file, "-o", "r.html"),
+        run("explore", file, "-o", "x.html"),
+    ]
+    assert [done.returncode for done in said] == [0] * 4, said
+    said.append(run("fit", f"no{file}"))
+    pages = [Path(name).read_text(encoding="utf-8") for name in ("r.html", "x.html")]
+    for text in [*pages, *(done.stdout + done.stderr for done in said)]:
+        assert not set(text) & set("\x1b\u202e")
+    for page in pages:
+        assert "</script><script>" not in page
+        assert "<b>" not in page.partition("<body")[2][:20_000]

@@ -47,6 +47,12 @@ def reports(world):
     return _run(world)
 
 
+@pytest.fixture(params=cases.FEW)
+def few(request):
+    """What ranks report that are few enough to run all cases."""
+    return _run(request.param)
+
+
 def deviation(share, expected, repeats):
     """|share − p| in standard deviations; where p is 0 or 1, nothing else may occur."""
     sigma = np.sqrt(expected * (1 - expected) / repeats)
@@ -123,7 +129,8 @@ def device_bits(request):
 
 @pytest.mark.parametrize(("a", "n"), [(1, 2), (1, 3), (2, 3), (3, 8), (5, 7), (1, 200), (0, 3)])
 def test_bits_made_64_at_a_time_have_exactly_their_probability(a, n, device_bits):
-    count = 1_600_000
+    # of Triton seven blocks: its interpreter is slow
+    count = 400_000 if device_bits == "triton" else 1_600_000
     drawn = bernoulli_bits(count // 8, a, n, torch.Generator().manual_seed(2))
     bits = unpack_bits(drawn, count).double()
     assert deviation(float(bits.mean()), a / n, count) < SIGMAS
@@ -357,7 +364,7 @@ def test_marsit_keeps_what_the_group_did_not_apply(reports):
 
 @distributed
 def test_ef_signsgd_keeps_what_the_rank_did_not_send(reports):
-    for size in cases.SIZES:
+    for size in cases.sizes(len(reports)):
         for step in range(2):
             rounds = [report["systems"]["ef-signsgd", size][step] for report in reports]
             sent = [before - residual for before, _, residual in rounds]
@@ -404,19 +411,19 @@ def test_signsgd_is_a_majority_vote_with_fair_ties(world, reports):
 
 
 @distributed
-def test_ssdm_is_unbiased(reports):
-    assert reports[0]["unbiased"] < SIGMAS
+def test_ssdm_is_unbiased(few):
+    assert few[0]["unbiased"] < SIGMAS
 
 
 @distributed
-def test_stopping_and_resuming_changes_no_bit(reports):
-    for report in reports:
+def test_stopping_and_resuming_changes_no_bit(few):
+    for report in few:
         assert report["resume"] == dict.fromkeys(cases.SYSTEMS, True)
 
 
 @distributed
-def test_a_bad_gradient_on_one_rank_changes_nothing(reports):
-    assert all(report["flagged"] for report in reports)
+def test_a_bad_gradient_on_one_rank_changes_nothing(few):
+    assert all(report["flagged"] for report in few)
 
 
 @distributed

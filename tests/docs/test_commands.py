@@ -16,7 +16,7 @@ from conftest import ROOT
 from safetensors.numpy import save_file
 from support.installed import files_of
 from support.networks import measured_network
-from support.terminal import run
+from support.terminal import commands, run
 from support.traces import LAYERS, NUMEL, write
 
 import gradstats
@@ -85,7 +85,7 @@ def unknown(whole, words):
     rest = rest[2 * len(loaded) :]
     for file in loaded:
         load_file(file)
-    group = typer.main.get_command(app)
+    group = commands(app)
     if rest[0].startswith("-"):
         return [] if run(*rest).returncode == 0 else rest
     with group.make_context("gradstats", rest, resilient_parsing=True) as context:

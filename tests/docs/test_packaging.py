@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
-from importlib.metadata import packages_distributions
+import venv
+import zipfile
+from importlib.metadata import metadata, packages_distributions
 
 import pytest
 from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import gradstats
 from gradstats.errors import GradstatsError
@@ -86,3 +94,183 @@ def test_without_any_extra_the_program_answers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "capture" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What is published: a wheel and an sdist; and the wheel that the sdist gives."""
+    pytest.importorskip("hatchling", reason="make .venv installs what builds the wheel")
+    folder = tmp_path_factory.mktemp("built")
+
+    def build(project, out):
+        command = [sys.executable, "-m", "hatchling", "build", "--directory", out]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return sorted(out.iterdir())
+
+    wheel, sdist = build(ROOT, folder / "here")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    again, _ = build(unpacked, folder / "again")
+    return wheel, unpacked, again
+
+
+def members(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_has_the_programs_and_their_data_alone(built):
+    wheel, _, again = built
+    content = members(wheel)
+    assert content == members(again)
+    tops = {name.partition("/")[0] for name in content}
+    assert tops == {"gradstats", "capture", f"gradstats-{gradstats.__version__}.dist-info"}
+    tracked = subprocess.run(
+        ["git", "ls-files", "gradstats", "capture"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.splitlines()
+    wanted = {n for n in tracked if not n.startswith("gradstats/explorer/js/")}
+    assert {n for n in content if ".dist-info/" not in n} == wanted
+    types = {"capture/py.typed", "gradstats/py.typed"}
+    assert types < wanted
+    assert {n.partition("licenses/")[2] for n in content if "/licenses/" in n} == {
+        "LICENSE",
+        "gradstats/explorer/explorer.LICENSES.txt",
+    }
+
+
+def test_the_sdist_has_what_the_tests_and_the_page_of_the_explorer_are_made_of(built):
+    _, unpacked, _ = built
+    for name in ("LICENSE", "CITATION.cff", "tests/conftest.py", "tests/pins/data"):
+        assert (unpacked / name).exists(), name
+    assert (unpacked / "gradstats/explorer/js/package.json").exists()
+    assert not (unpacked / "data").exists()
+
+
+USE = """
+import sys
+from pathlib import Path
+import capture, gradstats
+from gradstats.explorer.page import page as explorer
+from gradstats.report.html import page as report
+from gradstats.registry import entries, load
+assert all(Path(m.__file__).is_relative_to(sys.prefix) for m in (capture, gradstats))
+for group in ("commands", "layouts"):
+    (entry,) = entries(f"gradstats.{group}")
+    assert callable(load(entry)) and Path(str(entry.dist.locate_file(""))).is_relative_to(sys.prefix)
+assert load(entry)("resnet20-cifar10")
+for page in (report("Title", "<p>body"), explorer("Title", "{}")):
+    assert page.startswith("<!doctype html>") and "</html>" in page, page[:80]
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
+    """Its packages are those of this environment, by a path: nothing is downloaded, and this checkout isn't seen."""
+    wheel, _, _ = built
+    env = tmp_path / "env"
+    venv.create(env, symlinks=True)
+    python = env / "bin" / "python"
+    (site,) = env.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*words):
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "install", "--no-index"]
+    run(*pip, "--no-deps", "--ignore-installed", wheel)
+    assert run(env / "bin" / "gradstats", "--version").split()[-1] == gradstats.__version__
+    assert "resnet20-cifar10" in run(env / "bin" / "gradstats", "workloads")
+    run(python, "-c", USE)
+
+
+def pip_lines():
+    """Return the page and the words of every `pip install` on the pages."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for page in sorted(pages):
+        for line in re.findall(r"pip3? install ([^`\n]*)", page.read_text(encoding="utf-8")):
+            words = shlex.split(line, comments=True)
+            yield page.relative_to(ROOT), [w for w in words if not w.startswith("-")]
+
+
+def test_every_pip_line_installs_this_checkout():
+    lines = [*pip_lines()]
+    assert len(lines) >= 3
+    asked = set()
+    for page, words in lines:
+        for word in words:
+            extras = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", word)
+            assert extras, f"{page}: pip install {word}: '.[extra]' is this checkout"
+            asked |= {*filter(None, (extras[1] or "").split(","))}
+    assert asked <= EXTRAS.keys()
+
+
+def pins(file):
+    return dict(re.findall(r"(?m)^([\w.-]+)==([^\s#]+)", (ROOT / file).read_text(encoding="utf-8")))
+
+
+def test_the_lock_of_ci_has_everything_that_it_installs_with_hashes():
+    lock = pins("requirements-ci.lock")
+    text = (ROOT / "requirements-ci.lock").read_text(encoding="utf-8")
+    assert text.count("==") == len(lock)
+    assert not re.search(r"==\S+$", text, re.MULTILINE)  # a hash follows each
+    for name, version in pins("constraints.txt").items():
+        assert lock[name].partition("+")[0] == version, name
+    named = {r for extra in EXTRAS if extra != "wandb" for r in EXTRAS[extra]}
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *named]):
+        name = canonicalize_name(requirement.name)
+        if name != "gradstats":
+            assert requirement.specifier.contains(lock[name]), f"{requirement}: make lock"
+
+
+def families(licence):
+    """Return the kinds of licences that a text names: packages write them in many ways."""
+    words = {"apache": "Apache", "bsd": "BSD", "mit": "MIT", "psf": "PSF", "python software": "PSF"}
+    return {family for word, family in words.items() if word in licence.lower()}
+
+
+def test_the_table_of_licences_has_every_package():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- licences -->(.*?)<!-- /licences -->", page, re.DOTALL)[1]
+    rows = re.findall(r"(?m)^\| ([a-z].*) \| (.*) \|$", block)[1:]
+    listed = {name: licence for names, licence in rows for name in names.split("; ")}
+    wanted = {canonicalize_name(Requirement(r).name) for r in PROJECT["dependencies"]}
+    for extra in EXTRAS.keys() - {"dev", "docs", "wandb"}:
+        wanted |= {canonicalize_name(Requirement(r).name) for r in EXTRAS[extra]}
+    assert listed.keys() == wanted - {"gradstats"}, "run make licences"
+    for name, licence in listed.items():
+        about = metadata(name)
+        said = about["License-Expression"] or " ".join(
+            [
+                *(c for c in about.get_all("Classifier", ()) if "License" in c),
+                about["License"] or "",
+            ]
+        )
+        assert families(licence) & families(said), f"{name}: {said[:80]}; run make licences"
+
+
+def test_the_table_of_versions_is_that_of_the_results():
+    code = "import sys; sys.path.insert(0, 'tools'); import matrix; print(matrix.table(matrix.results()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"<!-- matrix -->\n{done.stdout}<!-- /matrix -->" in page, "run make matrix"
+
+
+def test_the_workflow_names_its_actions_by_commit():
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", workflow.read_text(encoding="utf-8"))
+        assert [u for u in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", u)] == []
+
+
+def test_the_citation_has_what_its_format_needs():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    fields = dict(re.findall(r"(?m)^([\w-]+): *(.*)$", text))
+    assert {"cff-version", "title", "message", "authors"} <= fields.keys()
+    assert fields["license"] == PROJECT["license"]

@@ -27,7 +27,8 @@ def test_every_page_is_in_the_navigation_and_exists():
     assert nav - MADE == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
-PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PROSE = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+PROSE += sorted(DOCS.rglob("*.md"))
 each = every("page", PROSE, ids=lambda p: p.stem)
 
 

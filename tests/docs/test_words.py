@@ -8,7 +8,7 @@ from conftest import ROOT
 
 DOCS = ROOT / "docs"
 MOST = 20_000
-"""Words of the users' part, without the command line and the Python reference, which are made from the code."""
+"""Words of the users' part, without what is made from the code: command line, Python reference and stable names."""
 
 
 def users_pages() -> list[str]:
@@ -21,7 +21,8 @@ def users_pages() -> list[str]:
 
 
 def test_the_users_part_is_short():
-    words = {page: len((DOCS / page).read_text(encoding="utf-8").split()) for page in users_pages()}
+    written = [page for page in users_pages() if page != "reference/stable.md"]
+    words = {page: len((DOCS / page).read_text(encoding="utf-8").split()) for page in written}
     assert len(words) > 30
     assert sum(words.values()) <= MOST, sorted(words.items(), key=lambda item: -item[1])
 

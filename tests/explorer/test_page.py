@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import DATA
 from support.browser import CHROMIUM, NO_BROWSER, Browser
+from support.terminal import main
 
 import gradstats
-from gradstats.cli import main
 from gradstats.explorer.data import gather, payload
 from gradstats.explorer.page import page
 from gradstats.trace.sources import Subset, open_source

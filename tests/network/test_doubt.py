@@ -10,8 +10,8 @@ import pytest
 import validation
 from records import RESULTS, stored
 from support.networks import measured_network
+from support.terminal import main
 
-from gradstats.cli import main
 from gradstats.compressors import COMPRESSORS
 from gradstats.errors import InputError
 from gradstats.network import HELD, LINKS, Network, advice, link, plan, prediction

@@ -12,9 +12,9 @@ from conftest import ROOT
 from pages import block
 from support.every import every
 from support.networks import measured_network
+from support.terminal import main
 from utilisation import PAGE
 
-from gradstats.cli import main
 from gradstats.collectives import Codec
 from gradstats.collectives.codec import PLAIN
 from gradstats.collectives.header import HEADER_BYTES

@@ -17,11 +17,11 @@ from ranks import run_ranks
 from rich.cells import cell_len
 from support.every import every
 from support.networks import CODED, gradients, measured_network, top, written
+from support.terminal import main
 from workers import layerwise
 
 import gradstats
 from gradstats import plots
-from gradstats.cli import main
 from gradstats.collectives import Codec
 from gradstats.compressors import COMPRESSORS, Compressor
 from gradstats.errors import InputError

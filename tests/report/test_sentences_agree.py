@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from support.terminal import Runner
 from support.traces import trace_of_steps
-from typer.testing import CliRunner
 
 import gradstats
 from gradstats.analysis.compare import TOLERANCE
@@ -42,7 +42,7 @@ def path(request, tmp_path):
 
 def shown(*words):
     """Return what a command says before its table, and the table, each as one line of words."""
-    result = CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "400"})
+    result = Runner().invoke(app, [*map(str, words)], env={"COLUMNS": "400"})
     assert result.exit_code == 0, result.output
     above, _, below = result.stdout.partition("\n\n")
     return " ".join(above.split()), below
@@ -141,7 +141,7 @@ def test_what_differs_is_what_the_table_shows(change, path, tmp_path):
         len(a.layers),
     )
     found = gradstats.compare(path, other, per_layer=True)
-    said = CliRunner().invoke(app, ["compare", str(path), str(other)], env={"COLUMNS": "400"})
+    said = Runner().invoke(app, ["compare", str(path), str(other)], env={"COLUMNS": "400"})
     assert said.exit_code == 0, said.output
     assert found.verdict[1:] in " ".join(said.output.split())
     caused = [r for r in found if r["cause"]]
@@ -165,7 +165,7 @@ def test_ranks_that_agree_are_said_to(name, tmp_path):
     """No side is claimed of the batch without an interval, and the reason is one, in every place."""
     path = trace_of_steps(tmp_path / "run.zarr", DATA[name], ranks=3)
     (whole,) = (r for r in gradstats.agreement(path, ratio=0.1) if r["step"] is None)
-    result = CliRunner().invoke(app, ["agreement", str(path)], env={"COLUMNS": "400"})
+    result = Runner().invoke(app, ["agreement", str(path)], env={"COLUMNS": "400"})
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert np.isnan(whole["low"]) == np.isnan(whole["high"]) == bool(whole["reason"])

@@ -134,12 +134,12 @@ class TestStability:
     def test_covariance_is_that_of_repeated_fits(self, method, c):
         rng = np.random.default_rng(5)
         found = []
-        for _ in range(400):
+        for _ in range(200):
             x = stats.genpareto(c, scale=2).rvs(2000, random_state=rng)
             f = fit(x, "double_genpareto", method)
             found.append((f.params["c"], f.params["scale"]))
         seen, told = np.cov(np.array(found).T), covariance(f)
-        assert np.allclose(np.diag(told), np.diag(seen), rtol=0.3)  # sd of a variance: 7 %
+        assert np.allclose(np.diag(told), np.diag(seen), rtol=0.3)  # sd of a variance: 10 %
         assert told[0, 1] == pytest.approx(seen[0, 1], rel=0.3)
 
     @pytest.mark.parametrize("method", ["mle", "closed", "moments"])
@@ -284,6 +284,10 @@ class TestForwardStop:
         assert _forward_stop([math.nan, 0.5], 0.05) == 1
 
 
+ACCEPTING = SimpleNamespace(p_value=0.5)
+"""What a test of goodness says of an excess distribution that holds; for tests of what follows from such answers."""
+
+
 class TestChoice:
     def test_finds_where_the_tail_begins(self):
         choice = choose_threshold(uniform_below_pareto(0.1), replicates=99, splits=1)
@@ -299,9 +303,8 @@ class TestChoice:
     def test_keeps_the_lowest_of_a_pure_tail(self):
         kept = 0
         for seed in range(6):
-            choice = choose_threshold(
-                pareto(0.3, seed=seed), replicates=49, size=500, seed=seed, splits=1
-            )
+            x, ratios = pareto(0.3, seed=seed), [0.5, 0.1, 0.02]
+            choice = choose_threshold(x, ratios, replicates=39, size=500, seed=seed, splits=1)
             kept += choice.rejected == 0
         assert kept >= 5
 
@@ -319,7 +322,7 @@ class TestChoice:
         """Tests of 1000 excesses each accept the largest half, whose ξ = 0.29 the largest hundredth (0.13) denies."""
         gradient = open_trace(DATA / "resnet20.zarr").read(2999, kind="gradient")
         ratios = [0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
-        choice = choose_threshold(gradient, ratios, replicates=39)
+        choice = choose_threshold(gradient, ratios, replicates=39, splits=1)
         assert choice.ratio == 0.001
         before = choice.candidates[: choice.rejected]
         assert all(c.p_stable < 0.001 for c in before)
@@ -331,8 +334,8 @@ class TestChoice:
         rng, rejected = np.random.default_rng(6), 0
         law = stats.genpareto(0.2)
         for _ in range(200):
-            m = as_magnitudes(law.rvs(4000, random_state=rng))
-            thresholds = [threshold_of(m, k) for k in (4000, 2000, 1000, 500, 250, 125)]
+            m = as_magnitudes(law.rvs(2000, random_state=rng))
+            thresholds = [threshold_of(m, k) for k in (2000, 1000, 500, 250, 125)]
             rejected += _stable(_shapes(m, thresholds, "mle"), thresholds[0]) <= 0.1
         assert abs(rejected / 200 - 0.1) <= 3.5 * math.sqrt(0.1 * 0.9 / 200)
 
@@ -340,17 +343,16 @@ class TestChoice:
     @pytest.mark.parametrize("law", [stats.genpareto(-0.2), stats.expon(), stats.lognorm(1)])
     def test_estimate_covers_whatever_was_chosen(self, law, monkeypatch):
         """The fit of the other half, at the threshold chosen, against that of infinitely many elements."""
-        accepting = SimpleNamespace(p_value=0.5)
-        monkeypatch.setattr("gradstats.statistics.pot.choice.bootstrap", lambda *_, **__: accepting)
+        monkeypatch.setattr("gradstats.statistics.pot.choice.bootstrap", lambda *_, **__: ACCEPTING)
         grid, rng, hits, known, chosen = (
-            (np.arange(5000) + 0.5) / 5000,
+            (np.arange(1000) + 0.5) / 1000,
             np.random.default_rng(2),
             0,
             0,
             set(),
         )
         for seed in range(150):
-            choice = choose_threshold(law.isf(rng.random(10_000)), seed=seed, splits=1)
+            choice = choose_threshold(law.isf(rng.random(6000)), seed=seed, splits=1)
             if choice.estimate is None:
                 continue
             known += 1
@@ -394,15 +396,14 @@ class TestChoice:
         laws = {0.5: [pareto(0.3, 20_000), rng.laplace(size=20_000)], None: [comb]}
         for truth, samples in laws.items():
             for x in samples:
-                for seed in range(3):
-                    choice = choose_threshold(
-                        x, [0.5, 0.2, 0.05], size=200, replicates=39, seed=seed
-                    )
+                for seed in range(2):
+                    choice = choose_threshold(x, [0.5, 0.1], size=200, replicates=39, seed=seed)
                     assert choice.ratio == truth
                     assert truth in choice.range
 
     def test_the_median_of_the_splits_is_chosen(self, monkeypatch):
         x, ratios = pareto(0.3, 20_000), [0.5, 0.2, 0.05]
+        monkeypatch.setattr("gradstats.statistics.pot.choice.bootstrap", lambda *_, **__: ACCEPTING)
         for rejected, ratio, far, near, note in [
             ([0, 1, 2, 3, 1], 0.2, None, 0.5, "the 5 splits answer 0.05 to 0.5, and none in 1"),
             ([3, 0, 3, 3, 0], None, None, 0.5, "rejected by 3 of 5 splits"),
@@ -462,7 +463,7 @@ class TestTailQuantile:
         ],
     )
     def test_interval_covers(self, c, zeros, ratio):
-        n, reps = 20_000, 500
+        n, reps = 5000, 500
         law = stats.genpareto(c)
         truth = law.isf(ratio * (1 + zeros))  # as many zeros as magnitudes double the share
         hits = 0
@@ -471,7 +472,7 @@ class TestTailQuantile:
             x = np.concatenate([law.rvs(n, random_state=rng), np.zeros(zeros * n)])
             q = tail_quantile(x, ratio, at=0.1 / (1 + zeros))
             hits += q.low <= truth <= q.high
-        assert q.n == 2000
+        assert q.n == 500
         assert abs(hits / reps - 0.95) <= 3.5 * math.sqrt(0.95 * 0.05 / reps)
 
     @pytest.mark.parametrize("c", [-0.2, 0.2, 0.5])

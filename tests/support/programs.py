@@ -34,9 +34,12 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
     Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
     """
     environment = os.environ | dict(env)
-    there = [*map(str, path), *filter(None, [environment.get("PYTHONPATH")])]
+    there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(there)
-    server = _server(tuple((name, environment.get(name)) for name in READ_ONCE))
+    # What is imported before a fork, and what packages bring to it, is of these; the others are added in the fork.
+    ours = [p for p in there if Path(p, "gradstats").is_dir() or any(Path(p).glob("*.dist-info"))]
+    read = environment | {"PYTHONPATH": os.pathsep.join(ours)}
+    server = _server(tuple((name, read.get(name)) for name in READ_ONCE))
     arguments = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -44,6 +47,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
             "arguments": arguments,
             "cwd": str(cwd or os.getcwd()),
             "env": environment,
+            "path": [len(ours), there],
             "said": list(map(str, said)),
             "ranks": ranks,
             "trains": not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
@@ -129,6 +133,8 @@ def _run(request, variables):
     os.environ.update(request["env"] | variables)
     code = 1
     try:
+        known, there = request["path"]
+        sys.path[1 : 1 + known] = there
         os.chdir(request["cwd"])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, file in enumerate(request["said"], 1):

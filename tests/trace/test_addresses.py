@@ -95,7 +95,12 @@ def test_reading_from_archives_memory_and_http(trace, tmp_path):
 
 
 def test_what_cannot_be_opened_is_one_line():
-    for address in ("nosuchscheme://a/b", "memory://absent.zarr", "zip://a::/absent.zip"):
+    for address in (
+        "nosuchscheme://a/b",
+        "memory://absent.zarr",
+        "zip://a::/absent.zip",
+        "file:///tmp/..",
+    ):
         with pytest.raises(GradstatsError) as caught:
             open_sources(address)
         assert "\n" not in str(caught.value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import tracemalloc
+from pathlib import PosixPath
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 
 from gradstats import open_trace, quality
 from gradstats.errors import InputError
-from gradstats.trace.dumps import Dumps, dumps_of
+from gradstats.trace.dumps import Dumps, _Unpickler, dumps_of
 from gradstats.trace.imports import import_dumps
 from gradstats.trace.sources import open_source, open_sources
 
@@ -143,6 +145,12 @@ def test_the_index_of_dcp_runs_nothing(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*mkdir, which no index needs"):
         open_sources(tmp_path / "dcp")
     assert not (tmp_path / "owned").exists()
+
+
+def test_an_index_of_dcp_may_be_of_another_python():
+    for module in (b"pathlib", b"pathlib._local"):
+        index = io.BytesIO(b"c" + module + b"\nPosixPath\n.")
+        assert _Unpickler(index).load() is PosixPath
 
 
 def test_other_layers_and_other_traces_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from gradstats import open_trace, quality, save_safetensors
 from gradstats.analysis.fits import fit_records
 from gradstats.errors import GradstatsError, InputError, TraceError
-from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace import Layer, TraceWriter, create_trace, dumps, files
 from gradstats.trace.sources import matching, open_source, open_sources
 
 LAYERS = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float32)}
@@ -88,6 +89,34 @@ def test_truncated_files_are_one_line(tmp_path, suffix, keep):
     with pytest.raises(InputError, match="cannot read") as caught:
         open_source(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_small_file_is_not_unpacked_or_repeated_to_a_large_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_INFLATED", 1 << 20)
+    zeros = {"w": torch.zeros(1 << 19)}  # 2 MiB, of which deflate leaves 2 KiB
+    torch.save(zeros, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for member in plain.infolist():
+            packed.writestr(member.filename, plain.read(member))
+    np.savez_compressed(tmp_path / "packed.npz", **zeros)
+    small = torch.ones(1)
+    torch.save({"w": small.expand(10**12)}, tmp_path / "repeated.pt")
+    torch.save([small.expand(10**12)] * 2, tmp_path / "list.pt")
+    assert open_source(tmp_path / "plain.pt").read(0, "gradient", 0).values.shape == (1 << 19,)
+    for name in ("packed.pt", "packed.npz"):
+        with pytest.raises(InputError, match="unpacks 2,"):
+            open_source(tmp_path / name)
+    with pytest.raises(InputError, match="w repeats 4 bytes to 4,000,000,000,000"):
+        open_source(tmp_path / "repeated.pt")
+    for lists in ("steps", "layers"):
+        with pytest.raises(InputError, match="repeats 4 bytes"):
+            dumps.Dumps(dumps.dumps_of([tmp_path / "list.pt"], lists=lists), "x")
+    repeated = {"w": small.expand(1000)}  # gradients of a sum are like this
+    torch.save(repeated, tmp_path / "some.pt")
+    assert open_source(tmp_path / "some.pt").read(0, "gradient", 0).values.sum() == 1000
 
 
 def test_what_holds_nothing_useful(tmp_path):

@@ -31,7 +31,17 @@ VALUES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "int4", "int2")
 VALUES += ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
 SUMMED = ("cltk", "micro", "redsync-quantised")
 """Values of these have no codec."""
+ALL_VALUES = ("topk", "exact", "lags")
+"""What is sent with every codec of values, and those below by what takes 16 bits, less than 8, and a scale a block."""
+SOME_VALUES = ("bfloat16", "int4", "mxfp4")
 SYSTEMS = ("topk", "sidco-e", "micro", "cltk", "lags", "dgc", "redsync", "redsync-quantised")
+
+
+def values_of(name, numel):
+    """Return the codecs of values that are tried; one element has all of them with one compressor."""
+    if name in SUMMED:
+        return ()
+    return VALUES if name == "topk" or (name in ALL_VALUES and numel > 1) else SOME_VALUES
 
 
 def made(name, **codec):
@@ -70,7 +80,7 @@ def compressed(rank, world):
             for indices in ("rice", "chunk"):
                 coded = made(name, indices=indices)
                 report[name, indices, "float32", numel] = steps(coded, rank, numel)
-            for values in () if name in SUMMED else VALUES:
+            for values in values_of(name, numel):
                 coded = made(name, indices="rice", values=values)
                 report[name, "rice", values, numel] = steps(coded, rank, numel)
         for name in ("dense-bf16", "dense-fp8"):

@@ -36,16 +36,19 @@ FLAG = 3
 
 
 def kinds(world, name):
-    """Return the gradients a system meets; eight processes take turns on few cores."""
-    if world < 8 or name in ("micro", "cltk", "redsync-quant"):
+    """Return the gradients a system meets; many processes take turns on few cores."""
+    if world < 3:
         return list(KINDS)
-    return ["laplace", "zeros"]
+    if world < 8:
+        return ["laplace", "patchy", "zeros", "few"]
+    some = ["laplace", "zeros"]
+    return [*some, "few"] if name in ("micro", "cltk", "redsync-quant") else some
 
 
 def starts(world):
     """Return (threshold to start at, error feedback) of MiCRO's convergence."""
     every = [(start, feedback) for start in (None, 1e-3, 1e3) for feedback in (False, True)]
-    return every if world == 2 else every[:2]
+    return every if world == 2 else every[:2] if world < 8 else every[:1]
 
 
 def gradient(kind, numel, rank, step):

@@ -1,0 +1,51 @@
+"""Peaks over threshold by runs of neighbours: the design effect against a naive one, whatever the pieces."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import gradstats
+from gradstats.analysis import peaks
+from gradstats.statistics.dependence import RUN
+
+
+def together(numel, length, seed=0):
+    """Return elements of which `length` neighbours share a scale: they are large together."""
+    rng = np.random.default_rng(seed)
+    scales = np.repeat(rng.gamma(5.0, size=-(-numel // length)), length)[:numel]
+    return (rng.exponential(size=numel) / scales * rng.choice((-1, 1), numel)).astype("f4")
+
+
+@pytest.mark.parametrize("piece", [4 * RUN, 1 << 22])
+def test_intervals_by_runs_are_wider_by_the_root_of_the_counts_variance(monkeypatch, piece):
+    monkeypatch.setattr(peaks, "PIECE", piece)
+    x = together(60_000, 3 * RUN)
+    x[:500] = math.nan  # is in no count
+    found = gradstats.pot(x, [0.2, 0.02])
+    assert len(found) == 2
+    for record in found:
+        runs = np.abs(x[: 60_000 // RUN * RUN]).reshape(-1, RUN) >= record["threshold"]
+        share = runs.mean()
+        naive = runs.sum(axis=1).var(ddof=1) / (RUN * share * (1 - share))
+        assert record["design"] == pytest.approx(naive, rel=1e-9)
+        assert naive > 5
+        for end in ("low", "high"):
+            by = (record[f"runs_{end}"] - record["c"]) / (record[f"c_{end}"] - record["c"])
+            assert by == pytest.approx(math.sqrt(naive), rel=1e-9), end
+
+
+def test_independent_elements_have_no_wider_interval_than_by_chance():
+    """The design effect of n runs has a standard deviation of √(2/n): 5 of them are 0.65 here."""
+    found = gradstats.pot(together(60_000, 1), [0.2, 0.02])
+    for record in found:
+        assert abs(record["design"] - 1) < 5 * math.sqrt(2 / (60_000 // RUN))
+        assert record["runs_low"] <= record["c_low"]
+
+
+def test_where_positions_or_runs_are_missing_there_is_no_interval(tmp_path):
+    (few,) = gradstats.pot(together(19 * RUN, 1), [0.1])
+    assert all(math.isnan(few[name]) for name in ("design", "runs_low", "runs_high"))
+    assert math.isfinite(few["c_low"])
