@@ -246,6 +246,12 @@ def test_maps_of_layers(ax, by_layer):
     expected /= np.exp(np.log(expected).mean(axis=1, keepdims=True))
     assert np.allclose(drawn.filled(np.nan), expected, equal_nan=True)
     assert drawn.mask[names.index("dead")].all()
+    for axes, offset in ((ax, 0), (other, 0.5)):  # each name in the row of its layer
+        assert [*axes.get_yticks()] == [i + offset for i in range(len(names))]
+    assert [t.get_text() for t in other.get_yticklabels()] == names
+    steps = [str(step) for step in by_layer["step"].values]
+    assert [t.get_text() for t in other.get_xticklabels()] == steps
+    assert [*other.get_xticks()] == [i + 0.5 for i in range(len(steps))]
     plots.drift_map(by_layer, "zero_fraction", Figure().subplots())
     with pytest.raises(InputError, match="no layers"):
         plots.layer_map(by_layer.sel(layer=["all"]), "mean", ax)
@@ -260,6 +266,7 @@ def test_an_overview_has_the_shares_and_the_exact_thresholds(ax):
         {s: gradstats.sketch(v.astype("f4")) for s, v in values.items()}, ax, ratios=[0.1, 0.01]
     )
     assert [t.get_text() for t in ax.get_xticklabels()] == ["3", "7", "11"]
+    assert [*ax.get_xticks()] == [0, 1, 2]
     (mesh,) = ax.collections
     edges = mesh.get_coordinates()[:, 0, 1]
     share = mesh.get_array().filled(0)
