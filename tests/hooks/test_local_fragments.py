@@ -105,3 +105,10 @@ def test_each_fragment_has_a_rule_of_its_own_and_the_record_has_all_of_them(two)
     targets = sum(target_count(RATIO, n) for n in sizes)
     for rank in two:
         assert rank["hard"] == (sum(sizes), targets, targets)
+
+
+@pytest.mark.parametrize("policy", ["skip", "zero"])
+def test_what_is_not_finite_is_gone_when_the_late_result_is_applied(two, policy):
+    """Sent after the fourth step and applied after the sixth: not at the end of the block alone."""
+    assert two[0][policy] == [True] * 11
+    assert two[1][policy] == [True] * 3 + [False] * 2 + [True] * 6

@@ -75,6 +75,22 @@ def learned_once(rank):
     return last.numel, last.target, last.selected
 
 
+def not_finite(rank, policy):
+    """Return after which steps all parameters were finite, where one was not from the fourth step on."""
+    model, seen = net(0), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    local = LocalSteps(model, optimizer, None, H, TopK(0.5), delay=2, nonfinite=policy)
+    with local:
+        for step in range(3 * H - 1):
+            for i, p in enumerate(model.parameters()):
+                p.grad = gradient(rank, step, i, p.shape)
+            if rank == 1 and step == H - 1:
+                model[2].weight.grad[1, 2] = torch.nan
+            optimizer.step()
+            seen.append(all(bool(p.isfinite().all()) for p in model.parameters()))
+    return seen
+
+
 def two_ranks(rank, world):
     found = {}
     for case in MIX:
@@ -85,5 +101,6 @@ def two_ranks(rank, world):
     LocalSteps(model, torch.optim.SGD(model.parameters(), lr=RATE), steps=H)
     found["buffers"] = [b.tolist() for b in model.buffers()]
     found["hard"] = learned_once(rank)
+    found |= {policy: not_finite(rank, policy) for policy in ("skip", "zero")}
     dist.barrier()
     return found
