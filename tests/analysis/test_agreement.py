@@ -158,6 +158,8 @@ def test_an_interval_without_an_upper_end_and_none():
     top, none = 1 + 0.1 * rng.standard_normal(40), rng.standard_normal(40)
     low, high, reason = ratio_interval(top, none)
     assert 0 < low < high == math.inf
+    low, high, _ = ratio_interval(top, none + 2)  # the mean below is surely above zero
+    assert 0.3 < low < 0.5 < high < 1
     assert not reason
     assert ratio_interval(top[:19], none[:19])[2] == "fewer than 20 steps"
 
@@ -170,6 +172,23 @@ def test_gradients_captured_after_averaging_are_told(tmp_path):
     }
     assert found[0]["cosine"] == pytest.approx(1)
     assert math.isnan(found[0]["noise_scale"])
+
+
+def test_a_step_that_lacks_a_rank_does_not_count(tmp_path):
+    path = tmp_path / "run.zarr"
+    create_trace(path, LAYERS, world_size=3)
+    for rank in range(3):
+        writer = TraceWriter(path, rank)
+        for step in range(4):
+            if (step, rank) != (2, 1):
+                writer.append(step, {"gradient": gradient(step, rank)})
+        writer.close()
+    *each, over = gradstats.agreement(path)
+    assert [r["step"] for r in each] == [0, 1, 3]
+    assert over["step"] is None
+    for name in ("cosine", "signs", "overlap", "union"):
+        assert over[name] == pytest.approx(np.mean([r[name] for r in each]))
+    assert {r["ranks"] for r in (*each, over)} == {3}
 
 
 def test_what_has_no_ranks_to_compare_is_one_line(tmp_path, trace):

@@ -251,6 +251,62 @@ def test_clipping_in_one_step_takes_many_others_to_be_told_from_a_factor(steps, 
         assert found.first["cause"].endswith(f"clipping of B at a norm of {at} would do the same")
 
 
+@pytest.mark.parametrize(("times", "what"), [(1, "mean"), (2, "sum")])
+def test_one_file_is_told_for_the_mean_or_the_sum_of_two_ranks(times, what, left, tmp_path):
+    runs, file = gradients(), tmp_path / "g.npy"
+    np.save(file, times * (flat(runs[1, 0]) + flat(runs[1, 1])) / 2)
+    for sources, ranks, one in (((left, file), "A", "B"), ((file, left), "B", "A")):
+        (record,) = gradstats.compare(*sources, steps=[1])
+        expected = f"missing all-reduce in {ranks}: {one} is the {what} over {ranks}'s ranks"
+        assert record["cause"] == expected
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (32, "accumulation: B = 32 × A"),
+        (63, "accumulation: B = 63 × A"),
+        (65, "a factor: B = 65 × A in every element"),
+        (128, "loss scale: B = 128 × A"),
+        (300, "a factor: B = 300 × A in every element"),
+        (1 / 300, "a factor: B = 0.00333333 × A in every element"),
+        (1 / 32, "accumulation: B = A ÷ 32"),
+    ],
+)
+def test_whole_factors_are_sums_up_to_64_and_powers_of_two_beyond_are_loss_scales(
+    factor, cause, left, tmp_path
+):
+    right = write(tmp_path / "b.zarr", each(gradients(), lambda x: x * np.float32(factor)))
+    assert {r["cause"] for r in gradstats.compare(left, right)} == {cause}
+
+
+def test_other_data_in_float16_is_no_rounding(left, tmp_path):
+    """A third of the gradient is other data; that all of it is float16 explains nothing."""
+    other = each(gradients(), lambda x: half(x * (1 + 0.5 * np.sin(1e6 * x))))
+    found = gradstats.compare(left, write(tmp_path / "b.zarr", other))
+    assert all(0.3 < r["error"] < 0.4 for r in found)
+    assert found.first["cause"] == "different data, randomness or weights"
+
+
+def test_eight_ranks_summed_in_bfloat16_are_a_sum_over_ranks(tmp_path):
+    """Of gradients that differ, and of one that all have; every addition rounds."""
+    runs = many(ranks=8)
+    total = {n: np.zeros(s, np.float32) for n, s in SHAPES.items()}
+    for r in range(8):
+        total = {n: bf16(x + runs[0, r][n]) for n, x in total.items()}
+    a = write(tmp_path / "a.zarr", runs)
+    found = gradstats.compare(a, write(tmp_path / "b.zarr", dict.fromkeys(runs, total)))
+    assert {r["cause"] for r in found} == {"missing all-reduce in A: B is the sum over A's ranks"}
+    alike, times = (
+        dict.fromkeys(runs, runs[0, 0]),
+        dict.fromkeys(runs, each(runs, lambda x: bf16(8 * x))[0, 0]),
+    )
+    found = gradstats.compare(write(tmp_path / "c.zarr", alike), write(tmp_path / "d.zarr", times))
+    assert {r["cause"] for r in found} == {
+        "world size: B = 8 × A, a sum over ranks instead of a mean; bfloat16 rounding of B"
+    }
+
+
 def test_parameters_of_one_side_are_in_the_verdict():
     x = np.random.default_rng(0).standard_normal(50)
     found = gradstats.compare({"w": x, "old": x}, {"w": x, "b": x, "c": x})
@@ -405,6 +461,22 @@ def test_weights_tell_weight_decay_from_one_step(right_run, tmp_path):
     assert found.first["cause"] == "weight decay: B − A = 0.01 × weights"
     # half a percent apart: other data would be further
     assert gradstats.compare(right_run, wrong).first["cause"].startswith("not known")
+
+
+def test_weights_of_another_model_tell_nothing(right_run, tmp_path):
+    wrong = train(tmp_path / "wrong.zarr", "decay", steps=1)
+    own = torch.load(right_run.with_suffix(".pt"))
+    another = {n: p[torch.randperm(len(p))] for n, p in own.items()}
+    found = gradstats.compare(right_run, wrong, weights=another)
+    assert found.first["cause"].startswith("not known")
+    for others in ({n: p[:-1] for n, p in own.items()}, {f"other.{n}": p for n, p in own.items()}):
+        with pytest.raises(InputError, match=r"has none of the parameters 0\.weight, 0\.bias"):
+            gradstats.compare(right_run, wrong, weights=others)
+    # parameters of the same size count, others are left out
+    mixed = own | {"0.weight": own["0.weight"][:-1]}
+    found = gradstats.compare(right_run, wrong, weights=mixed, per_layer=True)
+    causes = {r["layer"]: r["cause"] for r in found if r["step"] == 0}
+    assert causes["2.weight"] == "weight decay: B − A = 0.01 × weights"
 
 
 def test_the_same_training_again_is_the_same(right_run, tmp_path):

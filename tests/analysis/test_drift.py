@@ -101,6 +101,23 @@ class TestDrift:
         assert mean["change_low"] == pytest.approx(1 - 2.33 * math.sqrt(2 / 4140), abs=0.02)
         assert mean["change_high"] == pytest.approx(1 + 2.33 * math.sqrt(2 / 4140), abs=0.02)
 
+    def test_changes_are_the_outermost_hundredths_of_successive_steps(self, tmp_path):
+        """Of two ranks' mean; a few steps jump, so that 1 % and 5 % are far apart."""
+        rng, path, steps = np.random.default_rng(5), tmp_path / "run.zarr", 80
+        sizes = np.exp(0.02 * rng.standard_t(2, (steps, 2)))
+        create_trace(path, [Layer("w", 0, (50,))], world_size=2)
+        for rank in range(2):
+            writer = TraceWriter(path, rank)
+            for step in range(steps):
+                writer.append(step, {"gradient": np.full(50, sizes[step, rank], np.float32)})
+            writer.close()
+        (found,) = drift_records(over_training(path, models=[]), ["mean"])
+        ratios = np.exp(np.diff(np.log(sizes.mean(1))))
+        low, high = np.exp(np.quantile(np.log(ratios), [0.01, 0.99]))
+        assert found["change_low"] == pytest.approx(low, rel=1e-5)
+        assert found["change_high"] == pytest.approx(high, rel=1e-5)
+        assert low < np.quantile(ratios, 0.05) - 0.01
+
     def test_no_trend(self, tmp_path):
         path = drifting_trace(tmp_path / "run.zarr", range(0, 200, 2), lambda s: 3.0)
         mean = drift_records(over_training(path, models=["laplace"]), ["mean"])[0]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from gradstats import quality, stage_budget
+from gradstats import open_trace, quality, stage_budget
 from gradstats.analysis.quality import (
     differences,
     fitted_floor,
@@ -14,7 +17,8 @@ from gradstats.analysis.quality import (
     summarise,
 )
 from gradstats.errors import InputError
-from gradstats.thresholds import ESTIMATORS
+from gradstats.thresholds import ESTIMATORS, make_estimator
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 FIELDS = {"estimator", "ratio", "kind", "mean", "low", "high", "min", "max", "n"}
 
@@ -171,10 +175,20 @@ def played(estimator, values, ratio=0.01, layer="all"):
 
 def test_the_mean_over_a_run_has_an_interval(trace_path):
     rng = np.random.default_rng(0)
-    (long,) = summarise(played("a", 1 + 0.1 * rng.standard_normal(50)))
+    values = 1 + 0.1 * np.diff(rng.standard_normal(51))  # no step goes on as the last one did
+    (long,) = summarise(played("a", values))
     assert long["mean_low"] < long["mean"] < long["mean_high"]
-    assert 0.7 < (long["mean_high"] - long["mean_low"]) / (2 * 1.96 * 0.1 / 50**0.5) < 2
-    assert (long["mean_status"], long["block"] >= 1) == ("ok", True)
+    # blocks are of one step then, and the interval is Student's
+    half = stats.t.ppf(0.975, 49) * np.std(values, ddof=1) / 50**0.5
+    assert long["block"] == 1
+    assert long["mean_low"] == pytest.approx(values.mean() - half)
+    assert long["mean_high"] == pytest.approx(values.mean() + half)
+    assert long["mean_status"] == "ok"
+    slow = 1 + np.convolve(rng.standard_normal(53), np.full(4, 0.05), "valid")
+    (over,) = summarise(played("a", slow))
+    student = 2 * stats.t.ppf(0.975, 49) * np.std(slow, ddof=1) / 50**0.5
+    assert over["block"] > 5
+    assert over["mean_high"] - over["mean_low"] > 1.3 * student
     (short,) = quality(trace_path, (0.01,), ("sidco-e",), kinds=["gradient"])[:1]
     assert short["mean_status"] == "fewer than 20 steps"
     assert np.isnan(short["mean_low"])
@@ -205,6 +219,66 @@ def test_differences_are_corrected_for_their_number():
     assert least["p_holm"] == pytest.approx(19 * least["p_value"])
     assert least["p_holm"] > 0.05
     assert all(r["p_holm"] >= r["p_value"] for r in found)
+
+
+def test_every_rank_ratio_kind_and_layer_has_a_rule_of_its_own(tmp_path):
+    """Rules that remember: what one series saw is nothing to another, whatever else is looked at beside it."""
+    path, rng = tmp_path / "run.zarr", np.random.default_rng(3)
+    create_trace(path, [Layer("a", 0, (2000,)), Layer("b", 2000, (1000,))], world_size=2)
+    for rank in range(2):
+        writer = TraceWriter(path, rank, kinds=("gradient", "corrected"))
+        for step in range(3):
+            x = ((1 + rank) * 1.3**step * rng.laplace(size=3000)).astype(np.float32)
+            x[2000:] *= 5
+            writer.append(step, {"gradient": x, "corrected": 3 * x})
+        writer.close()
+    rules = ("hard", "micro")
+    together = quality_series(path, (0.1, 0.01), rules, per_layer=True)
+    labels = ("rank", "ratio", "kind", "layer", "estimator", "step")
+    found = {tuple(r[n] for n in labels): (r["selected"], r["threshold"]) for r in together}
+    assert len(found) == len(together) == 2 * 2 * 2 * 3 * 2 * 3
+    for rank, ratio, kind in itertools.product((0, 1), (0.1, 0.01), ("gradient", "corrected")):
+        for name, part in (("all", slice(None)), ("a", slice(2000)), ("b", slice(2000, None))):
+            for rule in rules:
+                alone = make_estimator(rule)
+                for step in range(3):
+                    x = open_trace(path).read(step, rank, kind)[part]
+                    estimate, selection = alone.select(x, ratio)
+                    key = (rank, ratio, kind, name, rule, step)
+                    assert found[key] == (len(selection), estimate.threshold), key
+
+
+def test_the_stage_that_is_farthest_off_is_blamed():
+    """In each of three data sets another one of three stages, whichever side it is off to."""
+    rng, blamed = np.random.default_rng(0), []
+    sizes = np.where(rng.random(50_000) < 0.02, 30, 1)
+    for x in (
+        sizes * rng.laplace(size=50_000),
+        rng.standard_normal(50_000),
+        rng.standard_t(3, 50_000),
+    ):
+        options = {"sidco-e": {"stages": 3}}
+        found = stage_budget(x.astype(np.float32), (0.001,), ("sidco-e",), options=options)
+        far = [abs(np.log(r["factor"])) for r in found]
+        assert len(far) == 3
+        assert [r["blame"] for r in found] == [f == max(far) for f in far]
+        blamed.append(int(np.argmax(far)))
+    assert blamed == [0, 1, 2]
+
+
+def test_a_comparison_is_corrected_for_ratios_and_layers_together():
+    rng = np.random.default_rng(9)
+    series = [
+        r
+        for name in ("a", "b")
+        for ratio in (0.1, 0.01)
+        for layer in ("all", "w", "v")
+        for r in played(name, 1 + 0.1 * rng.standard_normal(40), ratio, layer)
+    ]
+    found = differences(series, versus="a")
+    assert len(found) == 6
+    least = min(found, key=lambda r: r["p_value"])
+    assert least["p_holm"] == pytest.approx(6 * least["p_value"])
 
 
 def test_a_comparison_takes_two_rules():

@@ -9,7 +9,8 @@ import gradstats
 from gradstats.analysis.closest import closest_laws, evenly, law_pairs
 from gradstats.analysis.quality import series_of
 from gradstats.analysis.rules import TOLERANCE, judged_rules
-from gradstats.analysis.verdicts import closest_law, left_out, which_rule
+from gradstats.analysis.verdicts import closest_law, left_out, tail_tests, which_rule
+from gradstats.statistics.laws import LAWS
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import Subset, open_source
 
@@ -257,6 +258,39 @@ def test_a_rule_is_not_undecided_and_far_off_at_once():
     assert (b["hits"], b["far"] > np.log(2)) == (None, True)
     assert "Cannot be told" not in which_rule(rules).numbers
     assert "More than twofold off: b." in left_out(rules)[1]
+
+
+def test_the_nearest_rule_is_named_first_and_the_farthest_last():
+    """Of three rules that hit k and two that do not; then with every number given to another rule."""
+    logs = (0.02, -0.08, 0.15, -1.0, 2.0)
+    for names in ("abcde", "ecbda"):
+        best, second, third, far, farthest = names
+        series = [r for n, log in zip(names, logs, strict=True) for r in played(n, [log] * 20)]
+        verdict = which_rule(judged_rules(sorted(series, key=lambda r: r["estimator"])))
+        assert verdict.headline == f"{best}: k̂/k = 1.02"
+        assert f"These hit k, too: {second}, {third}." in verdict.numbers
+        assert verdict.numbers.endswith(f" Farthest off: {farthest}, 7.39.")
+        neither = [r for r in series if r["estimator"] in (far, farthest)]
+        verdict = which_rule(judged_rules(neither))
+        assert verdict.headline == f"None; the nearest, {far}, has k̂/k = 0.37"
+        assert verdict.numbers.endswith(f" Farthest off: {farthest}, 7.39.")
+
+
+def test_a_test_of_the_tail_rejects_small_p_values():
+    """Of four laws, two at a time are rejected, and 5 % is still small."""
+    row = {"tail_ratio": 0.001, "tail_k": 500, "visible": 0.2, "quality": {0.001: 1.3}}
+    models = ("laplace", "dgamma", "double_genpareto", "dweibull")
+    for small, large in ((models[:2], models[2:]), (models[1:3], (models[0], models[3]))):
+        rows = [row | {"model": m, "p_tail": 0.05 if m in small else 0.06} for m in models]
+        said = tail_tests(rows, {})
+        assert said.endswith(
+            f"and rejects {', '.join(LAWS[m].label for m in models if m in small)}."
+        )
+        assert "sees 20\N{NO-BREAK SPACE}% more than k" in said
+        only = [r for r in rows if r["model"] in large]
+        assert tail_tests(only, {}).endswith("and rejects none of them.")
+        both = [r for r in rows if r["model"] in small]
+        assert tail_tests(both, {}).endswith("and rejects all 2 laws.")
 
 
 def test_a_short_table_says_what_it_leaves_out():

@@ -112,6 +112,26 @@ def test_too_large_values_become_the_largest_and_float64_is_narrowed():
         assert sent.dtype == getattr(torch, "float32" if name in SCALED else name)
 
 
+@every("name", VALUES)
+@every("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_infinite_values_become_the_largest_and_stay_as_they_are_here(name, dtype):
+    """In one chunk of two; of the other nothing changes."""
+    values = torch.cat([values_of("laplace", CHUNK)[:CHUNK] for _ in range(2)]).to(dtype)
+    values[3], values[7] = torch.inf, -torch.inf
+    before, codec = values.clone(), Codec(values=name)
+    sent = codec.rounded(values)
+    assert torch.equal(values, before)
+    if name in SCALED:
+        assert sent.isfinite().all()
+        assert sent[3] > 1e4
+        assert sent[7] == -sent[3]
+        words = codec.pack_values(sent)
+        assert torch.equal(codec.unpack_values(words, len(values)), sent)
+    if name not in ("nvfp4",):  # whose scales have one of their own for all
+        alone = codec.rounded(values[CHUNK:])
+        assert torch.equal(sent[CHUNK:], alone)
+
+
 def selections(numel):
     """Return hostile selections, with one value for all where there is only one."""
     rng = np.random.default_rng(3)

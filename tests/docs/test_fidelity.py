@@ -89,6 +89,18 @@ def defined() -> set[str]:
     return {name for text in texts for name in re.findall(r"def (test_\w+)\(", text)}
 
 
+def test_the_rows_name_tests_code_and_files():
+    """What the next test looks for is found."""
+    text = "\n".join(" | ".join(cells) for _, cells in rows())
+    for pattern, least in (
+        (r"`(test_\w+)`", 100),
+        (r"`((?:gradstats|capture)(?:\.\w+)+)`", 50),
+        (r"\b(?:docs|tests|benchmarks)/[\w/.-]+\w", 10),
+        (r"`([\w./]+)` \(([^)]*)\)", 10),
+    ):
+        assert len(re.findall(pattern, text)) > least, pattern
+
+
 @pytest.mark.parametrize("paper", LAST)
 def test_everything_named_exists(paper):
     from gradstats.cli import app

@@ -264,8 +264,11 @@ def test_the_table_of_versions_is_that_of_the_results():
 
 
 def test_the_workflow_names_its_actions_by_commit():
-    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+    workflows = [*(ROOT / ".github" / "workflows").glob("*.yml")]
+    assert workflows
+    for workflow in workflows:
         used = re.findall(r"uses: (\S+)", workflow.read_text(encoding="utf-8"))
+        assert used
         assert [u for u in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", u)] == []
 
 

@@ -32,17 +32,28 @@ PROSE += sorted(DOCS.rglob("*.md"))
 each = every("page", PROSE, ids=lambda p: p.stem)
 
 
+FILE = re.compile(r"\b(?:tests|tools|benchmarks|docs/results)/[\w/]+\.\w+")
+NAME = re.compile(r"`(gradstats(?:\.\w+)+)`")
+
+
+def test_the_pages_name_files_and_what_is_in_the_library():
+    """What the next two tests look for is found: over 200 of each."""
+    texts = [page.read_text(encoding="utf-8") for page in PROSE]
+    for pattern in (FILE, NAME):
+        assert sum(len(pattern.findall(text)) for text in texts) > 150, pattern
+
+
 @each
 def test_every_file_named_is_there(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\b(?:tests|tools|benchmarks|docs/results)/[\w/]+\.\w+", text):
+    for name in FILE.findall(text):
         assert (ROOT / name).exists(), name
 
 
 @each
 def test_every_name_of_the_library_exists(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"`(gradstats(?:\.\w+)+)`", text):
+    for name in NAME.findall(text):
         if name not in ("gradstats.commands", "gradstats.estimators"):  # entry points
             pkgutil.resolve_name(name)
 
@@ -190,13 +201,18 @@ def test_it_builds_without_a_warning_and_documents_every_public_name(tmp_path):
     index = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert 'src="assets/iframe-worker.js"' in index
     assert f"gradstats {gradstats.__version__}" in index
-    for name in re.findall(r'href="reference/cli.html#([\w-]+)"', index):
+    linked = re.findall(r'href="reference/cli.html#([\w-]+)"', index)
+    assert linked
+    for name in linked:
         assert f'id="{name}"' in commands, name
+    pictures = 0
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         assert f'href="notebooks/{notebook.stem}.html"' in (tmp_path / "notebooks.html").read_text()
         page = (tmp_path / "notebooks" / f"{notebook.stem}.html").read_text(encoding="utf-8")
         for picture in re.findall(r'<img[^>]*src="([^"]+)"', page):
             assert (tmp_path / "notebooks" / picture).is_file(), (notebook, picture)
+            pictures += 1
+    assert pictures > 5
     for page in tmp_path.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
         assert "arithmatex" not in html, page

@@ -248,6 +248,7 @@ def test_nothing_is_cut_off_and_texts_stand_out(browser, written, width, dark):
 
 def luminance(colour):
     parts = [float(p) for p in re.findall(r"\d[\d.]*", colour)[:3]]
+    assert len(parts) == 3, colour
     if not colour.startswith("color(srgb"):
         parts = [p / 255 for p in parts]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]

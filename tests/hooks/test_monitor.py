@@ -311,6 +311,42 @@ def test_one_layer_thirty_times_too_large_is_an_alarm_soon_after_the_start():
             assert blame == ("2" if step == 22 else None)
 
 
+def test_a_robust_z_is_that_of_numpy():
+    """Deviations from the median in units of 1.4826 median absolute deviations, of logarithms."""
+    rng = np.random.default_rng(7)
+    norms = np.exp(0.4 * rng.standard_normal(40))
+    norms[-1] = 30
+    spikes = Spikes(["w"], 25, 6.0)
+    for step, norm in enumerate(norms):
+        values, _ = spikes.find(float(norm), {"w": float(norm)})
+        past = np.log(norms[max(step - 25, 0) : step])
+        if step >= 10:
+            deviation = 1.4826 * np.median(np.abs(past - np.median(past)))
+            expected = (np.log(norm) - np.median(past)) / deviation
+            assert values["spike"] == pytest.approx(expected)
+        else:
+            assert "spike" not in values
+    assert values["spike/w"] == values["spike"] > 6
+
+
+@pytest.mark.parametrize("blamed", ["a", "b", "c"])
+def test_of_several_layers_with_an_alarm_the_one_that_changed_most_is_blamed(blamed):
+    """Two layers jump; the smaller one by a larger factor. What did not jump is larger than both."""
+    rng, sizes = np.random.default_rng(4), dict.fromkeys("abcdefg", 1.0)
+    other = "abca"["abc".index(blamed) + 1]
+    sizes |= {blamed: 10.0, "g": 1000.0}
+    spikes = Spikes(sizes, 50, 6.0)
+    for step in range(40):
+        norms = {n: size * float(np.exp(0.1 * rng.standard_normal())) for n, size in sizes.items()}
+        if step == 39:
+            norms[blamed] *= 30
+            norms[other] *= 90
+        values, blame = spikes.find(float(np.linalg.norm([*norms.values()])), norms)
+        assert blame == (blamed if step == 39 else None)
+    assert {n for n in values if "/" in n} == {f"spike/{blamed}", f"spike/{other}"}
+    assert values[f"spike/{other}"] > values[f"spike/{blamed}"]
+
+
 def test_a_spike_of_the_whole_that_is_no_alarm_triggers_nothing():
     rng, spikes, trigger = (
         np.random.default_rng(1),

@@ -31,9 +31,11 @@ def test_the_loss_falls_as_without_compression(warm_exact):
         for name in ("dense", "warm-exact")
     }
     dense, sparse = losses["dense"][-20:], losses["warm-exact"][-20:]
-    noise = dense.std()
-    assert dense.mean() < losses["dense"][:5].mean() - 2 * noise  # it trains
-    assert abs(sparse.mean() - dense.mean()) < 2 * noise
+    for first, last in ((losses["dense"][:5], dense), (losses["warm-exact"][:5], sparse)):
+        assert last.mean() < first.mean() / 10  # both train
+    # of what is gained without compression a tenth may be lacking in so few steps
+    gained = losses["dense"][:5].mean() - dense.mean()
+    assert abs(sparse.mean() - dense.mean()) < 0.1 * gained
 
 
 def test_the_slow_link_carries_a_500th(warm_exact):

@@ -78,6 +78,7 @@ def test_magnitudes_and_what_is_left(ax):
     plots.magnitude_decay({"x": X}, ax, window=(1, 500))
     assert labels(ax) == ["x", *CONTROL_LABELS, "rank^(−½)"]
     drawn = line(ax, "x")
+    assert (drawn[0, 0], drawn[-1, 0]) == (1, X.size)
     assert np.allclose(drawn[:, 1], ordered[drawn[:, 0].astype(int) - 1] / ordered[0], rtol=1e-3)
     other = Figure().subplots()
     plots.best_k_error({"x": X}, other)
@@ -90,7 +91,9 @@ def test_magnitudes_and_what_is_left(ax):
 def test_local_exponent(ax):
     plots.local_exponent({"x": X}, ax, per_decade=1)
     assert labels(ax)[: 1 + len(CONTROLS)] == ["x", *CONTROL_LABELS]
-    assert np.allclose(line(ax, "x")[:, 1], [e.p for e in local_exponents(X, 1)])
+    found = local_exponents(X, 1)
+    assert len(found) > 3
+    assert np.allclose(line(ax, "x"), [((e.first * e.last) ** 0.5, e.p) for e in found])
 
 
 def test_window_exponent(ax):
@@ -100,6 +103,10 @@ def test_window_exponent(ax):
     assert drawn[-1, 0] == pytest.approx(0.1)
     assert drawn[0, 0] * X.size >= 50
     assert drawn[-1, 1] == pytest.approx(window_exponents(X, [0.1])[0].p)
+    with_zeros = np.concatenate([X, np.zeros(X.size)])  # shares are those of the others
+    plots.window_exponent({"x": with_zeros}, other := Figure().subplots())
+    found = window_exponents(X, np.geomspace(1e-4, 0.1, 13).tolist())
+    assert np.allclose(line(other, "x"), [(e.last / X.size, e.p) for e in found], rtol=1e-3)
 
 
 def test_peaks(ax):
@@ -129,6 +136,42 @@ def test_drift(ax, tmp_path):
     plots.drift(d, "mean", Figure().subplots())
     with pytest.raises(InputError, match="choose all but one of kind, layer"):
         plots.drift(gradstats.over_training(path), "mean", ax)
+
+
+def test_a_drifting_quantity_has_a_band_of_all_its_ranks(ax):
+    from xarray import DataArray
+
+    values = np.array([[[5.0, 1.0, 3.0], [4.0, 8.0, 6.0]], [[1.0, 2.0, 9.0], [7.0, 2.0, 3.0]]])
+    coords = {"ratio": [0.1, 0.01], "step": [3, 10], "rank": [0, 1, 2]}
+    array = DataArray(values, coords, ("ratio", "step", "rank"), name="threshold")
+    plots.drift(array.to_dataset(), "threshold", ax)
+    assert len(ax.collections) == 2
+    for name, of, band in zip(("0.1", "0.01"), values, ax.collections, strict=True):
+        assert line(ax, name).tolist() == [[3, of[0].mean()], [10, of[1].mean()]]
+        corners = {tuple(v) for v in band.get_paths()[0].vertices}
+        assert corners == {
+            (step, end)
+            for step, row in zip((3, 10), of, strict=True)
+            for end in (min(row), max(row))
+        }
+
+
+def test_the_density_of_nothing_is_zero_and_that_of_something_its_share(ax):
+    def captured(values):
+        drawn = Figure().subplots()
+        plots.density(values, [], drawn, coverage=1.0)
+        (path,) = drawn.collections[0].get_paths()
+        heights = path.vertices[:, 1]
+        return drawn.get_yscale(), float(heights.max()), np.ptp(path.vertices[:, 0])
+
+    for nothing in (np.zeros(10), np.empty(0), np.full(3, np.nan)):
+        scale, highest, _ = captured(nothing)
+        assert (scale, highest) == ("linear", 0)
+    # all elements are ±2, half of them zeros, in two of 150 bins
+    scale, highest, wide = captured(np.array([2.0, -2.0, 0.0, 0.0]))
+    assert scale == "log"
+    assert highest == pytest.approx(0.25 / (4 / 150))
+    assert wide == pytest.approx(4, rel=0.01)
 
 
 @pytest.mark.parametrize("empty", [np.zeros(10), np.empty(0)], ids=["zeros", "empty"])
@@ -203,6 +246,12 @@ def test_maps_of_layers(ax, by_layer):
     expected /= np.exp(np.log(expected).mean(axis=1, keepdims=True))
     assert np.allclose(drawn.filled(np.nan), expected, equal_nan=True)
     assert drawn.mask[names.index("dead")].all()
+    for axes, offset in ((ax, 0), (other, 0.5)):  # each name in the row of its layer
+        assert [*axes.get_yticks()] == [i + offset for i in range(len(names))]
+    assert [t.get_text() for t in other.get_yticklabels()] == names
+    steps = [str(step) for step in by_layer["step"].values]
+    assert [t.get_text() for t in other.get_xticklabels()] == steps
+    assert [*other.get_xticks()] == [i + 0.5 for i in range(len(steps))]
     plots.drift_map(by_layer, "zero_fraction", Figure().subplots())
     with pytest.raises(InputError, match="no layers"):
         plots.layer_map(by_layer.sel(layer=["all"]), "mean", ax)
@@ -217,6 +266,7 @@ def test_an_overview_has_the_shares_and_the_exact_thresholds(ax):
         {s: gradstats.sketch(v.astype("f4")) for s, v in values.items()}, ax, ratios=[0.1, 0.01]
     )
     assert [t.get_text() for t in ax.get_xticklabels()] == ["3", "7", "11"]
+    assert [*ax.get_xticks()] == [0, 1, 2]
     (mesh,) = ax.collections
     edges = mesh.get_coordinates()[:, 0, 1]
     share = mesh.get_array().filled(0)
@@ -400,6 +450,78 @@ def test_qualities_are_means_with_their_spread(ax):
     ]
     other = plots.quality_over_steps(series, Figure().subplots())
     assert line(other, "dgc").tolist() == [[1, 2], [5, 1]]
+
+
+def test_qualities_stand_over_the_tick_of_their_ratio_within_its_own_floor(ax):
+    """Ratios that ascend nowhere, each with a floor of its own, in the order in which they come."""
+    floors = {0.01: 0.2, 0.1: 0.06, 0.001: 0.6}
+    rows = [
+        {"estimator": name, "ratio": ratio, "mean": mean, "low": mean / 2, "high": 2 * mean}
+        | {"floor_low": 1 - floors[ratio], "floor_high": 1 + floors[ratio]}
+        for name, means in (("dgc", (0.8, 0.7, 0.6)), ("micro", (1.2, 1.5, 1.7)))
+        for ratio, mean in zip(floors, means, strict=True)
+    ]
+    plots.quality_bars(rows, ax)
+    ticks = dict(
+        zip(ax.get_xticks(), [float(t.get_text()) for t in ax.get_xticklabels()], strict=True)
+    )
+    assert [*ticks.values()] == [*floors]
+    assert len(ax.containers) == len(rows)
+    for bar, row in zip(ax.containers, rows, strict=True):
+        x = bar.lines[0].get_xdata()[0]
+        near = min(ticks, key=lambda tick: abs(tick - x))
+        assert ticks[near] == row["ratio"]
+        assert x < near if row["estimator"] == "dgc" else x > near
+    bands = [c for c in ax.collections if isinstance(c, PolyCollection)]
+    assert len(bands) == len(floors)
+    for band, (tick, ratio) in zip(bands, ticks.items(), strict=True):
+        box = band.get_datalim(ax.transData)
+        assert np.mean(box.intervalx) == pytest.approx(tick)
+        assert box.intervaly == pytest.approx((1 - floors[ratio], 1 + floors[ratio]))
+
+
+def floor_of(ax):
+    (band,) = [p for p in ax.patches if p.get_label() == "noise floor"]
+    return band.get_y(), band.get_y() + band.get_height()
+
+
+@pytest.mark.parametrize("k", [100, 40_000])
+def test_the_floor_over_steps_is_that_of_k_elements(ax, k):
+    half = 1.96 / k**0.5
+    series = [{"estimator": "dgc", "step": s, "quality": 1.0, "k": k} for s in (1, 2)]
+    assert floor_of(plots.quality_over_steps(series, ax)) == pytest.approx(
+        (1 - half, 1 + half), rel=1e-4
+    )
+    rows = [
+        {"compressor": "dgc", "seed": 0, "step": s, "quality": 1.0, "floor": half} for s in (1, 2)
+    ]
+    drawn = plots.training_curves(rows, Figure().subplots(), value="quality")
+    assert floor_of(drawn) == pytest.approx((1 - half, 1 + half))
+
+
+def test_latencies_stand_in_the_row_of_their_compressor(ax):
+    """A compressor that lacks a ratio moves no other one; only speed-ups have a line at 1."""
+    seconds = {("topk", 0.1): 0.004, ("dgc", 0.1): 0.002, ("micro", 0.1): 0.001}
+    seconds |= {("micro", 0.01): 0.0005, ("topk", 0.01): 0.003}
+    rows = [
+        {"compressor": n, "ratio": r, "seconds": s, "speedup": 0.004 / s}
+        for (n, r), s in seconds.items()
+    ]
+    other = Figure().subplots()
+    plots.latency_bars(rows, ax)
+    plots.latency_bars(rows, other, value="speedup")
+    for drawn, scale in ((ax, lambda s: 1e3 * s), (other, lambda s: 0.004 / s)):
+        names = [t.get_text() for t in drawn.get_yticklabels()]
+        assert names == ["topk", "dgc", "micro"]
+        for ratio in (0.1, 0.01):
+            found = {names[round(y)]: x for x, y in line(drawn, f"ratio {ratio:g}")}
+            expected = {n: scale(s) for (n, r), s in seconds.items() if r == ratio}
+            assert found == pytest.approx(expected)
+        places = [y for r in (0.1, 0.01) for _, y in line(drawn, f"ratio {r:g}")]
+        assert len(set(places)) == len(rows)
+        assert drawn.yaxis_inverted()
+    assert len(ax.lines) == 2
+    assert [*other.lines[2].get_xdata()] == [1, 1]
 
 
 def test_nothing_kept_is_marked():

@@ -248,6 +248,29 @@ class TestBootstrap:
         assert first == bootstrap(x, "dgamma", size=300, replicates=19, seed=4)
         assert np.array_equal(before, np.random.get_state()[1])  # noqa: NPY002
 
+    @pytest.mark.parametrize("failing", [0, 5, 19])
+    def test_replicates_without_a_fit_count_as_farther(self, failing, monkeypatch):
+        """The first fit is that of the subsample; of the refits some fail, and the rest is as it was."""
+        from gradstats.statistics import goodness as module
+
+        x, fits = np.random.default_rng(17).laplace(size=2000), []
+
+        def fitted(*given):
+            fits.append(given)
+            if 1 < len(fits) <= 1 + failing:
+                raise FitError("no fit")
+            return fit(*given)
+
+        def distance(fitted, m, statistic):
+            return 1.0 if len(fits) == 1 else 0.5 if len(fits) % 2 else 2.0
+
+        monkeypatch.setattr(module, "fit", fitted)
+        monkeypatch.setattr(module, "_distance", distance)
+        found = bootstrap(x, "laplace", size=200, replicates=19)
+        assert (found.replicates, found.failed) == (19, failing)
+        farther = failing + sum(i % 2 == 0 for i in range(2 + failing, 21))
+        assert found.p_value == pytest.approx((farther + 1) / 20)
+
     def test_zeros_are_not_tested(self):
         x = np.r_[np.random.default_rng(16).laplace(size=3000), np.zeros(3000)]
         assert bootstrap(x, "laplace", size=10_000, replicates=19).size == 3000

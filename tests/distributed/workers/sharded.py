@@ -184,10 +184,10 @@ def against_ddp(rank, world, compressor, ratio):
     return updates
 
 
-def with_hook(rank, world, path, parts, kinds):
+def with_hook(rank, world, path, parts, kinds, replicas=2, reduce_dtype=None):
     """Capture a compressed training; return each rank's own gradients and what the units sent."""
-    plain, model, mesh = network(), network(), mesh_of(2, world // 2)
-    shard(model, mesh["shard"])
+    plain, model, mesh = network(), network(), mesh_of(replicas, world // replicas)
+    shard(model, mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     hook = shard_hook(
         model, mesh["replicate"], lambda: make_compressor("topk", 0.05), ErrorFeedback
     )
