@@ -11,7 +11,7 @@ import pytest
 import xarray
 from conftest import DATA
 from support.installed import files_of
-from support.terminal import main, run
+from support.terminal import run
 from support.traces import HEAVY_LAYERS, heavy_trace
 
 from gradstats import registry
