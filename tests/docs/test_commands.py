@@ -139,7 +139,7 @@ def test_the_commands_that_read_run_as_they_are_shown(folder, forgotten, monkeyp
     shown = {
         tuple(words)
         for page, whole, words in LINES
-        if whole
+        if (whole or page == "index.md")  # a table of questions and commands
         and words[0] == "gradstats"
         and words[1] in READING
         and page != "tutorial.md"
