@@ -126,6 +126,16 @@ class Measured:
             else special_cause(here[i], here[n_a + j], shape, c)
             for (i, j), c in zip(self.pairs, self.counts[layer], strict=True)
         ]
+        self._add_up(layer)
+
+    def _add_up(self, layer: str) -> None:
+        """Add a layer to ``all``."""
+        if "all" in self.products:
+            self.products["all"] = self.products["all"] + self.products[layer]
+            whole = zip(self.counts["all"], self.counts[layer], strict=True)
+            self.counts["all"] = [x + y for x, y in whole]
+        else:
+            self.products["all"], self.counts["all"] = self.products[layer], self.counts[layer]
 
     def join(self, other: Measured) -> None:
         """Take the layers that were measured elsewhere, and add them to ``all``.
@@ -136,14 +146,11 @@ class Measured:
             Other layers of the same gradients.
         """
         self.special |= other.special
-        for layer in other.products:
-            self.products[layer], self.counts[layer] = other.products[layer], other.counts[layer]
-            if "all" in self.products:
-                self.products["all"] = self.products["all"] + self.products[layer]
-                whole = zip(self.counts["all"], self.counts[layer], strict=True)
-                self.counts["all"] = [x + y for x, y in whole]
-            else:
-                self.products["all"], self.counts["all"] = self.products[layer], self.counts[layer]
+        for layer in other.products:  # in the order of the model
+            if layer != "all":
+                self.products[layer] = other.products[layer]
+                self.counts[layer] = other.counts[layer]
+                self._add_up(layer)
 
     def view(self, layer: str, at: int) -> _View:
         """Return what is known of one layer on one pair of ranks.

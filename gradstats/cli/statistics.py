@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gradstats.trace.sources import Source
 
 __all__ = [
+    "CHOICE",
     "CLOSEST",
     "DECAY",
     "DRIFT",
@@ -89,6 +90,15 @@ PEAKS = Table(
     (
         *("trace", "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess"),
         *("c", "c_low", "c_high", "runs_low", "runs_high", "scale"),
+    ),
+    ("trace", "kind", "step"),
+)
+CHOICE = Table(
+    "Peaks over threshold, 95 % intervals; p: of 1000 excesses each, and what they cannot show stays; p stable: of one "
+    "ξ from there on",
+    (
+        *("trace", "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess"),
+        *("c", "c_low", "c_high", "scale", "p_value", "p_stable", "chosen"),
     ),
     ("trace", "kind", "step"),
 )
@@ -406,8 +416,7 @@ def pot(  # numpydoc ignore=PR01
 
     table, by_layer = (TAILS if layers or layer else PEAKS), bool(layers or layer)
     if choose and not by_layer:
-        test = "; p: of 1000 excesses each, and what they cannot show stays; p stable: of one ξ from there on"
-        table = PEAKS.extended(test, "p_value", "p_stable", "chosen")
+        table = CHOICE
     work = one_by_one(peaks.pot, ratio, method=method, replicates=choose, per_layer=by_layer)
     brief = format == "table" and not everything
     records = analyse(

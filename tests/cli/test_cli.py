@@ -367,7 +367,7 @@ def test_a_bootstrap_says_what_it_tested():
         assert 0.05 <= record["p_value"] <= 1
     shown = run(*command).stdout
     assert "p of 19 refitted replicates of 500 elements" in " ".join(shown.split())
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(cell_len, shown.splitlines())) <= 80
 
 
 def test_a_choice_of_threshold():

@@ -245,10 +245,10 @@ def test_the_table_of_licences_has_every_package():
     assert listed.keys() == wanted - {"gradstats"}, "run make licences"
     for name, licence in listed.items():
         about = metadata(name)
-        said = about["License-Expression"] or " ".join(
+        said = about.get("License-Expression") or " ".join(
             [
                 *(c for c in about.get_all("Classifier", ()) if "License" in c),
-                about["License"] or "",
+                about.get("License") or "",
             ]
         )
         assert families(licence) & families(said), f"{name}: {said[:80]}; run make licences"

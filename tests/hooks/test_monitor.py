@@ -315,7 +315,7 @@ def test_a_robust_z_is_that_of_numpy():
     """Deviations from the median in units of 1.4826 median absolute deviations, of logarithms."""
     rng = np.random.default_rng(7)
     norms = np.exp(0.4 * rng.standard_normal(40))
-    norms[-1] = 30
+    norms[-1] = 1e5  # beyond any limit that the norms before can set
     spikes = Spikes(["w"], 25, 6.0)
     for step, norm in enumerate(norms):
         values, _ = spikes.find(float(norm), {"w": float(norm)})
@@ -343,7 +343,8 @@ def test_of_several_layers_with_an_alarm_the_one_that_changed_most_is_blamed(bla
             norms[other] *= 90
         values, blame = spikes.find(float(np.linalg.norm([*norms.values()])), norms)
         assert blame == (blamed if step == 39 else None)
-    assert {n for n in values if "/" in n} == {f"spike/{blamed}", f"spike/{other}"}
+    # beside a median that two of seven have moved, layers that stayed may seem to collapse
+    assert {n for n in values if n.startswith("spike/")} == {f"spike/{blamed}", f"spike/{other}"}
     assert values[f"spike/{other}"] > values[f"spike/{blamed}"]
 
 

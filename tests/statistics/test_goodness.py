@@ -21,7 +21,7 @@ from gradstats.statistics.goodness import (
     goodness,
 )
 from gradstats.statistics.laws.choice import solvers
-from gradstats.statistics.solution import FitError
+from gradstats.statistics.solution import FitError, Reason
 from gradstats.statistics.tails import tail_test, widened
 
 SOLVERS = solvers()
@@ -258,7 +258,7 @@ class TestBootstrap:
         def fitted(*given):
             fits.append(given)
             if 1 < len(fits) <= 1 + failing:
-                raise FitError("no fit")
+                raise FitError(Reason.NO_MAXIMUM)
             return fit(*given)
 
         def distance(fitted, m, statistic):
