@@ -14,9 +14,9 @@ do not depend on the clock: LAGS keeps the given ratio in every layer, as in the
 RedSync compresses layers from 1,024 elements. Bytes are means over all steps, the warm-up of dgc and redsync included.
 Runs with other settings are refused a place in the same file. ``--others`` trains the compressors that are not one of
 the papers' systems; differences of one seed have no interval, and stand without one. The table is printed at the end;
-``--write`` also puts it into docs/workloads.md, and what it says of a choice into
-docs/choose.md. ``--lab`` repeats the runs of the first seed between network namespaces
-whose links have that rate, in bit/s, for the loss against the clock; it needs root and a quiet machine.
+``--write`` also puts it into docs/workloads.md, and the table of a choice into docs/choose.md. ``--lab`` repeats the
+runs of the first seed between network namespaces whose links have that rate, in bit/s, for the loss against the clock;
+it needs root and a quiet machine.
 """
 
 from __future__ import annotations
@@ -244,6 +244,26 @@ def speech(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def measure_of(rows: list[Row]) -> tuple[str, float, str]:
+    """Return what a workload's runs are compared by, the factor it is shown with, and its title."""
+    done = [row for row in rows if "problem" not in row]
+    name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in done))
+    factor = MEASURES[name]
+    return name, factor, name.replace("_", " ") + (" %" if factor == 100 else "")
+
+
+def differences(rows: list[Row], system: str, ratio: float) -> list[float]:
+    """Return how far a system's runs end from the dense runs of the same seeds, as they are shown."""
+    name, factor, _ = measure_of(rows)
+    done = [row for row in rows if "problem" not in row]
+    dense = {row["seed"]: row[name] for row in done if row["compressor"] == DENSE}
+    return [
+        factor * (row[name] - dense[row["seed"]])
+        for row in done
+        if (row["compressor"], row["ratio"]) == (system, ratio) and row["seed"] in dense
+    ]
+
+
 def choice(runs: dict[str, list[Row]]) -> str:
     """Return a line for each of the papers' systems as Markdown: what it costs in several trainings, at three ratios.
 
@@ -254,14 +274,12 @@ def choice(runs: dict[str, list[Row]]) -> str:
     """
     titles = []
     for workload, rows in runs.items():
-        name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in rows))
-        optimizer = rows[0]["optimizer"]["name"]
-        titles.append(f"{CHOICES[workload]}, {optimizer}: {name}{' %' * (MEASURES[name] == 100)}")
+        titles.append(f"{CHOICES[workload]}, {rows[0]['optimizer']['name']}: {measure_of(rows)[2]}")
     lines = [f"| compressor | {' | '.join(titles)} | bytes ÷ dense | k̂/k |", "|---" * 6 + "|"]
     first = next(iter(runs.values()))
     full = statistics.fmean(row["bytes"] for row in first if row["compressor"] == DENSE)
     for system in SYSTEMS[1:]:
-        ratios = [r for s, r in settings([system], RATIOS)]
+        ratios = [ratio for _, ratio in settings([system], RATIOS)]
         cells = [
             " · ".join(_difference(rows, system, r) for r in ratios)
             if any(row["compressor"] == system for row in rows)
@@ -285,15 +303,9 @@ def choice(runs: dict[str, list[Row]]) -> str:
 
 def _difference(rows: list[Row], system: str, ratio: float) -> str:
     """Return how far a system ends from dense training, with a star where its interval excludes 0."""
-    name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in rows))
-    dense = {row["seed"]: row[name] for row in rows if row["compressor"] == DENSE}
-    pairs = [
-        MEASURES[name] * (row[name] - dense[row["seed"]])
-        for row in rows
-        if (row["compressor"], row["ratio"]) == (system, ratio)
-    ]
-    star = "\\*" if told_apart(pairs) else ""
-    return f"{interval(pairs)[0]:+.1f}{star}".replace("-", "−")
+    found = differences(rows, system, ratio)
+    star = "\\*" if told_apart(found) else ""
+    return f"{interval(found)[0]:+.1f}{star}".replace("-", "−")
 
 
 def fixed(value: float, form: str) -> str:
@@ -306,11 +318,8 @@ def table(rows: list[Row]) -> str:
 
     A difference of one seed has no interval; how far seeds differ in the other systems is said below the table.
     """
-    done = [row for row in rows if "problem" not in row]
-    name = next(m for m in MEASURES if any(not math.isnan(row[m]) for row in done))
-    factor = MEASURES[name]
-    dense = {row["seed"]: row for row in done if row["compressor"] == DENSE}
-    shown = name.replace("_", " ") + (" %" if factor == 100 else "")
+    name, factor, shown = measure_of(rows)
+    dense = [row for row in rows if "problem" not in row and row["compressor"] == DENSE]
     lines = [
         f"| compressor | ratio | seeds | loss | {shown} | less dense, 95 % | k̂/k | bytes/step | still falling |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -329,10 +338,9 @@ def table(rows: list[Row]) -> str:
             statistics.fmean(row[f] for row in mine)
             for f in ("loss", name, "quality", "bytes", "falling")
         )
-        pairs = [row[name] - dense[row["seed"]][name] for row in mine if row["seed"] in dense]
         difference = "–"
-        if system != DENSE and pairs:
-            every_difference.append([factor * each for each in pairs])
+        if system != DENSE and (paired := differences(rows, system, ratio)):
+            every_difference.append(paired)
             mean, half = interval(every_difference[-1])
             difference = fixed(mean, "+.2f")
             if math.isfinite(half):
@@ -346,7 +354,7 @@ def table(rows: list[Row]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     if len(dense) > 1:
-        spread = factor * statistics.stdev(row[name] for row in dense.values())
+        spread = factor * statistics.stdev(row[name] for row in dense)
         lines += [
             "",
             f"Standard deviation of dense over its {len(dense)} seeds: {spread:.2f}. * the interval excludes 0.",

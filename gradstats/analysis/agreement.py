@@ -50,7 +50,7 @@ def agreement(
         Number of workers to predict the union for; by default twice as many as were captured.
     batch : int, optional
         Samples in a rank's batch; by default ``batch_size`` of the trace's metadata.
-    **over : Unpack[Over]
+    **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns

@@ -102,7 +102,7 @@ def compare(
         Parameters of the model, such as a file of its ``state_dict``: tells weight decay from its first step on.
     tolerance : float, optional
         Relative error up to which two gradients are the same, in (0, 1).
-    **over : Unpack[Over]
+    **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns

@@ -152,7 +152,7 @@ def quality_series(
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
-    **over : Unpack[Over]
+    **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
@@ -437,7 +437,7 @@ def quality(
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
-    **over : Unpack[Over]
+    **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns
@@ -662,7 +662,7 @@ def stage_budget(
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default. Those without stages have no records.
     options : dict of dict, optional
         Options by estimator's name, such as ``{"sidco-e": {"stages": 2}}``.
-    **over : Unpack[Over]
+    **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns

@@ -176,7 +176,7 @@ def wire(
         Threshold rule that chooses them, of :data:`gradstats.thresholds.ESTIMATORS`, without a past.
     seed : int, optional
         Seed of stochastic rounding and of a rotation's signs, which all ranks share.
-    **over : Unpack[Over]
+    **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
     Returns

@@ -64,7 +64,8 @@ def overview(
     from matplotlib.colors import LogNorm
 
     ratios = check_ratios(ratios)
-    every = [(s.magnitudes, s.numel) for _, s in sorted(steps.items())]
+    order = sorted(steps)
+    every = [(steps[step].magnitudes, steps[step].numel) for step in order]
     if not any(m.count for m, _ in every):
         raise InputError("there is nothing to draw: no step has an element that is not zero")
     # the smallest hundredth of the elements would take half of the picture
@@ -92,8 +93,7 @@ def overview(
     ax.set(yscale="log", xlabel="step", ylabel="magnitude |g|")
     ax.set(ylim=(edges[0], edges[-1]), xlim=(borders[0], borders[-1]))
     plain_log(ax.yaxis)
-    shown = np.unique(np.linspace(0, len(every) - 1, min(len(every), 8)).astype(int))
-    ax.set_xticks(shown, [f"{sorted(steps)[i]}" for i in shown])
+    _name_steps(ax, order, 0.0)
     legend_below(ax)
     tidy(ax, title).grid(visible=False)
     return ax
@@ -194,9 +194,7 @@ def drift_map(
     bar = ax.figure.colorbar(mesh, ax=ax, label=name)
     if norm is not None:
         plain_log(bar.ax.yaxis)
-    steps = array["step"].values
-    shown = np.unique(np.linspace(0, steps.size - 1, min(steps.size, 8)).astype(int))
-    ax.set_xticks(shown + 0.5, [str(steps[i]) for i in shown])
+    _name_steps(ax, array["step"].values.tolist(), 0.5)
     _name_layers(ax, array, 0.5)
     ax.set(xlabel="step")
     tidy(ax, title).grid(visible=False)
@@ -268,6 +266,12 @@ def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArr
     if not array.sizes["layer"]:
         raise InputError("no layers to draw; measure with per_layer=True")
     return array
+
+
+def _name_steps(ax: Axes, steps: Sequence[int], offset: float) -> None:
+    """Name at most eight of the steps, which stand side by side."""
+    shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).astype(int))
+    ax.set_xticks(shown + offset, [f"{steps[i]}" for i in shown])
 
 
 def _name_layers(ax: Axes, array: DataArray, offset: float) -> None:
