@@ -6,7 +6,8 @@ piece holds at most :data:`PIECE` elements, which is all the memory an analysis 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ __all__ = [
     "evaluate",
     "plan_largest",
     "plan_sketches",
+    "sketches_of",
 ]
 
 PIECE = 1 << 22
@@ -49,24 +51,26 @@ Located: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64] | None]
 T = TypeVar("T")
 
 
-def connect(address: str) -> Any:
+def connect(address: str | None) -> AbstractContextManager[Any]:
     """Return a client of a dask cluster, whose workers know what `gradstats --load` has loaded here.
 
     Parameters
     ----------
-    address : str
-        Address of the scheduler, ``tcp://host:port``.
+    address : str or None
+        Address of the scheduler, ``tcp://host:port``; None for work in this process.
 
     Returns
     -------
-    distributed.Client
-        Connected client.
+    context manager of distributed.Client or None
+        Connected client, to be closed at the end of a ``with`` statement; None without an address.
 
     Raises
     ------
     InputError
         If no scheduler answers there within five seconds.
     """
+    if address is None:
+        return nullcontext()
     try:
         from distributed import Client
     except ImportError:
@@ -74,7 +78,7 @@ def connect(address: str) -> Any:
             "a dask cluster needs dask.distributed: pip install 'gradstats[cluster]'"
         ) from None
     try:
-        client = Client(address, timeout="5s")  # type: ignore[no-untyped-call]
+        client: Any = Client(address, timeout="5s")  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
     for file in loaded_files():
@@ -263,6 +267,27 @@ def _largest(parts: list[tuple[NDArray[np.float64], NDArray[np.int64]]], count: 
         return np.empty(0), np.empty(0, np.int64)
     magnitudes, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
     return in_order(magnitudes, positions, count)
+
+
+def sketches_of(source: Source, keys: Sequence[Key], client: Any = None) -> dict[Key, Sketch]:
+    """Return the sketch of every gradient as a whole.
+
+    Parameters
+    ----------
+    source : Source
+        Source to read piece by piece.
+    keys : sequence of Key
+        Rank, kind and step of each gradient.
+    client : distributed.Client, optional
+        Cluster that does the work.
+
+    Returns
+    -------
+    dict of Key to Sketch
+        Sketches, in the order of `keys`.
+    """
+    found = evaluate(lambda submit, key: plan_sketches(submit, source, key), keys, client)
+    return {key: sketches["all"] for key, sketches in zip(keys, found, strict=True)}
 
 
 def each_sketched(

@@ -72,17 +72,12 @@ def compare(  # numpydoc ignore=PR01
     late, a missing all-reduce, a rank missing or twice, other ranks or places, a shorter type, other data. It may be
     not known.
     """
-    from contextlib import nullcontext
-
     from gradstats.analysis.compare import compare
     from gradstats.analysis.pieces import connect
     from gradstats.console import progress_bar
     from gradstats.trace import Kind
 
-    with (
-        nullcontext() if scheduler is None else connect(scheduler) as client,
-        progress_bar() as bar,
-    ):
+    with connect(scheduler) as client, progress_bar() as bar:
         task = bar.add_task("comparing", total=None)
         found = compare(
             a,

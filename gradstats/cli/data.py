@@ -19,6 +19,7 @@ from gradstats.cli.options import (
     OutputOption,
     RankOption,
     RatioOption,
+    SchedulerOption,
     SourceArgument,
     StepOption,
     one_of,
@@ -190,11 +191,13 @@ def report(  # numpydoc ignore=PR01
         typer.Option(help="Time of a step without its exchange (repeatable).", metavar="SECONDS"),
     ] = None,
     ratio: RatioOption = None,
+    scheduler: SchedulerOption = None,
 ) -> None:
     """Write one self-contained page: the run, what to do, what the gradient is like, figures and tables.
 
     With --network or --link, --workers and --compute it says, too, whether compressing would save time.
     """
+    from gradstats.analysis.pieces import connect
     from gradstats.report import write_report
     from gradstats.trace.sources import open_sources
 
@@ -218,7 +221,8 @@ def report(  # numpydoc ignore=PR01
         raise InputError(
             "--workers, --compute, --ratio and --rtt are of the plan: give --network or --link, too"
         )
-    write_report(sources, output, advice=advice)
+    with connect(scheduler) as client:
+        write_report(sources, output, advice=advice, client=client)
     note(f"wrote {output}")
 
 
@@ -241,11 +245,13 @@ def explore(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    scheduler: SchedulerOption = None,
 ) -> None:
     """Write one self-contained page to look around in: any step, layer, law, rule and ratio of one or more runs.
 
     It needs no server and loads nothing, so that it can be mailed. The address after # holds the view.
     """
+    from gradstats.analysis.pieces import connect
     from gradstats.explorer import write_explorer
     from gradstats.trace.sources import open_sources
 
@@ -254,5 +260,7 @@ def explore(  # numpydoc ignore=PR01
         if each.remark:
             note(f"{each.remark[0].upper()}{each.remark[1:]}.")
     wanted = {"ratios": ratio, "estimators": estimator, "models": model, "layers": layer}
-    write_explorer(sources, output, **given(**wanted, steps=step, ranks=rank, kinds=kind))
+    over = given(**wanted, steps=step, ranks=rank, kinds=kind)
+    with connect(scheduler) as client:
+        write_explorer(sources, output, **over, client=client)
     note(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

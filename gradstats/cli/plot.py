@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -18,6 +18,7 @@ from gradstats.cli.options import (
     ModelOption,
     RankOption,
     RatioOption,
+    SchedulerOption,
     StepOption,
     one_of,
 )
@@ -40,7 +41,7 @@ _FILES = (".json", ".jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the options choose beside steps, ranks and kinds; empty where nothing was chosen."""
+    """What the options choose beside steps, ranks and kinds, empty where nothing was chosen; and a dask client."""
 
     models: Sequence[str]
     ratios: Sequence[float]
@@ -48,6 +49,7 @@ class Asked:
     layers: Sequence[str]
     quantity: str | None
     by: str | None
+    client: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def _tail(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
 def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
     """Return sketches of the first, the middle and the last step of each source and kind, or of those asked for."""
     from gradstats.analysis.closest import evenly
-    from gradstats.primitives.sketch import sketch
+    from gradstats.analysis.pieces import sketches_of
     from gradstats.trace.sources import Subset
 
     vectors, most = {}, len(over["steps"] or (0, 0, 0))
@@ -115,9 +117,11 @@ def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawi
         keys = Subset(**over).keys(source)
         rank = keys[0][0]
         for kind in dict.fromkeys(kind for _, kind, _ in keys):
-            for step in evenly([s for r, k, s in keys if (r, k) == (rank, kind)], most):
+            steps = evenly([s for r, k, s in keys if (r, k) == (rank, kind)], most)
+            shown = [(rank, kind, step) for step in steps]
+            for (*_, step), sketch in sketches_of(source, shown, asked.client).items():
                 label = f"{source.name}, " * (len(sources) > 1) + f"{kind}, step {step}"
-                vectors[label] = sketch(source.read(rank, kind, step).values)
+                vectors[label] = sketch
     return (vectors,), {}, ", ".join(s.name for s in sources)
 
 
@@ -131,13 +135,14 @@ def _decay(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing
 
 def _overview(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
     """Return sketches of every step of the first rank and kind asked for."""
-    from gradstats.primitives.sketch import sketch
+    from gradstats.analysis.pieces import sketches_of
     from gradstats.trace.sources import Subset
 
     source = _only(sources)
     keys = Subset(**over).keys(source)
     rank, kind, _ = keys[0]
-    steps = {s: sketch(source.read(r, k, s).values) for r, k, s in keys if (r, k) == (rank, kind)}
+    shown = [key for key in keys if key[:2] == (rank, kind)]
+    steps = {step: s for (*_, step), s in sketches_of(source, shown, asked.client).items()}
     options = {"ratios": [*asked.ratios]} if asked.ratios else {}
     return (steps,), options, f"{source.name}, {kind}, rank {rank}"
 
@@ -158,6 +163,7 @@ def _training(
         models=[*asked.models] or [MODEL],
         ratios=[*asked.ratios] or [0.01],
         quantities=[quantity],
+        client=asked.client,
     ).isel(kind=0)
     if not per_layer:
         data = data.isel(layer=-1 if asked.layers else 0)
@@ -182,7 +188,7 @@ def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps
         ratios = ratios[-1:]
         what += f", ratio {ratios[0]:g}"
     found = (quality_series if steps else quality)(
-        source, ratios, rules, **over | {"kinds": [kind]}
+        source, ratios, rules, client=asked.client, **over | {"kinds": [kind]}
     )
     return (found,), {}, what
 
@@ -401,6 +407,7 @@ def plot(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    scheduler: SchedulerOption = None,
 ) -> None:
     """Draw one figure for a paper or a talk: fonts embedded, width in mm, no title.
 
@@ -425,10 +432,10 @@ def plot(  # numpydoc ignore=PR01
         drawing = chosen.read(source, asked, over)
     else:
 
-        def work(sources: list[Source], **_: Any) -> Any:
-            return chosen.read(sources, asked, over)
+        def work(sources: list[Source], *, client: Any = None, **_: Any) -> Any:
+            return chosen.read(sources, replace(asked, client=client), over)
 
-        found: Any = analyse("reading", source, work, **over)
+        found: Any = analyse("reading", source, work, scheduler=scheduler, **over)
         drawing = found
     arguments, options, what = drawing
     size = width * _MM, (height or chosen.tall * width) * _MM

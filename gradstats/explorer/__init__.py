@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from gradstats.analysis.over import Gradients, shares, subset_of
+from gradstats.analysis.over import SpreadGradients, shares, subset_of
 from gradstats.console import progress_bar
 from gradstats.errors import GradstatsError, InputError
 from gradstats.explorer.data import RATIOS, Series, gather, payload
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["explore", "write_explorer"]
 
 
-@shares(Gradients)
+@shares(SpreadGradients)
 def explore(
     sources: object,
     *,
@@ -28,7 +28,7 @@ def explore(
     estimators: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
     layers: Sequence[str] | None = None,
-    **over: Unpack[Gradients],
+    **over: Unpack[SpreadGradients],
 ) -> Explorer:
     """Open the explorer in JupyterLab: any step, layer, law and ratio of one or more runs.
 
@@ -45,8 +45,8 @@ def explore(
         are chosen.
     layers : sequence of str, optional
         Patterns of parameter names, as in :mod:`fnmatch`; all by default.
-    **over : Unpack[Gradients]
-        Gradients to look at, as in :class:`gradstats.analysis.over.Gradients`.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def explore(
     return Explorer(*_gathered(sources, ratios, estimators, models, layers, over))
 
 
-@shares(Gradients)
+@shares(SpreadGradients)
 def write_explorer(
     sources: object,
     path: str | Path,
@@ -84,7 +84,7 @@ def write_explorer(
     estimators: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
     layers: Sequence[str] | None = None,
-    **over: Unpack[Gradients],
+    **over: Unpack[SpreadGradients],
 ) -> None:
     """Write the explorer as one page that needs no server and loads nothing, to open in a browser or to mail.
 
@@ -102,8 +102,8 @@ def write_explorer(
         Laws fitted to every layer in every step; by default those that are no controls.
     layers : sequence of str, optional
         Patterns of parameter names, as in :mod:`fnmatch`; all by default.
-    **over : Unpack[Gradients]
-        Gradients to look at, as in :class:`gradstats.analysis.over.Gradients`.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def write_explorer(
     """
     several, ratios = _gathered(sources, ratios, estimators, models, layers, over)
     names = ", ".join(dict.fromkeys(s.source.name for s in several))
-    text = page(f"Gradients: {names}", payload(several, ratios))
+    text = page(f"Gradients: {names}", payload(several, ratios, client=over["client"]))
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_file(Path(path), text)
@@ -128,7 +128,7 @@ def _gathered(
     rules: Sequence[str] | None,
     models: Sequence[str] | None,
     layers: Sequence[str] | None,
-    over: Gradients,
+    over: SpreadGradients,
 ) -> tuple[list[Series], Sequence[float]]:
     """Measure every source under one bar."""
     given = sources if isinstance(sources, list | tuple) else [sources]
@@ -147,6 +147,12 @@ def _gathered(
 
         for source in opened:
             several += gather(
-                source, subset, ratios=ratios, rules=rules, models=models, on_progress=advance
+                source,
+                subset,
+                ratios=ratios,
+                rules=rules,
+                models=models,
+                client=over["client"],
+                on_progress=advance,
             )
     return several, ratios

@@ -68,6 +68,7 @@ _QUANTITIES = ("cosine", "signs", "overlap", "union")
 """What ranks have in common, by the names of :func:`gradstats.agreement`."""
 
 Packed: TypeAlias = dict[str, Any]
+_Row: TypeAlias = tuple[dict[str, Any], dict[str, str]]
 
 
 @dataclass
@@ -154,6 +155,7 @@ def gather(
     ratios: Sequence[float] = RATIOS,
     rules: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
+    client: Any = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> list[Series]:
     """Measure, fit and count what the explorer shows of a source.
@@ -171,6 +173,8 @@ def gather(
         out.
     models : sequence of str, optional
         Laws to fit, of :data:`DRAWN`; by default those that are no controls.
+    client : distributed.Client, optional
+        Cluster that does the work.
     on_progress : callable, optional
         Called twice for every gradient.
 
@@ -205,9 +209,9 @@ def gather(
             [source.numel, *(sizes[name] for name in parameters)],
             *(counted, laws),
         )
-        _measure(series, on_progress)
-        _count(series, subset, ratios, on_progress)
         found.append(series)
+    _measure(found, client, on_progress)
+    _count(found, subset, ratios, client, on_progress)
     return found
 
 
@@ -229,39 +233,51 @@ def _laws(models: Sequence[str] | None) -> list[str]:
     return laws
 
 
-def _measure(series: Series, on_progress: Callable[[], None]) -> None:
+def _measure(several: Sequence[Series], client: Any, on_progress: Callable[[], None]) -> None:
     """Fill in what follows from the sketches."""
-    shape = len(series.steps), len(series.layers)
-    arrays = series.arrays
-    arrays["magnitudes"] = np.zeros((*shape, RANKS))
-    arrays["zeros"], arrays["nonfinite"] = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    arrays["norm"], arrays["xi"] = np.zeros(shape), np.full(shape, math.nan)
-    for law in series.models:
-        parameters = len(LAWS[law].parameters)
-        arrays[f"params:{law}"] = np.full((*shape, parameters), math.nan)
-        arrays[f"stderr:{law}"] = np.full((*shape, parameters), math.nan)
-        arrays[f"tail_error:{law}"] = np.full(shape, math.nan)
-        series.flags[law] = [[""] * shape[1] for _ in series.steps]
-    keys = [(series.rank, series.kind, step) for step in series.steps]
-    parameters_ = series.layers[1:]
+    for series in several:
+        shape, arrays = (len(series.steps), len(series.layers)), series.arrays
+        arrays["magnitudes"] = np.zeros((*shape, RANKS))
+        arrays["zeros"], arrays["nonfinite"] = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        arrays["norm"], arrays["xi"] = np.zeros(shape), np.full(shape, math.nan)
+        for law in series.models:
+            parameters = len(LAWS[law].parameters)
+            arrays[f"params:{law}"] = np.full((*shape, parameters), math.nan)
+            arrays[f"stderr:{law}"] = np.full((*shape, parameters), math.nan)
+            arrays[f"tail_error:{law}"] = np.full(shape, math.nan)
+            series.flags[law] = [[""] * shape[1] for _ in series.steps]
+    # of all series at once, so that a cluster has all of the work
+    places = [(series, i) for series in several for i in range(len(series.steps))]
 
-    def plan(submit: Callable[..., Any], key: tuple[int, Kind, int]) -> Any:
-        return plan_sketches(submit, series.source, key, parameters=parameters_)
+    def plan(submit: Callable[..., Any], place: tuple[Series, int]) -> Any:
+        series, i = place
+        key = series.rank, series.kind, series.steps[i]
+        sketches = plan_sketches(submit, series.source, key, parameters=series.layers[1:])
+        return submit(_reduced, sketches, series.models)
 
-    for i, sketches in enumerate(evaluate(plan, keys)):
-        for j, sketch in enumerate(cast("dict[str, Sketch]", sketches).values()):
-            m, sums = sketch.magnitudes, sketch.moments
-            arrays["magnitudes"][i, j] = _at_ranks(m)
-            arrays["zeros"][i, j], arrays["nonfinite"][i, j] = sums.zeros, sums.nonfinite
-            arrays["norm"][i, j] = math.sqrt(sums.sum_squares)
-            arrays["xi"][i, j] = _fit(sketch, _SHAPE)["params"][0]
-            for law in series.models:
-                one = _fit(sketch, law)
-                for name in ("params", "stderr", "tail_error"):
-                    arrays[f"{name}:{law}"][i, j] = one[name]
-                series.flags[law][i][j] = one["flags"]
+    for (series, i), rows in zip(places, evaluate(plan, places, client), strict=True):
+        for j, (row, flags) in enumerate(cast("list[_Row]", rows)):
+            for name, value in row.items():
+                series.arrays[name][i, j] = value
+            for law, text in flags.items():
+                series.flags[law][i][j] = text
         on_progress()
-    arrays["alarm"] = _alarms(series)
+    for series in several:
+        series.arrays["alarm"] = _alarms(series)
+
+
+def _reduced(sketches: dict[str, Sketch], laws: Sequence[str]) -> list[_Row]:
+    """Return the entries of a gradient's arrays and its flags, for every layer."""
+    rows: list[_Row] = []
+    for sketch in sketches.values():
+        m, sums = sketch.magnitudes, sketch.moments
+        row = {"magnitudes": _at_ranks(m), "zeros": sums.zeros, "nonfinite": sums.nonfinite}
+        row |= {"norm": math.sqrt(sums.sum_squares), "xi": _fit(sketch, _SHAPE)["params"][0]}
+        fits = {law: _fit(sketch, law) for law in laws}
+        for law, one in fits.items():
+            row |= {f"{name}:{law}": one[name] for name in ("params", "stderr", "tail_error")}
+        rows.append((row, {law: one["flags"] for law, one in fits.items()}))
+    return rows
 
 
 def _alarms(series: Series) -> NDArray[np.float64]:
@@ -345,28 +361,49 @@ def fitted(series: Series, step: int, layer: str, law: str) -> dict[str, Any]:
 
 
 def _count(
-    series: Series, subset: Subset, ratios: Sequence[float], on_progress: Callable[[], None]
+    several: Sequence[Series],
+    subset: Subset,
+    ratios: Sequence[float],
+    client: Any,
+    on_progress: Callable[[], None],
 ) -> None:
-    """Fill in what every rule keeps of every gradient, counted on its elements."""
-    shape = len(series.steps), len(series.layers)
-    selected = np.zeros((*shape, len(series.rules), len(ratios)), np.int64)
-    design = np.full((*shape, len(ratios)), math.nan)
-    step = {s: i for i, s in enumerate(series.steps)}
-    layer = {name: j for j, name in enumerate(series.layers)}
-    rule = {name: r for r, name in enumerate(series.rules)}
-    place = {ratio: q for q, ratio in enumerate(ratios)}
-    own = Subset(series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer)
-    for r in (
-        each_record(series.source, own, ratios, series.rules, on_progress=on_progress)
-        if series.rules
-        else ()
-    ):
-        i, j, q = step[r["step"]], layer[r["layer"]], place[r["ratio"]]
-        selected[i, j, rule[r["estimator"]], q] = r["selected"]
-        design[i, j, q] = r["design"]
-    if series.sketched:
-        design[:] = math.nan  # places are made up
-    series.arrays |= {"selected": selected, "design": design}
+    """Fill in what every rule keeps of every gradient: a task for each series, as rules learn from step to step."""
+    advance = on_progress if client is None else no_progress  # which does not travel
+
+    def plan(submit: Callable[..., Any], series: Series) -> Any:
+        own = Subset(series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer)
+        return submit(_counted, series.source, own, series.layers, series.rules, ratios, advance)
+
+    for series, arrays in zip(several, evaluate(plan, several, client), strict=True):
+        series.arrays |= arrays
+        if series.sketched:
+            series.arrays["design"][:] = math.nan  # places are made up
+        if client is not None:
+            for _ in series.steps:
+                on_progress()
+
+
+def _counted(
+    source: Source,
+    own: Subset,
+    layers: Sequence[str],
+    rules: Sequence[str],
+    ratios: Sequence[float],
+    advance: Callable[[], None],
+) -> dict[str, NDArray[Any]]:
+    """Return ``selected`` and ``design`` of one series, counted on its elements."""
+    steps = cast("Sequence[int]", own.steps)
+    selected = np.zeros((len(steps), len(layers), len(rules), len(ratios)), np.int64)
+    design = np.full((len(steps), len(layers), len(ratios)), math.nan)
+    step, layer, rule, place = (
+        {name: i for i, name in enumerate(names)} for names in (steps, layers, rules, ratios)
+    )
+    if rules:
+        for r in each_record(source, own, ratios, rules, on_progress=advance):
+            i, j, q = step[r["step"]], layer[r["layer"]], place[r["ratio"]]
+            selected[i, j, rule[r["estimator"]], q] = r["selected"]
+            design[i, j, q] = r["design"]
+    return {"selected": selected, "design": design}
 
 
 def payload(
@@ -375,6 +412,7 @@ def payload(
     *,
     most: int = MOST,
     on_demand: bool = False,
+    client: Any = None,
 ) -> str:
     """Return all that the page needs, as JSON.
 
@@ -388,6 +426,8 @@ def payload(
         Bytes beyond which every second step, or more, is left out. The page says so.
     on_demand : bool, optional
         Whether somebody is there to fit a law that was not fitted.
+    client : distributed.Client, optional
+        Cluster that compares the ranks.
 
     Returns
     -------
@@ -406,7 +446,7 @@ def payload(
         twice = next(n for n in names if names.count(n) > 1)[0]
         raise InputError(f"two sources are called {twice}: rename one, so that a view can name it")
     ratios = check_ratios(ratios)
-    together = _together(several, ratios)
+    together = _together(several, ratios, client)
     every, notes = 1, _notes(several)
     packed = [_pack_series(s, ratios, every) for s in several]
     while (size := len(json.dumps(packed))) > most and every < max(len(s.steps) for s in several):
@@ -567,7 +607,9 @@ def _pack(values: NDArray[Any], scale: int | None = None, *, delta: bool = False
     }
 
 
-def _together(several: Sequence[Series], ratios: Sequence[float]) -> list[dict[str, Any]]:
+def _together(
+    several: Sequence[Series], ratios: Sequence[float], client: Any
+) -> list[dict[str, Any]]:
     """Return what the ranks of each source and kind have in common, where several were captured in full."""
     found = []
     groups: dict[tuple[int, Kind], list[Series]] = {}
@@ -589,6 +631,7 @@ def _together(several: Sequence[Series], ratios: Sequence[float]) -> list[dict[s
                 ranks=ranks,
                 kinds=[kind],
                 layers=mates[0].layers[1:] or None,
+                client=client,
             )
             for record in _of_steps(records):
                 place = common.index(record["step"]), mates[0].layers.index(record["layer"]), q

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
@@ -32,7 +32,11 @@ __all__ = ["write_report"]
 
 
 def write_report(
-    sources: object, path: str | Path | None = None, *, advice: Sequence[str] = ()
+    sources: object,
+    path: str | Path | None = None,
+    *,
+    advice: Sequence[str] = (),
+    client: Any = None,
 ) -> Records:
     """Write the page for one or more sources: what to do and what the gradient is like, then figures and tables.
 
@@ -46,6 +50,8 @@ def write_report(
         File to write, replaced if it exists. Without one only the answers are returned.
     advice : sequence of str, optional
         What :func:`gradstats.network.advice` says of plans, each for the source that it begins with the name of.
+    client : distributed.Client, optional
+        Cluster that does the work.
 
     Returns
     -------
@@ -64,7 +70,7 @@ def write_report(
         task = bar.add_task("report", total=(STAGES + 1) * len(opened))
         measured, sections = [], []
         for source in opened:
-            measured.append(measure(source, lambda: bar.advance(task)))
+            measured.append(measure(source, lambda: bar.advance(task), client))
             if path is not None:
                 sections.append(section(measured[-1]))
             bar.advance(task)

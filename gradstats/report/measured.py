@@ -16,9 +16,11 @@ from gradstats.analysis.drift import dataset_of, drift_records
 from gradstats.analysis.fits import fit_records
 from gradstats.analysis.info import describe, info_records
 from gradstats.analysis.peaks import mixture_records, pot_records
+from gradstats.analysis.pieces import Key, evaluate, sketches_of
 from gradstats.analysis.quality import series_of, summarise
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import RATIOS, target_count
+from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import as_magnitudes
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.pot.peaks import MODEL
@@ -86,6 +88,8 @@ class Measured:
         Steps of the first rank, and the loss that was recorded there.
     live : list of dict
         Records of :func:`gradstats.compression`.
+    sketches : dict of (Kind, int) to Sketch
+        The gradients of the rank whose figures are shown, by kind and step.
     energy : list of dict
         kind, step, and shares: the share of Σg² that the largest elements hold, by ratio; at the steps shown, where a
         ratio leaves ten elements.
@@ -108,6 +112,7 @@ class Measured:
     facts: dict[str, str]
     losses: list[tuple[int, float]]
     live: list[dict[str, Any]]
+    sketches: dict[tuple[Kind, int], Sketch]
     energy: list[dict[str, Any]]
 
     @property
@@ -116,7 +121,7 @@ class Measured:
         return list(dict.fromkeys(r["kind"] for r in self.series))
 
 
-def measure(source: Source, advance: Callable[[], None]) -> Measured:
+def measure(source: Source, advance: Callable[[], None], client: Any = None) -> Measured:
     """Measure a source.
 
     Parameters
@@ -125,22 +130,23 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         Source to measure.
     advance : callable
         Called after each of :data:`STAGES` stages.
+    client : distributed.Client, optional
+        Cluster that does the work.
 
     Returns
     -------
     Measured
         Records of all tables.
     """
-    keys = source.select()
-    rank = keys[0][0]
-    steps = evenly(sorted({step for r, _, step in keys if r == rank}), MOST_STEPS)
+    rank = source.select()[0][0]
+    steps = evenly(sorted({step for _, _, step in source.select(ranks=[rank])}), MOST_STEPS)
+    keys = source.select(ranks=[rank], steps=steps)
     shown = evenly(steps, 3)
-    here: dict[str, Any] = {"steps": shown, "ranks": [rank]}
-    ledger = _ledger(source, steps)
+    here: dict[str, Any] = {"steps": shown, "ranks": [rank], "client": client}
+    ledger = _ledger(source, steps, client)
     advance()
-    decay = compressibility_records([source], steps=steps, ranks=[rank])
-    before: dict[str, Any] = {"steps": shown[:-1], "ranks": [rank]}
-    last: dict[str, Any] = {"steps": shown[-1:], "ranks": [rank]}
+    decay = compressibility_records([source], **here | {"steps": steps})
+    before, last = here | {"steps": shown[:-1]}, here | {"steps": shown[-1:]}
     # layers are shown at the last step only
     tails = mixture_records(source, per_layer=False, **before) if shown[:-1] else Records()
     tails += mixture_records(source, **last)
@@ -148,9 +154,9 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     advance()
     names = sorted(LAWS, key=lambda name: LAWS[name].control)
     fits = fit_records(source, names, wasserstein=False, **here)
-    laws = closest_laws(law_pairs(source, steps=steps, ranks=[rank]))
+    laws = closest_laws(law_pairs(source, **here | {"steps": steps}))
     advance()
-    series = series_of(source, Subset(steps))
+    series = series_of(source, Subset(steps), client=client)
     advance()
     training = dataset_of(
         source,
@@ -158,6 +164,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         models=[MODEL],
         ratios=[TREND_RATIO],
         quantities=["mean", "zero_fraction", "shape", "threshold"],
+        client=client,
     )
     advance()
     drift = drift_records(training.sel(layer=["all"]), ["mean", "threshold"])
@@ -181,25 +188,31 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
         facts,
         losses,
         live,
-        _energy(source, rank, shown),
+        {key[1:]: s for key, s in sketches_of(source, keys, client).items()},
+        _energy(source, rank, shown, client),
     )
 
 
-def _energy(source: Source, rank: int, steps: Sequence[int]) -> list[dict[str, Any]]:
+def _energy(source: Source, rank: int, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
     """Return the share of Σg² that the largest elements hold, of every kind and step."""
-    found = []
-    for _, kind, step in Subset(steps, [rank]).keys(source):
-        m = as_magnitudes(source.read(rank, kind, step).values)
-        counts = {ratio: target_count(ratio, source.numel) for ratio in RATIOS}
-        shares = {}
-        if m.count and (total := m.count * m.mean_square) < math.inf:
-            shares = {
-                ratio: float(np.square(m.largest(k)).sum()) / total
-                for ratio, k in counts.items()
-                if k >= 10
-            }
-        found.append({"kind": kind, "step": step, "shares": shares})
-    return found
+    keys = Subset(steps, [rank]).keys(source)
+    found = evaluate(lambda submit, key: submit(_shares, source, key), keys, client)
+    return [
+        {"kind": kind, "step": step, "shares": shares}
+        for (_, kind, step), shares in zip(keys, found, strict=True)
+    ]
+
+
+def _shares(source: Source, key: Key) -> dict[float, float]:
+    m = as_magnitudes(source.read(*key).values)
+    if not (m.count and (total := m.count * m.mean_square) < math.inf):
+        return {}
+    counts = {ratio: target_count(ratio, source.numel) for ratio in RATIOS}
+    return {
+        ratio: float(np.square(m.largest(k)).sum()) / total
+        for ratio, k in counts.items()
+        if k >= 10
+    }
 
 
 _LIVE = ("bytes", "build_up", "select", "communicate")
@@ -223,7 +236,7 @@ def _run(
     return describe(source), known, live
 
 
-def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
+def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
     """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
     zeros, nonfinite: most elements in one step; tied: largest share of the non-zero elements whose magnitude another
@@ -232,10 +245,12 @@ def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
     constant: names of layers whose elements are all equal at any step, or all zero where only sketches are kept.
     """
     groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
-    for recorded in info_records(source):
-        rank, kind, step = (recorded[name] for name in ("rank", "kind", "step"))
-        looked_at = _inspect(source, rank, kind, step) if step in steps else {}
-        groups.setdefault((rank, kind), []).append(recorded | looked_at)
+    recorded = {(r["rank"], r["kind"], r["step"]): r for r in info_records(source)}
+    keys = [key for key in recorded if key[-1] in steps]
+    found = evaluate(lambda submit, key: submit(_inspect, source, key), keys, client)
+    looked_at = dict(zip(keys, found, strict=True))
+    for key, record in recorded.items():
+        groups.setdefault(key[:2], []).append(record | looked_at.get(key, {}))
     return [
         {
             "rank": rank,
@@ -253,7 +268,8 @@ def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _inspect(source: Source, rank: int, kind: Kind, step: int) -> dict[str, Any]:
+def _inspect(source: Source, key: Key) -> dict[str, Any]:
+    rank, kind, step = key
     layers = [layer for layer in source.layers if layer.numel > 1]
     if source.sketched(rank, kind):
         sketches = zip(source.layers, source.stored_sketches(rank, kind, step), strict=True)

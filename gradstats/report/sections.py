@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradstats.primitives.ratio import RATIOS
-from gradstats.primitives.sketch import Sketch, sketch
+from gradstats.primitives.sketch import Sketch
 from gradstats.report.html import details, escape, figure, note, table
 from gradstats.report.measured import TREND_RATIO, Measured
 from gradstats.report.verdicts import COUNTING, missing_ranks
@@ -37,9 +37,8 @@ def section(m: Measured) -> str:
     str
         HTML.
     """
-    keys = [(m.rank, kind, step) for kind in m.kinds for step in m.shown]
-    captured = [m.source.read(*key) for key in keys]
-    reduced = {f"{c.kind}, step {c.step}": sketch(c.values) for c in captured}
+    keys = [(kind, step) for kind in m.kinds for step in m.shown if (kind, step) in m.sketches]
+    reduced = {f"{kind}, step {step}": m.sketches[kind, step] for kind, step in keys}
     name = escape(m.source.name)
     return "\n".join(
         [
@@ -49,7 +48,7 @@ def section(m: Measured) -> str:
             _ledger(m),
             _decay(m, reduced),
             _tail(m, reduced),
-            _models(m, captured, reduced),
+            _models(m),
             _thresholds(m),
             _layers(m),
         ]
@@ -76,10 +75,9 @@ def _overview(m: Measured) -> str:
         return ""
     from gradstats import plots
 
-    keys = m.source.select(ranks=[m.rank], steps=m.steps)
     parts = []
     for kind in m.kinds:
-        steps = {s: sketch(m.source.read(m.rank, k, s).values) for _, k, s in keys if k == kind}
+        steps = {step: s for (k, step), s in m.sketches.items() if k == kind}
         if len(steps) < 3 or not any(each.magnitudes.count for each in steps.values()):
             continue
 
@@ -230,11 +228,11 @@ def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
     return "".join(parts)
 
 
-def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch]) -> str:
+def _models(m: Measured) -> str:
     parts = ["<h3>Which model is closest?</h3>"]
-    ends = m.shown[0], m.shown[-1]
-    pairs = zip(captured, reduced.values(), strict=True)
-    parts += [_fits(m.source.name, c, s) for c, s in pairs if c.step in ends]
+    for (kind, step), reduced in m.sketches.items():
+        if step in (m.shown[0], m.shown[-1]):
+            parts.append(_fits(m.source.name, m.source.read(m.rank, kind, step), reduced))
     rows = [
         r
         | {"kept": r["quality"].get(r["tail_ratio"], math.nan)}
