@@ -163,7 +163,7 @@ def measured(
     zero = fit.zero_fraction
     # zeros are elements of the likelihood, too
     finite = m.count / (1 - zero)
-    # mean likelihood of being zero or not, at the fitted share
+    # mean negative log-likelihood of being zero or not, at the fitted share
     entropy = -sum(p * math.log(p) for p in (zero, 1 - zero) if p > 0)
     # a magnitude with a random sign has half its density
     nll = entropy - (1 - zero) * (_mean(m, fit.magnitude.logpdf(m.middle)) - math.log(2))

@@ -82,7 +82,7 @@ def split_ratio(ratio: float, stages: int, first: float) -> tuple[int, float, fl
         Share δ₁ that the first of several stages keeps.
     """
     if stages == 1 or ratio >= first:
-        # the first of several stages would keep no more than this already; nobody reads the third number
+        # the first of several stages would keep no more than this already; a later stage would keep everything
         return 1, ratio, 1.0
     return stages, first, (ratio / first) ** (1 / (stages - 1))
 
