@@ -228,6 +228,7 @@ def compressibility(
     x = check(x)
     m = sketch(x).magnitudes
     first, last = checked_window(window, m.count)
+    # replicates of the bootstrap reach below the window
     magnitudes, positions = _largest(x, 2 * last)
     starts = None if layers is None else checked_starts(layers)
     return with_blocks(
@@ -318,6 +319,7 @@ def _largest(x: Array, count: int) -> tuple[NDArray[np.float64], NDArray[np.int6
         return np.empty(0), np.empty(0, np.int64)
     found = select(x, kth_largest(x, min(count, numel_of(x))))
     magnitudes = np.abs(as_numpy(found.values)).astype(np.float64)
+    # all ties with the last one are selected, so there may be more than `count`
     return in_order(magnitudes, as_positions(found.indices), count)
 
 
@@ -335,8 +337,10 @@ def in_order(
     count : int
         Most that are returned.
     """
+    # a selection contains infinite elements
     known = np.isfinite(magnitudes)
     magnitudes, positions = magnitudes[known], positions[known]
+    # stable, so that ties have one order on every machine
     order = np.argsort(magnitudes, kind="stable")[::-1][:count]
     return magnitudes[order], positions[order]
 
@@ -358,6 +362,7 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     n = last - first + 1
     if n < _FEWEST:
         return Compressibility(*(nan,) * 9, (first, last), compressible=None, sample=m)
+    # Σg² of all elements: with it σ_k needs the largest ones only
     energy = m.count * m.mean_square
     logs = np.log(magnitudes)
     ranks = np.arange(first, last + 1, dtype=np.float64)
@@ -372,10 +377,12 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     exponent, bound = _best_k_error(magnitudes, first, energy, p, c1)
     windows = _windows(first, m) | {(first, last): p}
     ruling = _rule(windows, (first, last), m.count, hill_low, hill_high)
+    # false for NaN, where property 1 promises nothing
     if ruling is Ruling.SHOWN and bound > 1:
         ruling = Ruling.NOT_A_POWER_LAW
     if (
         ruling is Ruling.SHOWN
+        # negated: NaN, of magnitudes that do not differ, shows no power law
         and not against_lognormal(m, first, int(_LARGEST_SHARE * m.count)) > 0
     ):
         ruling = Ruling.LOGNORMAL
@@ -419,6 +426,7 @@ def _rule(
         return Ruling.TOO_WIDE
 
     intervals = {ranks: _interval(p, *ranks) for ranks, p in windows.items()}
+    # the lower ends decide: an interval that contains ½ shows nothing
     shown = {low > 0.5 for low, _ in intervals.values()}
     if shown != {True}:
         return Ruling.WINDOW if True in shown else Ruling.NOT_SHOWN
@@ -463,6 +471,7 @@ def _windows(
         last = int(share * m.count)
         if last - first + 1 < _FEWEST_FOR_VERDICT:
             continue
+        # the cells of ranks `first` to `last`, the outer ones in part
         some = slice(np.searchsorted(last_rank, first), np.searchsorted(last_rank, last) + 1)
         ends = np.minimum(last_rank[some], last)
         starts = np.append(first - 1.0, ends[:-1])
@@ -470,6 +479,7 @@ def _windows(
         log_ranks = gammaln(ends + 0.5) - gammaln(starts + 0.5)
         weight, size = ends - starts, logs[some]
         size = size - weight @ size / weight.sum()
+        # each rank of a cell weighs alike; slope and case of no spread as in exponent_of
         covariance = -float(size @ (log_ranks - weight * log_ranks.sum() / weight.sum()))
         found[first, last] = float(weight @ size**2) / covariance if covariance > 0 else 0.0
     return found
@@ -481,6 +491,7 @@ def _best_k_error(
     """Return the exponent at which σ_k falls over the window, and the largest σ_k over its bound."""
     if not math.isfinite(energy):  # squares beyond float64's range
         return math.nan, math.nan
+    # σ_k² for each k of the window
     left = energy - np.cumsum(magnitudes**2)[first - 1 :]
     ranks = np.arange(first, magnitudes.size + 1, dtype=np.float64)
     known = left > 1e-12 * energy  # below that, the difference is rounding
@@ -490,6 +501,7 @@ def _best_k_error(
     exponent = math.log(left[0] / left[-1]) / math.log(ranks[-1] / ranks[0])
     if p <= 0.5 or not math.isfinite(c1):
         return exponent, math.nan
+    # Σ_{j>k} c₁² j^(−2p) ≤ c₁² k^(1−2p)/(2p − 1)
     c2 = c1 / math.sqrt(2 * p - 1)
     return exponent, float((left / (c2 * ranks ** (0.5 - p))).max())
 
@@ -541,6 +553,7 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
         logs = np.log([m.upper_quantile(int(k)) for k in ranks])
         spread = np.log(ranks - 0.5)
         spread = spread - spread.mean()
+        # magnitudes on ranks, not ranks on magnitudes as elsewhere: the error below is that of this sum
         p = -float(spread @ logs) / float(spread @ spread)
         half = Z95 * _relative_error(ranks)
         found.append(LocalExponent(int(first), int(last), p, p * (1 - half), p * (1 + half)))
@@ -557,7 +570,9 @@ def _relative_error(ranks: NDArray[np.integer]) -> float:
 
     spread = np.log(ranks - 0.5)
     spread = spread - spread.mean()
+    # summation by parts: coefficient of the gap after each rank
     weights = np.cumsum(spread)[:-1] / (spread @ spread)
+    # Σ 1/i² from one of the ranks up to the next
     variances = polygamma(1, ranks[:-1]) - polygamma(1, ranks[1:])
     return math.sqrt(float(weights**2 @ variances))
 
@@ -615,6 +630,7 @@ def control(
     magnitudes = CONTROLS[name]((np.arange(1, last + 1) - 0.5) / numel)
     # the whole sample, in cells of ranks
     ranks = np.unique(np.rint(np.geomspace(1, numel + 1, 20_000)))[::-1]
+    # a cell of ranks has the quantile of its mean rank j, at (j − ½)/numel
     middle = CONTROLS[name](((ranks[:-1] + ranks[1:]) / 2 - 1) / numel)
     cells = Magnitudes.from_cells(middle, middle, ranks[:-1] - ranks[1:])
     # its energy is the distribution's

@@ -31,6 +31,7 @@ RUN = 512
 _FEWEST_RUNS = 20
 """Runs below which their variance says nothing."""
 
+# a fixed seed: a gradient has one interval, whenever it is asked for
 _REPLICATES, _SEED = 199, 0
 
 
@@ -63,6 +64,7 @@ def design_effect(runs: int, total: float, squares: float) -> float:
     mean = total / runs if runs >= _FEWEST_RUNS else 0.0
     if not 0 < mean < RUN:
         return math.nan
+    # sample variance over the binomial one of a run
     return (squares - runs * mean**2) / (runs - 1) / (mean * (1 - mean / RUN))
 
 
@@ -130,11 +132,14 @@ def over_blocks(
     p = exponent_of(logs[first - 1 : last], first)
     found = []
     for counts in block_counts(starts.size, _REPLICATES, np.random.default_rng(_SEED)):
+        # repeated where they stand, sorted logarithms stay sorted
         drawn = np.repeat(logs, counts[block])[first - 1 : last]
+        # a replicate without the fullest blocks may end inside the window
         if drawn.size > (last - first) / 2:
             found.append(exponent_of(drawn, first))
     logged = np.log(np.array([each for each in found if each > 0]))
     if p <= 0 or logged.size < _REPLICATES / 2:
         return math.nan, math.nan, "replicates have no exponent"
+    # in ln p, so that both ends stay above 0
     factor = math.exp(float(stdtrit(inside / 2 - 1, 0.975)) * float(logged.std(ddof=1)))
     return p / factor, p * factor, ""

@@ -56,6 +56,7 @@ _VIEWS: dict[str, Callable[[], object]] = {
 
 
 def __getattr__(name: str) -> Any:
+    # PEP 562: a table made when asked for has the laws that were registered since the import
     if name not in _VIEWS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _VIEWS[name]()

@@ -126,6 +126,7 @@ class Fit(Shown):
     @property
     def n_params(self) -> int:
         """Number of estimated parameters; π₀ is one where there are zeros."""
+        # without loc, which is fixed at 0
         return len(self.params) - 1 + (self.zero_fraction > 0)
 
     @property
@@ -213,6 +214,7 @@ def fittable(x: Array | Sketch | Magnitudes) -> Magnitudes:
     m = as_magnitudes(x)
     if m.count == 0:
         raise FitError(Reason.EMPTY)
+    # squares of float64 magnitudes vanish below 1e-162 and overflow above 1e154
     if not 0 < m.mean_square < math.inf:
         raise FitError(Reason.RANGE)
     return m
@@ -280,12 +282,14 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
     law = law_of(model)
     solve = law.solver(method)
     m = fittable(x)
+    # all fits but this one take the levels' middles for the magnitudes
     few = isinstance(m, Levels) and not (model == "double_genpareto" and method == "mle")
     if isinstance(m, Levels) and few and m.largest_share > _GROUPED:
         raise FitError(Reason.GROUPED)
     solution = solve(m)
     params = {name: float(value) for name, value in solution.params.items()} | {"loc": 0.0}
     stderr = {name: float(value) for name, value in solution.stderr.items()}
+    # a fit by moments does not look at the largest element, and may end below it
     beyond = (Flag.SUPPORT,) if m.max > law.end(params) else ()
     flags = solution.flags + beyond + ((Flag.LEVELS,) if few else ())
     return Fit(model, params, m.zero_fraction, m.count, method, stderr, flags, m)

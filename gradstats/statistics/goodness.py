@@ -161,8 +161,11 @@ def measured(
     ratios, m = check_ratios(ratios), fittable(x)
     distances = Distances(fit, m)
     zero = fit.zero_fraction
+    # zeros are elements of the likelihood, too
     finite = m.count / (1 - zero)
+    # mean negative log-likelihood of being zero or not, at the fitted share
     entropy = -sum(p * math.log(p) for p in (zero, 1 - zero) if p > 0)
+    # a magnitude with a random sign has half its density
     nll = entropy - (1 - zero) * (_mean(m, fit.magnitude.logpdf(m.middle)) - math.log(2))
     log_quantile, quality = tail_distances(fit, m, ratios)
     criteria = "" if fit.is_likelihood else _NO_CRITERIA
@@ -171,6 +174,7 @@ def measured(
         nll=nll,
         aic=2 * penalty + 2 * finite * nll,
         bic=math.log(finite) * penalty + 2 * finite * nll,
+        # both distribution functions jump by π₀ at zero; what differs is the rest, by its share
         ks=(1 - zero) * distances.kolmogorov(),
         wasserstein=distances.wasserstein() / m.mean if wasserstein else math.nan,
         ad_upper=distances.upper_anderson_darling(),
@@ -208,6 +212,7 @@ def tail_distances(
         if _FEWEST <= k <= m.count:
             threshold = fit.threshold(ratio)
             exact = m.upper_quantile(k)
+            # a threshold of 0 keeps every non-zero element
             log_quantile[ratio] = math.log(threshold / exact) if threshold > 0 else -math.inf
             quality[ratio] = m.exceedances(threshold) / k
     return log_quantile, quality
@@ -221,12 +226,14 @@ def _mean(m: Magnitudes, values: NDArray[np.float64]) -> float:
     mean = m.average(values)
     if not math.isfinite(mean) or np.array_equal(m.left, m.right):
         return mean
+    # control variates: their exact means are known, and those over the cells' middles are computed
     means = np.array([m.mean, m.mean_square, m.mean_log])
     scale = np.array([m.mean, m.mean_square, 1.0])
     basis = np.column_stack([m.middle, m.middle**2, np.log(m.middle)]) / scale
     of_cells = m.weight @ basis / m.count
     if not np.isfinite(means).all():
         return mean
+    # least squares over the elements, so cells weigh by their counts; centring takes care of the constant
     root = np.sqrt(m.weight)[:, None]
     weights = np.linalg.lstsq(root * (basis - of_cells), root[:, 0] * (values - mean))[0]
     return mean + float(weights @ (means / scale - of_cells))
@@ -253,6 +260,7 @@ class Distances:
     def kolmogorov(self) -> float:
         """Return the largest difference."""
         return max(
+            # the data's share is known at the ends of cells, and a step differs most on one of its sides
             float(np.abs(self.left - self.model_left).max()),
             float(np.abs(self.right - self.model_right).max()),
         )
@@ -262,6 +270,7 @@ class Distances:
         m = self.m
         before, after = self.left - self.model_left, self.right - self.model_right
         total = _absolute_area(before, after, m.right - m.left)
+        # in a gap the data's share stays that of the cell before; at 0 both shares are 1
         starts, ends = np.append(0.0, m.right[:-1]), m.left
         gap_before = np.append(0.0, after[:-1])
         total += _absolute_area(gap_before, before, ends - starts)
@@ -270,6 +279,7 @@ class Distances:
         with warnings.catch_warnings():  # only whether it is finite counts
             warnings.simplefilter("ignore", IntegrationWarning)
             mean = float(self.law.mean())
+        # then so is the integral of the survival beyond the last element
         if not math.isfinite(mean):
             return math.inf
         return total + self._beyond()
@@ -289,11 +299,14 @@ class Distances:
 
         The data's survival c is constant in gaps; in a cell it is taken as that of the middle.
         """
+        # w falls from 1 to 0 over gap, cell, gap, …, cell, and what lies beyond the last cell
         edges = np.column_stack([self.model_left, self.model_right]).reshape(-1)
         edges = np.concatenate([[1.0], edges, [0.0]])
         level = np.column_stack([self.left, (self.left + self.right) / 2]).reshape(-1)
         level = np.append(level, 0.0)
+        # a computed survival may rise by its last digit
         high, low = edges[:-1], np.minimum(edges[1:], edges[:-1])
+        # c²/w has no integral down to w = 0: there data lies beyond the support
         if np.any((low[:-1] <= 0) & (level[:-1] > 0) & (self.m.weight.repeat(2) > 0)):
             return math.inf
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -303,6 +316,7 @@ class Distances:
             )  # the quotient overflows where its logarithm does not
             log_ratio = np.where(far, np.log(high) - np.log(low), log_ratio)
             logs = np.where(level > 0, level**2 * log_ratio, 0.0)
+        # antiderivative of (w − c)²/w: w²/2 − 2cw + c² ln w
         pieces = (high**2 - low**2) / 2 - 2 * level * (high - low) + logs
         return max(float(pieces.sum()), 0.0)
 
@@ -312,7 +326,9 @@ def _absolute_area(
 ) -> float:
     """Integrate the absolute value of lines from `start` to `end`."""
     a, b = np.abs(start), np.abs(end)
+    # a line that crosses 0 bounds two triangles, of area (a² + b²)/(2(a + b)) together
     crossing = start * end < 0
+    # np.where computes both branches: no division of 0 by 0
     total = np.where(a + b > 0, a + b, 1.0)
     mean = np.where(crossing, (a * a + b * b) / (2 * total), (a + b) / 2)
     return float((mean * width).sum())  # BLAS's last bits would depend on the number of threads
@@ -389,6 +405,7 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
         more = len(law.parameters) - len(LAWS[special.model].parameters)
         return Comparison(difference, statistic, float(chi2.sf(statistic, more)), True)
     deviation = math.sqrt(max(m.average((ratio - difference) ** 2), 0.0))
+    # the same density everywhere: there is nothing to test
     if deviation == 0:
         return Comparison(difference, 0.0, 1.0, False)
     z = math.sqrt(m.count) * difference / deviation
@@ -489,6 +506,7 @@ def bootstrap(
     rng = np.random.default_rng(check_seed(seed))
     sample = as_magnitudes(x).sample(size, rng)
     n = sample.count
+    # replicates have no zeros, so the model is fitted without them
     if sample.zero_fraction and not isinstance(sample, Levels):
         sample = Magnitudes.from_cells(sample.left, sample.right, sample.weight)
     fitted = fit(sample, model, method)
@@ -498,6 +516,7 @@ def bootstrap(
     for _ in range(replicates):
         drawn = np.asarray(law.rvs(n, random_state=rng), float)
         replicate = (
+            # replicates pile up on levels as the sample does, or its ties would look like a misfit
             sample.rounded(drawn) if isinstance(sample, Levels) else Magnitudes.from_values(drawn)
         )
         try:

@@ -24,6 +24,7 @@ def noise_and_signal(squares: float, of_sum: float, count: int) -> tuple[float, 
     signal : float
         Estimate of ‖G‖².
     """
+    # E[square] = ‖G‖² + tr Σ and E[of_mean] = ‖G‖² + tr Σ/n, solved for both; either result may be below 0
     square, of_mean = squares / count, of_sum / count**2
     noise = (square - of_mean) * count / (count - 1)
     return noise, of_mean - noise / count

@@ -35,22 +35,29 @@ def against_lognormal(m: Magnitudes, first: int, last: int) -> float:
     """
     from scipy.special import ndtri
 
+    # whole ranks, of which small ones would repeat
     borders = np.unique(np.rint(np.geomspace(first, last, _BLOCKS + 1)))
+    # from the largest down; the rank is that of the last magnitude in a cell, where its gap to the next is
     logs, ranks = np.log(m.middle[::-1]), m.weight[::-1].cumsum()
     inner = (ranks[:-1] >= first) & (ranks[:-1] < last)
     gaps, at = (ranks[:-1] * (logs[:-1] - logs[1:]))[inner], ranks[:-1][inner]
+    # ranks from one border up to the next; no rank lies before the first border
     block = np.searchsorted(borders, at, side="right")
     exposure = np.bincount(block, gaps, borders.size + 1)[1 : borders.size]
     events = np.diff(borders)
+    # tail share at the geometric middle of each block
     share = np.sqrt(borders[:-1] * borders[1:]) / m.count
     z = ndtri(share)
+    # φ(z)/share: the rate of the gaps of a standard normal ln x
     hazard = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) / share
     total = events.sum()
     if not exposure.sum() > 0:
         return math.nan
+    # maximum likelihood of an exponential rate: events over (weighted) exposure
     flat, normal = total / exposure.sum(), total / (exposure @ hazard) * hazard
     ratio = float(
         events @ np.log(flat / normal)
     )  # the sums of exposures times hazards are both `total`
+    # each gap varies by its own mean, exposure/events
     spread = float(np.sqrt(events @ ((normal - flat) * exposure / events) ** 2))
     return ratio / spread if spread else math.nan

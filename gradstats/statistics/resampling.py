@@ -87,6 +87,7 @@ def mean_interval(series: NDArray[np.floating], level: float = 0.95) -> MeanInte
     n, mean = y.size, float(y.mean()) if y.size else math.nan
     if n < FEWEST_IN_SERIES:
         return MeanInterval(mean, reason=f"fewer than {FEWEST_IN_SERIES} steps")
+    # the ring below then closes without a step
     y = y - mean
     energy = float(y @ y)
     if energy <= 1e-24 * n * mean**2:  # constant, up to rounding
@@ -94,8 +95,10 @@ def mean_interval(series: NDArray[np.floating], level: float = 0.95) -> MeanInte
     rho = min(max(float(y[1:] @ y[:-1]) / energy + 1 / n, 0.0), 1.0)  # corrected for its bias
     if n * (1 - rho) < _NEAR_UNIT_ROOT:
         return MeanInterval(mean, reason="wanders like a random walk")
+    # 1.7 · 1.1447 (α n)^⅓ with α = 4ρ²/(1 − ρ²)², Andrews's bandwidth for a triangular kernel
     best = 2 * (4 * rho**2 / (1 - rho**2) ** 2 * n) ** (1 / 3)
     length = int(min(max(math.ceil(best), 1), n // 4))
+    # differences of cumulative sums: the sum of each of the n blocks, the last ones across the end
     ring = np.cumsum(np.concatenate([[0.0], y, y[: length - 1]]))
     means = (ring[length:] - ring[:-length]) / length
     freedom = n / length - 1
@@ -134,11 +137,13 @@ def ratio_interval(
         return bool(found.reason) or found.low <= 0 <= found.high
 
     mean, over = float(np.mean(top)), float(np.mean(bottom))
+    # infinite where the denominator is not positive: there may be a lower end all the same
     center = mean / over if over > 0 else math.inf
     whole = mean_interval(top - center * bottom if center < math.inf else bottom, level)
     if whole.reason:
         return math.nan, math.nan, whole.reason
     unbounded = mean_interval(bottom, level).low <= 0
+    # stands for infinity
     far = 1e9 * abs(mean) / abs(over) if over else math.inf
     if not math.isfinite(far) or (center == math.inf and not inside(far)):
         return math.nan, math.nan, "the mean gradient is too small"
@@ -152,6 +157,7 @@ def _edge(inside: Callable[[float], bool], within: float, without: float) -> flo
     """Return the point between one inside and one outside of an interval where it ends."""
     for _ in range(100):
         middle = (within + without) / 2
+        # neighbouring floats
         if not min(within, without) < middle < max(within, without):
             break
         if inside(middle):

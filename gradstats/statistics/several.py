@@ -68,6 +68,7 @@ class Fits(list[Fit], Shown):
             row |= {"ks": distances.ks, "tail_error": distances.tail_error}
             row |= {"delta_aic": distances.aic - least}
             rows.append(row | {"flags": tuple(map(str, one.flags))})
+        # the columns of the others, so that the table has one header
         empty = dict.fromkeys(rows[0], math.nan) if rows else {"method": ""}
         return rows + [
             empty | {"model": model, "method": "–", "flags": (why,)}
@@ -95,6 +96,7 @@ class Fits(list[Fit], Shown):
 def _distance(fitted: tuple[Fit, Goodness]) -> tuple[bool, float, float]:
     """Return what fits are ordered by: the error of their thresholds, or, where that is not known, the distance."""
     tail, body = fitted[1].tail_error, fitted[1].ks
+    # NaN is always math.nan here, and tuples take an object for equal to itself: `body` then decides
     return math.isnan(tail), tail, body
 
 

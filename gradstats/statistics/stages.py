@@ -82,6 +82,7 @@ def split_ratio(ratio: float, stages: int, first: float) -> tuple[int, float, fl
         Share δ₁ that the first of several stages keeps.
     """
     if stages == 1 or ratio >= first:
+        # the first of several stages would keep no more than this already; a later stage would keep everything
         return 1, ratio, 1.0
     return stages, first, (ratio / first) ** (1 / (stages - 1))
 
@@ -111,6 +112,7 @@ def exponential(mean: float, threshold: float, ratio: float) -> tuple[float, flo
     ratio : float
         Share δ of them to keep.
     """
+    # sums are rounded: a mean may lie below its own threshold by the last digits
     scale = max(mean - threshold, 0.0)
     return scale * math.log(1 / ratio), scale
 
@@ -132,10 +134,12 @@ def genpareto(
         Share δ of them to keep.
     """
     mean = max(mean - threshold, 0.0)
+    # All are equal, up to rounding: no shape describes them, and every quantile is their value.
     if variance <= 1e-12 * (mean * mean) or mean == 0:
         return mean, -math.inf, 0.0
     shape, scale = genpareto_by_moments(mean, variance)
     logarithm = math.log(1 / ratio)
+    # the limit ξ → 0, an exponential; below, δ^−ξ − 1 as expm1(ξ ln 1/δ), which keeps the digits of a small ξ
     excess = scale * logarithm
     if abs(shape * logarithm) > 1e-12:
         excess = scale * math.expm1(shape * logarithm) / shape
@@ -164,6 +168,7 @@ def genpareto_parameters(shape: float, scale: float) -> dict[str, Any]:
     shape, scale : float
         Shape ξ and scale.
     """
+    # Lemma 2 takes |ξ| < ½; above ¼ the estimate by moments has no variance.
     return {"c": shape, "scale": scale, "unreliable": not -0.5 < shape <= 0.25}
 
 
@@ -182,6 +187,7 @@ def gamma_shape(mean: float, mean_log: float) -> float:
     float
         Shape α; infinite if all magnitudes are equal.
     """
+    # ln of arithmetic over geometric mean: at least 0, and 0, up to rounding, only if all are equal
     s = math.log(mean) - mean_log if mean > 0 else 0.0
     if s <= 1e-12:
         return math.inf
@@ -205,6 +211,7 @@ def gamma_exact(mean: float, mean_log: float, ratio: float) -> tuple[float, dict
     shape = gamma_shape(mean, mean_log)
     if math.isinf(shape):
         return mean, {"a": shape, "scale": 0.0}
+    # inverse of the upper tail: 1 − δ would lose the digits of a small δ
     scale = mean / shape
     return scale * float(gammainccinv(shape, ratio)), {"a": shape, "scale": scale}
 
@@ -229,6 +236,7 @@ def gamma_closed(mean: float, mean_log: float, ratio: float) -> tuple[float, dic
         return mean, {"a": shape, "scale": 0.0}
     scale = mean / shape
     value = -scale * (math.log(ratio) + math.lgamma(shape))
+    # the two conditions of the bound (eq. 24)
     outside = shape > 1 or value < scale
     return max(value, 0.0), {"a": shape, "scale": scale, "outside_bound": outside}
 
@@ -252,6 +260,7 @@ def stage_excess(
     count, total, squares = sums
     mean = total / count
     if pareto:
+        # variance of the magnitudes is that of their excesses; rounding may leave it below 0
         return genpareto(mean, max(squares / count - mean * mean, 0.0), threshold, ratio)
     excess, scale = exponential(mean, threshold, ratio)
     return excess, scale, 0.0

@@ -64,6 +64,7 @@ def tail_test(fit: Fit, ratio: float, k: int, quality: float) -> TailTest:
     variance = (1 - ratio) / k
     if not fit.is_likelihood:
         variance += _doubt(fit, ratio) ** 2
+    # √(k̂/k) varies half as much, relatively, as k̂/k
     return _judged(ratio, k, quality, math.sqrt(variance) / 2)
 
 
@@ -84,6 +85,7 @@ def widened(test: TailTest, quality: float, design: float) -> TailTest:
     TailTest
         A wider one.
     """
+    # solved for the deviation that _judged made `visible` of
     deviation = (math.sqrt(1 + test.visible) - 1) / (Z95 + _Z80)
     return _judged(test.ratio, test.k, quality, math.sqrt(design) * deviation)
 
@@ -112,6 +114,7 @@ def _judged(ratio: float, k: int, quality: float, deviation: float) -> TailTest:
     from scipy.special import ndtr
 
     z = abs(math.sqrt(quality) - 1)
+    # no deviation, as at a ratio of 1: any difference is real
     p_value = 2 * float(ndtr(-z / deviation)) if deviation else float(z == 0)
     return TailTest(ratio, k, p_value, (1 + (Z95 + _Z80) * deviation) ** 2 - 1)
 
@@ -129,5 +132,6 @@ def _doubt(fit: Fit, ratio: float) -> float:
             float(law.sf(threshold, **params | {name: params[name] + sign * error}))
             for sign in (1, -1)
         )
+        # |slope| times error, by a difference that is two errors wide
         total += abs(high - low) / 2 / share
     return total

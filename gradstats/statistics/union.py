@@ -86,6 +86,7 @@ class UnionGrowth:
         """
         # the beta-binomial's probability of no success, factor by factor
         a, b = self._beta()
+        # 1 − Π(1 − xᵢ) through logarithms keeps the digits of a union that is small beside d
         with np.errstate(divide="ignore"):  # everything is selected
             return -self.numel * math.expm1(np.log1p(-a / (a + b + np.arange(world))).sum())
 
@@ -103,6 +104,7 @@ class UnionGrowth:
             The measured union of all ranks, and that union extended at its last slope.
         """
         last = self.measured(self.ranks)
+        # concave: no further rank adds more than the last one did
         slope = last - (self.measured(self.ranks - 1) if self.ranks > 1 else 0.0)
         return last, min(float(self.numel), last + (world - self.ranks) * slope)
 
@@ -112,6 +114,7 @@ class UnionGrowth:
 
     def _beta(self) -> tuple[float, float]:
         mean = self.selected / self.numel
+        # a + b of a beta distribution, whose correlation is 1/(a + b + 1)
         rest = 1 / self.correlation - 1
         return mean * rest, (1 - mean) * rest
 
@@ -136,6 +139,7 @@ def fit_union(counts: NDArray[np.int64]) -> UnionGrowth:
     def growth(logit: float) -> UnionGrowth:
         return UnionGrowth(numel, counts, float(1 / (1 + np.exp(-logit))))
 
+    # falls as the correlation rises: the more ranks agree, the smaller their union
     def excess(logit: float) -> float:
         one = growth(logit)
         return one.predicted(one.ranks) - one.measured(one.ranks)

@@ -204,6 +204,7 @@ class Estimator(ABC):
         return estimate, selection
 
     def _run(self, x: Array, ratio: float, *, select: bool) -> tuple[Estimate, Selection | None]:
+        # a tensor in memory is read as an array: one kind for every rule, the same bits
         read = readable(x)
         numel = numel_of(read)
         k = target_count(ratio, numel)
@@ -213,15 +214,18 @@ class Estimator(ABC):
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
         wide = wide_dtype(read).type
         threshold = float(wide(min(found.threshold, _LARGEST[wide])))
+        # a copy: the rule's own mapping may be shared, and `beyond` is added
         details = dict(found.details)
         # what reaches a threshold beyond the largest number is not what reaches that
         selection = found.selection if select and found.threshold <= _LARGEST[wide] else None
         if select and selection is None:
             selection = select_elements(read, threshold)
+        # of the rule's own threshold, before it is clamped: a rule with feedback learns from that
         kept = 0 if selection is None else len(selection)
         if threshold > 0 and not (kept if select else _is_reached(read, threshold)):
             details["beyond"] = threshold
             largest = kth_largest(read, 1) if self.clamps else 0.0
+            # 0 where no element is finite and non-zero: there is nothing to keep
             if largest > 0:
                 threshold = largest
                 selection = select_elements(read, threshold) if select else None
@@ -229,6 +233,7 @@ class Estimator(ABC):
         if selection is None:
             return estimate, None
         self.observe(kept, k, numel)
+        # selected from the memory of a tensor, and returned as tensors
         if is_tensor(read) or not is_tensor(x):
             return estimate, selection
         return estimate, selection_like(x, selection.indices, selection.values)
@@ -244,6 +249,7 @@ class Estimator(ABC):
             threshold = float(result.threshold)
         except (TypeError, ValueError):
             threshold = math.nan
+        # negated, so that NaN is refused
         if not threshold >= 0:
             raise InputError(
                 f"the rule {self.name!r} found the threshold {shown(result.threshold)}; "

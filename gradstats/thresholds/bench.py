@@ -305,6 +305,7 @@ def bench(
             torch.set_num_threads(n_threads)
             set_num_threads(n_threads)
             for make in makers:
+                # one at a time: all sizes together would need their memory at once
                 case = make()
                 for ratio in ratios:
                     found = _bench_one(
@@ -315,6 +316,7 @@ def bench(
                         {**record, "threads": n_threads, "cache": cache} for record in found
                     ]
     finally:
+        # the process has its number of threads back, whatever happened
         torch.set_num_threads(before)
         set_num_threads(None)
     return records
@@ -333,7 +335,9 @@ def _bench_one(
     targets = [target_count(ratio, part.numel()) for part in case.parts]
     runs: dict[str, Callable[[Sequence[torch.Tensor]], int]] = {}
     for name in estimators:
+        # one for each part, since a rule may learn from what it sees
         rules = [make_estimator(name) for _ in case.parts]
+        # bound by a default: a closure would see the last value of the loop
         runs[name] = lambda parts, rules=rules: sum(  # type: ignore[misc]
             len(rule.select(x, ratio)[1]) for rule, x in zip(rules, parts, strict=True)
         )
@@ -343,6 +347,7 @@ def _bench_one(
         )
     everything: dict[str, Callable[[Sequence[torch.Tensor]], int]] = {
         **runs,
+        # as a number: on a device the sum has to be waited for
         _STREAM: lambda parts: sum(float(x.sum()) > 0 for x in parts),
     }
     seconds: dict[str, list[float]] = {name: [] for name in everything}
@@ -354,6 +359,7 @@ def _bench_one(
         several = [case.rounds[(round_ + i) % len(case.rounds)] for i in range(loops)]
         time.sleep(_SETTLE_S)
         for name, run in everything.items():
+            # written in place, which fills the caches with it; nothing where caches stay warm
             evicting += 1
             started = time.perf_counter()
             found = [run(parts) for parts in several]
@@ -363,6 +369,7 @@ def _bench_one(
                 kept[name] += found
         on_progress()
     reads = seconds.pop(_STREAM)
+    # a single denominator, so that rows compare as their seconds do
     one = statistics.median(reads)
     sorting = statistics.median(seconds.get("torch.topk", [math.nan]))
     for name, run in runs.items():
@@ -380,6 +387,7 @@ def _bench_one(
             "streams_high": high / one,
             "streams_mean": statistics.fmean(seconds[name]) / one,
             "quality": statistics.fmean(kept[name]) / sum(targets),
+            # in a call of its own: tracing slows every allocation
             "memory": math.nan if name in references else _memory(run, case),
             "speedup": sorting / middle,
             "repeats": repeats,

@@ -90,10 +90,12 @@ def _test(new: NDArray[np.float64], old: NDArray[np.float64]) -> tuple[float, fl
     """Return the p-value of a change within the margin, and the interval of the ratio."""
     from scipy.stats import mannwhitneyu
 
+    # one test at each end of the margin; their minimum counts twice, for there are two
     slower = float(mannwhitneyu(new, (1 + MARGIN) * old, alternative="greater").pvalue)
     faster = float(mannwhitneyu(new, old / (1 + MARGIN), alternative="less").pvalue)
     n, m = new.size, old.size
     ratios = np.sort(np.divide.outer(new, old), axis=None)
+    # quotients to leave out at either end: 2.5 % of U's distribution, which is nearly normal from 15 rounds on
     out = math.floor(n * m / 2 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12))
     return min(1.0, 2 * min(slower, faster)), float(ratios[out]), float(ratios[-1 - out])
 
@@ -141,6 +143,7 @@ def alternated(
     """
     if not (other / "gradstats" / "__init__.py").is_file():
         raise InputError(f"{other} holds no package gradstats: name a checkout, or a JSON of bench")
+    # the folder that holds this package, as `other` holds the other one
     here = Path(__file__).parents[2]
     several: tuple[list[Any], list[Any]] = ([], [])
     for turn in range(repeats):
@@ -157,6 +160,7 @@ def _run(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
     program = f"import sys; sys.path[0] = {str(folder.resolve())!r}; from gradstats.cli import main; main()"
     command = [sys.executable, "-c", program, "bench", *arguments]
     command += ["--repeats", "1", "--format", "json"]
+    # a failure is told by output that is no JSON
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         records: list[dict[str, Any]] = json.loads(done.stdout)

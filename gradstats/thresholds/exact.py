@@ -18,6 +18,7 @@ from gradstats.thresholds.base import Estimate, Estimator, Result
 
 __all__ = ["Exact", "WarmExact"]
 
+# NumPy has one object for native float32: identity is the cheapest comparison
 _SINGLE = np.dtype(np.float32)
 _SORTED = 1 << 12
 """Elements up to which a bracket saves no time."""
@@ -42,6 +43,7 @@ class Exact(Estimator):
 
     def select(self, x: Array, ratio: float) -> tuple[Estimate, Selection]:
         """Find the threshold and return what it keeps: of few elements in fewer calls, which take longer than they."""
+        # a subclass may find another threshold
         flat = memory_of(x) if type(self) is Exact else None
         if (
             flat is not None
@@ -50,9 +52,11 @@ class Exact(Estimator):
             and flat.ndim == 1
         ):
             k = target_count(ratio, flat.size)
+            # None where an element is not finite, which the general way leaves out
             if found := top_sorted(flat, k):
                 threshold, indices, values = found
                 if flat is not x:  # a tensor's memory
+                    # loaded, since the caller has a tensor
                     from_numpy = sys.modules["torch"].from_numpy
                     indices, values = from_numpy(indices), from_numpy(values)
                 return Estimate(threshold, k, flat.size, {}), Selection(indices, values)
@@ -95,10 +99,12 @@ class WarmExact(Estimator):
             details = {"candidates": len(selection), "warm": False, "missed": False}
             return Result(threshold, details, selection)
         last = self._threshold
+        # the threshold of another k says nothing about this one
         warm = last > 0 and self._k == k and k * _DENSE <= numel_of(x)
         part = math.exp(-self._margin)
         guess = last * part if warm else None
         high = last / part if warm and part > 0 else math.inf
+        # untrimmed: what lies below the threshold tells where the 2k-th element is
         threshold, candidates = top_candidates(x, k, guess, high, trim=False)
         missed = guess is not None and threshold < guess
         self.misses += missed
@@ -106,6 +112,7 @@ class WarmExact(Estimator):
             # a difference, because quotients of float64 leave its range
             self._drift = max(abs(math.log(threshold) - math.log(last)), 0.9 * self._drift)
         self._threshold, self._k = threshold, k
+        # before keep(), which overwrites the candidates
         self._margin = min(1.5 * self._drift, self._crowded(candidates, k, threshold))
         details = {"candidates": len(candidates), "warm": warm, "missed": missed}
         return Result(threshold, details, keep(candidates, threshold))
@@ -113,6 +120,7 @@ class WarmExact(Estimator):
     @staticmethod
     def _crowded(candidates: Selection, k: int, threshold: float) -> float:
         """Return the margin within which this step had about 2k elements; infinite if it is not known."""
+        # candidates come in index order, so every n-th is a sample
         stride = 1 + len(candidates) // _SAMPLE
         magnitude = np.abs(as_numpy(candidates.values[::stride]))
         finite = magnitude[np.isfinite(magnitude)]
@@ -120,6 +128,7 @@ class WarmExact(Estimator):
         if not 1 <= rank <= finite.size or threshold <= 0:
             return math.inf
         second = float(np.partition(finite, finite.size - rank)[finite.size - rank])
+        # never 0, as ties would have it: the least fall of the threshold would miss
         return max(math.log(threshold) - math.log(second), 1e-4) if second > 0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:

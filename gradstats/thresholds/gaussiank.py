@@ -63,12 +63,14 @@ class GaussianK(Estimator):
         from scipy.special import ndtri
 
         finite, total, squares = signed_sums(x)
+        # squares of tiny numbers vanish too, and only zeros have the threshold 0
         if squares == 0 and moments(x, log=False).count == 0:
             return Result(0.0)
         if not LEAST_SQUARES < squares < math.inf:
             raise FitError(Reason.RANGE)
         mean = total / finite
         std = math.sqrt(max(squares / finite - mean * mean, 0.0))
+        # two-sided: half of the share in each tail
         threshold = max(mean - float(ndtri(min(k / finite, 1.0) / 2)) * std, 0.0)
         tail = _Tail(x, k, self._foretold(x, threshold, k))
         threshold, counts = self._corrected(threshold, k, tail.count)
@@ -82,12 +84,15 @@ class GaussianK(Estimator):
         some = strided(x, numel_of(x) // _SAMPLE)
         some = some.contiguous() if is_tensor(some) else np.ascontiguousarray(some)
         expected = k * numel_of(some) / numel_of(x)
+        # the counts of a sample with so few hits are noise
         if expected < _HITS:
             return None
         last, counts = self._corrected(threshold, expected, lambda t: count_above(some, t))
         if not counts or counts[-1] < _HITS / 2:
             return None
+        # everything between the first and the last threshold is counted from one collection
         low, reached = min(threshold, last), max(counts[0], counts[-1])
+        # collecting down to the lowest threshold costs more than the passes that it saves: begin at the last
         if reached - counts[-1] > _COUNTED * (len(counts) - 1) * numel_of(some):
             low, reached = last, counts[-1]
         return low if reached <= max(3 * expected, _MOST * numel_of(some)) else None
@@ -99,6 +104,7 @@ class GaussianK(Estimator):
         counts: list[float] = []
         for left in reversed(range(self.loops)):
             counts.append(count(threshold))
+            # what was counted last is sent: a correction after it would go unchecked
             if left == 0:
                 break
             if counts[-1] < 2 * k / 3:
@@ -122,6 +128,7 @@ class _Tail:
 
     def count(self, threshold: float) -> int:
         """Count the finite elements that reach a threshold."""
+        # what is collected contains all that reaches a higher threshold
         return count_above(self._found.values if threshold >= self._low else self._x, threshold)
 
     def selection(self, threshold: float) -> Selection | None:

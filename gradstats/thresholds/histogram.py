@@ -37,8 +37,10 @@ class HistogramQuantile(Estimator):
 
     def find(self, x: Array, k: int) -> Result:
         """Find the quantile of a histogram."""
+        # finer bins cost time, and the error of a bin matters relative to k
         bits = self.bits if self.bits is not None else 11 if k < 20_000 else 10
         threshold, nonfinite = histogram_quantile(x, k, bits)
+        # float64 is counted in float32, where it may become infinite or zero
         if wide_dtype(x) == np.float64 and (nonfinite or threshold < _NORMAL):
             self._check_range(x, k, threshold)
         return Result(threshold, {"bits": bits})
@@ -47,6 +49,7 @@ class HistogramQuantile(Estimator):
     def _check_range(x: Array, k: int, threshold: float) -> None:
         """Refuse float64 magnitudes that float32, in which they are counted, takes for infinity or zero."""
         m = moments(x, log=False)
+        # below the normal range a threshold is right only if every non-zero element is wanted
         if m.max > float(np.finfo(np.float32).max) or (threshold < _NORMAL and m.count > k):
             raise InputError(
                 f"magnitudes up to {m.max:.3g} leave float32's range, in which a histogram counts: rescale them"

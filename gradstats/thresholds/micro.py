@@ -63,6 +63,7 @@ class MiCRO(Estimator):
     def find(self, x: Array, k: int) -> Result:
         """Return the threshold that the counts so far have led to."""
         self._ends = _ENDS64 if wide_dtype(x) == np.float64 else _ENDS32
+        # also 0: a first gradient with fewer than k non-zero elements has no threshold to start from
         if not self._threshold:
             self._threshold = (
                 1 / (2 * math.sqrt(k)) if self.rule == "paper" else top_candidates(x, k)[0]
@@ -77,13 +78,16 @@ class MiCRO(Estimator):
             exam = kept / k
             self._threshold *= 1.005 if exam > 1.1 else 1.00125 if exam > 1 / 1.1 else 0.995
             return
+        # half an element stands for none, whose logarithm is infinite
         here, excess = math.log(self._threshold), math.log(max(kept, 0.5) / k)
+        # in the band the search is over; once the gradient has moved on, another one begins
         if abs(kept / k - 1) <= 0.1:
             self._many = self._few = None
             self._stride = 0.0
             goal = here + 0.5 * excess / self._slope
         else:
             goal = self._search(here, excess, saturated=kept == 0 or 2 * kept > numel)
+        # beyond these ends the threshold compared is 0 or infinite, and math.exp overflows
         self._threshold = math.exp(min(max(goal, self._ends[0]), self._ends[1]))
 
     def _search(self, here: float, excess: float, *, saturated: bool) -> float:
@@ -102,13 +106,16 @@ class MiCRO(Estimator):
                     share = 0.5
                 else:
                     self._slope = min(max(drop / width, 1.0), 50.0)
+                # an interpolation close to one end would hardly narrow the bracket
                 return self._many[0] + min(max(share, 0.2), 0.8) * width
             # so narrow a bracket without an answer belongs to a gradient of the past
             if excess > 0:
                 self._few = None
             else:
                 self._many = None
+        # all or nothing kept tells the direction alone, not how far to go
         wanted = 1.0 if saturated else abs(excess) / self._slope
+        # while the answer stays on the same side, strides triple
         self._stride = max(wanted, 3 * self._stride)
         return here + math.copysign(self._stride, excess)
 

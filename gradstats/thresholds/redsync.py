@@ -30,6 +30,7 @@ class _Counter:
 
     def __init__(self, x: Array) -> None:
         self._x = x
+        # as in worth_collecting: more of them would take too much memory
         self._few = numel_of(x) // 10
         self._values: Array | None = None
         self.passes = 0
@@ -128,11 +129,13 @@ def _bisect(m: Moments, k: int, counter: _Counter) -> tuple[float, int]:
     """Return a threshold that k to 2k elements reach, and the number of probes."""
     if m.count <= k:
         return 0.0, 0
+    # Invariant of the bisection: k or more elements reach `low`, fewer reach `high`.
     low, high = _mean(m), m.max
     if counter.count(low) < k:  # fewer than k elements reach the mean: search below it
         low, high = 0.0, low
     for probe in range(1, _MOST_PROBES + 1):
         middle = low + (high - low) / 2
+        # neighbouring floats
         if middle in (low, high):
             break
         count = counter.count(middle)
@@ -157,6 +160,7 @@ def _bisect_as_published(m: Moments, k: int, counter: _Counter) -> tuple[float, 
         threshold = mean + ratio * (m.max - mean)
         probes += 1
         count = counter.count(threshold)
+        # as printed: between k/2 and k the search goes the wrong way
         if k < count < 2 * k:
             break
         if count < k / 2:
@@ -202,5 +206,6 @@ class RedSyncTrimmed(Estimator):
         mean, kth = _mean(m), kth_largest(x, k)
         # The first that k elements reach is the first that the k-th largest reaches.
         tried = (mean + r * (m.max - mean) for r in (0.8, 0.6, 0.4, 0.2, 0.0))
+        # as select() will round it
         compared = wide_dtype(x).type
         return Result(next((eta for eta in tried if compared(eta) <= kth), 0.0))

@@ -73,9 +73,11 @@ class DGC(RandomEstimator):
 
     def _one_of_each_run(self, numel: int, k: int) -> tuple[NDArray[np.int64], int]:
         """Return the positions of one random element of each run, and how many of them are wanted."""
+        # a tiny ratio has an infinite inverse, or one beyond int64
         run = max(1, round(min(1 / self.sample_ratio, 2.0**62)))
         starts = np.arange(0, numel, run)
         picks = starts + self._generator.integers(0, run, size=starts.size)
+        # the last run may be shorter than the others
         picks = picks[picks < numel]
         if picks.size == 0:  # the one run's pick fell beyond a tiny gradient's end
             picks = np.zeros(1, np.int64)
@@ -83,14 +85,17 @@ class DGC(RandomEstimator):
 
     def _every_nth(self, numel: int, k: int) -> tuple[NDArray[np.int64], int]:
         """Return the positions that the program samples, and how many of them are wanted."""
+        # ⌈2d/k⌉ elements contain two of the wanted ones, on average
         two = -(-2 * numel // k)
         if numel <= two:
             return np.arange(numel), k
+        # strides as in the authors' program: odd, near a multiple of 32, and 8 less until the sample is large enough
         least = max(math.ceil(numel * self.sample_ratio), two)
         stride = 32 * math.ceil(numel / least / 32) + 1
         while stride > 8 and numel // stride < least:
             stride -= 8
         start = int(self._generator.integers(stride))
+        # ⌈k·s/d⌉, rounded up as there
         return np.arange(start, numel, stride), -(-(numel // stride) * k // numel)
 
     def find(self, x: Array, k: int) -> Result:

@@ -128,12 +128,14 @@ def best_stages(
     fits : ndarray of float64, shape (MOST_STAGES, 5)
         Written, as :func:`run_stages` does.
     """
+    # corrected Adapt_Stages: the paper's goes one way, which is wrong for tails heavier than the model
     best, least = 1, math.inf
     for stages in range(1, most_stages(k / whole) + 1):
         many, own, later = split_ratio(k / whole, stages, first)
         threshold = trial.several if many > 1 else one
         run, kept = run_stages(trial, pareto, whole * own, threshold, later, many, fits)
         kept = kept if run == many else 0  # it ended early because none reaches the threshold
+        # half an element stands for none; of equally good numbers of stages the least wins
         error = abs(math.log(max(kept, 0.5) / k))
         if error < least:
             best, least = stages, error
@@ -172,6 +174,7 @@ def warm_up() -> None:
     """Compile the algorithm, or load it from the cache."""
     from gradstats.thresholds.sidco_loops import Block
 
+    # types decide what is compiled, so two elements are as good as any
     algorithm, fits = compiled_algorithm(), np.empty((MOST_STAGES, 5))
     block = Block.of(np.ones(2, np.float32), False)
     trial = block.trial(1.0, 1.0, 1.0)
@@ -271,8 +274,10 @@ class SIDCo(Estimator):
 
     def find(self, x: Array, k: int) -> Result:
         """Find the threshold stage by stage."""
+        # at the first gradient, and every Q from there on
         adapts = self.adaptation == "corrected" and self._step % self.interval == 0
         self._step += 1
+        # one block in memory, of which there is a compiled view
         few = not is_tensor(x) and numel_of(x) <= min(BLOCK, _MANY - 1)
         flat = flat_blocks(x, BLOCK) if few else None
         if flat is not None and flat[0].dtype.type is np.float32:
@@ -280,11 +285,13 @@ class SIDCo(Estimator):
 
             _Gradients.left -= 1
             return self._sparsify(Block.of(flat[0], self._pareto), k, adapts)
+        # cells are those of float32
         large = numel_of(x) >= _MANY and wide_dtype(x) != np.float64
         if large and (adapts or self.stages > self._passes):
             cells = Cells(x, self._pareto)
             if cells.resolves(0.0, cells.whole(log=False)[0]):
                 found = self._sparsify(cells, k, adapts)
+                # otherwise the last threshold is in doubt, and all is done again by direct sums
                 if cells.resolves(found.threshold):
                     return found
         return self._sparsify(Whole(x, self._pareto), k, adapts)
@@ -298,14 +305,17 @@ class SIDCo(Estimator):
         ratio = k / count  # δ/(1−π₀): exact zeros are a point mass
         if adapts:
             self.stages = self._best_stages(view, whole, logs, k)
+        # a ratio of δ₁ or more needs one stage, whatever M is
         stages, own, later = split_ratio(ratio, self.stages, self.first_ratio)
         threshold, parameters = self._first(whole, logs, own)  # stage m = 1, with η₀ = 0
         found = [{"count": count, "ratio": own, "threshold": threshold, **parameters}]
+        # Whole and Cells make passes over arrays of any kind, which compiled code cannot call
         algorithm = _PLAIN if isinstance(view, Whole) else _algorithm()
         fits = np.empty((stages, 5))
         stages, chosen = algorithm.run_stages(
             view, self._pareto, count * own, threshold, later, stages, fits
         )
+        # Row 0 is the first stage. The loop leaves the last stage's threshold in `threshold`, which is the result.
         for count, share, threshold, one, two in fits[1:stages].tolist() if stages > 1 else ():
             fit = {"count": int(count), "ratio": share, "threshold": threshold}
             found.append(fit | self._parameters(one, two))
@@ -325,6 +335,7 @@ class SIDCo(Estimator):
         """Return the number of stages whose threshold keeps the nearest to k, as corrected Adapt_Stages."""
         ratio, first = k / whole[0], self.first_ratio
         one, several = (self._first(whole, logs, share)[0] for share in (ratio, first))
+        # the share of a second stage is the largest where there are most stages
         trial = view.trial(one, several, split_ratio(ratio, most_stages(ratio), first)[2])
         algorithm = _PLAIN if is_tensor(trial.tails.sums) else _algorithm()
         fits = np.empty((MOST_STAGES, 5))
@@ -344,8 +355,10 @@ class SIDCo(Estimator):
         else:  # no better than in the direction of the last step, or the last step was right
             better = (last < 1 - low and quality > last) or (last > 1 + high and quality < last)
             worse = not better
+        # before the second interval there is nothing to compare with
         if worse and last > 0 and self.adaptation != "paper":
             self._direction = -self._direction
+        # as published with direction 1: a stage less where too many are kept
         if quality > 1 + high:
             self.stages -= self._direction
         elif quality < 1 - low:

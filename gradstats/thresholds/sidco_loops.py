@@ -33,6 +33,7 @@ from gradstats.thresholds.views import FEW, Trial, sorted_tails, worth_collectin
 
 __all__ = ["Block", "sums_from"]
 
+# one view at a time writes to a thread's memory: selection() copies out of it
 _ROOM = local()
 
 
@@ -74,6 +75,7 @@ class Block(NamedTuple):
         if room is None or room[0].size < x.size:
             room = np.empty(x.size, np.int64), np.empty(x.size, np.float32), np.empty(4)
             _ROOM.arrays = room
+        # nothing is collected, and the second stage's sums are not known
         room[2][0] = room[2][1] = -1.0
         return cls(_as_usual(x), pareto, *room)
 
@@ -86,6 +88,7 @@ class Block(NamedTuple):
 
     def above(self, threshold: float, m: int, expected: float, passes: int) -> Sums:
         """Return the sums over the magnitudes that reach a threshold, not below the last one; always compiled."""
+        # as bits, non-negative floats sort like whole numbers; from 1 on, zeros are left out
         low = max(np.float32(threshold).view(np.int32), np.int32(1))
         if self.state[0] < 0 and worth_collecting(expected / self.x.size, passes):
             self.state[0] = block_select(self.x, low, 0, self.indices, self.values, 0)
@@ -104,14 +107,18 @@ class Block(NamedTuple):
 
     def selection(self, selected: int) -> Selection:
         """Return what :meth:`selected` collected."""
+        # the next gradient of this thread overwrites what is collected
         return Selection(self.indices[:selected].copy(), self.values[:selected].copy())
 
     def trial(self, one: float, several: float, later: float) -> Trial:
         """Return cells to try every number of stages on."""
         second = sums_from(self.x, least_bits(several), self.pareto)
+        # stages that begin with this threshold need no pass for it
         self.state[1:] = second
         if self.x.size <= FEW:
             return Trial(sorted_tails(self.x), several, second)
+        # Cells begin at the lowest threshold that can be looked up: the first of one stage, or the second of several
+        # at the largest share. What reaches the first of several is summed above.
         least = several
         if second[0]:
             least += stage_excess(self.pareto, second, several, later)[0]
@@ -141,12 +148,14 @@ def sums_from(x: NDArray[np.float32], low: np.int32, pareto: bool) -> Sums:
     """
     if not pareto and x.size >= SHORT:
         count, total = block_sum(x, low)
+        # partial sums of float32 may overflow where those of float64 do not
         if total < np.inf:
             return count, total, np.nan
     found: Sums = block_tail(x, low)
     return found
 
 
+# functions of numbers alone, which compiled code reaches by name
 for _each in (
     exponential,
     first_reaching,
@@ -162,6 +171,7 @@ for _each in (
     unit(_each)
 
 
+# what the algorithm asks of any view is compiled from that view's own method
 method("above", lambda self, threshold, m, expected, passes: self.instance_class.above)
 method("selected", lambda self, threshold: self.instance_class.selected)
 method("tail", lambda self, threshold: self.instance_class.tail)

@@ -126,11 +126,13 @@ class Whole:
         """Return the sums over all non-zero magnitudes, and the sum of their logarithms."""
         if not log:
             return self._sums(self._x, 0.0), math.nan
+        # a gamma law needs no squares
         m = rounded_sums(self._x, log=True)
         return (m.count, m.sum_abs, m.sum_squares), m.sum_log
 
     def above(self, threshold: float, m: int, expected: float, passes: int) -> Sums:
         """Return the sums over the magnitudes that reach a threshold, not below the last one."""
+        # from here on the stages look at these alone: no later threshold is lower
         if self._survivors is None and worth_collecting(expected / numel_of(self._x), passes):
             self._survivors = select(self._x, threshold)
         if self._survivors is not None:
@@ -159,6 +161,7 @@ class Whole:
         """Return cells to try every number of stages on."""
         few = numel_of(self._x) <= FEW and wide_dtype(self._x) != np.float64
         cells = sorted_tails(self._x) if few else tails(self._x, min(one, several))
+        # on a device a look-up moves one row, and direct sums would take another pass
         if is_tensor(cells.sums):
             return Trial(cells, several, cells.tail(several))
         self._second = self._sums(self._x, several)  # which stages ask for, too
@@ -201,6 +204,7 @@ class Cells(Whole):
         count, total, squares = sums
         if count < _ROUGH:
             return False
+        # both the spread and the mean excess must be many times what midpoints are wrong by
         mean = total / count
         deviation = math.sqrt(max(squares / count - mean**2, 0.0))
         return min(deviation, mean - threshold) > _SPAN * mean
@@ -216,6 +220,7 @@ class Cells(Whole):
             if self.resolves(threshold, sums):
                 return sums
             self._survivors = select(self._x, threshold)
+        # with survivors at hand, it sums those
         return super().above(threshold, m, expected, passes)
 
     def trial(self, one: float, several: float, later: float) -> Trial:
@@ -242,6 +247,7 @@ class Trial(NamedTuple):
 
     def above(self, threshold: float, m: int, expected: float, passes: int) -> Sums:
         """Return the sums over the magnitudes that reach a threshold."""
+        # summed over the elements, because the cells may begin above this threshold
         return self.second if m == 1 else self.tails.tail(threshold)
 
     def selected(self, threshold: float) -> int:

@@ -58,6 +58,7 @@ def chosen(
     names = check_several(names, "models")
     for name in names:
         law = law_of(name)
+        # only asked for: it raises where a law lacks the method, before anything is fitted
         law.solver(law.default_method if method is None else method)
     return names
 

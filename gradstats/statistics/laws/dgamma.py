@@ -51,6 +51,7 @@ def by_moments(m: Magnitudes) -> Solution:
 
     params = rule(m.mean, m.mean_square)
     a = params["a"]
+    # E[xʳ] = a(a + 1)…(a + r − 1) at scale 1
     return Solution(params, delta_method(rule, lambda r: math.prod(a + i for i in range(r)), m))
 
 
@@ -69,6 +70,7 @@ def _likelihood_shape(m: Magnitudes) -> float:
     """Return the maximum-likelihood shape of gamma magnitudes."""
     a = _closed_shape(m)
     s = math.log(m.mean) - m.mean_log
+    # a start within 1.5 % takes two to four steps; the bound is for s that rounding has spoilt
     for _ in range(20):
         # a generalized Newton step, which fits a line in 1/a and never leaves the positive axis
         step = (math.log(a) - digamma(a) - s) / (a * a * (1 / a - polygamma(1, a)))
@@ -83,6 +85,7 @@ def _closed_shape(m: Magnitudes) -> float:
     if m.count < 2:
         raise FitError(Reason.TOO_FEW)
     a = gamma_shape(m.mean, m.mean_log)
+    # s = ln mean − mean log vanishes only where all magnitudes are equal
     if math.isinf(a):
         raise FitError(Reason.CONSTANT)
     return a
@@ -92,6 +95,7 @@ def _solution(m: Magnitudes, a: float) -> Solution:
     """Return the solution with a shape: scale, and standard errors from the Fisher information."""
     scale = m.mean / a
     trigamma = float(polygamma(1, a))
+    # inverse of the Fisher information n[[ψ′(a), 1/scale], [1/scale, a/scale²]]
     information = m.count * (a * trigamma - 1)
     stderr = {
         "a": math.sqrt(a / information),

@@ -64,6 +64,7 @@ def by_moments(m: Magnitudes) -> Solution:
     unreliable = params["c"] >= 0.25  # from there on the estimate has no variance
     flags = (Flag.MOMENTS,) if unreliable else ()
     c = params["c"]
+    # E[xʳ] = r!/((1 − c)(1 − 2c)…(1 − rc)) at scale 1; the fourth exists for c < ¼
     stderr = (
         _NO_ERRORS
         if unreliable
@@ -87,6 +88,7 @@ def by_weighted_moments(m: Magnitudes) -> Solution:
     # mean over a cell's elements of the number of larger ones, n − i for i = 1…n
     larger = n - (m.cumulative - m.weight) - (m.weight + 1) / 2
     first = m.average(m.middle * larger) / (n - 1)
+    # α₀ − 2α₁ = E[X(2F − 1)] > 0 of elements that differ; cells' middles may leave less
     gap = m.mean - 2 * first
     if gap <= 0:
         raise FitError(Reason.NO_MOMENTS)
@@ -94,6 +96,7 @@ def by_weighted_moments(m: Magnitudes) -> Solution:
     scale = 2 * m.mean * first / gap
     flags = (Flag.PWM,) if -k >= 0.5 else ()
     stderr = dict(_NO_ERRORS)
+    # from ξ = ½ on the estimate has no variance
     if -k < 0.5:
         common = n * (1 + 2 * k) * (3 + 2 * k)
         stderr = {
@@ -115,6 +118,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
     m : Magnitudes
         Sample.
     """
+    # a density at a pile of equal magnitudes would depend on the spacing of the levels
     if isinstance(m, Levels):
         return by_intervals(m)
     require_spread(m)
@@ -132,6 +136,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
 
     def loss(theta: float) -> float:
         # mean negative log-likelihood at the best shape for a θ
+        # the limit: c and θ vanish together
         if abs(theta) < 1e-9:
             return exponential
         c = shape(theta)
@@ -139,6 +144,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
 
     def slope(theta: float) -> float:
         # derivative of the loss, which gives its minimum to more digits than the loss does
+        # the limit: below, two terms that grow like 1/θ cancel
         if abs(theta) < 1e-6:
             return mean - dot(weight, x**2) / 2 / mean
         inverse = dot(weight, x / (1 + theta * x))
@@ -150,7 +156,9 @@ def by_likelihood(m: Magnitudes) -> Solution:
         [bound * (1 - np.geomspace(1e-8, 1, 40)[:-1]), [0.0], np.geomspace(1e-4, 1e4, 80)]
     )
     losses = np.array([loss(theta) for theta in grid])
+    # local minima without the ends of the grid: towards the bound the loss may fall for ever
     inner = np.flatnonzero((losses[1:-1] <= losses[:-2]) & (losses[1:-1] <= losses[2:])) + 1
+    # at ξ ≤ −1 the likelihood only rises towards the bound, so a dip there is no estimate
     inner = inner[[shape(theta) > -1 for theta in grid[inner]]]
     if not inner.size:
         raise FitError(Reason.NO_MAXIMUM)
@@ -164,7 +172,9 @@ def by_likelihood(m: Magnitudes) -> Solution:
         )
         theta = float(found.x)
     c = shape(theta)
+    # c/θ tends to the mean as θ vanishes
     scale = c / theta * unit if abs(theta) > 1e-12 else m.mean
+    # the Fisher information, whose inverse the errors below are, exists for ξ > −½ only
     if c <= -0.5:
         return Solution({"c": c, "scale": scale}, _NO_ERRORS, (Flag.IRREGULAR,))
     stderr = {

@@ -40,6 +40,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
     require_spread(m)
     # relative to the largest, so that no power overflows
     logs = np.log(m.middle) - math.log(m.max)
+    # the exact mean of the elements, not that of the cells' middles
     mean_log = m.mean_log - math.log(m.max)
 
     def equation(log_c: float) -> float:
@@ -50,10 +51,12 @@ def by_likelihood(m: Magnitudes) -> Solution:
     low, high = map(math.log, ENDS)
     flags: tuple[Flag, ...] = ()
     if equation(low) > 0 or equation(high) < 0:
+        # no root in the range: the end that is nearer to it
         log_c, flags = (low if equation(low) > 0 else high), (Flag.BOUNDARY,)
     else:
         log_c = brentq(equation, low, high, xtol=1e-12)
     c = math.exp(log_c)
+    # scaleᶜ = E[xᶜ] at the best c, in units of the largest
     scale = m.max * m.average(np.exp(c * logs)) ** (1 / c)
     if flags:
         return Solution({"c": c, "scale": scale}, {"c": math.nan, "scale": math.nan}, flags)

@@ -39,6 +39,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
         Sample.
     """
     require_spread(m)
+    # relative to the largest, so that no power overflows
     logs = np.log(m.middle) - math.log(m.max)
 
     def log_scale(beta: float) -> float:
@@ -46,11 +47,13 @@ def by_likelihood(m: Magnitudes) -> Solution:
 
     def loss(log_beta: float) -> float:
         beta = math.exp(log_beta)
+        # mean negative log-likelihood at the best scale, where E[(x/scale)ᵝ] = 1/β
         return log_scale(beta) - log_beta + float(gammaln(1 / beta)) + 1 / beta
 
     log_beta, flags = search(loss, *ENDS)
     beta = math.exp(log_beta)
 
+    # the same at any scale: the standard errors need its second derivatives
     def full(log_shape: float, log_size: float) -> float:
         b = math.exp(log_shape)
         power = m.average(np.exp(b * (logs + math.log(m.max) - log_size)))

@@ -20,6 +20,7 @@ __all__ = ["by_intervals", "exponential_gain", "interval_region"]
 
 _LARGEST_SHAPE = 49.0
 """Where the likelihood still grows with the shape here, it has no maximum."""
+# of the differences, in ξ and in ln σ
 _STEP = 1e-3
 _RAYS = 40
 """Directions in which the border of a region is sought."""
@@ -41,6 +42,7 @@ class _Grid(NamedTuple):
     @classmethod
     def of(cls, m: Levels) -> Self:
         """Return the intervals of a sample, in units of its mean."""
+        # a border that two intervals share needs one evaluation, not two
         adjacent = np.array_equal(m.left[1:], m.right[:-1])
         edges = np.append(m.left, m.right[-1]) / m.mean if adjacent else None
         return cls(m.left / m.mean, m.right / m.mean, edges, m.weight / m.count, m.bounded, m.mean)
@@ -51,11 +53,13 @@ def _loss(
 ) -> NDArray[np.float64]:
     """Return the mean negative log-likelihood for each pair of shape and logarithm of the scale, in the grid's unit."""
     c, scale = c[..., None], np.exp(log_scale)[..., None]
+    # there ln(1 + cz)/c is its limit z; np.where computes both, hence a shape of 1 to divide by
     small = np.abs(c) < 1e-8
     shape = np.where(small, 1.0, c)
 
     def hazard(x: NDArray[np.float64]) -> NDArray[np.float64]:
         z = x / scale
+        # clipped at the end of the support and beyond: ln 0 over a negative shape is an infinite hazard
         curved = np.log1p(np.maximum(c * z, -1.0)) / shape
         return np.where(small, z, curved) if small.any() else curved
 
@@ -66,8 +70,12 @@ def _loss(
         else:
             low, high = hazard(grid.left), hazard(grid.right)
         if grid.bounded:
+            # Censored: the last interval has no upper end. `low` and `high` are views of one array,
+            # but its last column is in `high` alone.
             high[..., -1] = math.inf
+        # ln(S(left) − S(right)) with S = exp(−hazard), without subtracting nearly equal numbers
         inside = np.log(-np.expm1(low - high)) - low
+    # ∞ − ∞: both borders lie beyond the support
     inside[np.isnan(inside)] = -math.inf
     return np.asarray(-(inside @ grid.share))
 
@@ -82,11 +90,13 @@ def _minimum(grid: _Grid) -> tuple[float, float, float]:
             if -1 <= point[0] < _LARGEST_SHAPE + 1
             else math.inf
         )
+        # finite, because the search judges its end by differences of losses, and ∞ − ∞ is NaN
         return min(value, 1e300)
 
     middle = math.log(
         grid.right[np.searchsorted(np.cumsum(grid.share), 0.5)]
     )  # far below a mean of one huge element
+    # shapes on either side of 0 at the mean, and one of a very heavy tail at the median
     starts = [*(np.array([c, 0.0]) for c in (-0.2, 0.0, 0.5)), np.array([5.0, middle])]
     best = min(starts, key=at)
     for _ in range(2):  # begun again where it ended, the search leaves a simplex that has collapsed
@@ -103,6 +113,7 @@ def _minimum(grid: _Grid) -> tuple[float, float, float]:
 
 def _end_without_maximum(xk: NDArray[np.float64]) -> None:
     if xk[0] >= _LARGEST_SHAPE:
+        # SciPy takes this from a callback for the end of the search, and returns the best point so far
         raise StopIteration
 
 
@@ -137,6 +148,7 @@ def by_intervals(m: Levels) -> Solution:
         raise FitError(Reason.LEVELS)
     grid = _Grid.of(m)
     c, log_scale, _ = _minimum(grid)
+    # the search ran into an end of the shapes allowed
     if not -0.999 < c < _LARGEST_SHAPE:
         raise FitError(Reason.NO_MAXIMUM)
     scale = grid.unit * math.exp(log_scale)
@@ -145,9 +157,11 @@ def by_intervals(m: Levels) -> Solution:
     if c <= -0.5:
         return Solution({"c": c, "scale": scale}, nan, (*flags, Flag.IRREGULAR))
     information = _information(grid, c, log_scale)
+    # at the edge of the support a difference may reach outside, and a flat loss has no inverse
     if not np.isfinite(information).all() or np.linalg.eigvalsh(information)[0] <= 0:
         return Solution({"c": c, "scale": scale}, nan, flags)
     variance = np.diag(np.linalg.inv(information)) / m.count
+    # the second error is that of ln σ, so relative
     stderr = {"c": math.sqrt(variance[0]), "scale": scale * math.sqrt(variance[1])}
     return Solution({"c": c, "scale": scale}, stderr, flags)
 
@@ -176,7 +190,10 @@ def interval_region(
     from scipy.special import chdtri
 
     grid, log_scale = _Grid.of(m), math.log(scale / m.mean)
+    # half of the χ² quantile, for a loss that is a mean over the elements
     room = float(chdtri(1, 1 - level)) / 2 / m.count
+    # With H = LLᵀ the quadratic approximation ½ δᵀHδ = room has the border δ = L⁻ᵀu √(2·room), |u| = 1:
+    # rays of length 1 end where the true border should be.
     root = np.linalg.inv(np.linalg.cholesky(_information(grid, c, log_scale)).T)
     angle = np.linspace(0, 2 * math.pi, _RAYS, endpoint=False)
     rays = root @ np.array([np.cos(angle), np.sin(angle)]) * math.sqrt(2 * room)
@@ -184,9 +201,11 @@ def interval_region(
 
     def above(length: NDArray[np.float64]) -> NDArray[np.bool_]:
         points = c + length * rays[0], log_scale + length * rays[1]
+        # negated, so that a loss of NaN lies outside
         return np.asarray(~(_loss(*points, grid) <= limit) | (points[0] <= -1))
 
     inside, outside = np.zeros(_RAYS), np.ones(_RAYS)
+    # doubles each ray until it ends outside, or is 256 times as long as expected
     for _ in range(8):
         near = ~above(outside)
         if not near.any():
@@ -212,6 +231,7 @@ def exponential_gain(m: Levels, c: float, scale: float) -> float:
     from scipy.optimize import minimize_scalar
 
     grid, zero = _Grid.of(m), np.zeros(1)
+    # in units of the mean, which is about the exponential's scale
     found = minimize_scalar(
         lambda s: float(_loss(zero, np.array([s]), grid)[0]), bounds=(-5, 5), method="bounded"
     )

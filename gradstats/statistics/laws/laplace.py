@@ -21,6 +21,7 @@ def by_mean(m: Magnitudes) -> Solution:
     m : Magnitudes
         Sample.
     """
+    # inverse Fisher information: scale²/n
     return Solution({"scale": m.mean}, {"scale": m.mean / math.sqrt(m.count)})
 
 

@@ -81,6 +81,7 @@ class Law:
     @property
     def shapes(self) -> tuple[str, ...]:
         """Shape parameters, by SciPy's names."""
+        # SciPy writes several names as one text, with commas
         names: str | None = self.magnitude.shapes
         return tuple(names.replace(",", " ").split()) if names else ()
 
@@ -117,6 +118,7 @@ class Law:
             if isinstance(method, str) and method == known:
                 return solve
         if not isinstance(method, str) or method not in METHODS:
+            # loads NumPy, which asking for names alone does not need
             from gradstats.primitives.ratio import shown
 
             raise InputError(f"no method {shown(method)}; there is {', '.join(METHODS)}")

@@ -37,6 +37,7 @@ def by_logarithms(m: Magnitudes) -> Solution:
     s = math.sqrt(m.average((np.log(m.middle) - m.mean_log) ** 2))
     scale = math.exp(m.mean_log)
     root = math.sqrt(m.count)
+    # ln x is normal: variances s²/(2n) of s and s²/n of ln scale, which is relative
     return Solution(
         {"s": s, "scale": scale}, {"s": s / root / math.sqrt(2), "scale": scale * s / root}
     )
@@ -56,11 +57,14 @@ def by_moments(m: Magnitudes) -> Solution:
 
     def rule(mean: float, mean_square: float) -> dict[str, float]:
         square = math.log(mean_square / mean**2)
+        # mean = scale·exp(s²/2), and mean square/mean² = exp(s²)
         return {"s": math.sqrt(square), "scale": mean * math.exp(-square / 2)}
 
     params = rule(m.mean, m.mean_square)
     s = params["s"]
+    # the docstring's condition, (exp(4s²) − 1)/n above 0.1², without a power that overflows
     flags = (Flag.TAIL,) if 4 * s * s > math.log1p(0.01 * m.count) else ()
+    # E[xʳ] = exp(r²s²/2) at scale 1; exp(709) is the largest that float64 holds
     stderr = delta_method(rule, lambda r: math.exp(min(r * r * s * s / 2, 700)), m)
     return Solution(params, stderr, flags)
 

@@ -14,6 +14,7 @@ from gradstats.statistics.solution import FitError, Flag, Reason, Solution
 
 __all__ = ["by_ratio", "delta_method", "require_spread"]
 
+# relative step of the numerical derivatives, far above the 1e-12 to which _solve finds a shape
 _STEP = 1e-5
 
 Rule: TypeAlias = Callable[[float, float], dict[str, float]]
@@ -38,6 +39,7 @@ def require_spread(m: Magnitudes) -> None:
     """
     if m.count < 2:
         raise FitError(Reason.TOO_FEW)
+    # below that the variance is what rounding leaves of mean square − mean²
     if m.variance <= 1e-14 * m.mean**2:
         raise FitError(Reason.CONSTANT)
 
@@ -63,6 +65,7 @@ def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict
     """
     params = rule(m.mean, m.mean_square)
     first, second, third, fourth = (raw(r) * params["scale"] ** r for r in (1, 2, 3, 4))
+    # of x and x² for one element of the fitted law
     covariance = np.array(
         [
             [second - first**2, third - first * second],
@@ -75,6 +78,7 @@ def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict
     errors = {}
     for name in params:
         slopes = np.array([(up[i][name] - down[i][name]) / (2 * steps[i]) for i in (0, 1)])
+        # rounding may leave a quadratic form of zero just below it
         errors[name] = math.sqrt(max(float(slopes @ covariance @ slopes), 0.0) / m.count)
     return errors
 
@@ -89,6 +93,7 @@ def _solve(raw: Raw, target: float, low: float, high: float) -> float:
         return low
     if target >= ratio(high):
         return high
+    # over the logarithm: the ranges span three to four decades
     found = brentq(lambda s: ratio(math.exp(s)) - target, math.log(low), math.log(high), xtol=1e-12)
     return math.exp(found)
 
@@ -119,6 +124,7 @@ def by_ratio(
 
     params = rule(m.mean, m.mean_square)
     shape = params[name]
+    # _solve returns an end itself where there is no root, so equality is exact
     if shape in (low, high):
         return Solution(params, dict.fromkeys(params, math.nan), (Flag.BOUNDARY,))
     if shape <= regular:

@@ -22,6 +22,7 @@ def by_mean_square(m: Magnitudes) -> Solution:
         Sample.
     """
     scale = math.sqrt(m.mean_square)
+    # inverse Fisher information: scale²/(2n)
     return Solution({"scale": scale}, {"scale": scale / math.sqrt(2 * m.count)})
 
 

@@ -30,6 +30,7 @@ class Reflected(rv_continuous):
         return np.asarray(self._magnitude.logpdf(np.abs(x), c) - np.log(2))
 
     def _cdf(self, x: NDArray[Any], c: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
+        # by symmetry: 1 − sf would lose the digits of the lower tail
         return self._sf(-x, c)
 
     def _sf(self, x: NDArray[Any], c: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
@@ -40,6 +41,7 @@ class Reflected(rv_continuous):
         return np.asarray(-self._isf(q, c))
 
     def _isf(self, q: NDArray[Any], c: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
+        # np.where computes both branches: clipped, the one not taken stays a valid probability
         upper = self._magnitude.isf(np.minimum(2 * q, 1), c)
         lower = self._magnitude.isf(np.minimum(2 * (1 - q), 1), c)
         return np.asarray(np.where(q <= 0.5, upper, -lower))

@@ -31,6 +31,7 @@ def search(
     """
     bounds = math.log(low), math.log(high)
     found = float(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-8}).x)
+    # the bounded method closes in on an end without ever reaching it
     at_end = min(found - bounds[0], bounds[1] - found) < 1e-3
     return found, (Flag.BOUNDARY,) if at_end else ()
 
@@ -61,6 +62,7 @@ def with_errors(
     shape, scale = math.exp(log_shape), math.exp(log_size)
     stderr = {name: math.nan, "scale": math.nan}
     if not flags:
+        # differences err by h² from their width and by about 1e-16/h² from rounding: both are negligible
         h = 1e-3
 
         def at(i: int, j: int) -> float:
@@ -71,7 +73,9 @@ def with_errors(
         hessian[0, 0] = (at(1, 0) - 2 * centre + at(-1, 0)) / h**2
         hessian[1, 1] = (at(0, 1) - 2 * centre + at(0, -1)) / h**2
         hessian[0, 1] = hessian[1, 0] = (at(1, 1) - at(1, -1) - at(-1, 1) + at(-1, -1)) / (4 * h**2)
+        # positive definite (Sylvester): a flat profile has no standard errors
         if np.linalg.det(hessian) > 0 and hessian[0, 0] > 0:
             errors = np.sqrt(np.diag(np.linalg.inv(hessian)) / m.count)
+            # errors of logarithms are relative
             stderr = {name: shape * float(errors[0]), "scale": scale * float(errors[1])}
     return Solution({name: shape, "scale": scale}, stderr, flags)

@@ -43,6 +43,8 @@ class halft_gen(rv_continuous):
         return np.asarray(t.isf(q / 2, df))
 
     def _ppf(self, q: NDArray[Any], df: NDArray[Any]) -> NDArray[Any]:  # type: ignore[override]
+        # below the median by the beta function: 1 − q would lose the digits of a small q.
+        # np.where computes both branches, and an unclipped share of 1 would divide by zero in this one.
         share = betaincinv(0.5, df / 2, np.minimum(q, 0.5))
         lower = np.sqrt(df * share / (1 - share))
         return np.asarray(np.where(q <= 0.5, lower, t.isf((1 - q) / 2, df)))
@@ -64,6 +66,7 @@ def by_moments(m: Magnitudes) -> Solution:
     """
 
     def raw(df: float, r: int) -> float:
+        # E|t|ʳ = df^(r/2) Γ((r + 1)/2) Γ((df − r)/2) / (√π Γ(df/2)), for df > r
         logs = gammaln((r + 1) / 2) + gammaln((df - r) / 2) - gammaln(df / 2)
         return math.exp(logs + r / 2 * math.log(df)) / math.sqrt(math.pi)
 
@@ -87,6 +90,8 @@ def by_likelihood(m: Magnitudes) -> Solution:
         def equation(log_square: float) -> float:
             return (df + 1) * m.average(squares / (df * math.exp(log_square) + squares)) - 1
 
+        # The left side falls from df to −1 as σ² grows. By Jensen's inequality its root is at most the mean square;
+        # the 1.0 below leaves room for the cells' middles, whose mean square is not quite the exact one.
         low = middle - 2.0
         while equation(low) < 0:
             low -= 4.0
@@ -94,6 +99,7 @@ def by_likelihood(m: Magnitudes) -> Solution:
 
     def full(log_shape: float, log_size: float) -> float:
         df = math.exp(log_shape)
+        # mean negative log-likelihood, up to a constant
         tails = m.average(np.log1p(squares / (df * math.exp(2 * log_size))))
         constant = gammaln((df + 1) / 2) - gammaln(df / 2) - 0.5 * math.log(df)
         return log_size - float(constant) + (df + 1) / 2 * tails

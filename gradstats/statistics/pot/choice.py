@@ -207,6 +207,7 @@ def choose_threshold(
     """
     alpha = check_number(alpha, "alpha", 0, 1)
     check_count(replicates, "replicates")
+    # the least p-value of a bootstrap is 1/(B + 1)
     if -math.log1p(-1 / (replicates + 1)) > alpha:
         raise InputError(f"{replicates} replicates are too few to reject at {alpha}: ask for more")
     check_seed(seed)
@@ -215,17 +216,20 @@ def choose_threshold(
     if ratios is None:
         ratios = np.geomspace(0.5, min(0.01, 1000 / m.count), 8).tolist()
     asked = sorted(set(check_ratios(ratios)), reverse=True)
+    # found at the lowest threshold that has any, and used for all: one sample is split and tested
     m = next(filter(None, (levels_beyond(m, target_count(r, m.count)) for r in asked)), m)
     at = {ratio: threshold_of(m, target_count(ratio, m.count)) for ratio in asked}
     further = _further(m, asked)
 
     def answer(split: int) -> ThresholdChoice:
+        # words of a seed sequence do not depend on how many are drawn: a split answers alike whatever `splits` is
         cut, *seeds = (
             np.random.SeedSequence(seed)
             .generate_state((split + 1) * (len(at) + 1))[-len(at) - 1 :]
             .tolist()
         )
         seen, unseen = _halves(m, np.random.default_rng(cut))
+        # fits of all excesses in this half, where the bootstrap takes a subsample
         shapes = _shapes(seen, [*at.values(), *further], method)
         candidates: list[Candidate] = []
         for (ratio, threshold), own in zip(at.items(), seeds, strict=True):
@@ -248,6 +252,7 @@ def choose_threshold(
                 status = str(error)
             if threshold not in shapes:  # a subsample may have a fit where all of them have none
                 p_value, status = NAN, status or "all of its excesses have no fit together"
+            # told of both halves together
             beyond, tested = m.excesses(threshold).count, min(size, over.count)
             stable = _stable(shapes, threshold)
             candidates.append(Candidate(ratio, threshold, beyond, tested, p_value, status, stable))
@@ -270,6 +275,7 @@ def choose_threshold(
 
     found = [answer(split) for split in range(splits)]
     ratios_found = tuple(each.ratio for each in found)
+    # ascending: of two middle answers the first is further out
     median = sorted(ratios_found, key=_outwards)[(splits - 1) // 2]
     first = found[ratios_found.index(median)]
     return replace(first, splits=ratios_found, note=_join(first.note, ratios_found, median))
@@ -295,6 +301,7 @@ def _join(note: str, ratios: Sequence[float | None], median: float | None) -> st
 
 def _halves(m: Magnitudes, rng: np.random.Generator) -> tuple[Magnitudes, Magnitudes]:
     """Split magnitudes at random, each by itself, into two independent samples of about half as many."""
+    # each magnitude of a cell goes to either half by itself
     first = rng.binomial(m.weight.astype(np.int64), 0.5).astype(np.float64)
 
     def part(weight: NDArray[np.float64]) -> Magnitudes:
@@ -308,6 +315,7 @@ def _halves(m: Magnitudes, rng: np.random.Generator) -> tuple[Magnitudes, Magnit
 
 def _further(m: Magnitudes, asked: Sequence[float]) -> list[float]:
     """Return thresholds beyond the last candidate, the last of them over a hundred magnitudes of each half."""
+    # twice the least number, as either half gets about one of two
     last, least = min(asked, default=1.0), 2 * FEWEST / m.count
     if last <= least:
         return []
@@ -334,9 +342,12 @@ def _stable(shapes: Mapping[float, Fit], threshold: float) -> float:
         return NAN
     here, p_values = shapes[threshold], []
     for other, further in shapes.items():
+        # levels may leave the same excesses beyond two thresholds: their fits do not differ
         if other > threshold and further.count < here.count:
             # an estimate that is not efficient has no such variance, but one below the sum
             sign = -1 if here.method == "mle" else 1
+            # under one shape the variance goes as 1/n: n(here)/n(further) times that of this threshold,
+            # minus that of this one (Hausman), or at most plus it
             variance = here.stderr["c"] ** 2 * (here.count / further.count + sign)
             z = (further.params["c"] - here.params["c"]) / math.sqrt(variance)
             p_values.append(2 * float(ndtr(-abs(z))))
@@ -348,6 +359,7 @@ def _forward_stop(p_values: Sequence[float], alpha: float) -> int:
     """Return k̂; a missing p-value adds nothing to the sum, so that its candidate is never chosen."""
     total, rejected = 0.0, 0
     for k, p in enumerate(p_values, 1):
+        # Without a term the mean only falls, so k̂ cannot stop just before it.
         if not math.isnan(p):
             total -= math.log1p(-p) if p < 1 else -math.inf
         if total / k <= alpha:

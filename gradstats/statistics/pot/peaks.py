@@ -105,8 +105,10 @@ def threshold_of(m: Magnitudes, k: int) -> float:
         return 0.0
     if isinstance(m, Levels):
         return m.border(k)
+    # the largest magnitude that is not to exceed the threshold
     value = m.upper_quantile(k + 1)
     i = int(np.searchsorted(m.right, value, side="right"))
+    # the first cell beyond it, unless the value lies inside a cell
     if i < m.left.size and m.left[i] > value:
         value = value + (float(m.left[i]) - value) / 2
     return value
@@ -183,6 +185,7 @@ def mean_excess(
         threshold = threshold_of(piled, k)
         over = piled.excesses(threshold)
         n, half = over.count, NAN
+        # a population variance over n − 1 is the variance of the mean
         if n > 1:
             half = Z95 * math.sqrt(over.variance / (n - 1))
         rows.append(MeanExcess(ratio, threshold, n, over.mean, over.mean - half, over.mean + half))
@@ -353,15 +356,18 @@ def stability_of(
     if method == "mle" and not math.isnan(fitted.stderr["c"]):
         shapes, scales = likelihood_region(over, fitted)
         c_low, c_high = float(shapes.min()), float(shapes.max())
+        # the profile interval of a function is its range over the region
         on_border = scales - shapes * threshold
         low, high = float(on_border.min()), float(on_border.max())
     else:
         c_low, c_high = fitted.interval("c")
+        # of σ − ξu in (ξ, σ)
         slopes = np.array([-threshold, 1.0])
         half = Z95 * math.sqrt(float(slopes @ covariance(fitted) @ slopes))
         low, high = modified - half, modified + half
     ends = c_low, c_high, modified, low, high
     p = NAN
+    # χ² needs a regular estimate
     if method == "mle" and c > -0.5:
         from scipy.special import chdtrc
 
@@ -392,10 +398,12 @@ def disagreement(over: Magnitudes, fitted: Fit, threshold: float) -> tuple[Flag,
         Threshold u that they exceed.
     """
     k = max(over.count // 100, _COUNTED)
+    # a clipped value counts as anything from there on, so no quantile beyond it is counted
     if over.count < 10 * _COUNTED or (isinstance(over, Levels) and over.bounded):
         return ()
     modelled = threshold + float(fitted.magnitude.isf(k / over.count))
     i = min(int(np.searchsorted(over.cumulative, over.count - k, side="right")), over.left.size - 1)
+    # inside its cell a counted quantile may lie anywhere
     low, high = threshold + float(over.left[i]), threshold + float(over.right[i])
     off = max(modelled / high, low / modelled) if modelled > 0 else math.inf
     return (Flag.COUNTED,) if off > _OFF else ()
@@ -420,9 +428,11 @@ def covariance(fitted: Fit) -> NDArray[np.float64]:
     a, b = fitted.stderr["c"], fitted.stderr["scale"]
     if math.isnan(a) or math.isnan(b):
         return np.full((2, 2), NAN)
+    # by likelihood, the inverse Fisher information: variances (1 − k)²/n and 2σ²(1 − k)/n, covariance σ(1 − k)/n
     if fitted.method == "mle":
         correlation = 1 / math.sqrt(2 * (1 - k))
     elif fitted.method == "pwm":
+        # the variances of by_weighted_moments, without their common factor
         shape = (1 + k) * (2 + k) ** 2 * (1 + k + 2 * k * k)
         scale = 7 + 18 * k + 11 * k * k + 2 * k**3
         correlation = (2 + k) * (2 + 6 * k + 7 * k * k + 2 * k**3) / math.sqrt(shape * scale)

@@ -68,6 +68,7 @@ def likelihood_region(
         shape, best = parts(theta)
         return math.log(best) + shape + 1 - limit
 
+    # zero at first, so that above() returns the loss itself; then the least loss plus half of the χ² quantile
     limit = 0.0
     limit = above(c) + float(chdtri(1, 1 - level)) / 2 / m.count  # in this unit θ̂ = ξ̂
 
@@ -82,8 +83,10 @@ def likelihood_region(
                 return float(brentq(above, inside, outside, xtol=1e-10))
             inside, step = outside, 1.5 * step
 
+    # two standard errors of ξ, in this unit
     step = 2 * (1 + c) / math.sqrt(m.count)
     low, high = end(-step), end(step)
+    # denser towards both ends, where the border turns
     theta = low + (high - low) * (1 - np.cos(np.linspace(0, math.pi, _POINTS))) / 2
     shape, best = np.array([parts(t) for t in theta]).T
     # σ = best/v with v − ln v = 1 + room, on either side of v = 1

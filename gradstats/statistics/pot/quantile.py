@@ -128,6 +128,7 @@ def tail_quantile(
     m = magnitudes_of(x)
     numel = finite_of(m)
     k = target_count(at, numel)
+    # a threshold inside a pile of equal magnitudes would make a spike of it
     piled = levels_beyond(m, k) or m
     threshold = threshold_of(piled, k)
     over = piled.excesses(threshold)
@@ -151,9 +152,11 @@ def tail_quantile(
                 near = _excesses(*likelihood_region(over, fitted, level), reach)
             below, above = excess - near.min(), near.max() - excess
         else:
+            # normal for the logarithm of the excess, so that the lower end stays above the threshold
             factor = math.exp(z * math.sqrt(float(slopes @ covariance(fitted) @ slopes)) / excess)
             below, above = excess - excess / factor, excess * factor - excess
         # both sources of error, in squares, on either side (Zou and Donner 2008)
+        # slope in ln ζ times the binomial error of ln ζ
         by_count = z * by_share * math.sqrt((1 - share) / (share * numel))
         low, high = value - math.hypot(below, by_count), value + math.hypot(above, by_count)
     return TailQuantile(
@@ -175,6 +178,7 @@ def _excesses(
     c: NDArray[np.float64], scale: NDArray[np.float64], reach: float
 ) -> NDArray[np.float64]:
     """Return (σ/ξ)(r^ξ − 1) for reach = ln r, shape by shape."""
+    # any y this small gives the limit of expm1(y)/y, which is 1
     y = np.where(c == 0, 1e-12, c * reach)
     return scale * reach * np.expm1(y) / y
 
@@ -182,6 +186,7 @@ def _excesses(
 def _extrapolate(c: float, scale: float, reach: float) -> tuple[float, NDArray[np.float64], float]:
     """Return (σ/ξ)(r^ξ − 1) for reach = ln r, its slopes in (ξ, σ), and its slope in ln r."""
     y = c * reach
+    # the slopes hold y·exp(y), and the variance their squares: 1e260 and more
     if y > _LARGEST:
         raise InputError(
             f"shape {c:.3g}: the quantile leaves the range of numbers; ask for a larger ratio"

@@ -100,7 +100,9 @@ def stages(
         raise unknown("model of later stages", model, later)
     first = check_number(first, "the first stage's share", 0, 1)
     m = magnitudes_of(x)
+    # zeros count among the elements asked for, and no stage models them
     k = target_count(ratio, finite_of(m))
+    # before the early return, so that a wrong number of stages is always refused
     shares = stage_ratios(min(k / m.count, 1.0), n_stages, first)
     if k >= m.count:
         return []
@@ -114,6 +116,7 @@ def stages(
         except FitError as error:
             found.append(Stage(number, None, over.count, asked, status=str(error)))
             break
+        # a stage's quantile is an excess over the threshold of the last (eq. 7 and 10)
         threshold += float(fitted.magnitude.isf(asked))
         after = m.exceedances(threshold)
         ks = Distances(fitted, over).kolmogorov()
