@@ -157,7 +157,7 @@ def _options(value: object) -> Iterator[tuple[str, Any]]:
     names = [n for n in inspect.signature(type(value)).parameters if n not in _ELSEWHERE]
     seen: set[int] = set()
     for name in names:
-        # the house's constructors keep arguments under their names, or with an underscore
+        # constructors keep their arguments under the same names, or with an underscore before
         place = name if name in has else f"_{name}"
         if place in has:
             seen.add(id(has[place]))

@@ -81,7 +81,7 @@ def unseal(rank: int, state: object) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
         raise InputError(f"the checkpoint's rank{rank} is no entry, but {type(entry).__name__}")
     version = entry.get("version", "unknown")
-    # True == 1
+    # isinstance would take True for version 1
     if type(version) is not int or version != VERSION:
         raise InputError(
             f"the checkpoint is of version {_plain(version)}, and this reads version {VERSION}: resume with the "
@@ -90,7 +90,7 @@ def unseal(rank: int, state: object) -> Mapping[str, Any]:
     # the two that sealing has added: what is left is what was saved
     content = {key: each for key, each in entry.items() if key not in ("version", "contents")}
     saved, here = _contents(entry.get("contents")), dict(_checksums(content))
-    # what is missing, what is too much, what differs: the first that is found says most
+    # paths first: values are compared below, where both sides must have them
     if lost := [path for path in saved if path not in here]:
         raise InputError(f"the checkpoint lacks {_plain(lost[0])}, which was saved: it is damaged")
     if strange := [path for path in here if path not in saved]:

@@ -95,7 +95,7 @@ class LocalOptimizers:
                 each.register_step_pre_hook(begin),
                 each.register_step_post_hook(end),
             ]
-        # of every optimizer of the process: the one that was not given has no hook of ours
+        # of every optimizer of the process: hooks on those given would not see another one step
         self._handles.append(register_optimizer_step_post_hook(lambda o, *_: self._refuse(o)))
 
     def detach(self) -> None:

@@ -44,7 +44,6 @@ def before_steps(optimizer: Any, call: Callable[..., Any]) -> RemovableHandle:
     """
     try:
         return innermost_optimizer(optimizer).register_step_pre_hook(call)  # type: ignore[no-any-return]
-    # wrappers of frameworks have hooks of their own names, or none
     except AttributeError:
         raise InputError(
             f"optimizer= takes a torch.optim.Optimizer, and {type(optimizer).__name__} has none of its hooks: call "

@@ -50,7 +50,6 @@ def dgc_warm_up(
         raise InputError("a warm-up needs at least one ratio")
     if final is not None:
         final = check_ratio(final)
-        # a warm-up only ever falls: where the end keeps more, its last epochs are left out
         ratios = [*(r for r in ratios if r > final), final]
     return lambda step: ratios[min(step // steps_per_epoch, len(ratios) - 1)]
 

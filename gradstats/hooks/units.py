@@ -244,7 +244,7 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
                 "the ranks to exchange with are of one replica: give those across replicas, such as "
                 'mesh["replicate"], not those that hold its shards'
             )
-    # only now a message: what is wrong so far is wrong on every rank
+    # what is left takes a message: whether the other ranks hold the same shards
     group = shard_group(found[0].group)
     # place and number of shards in one 32-bit flag
     own = dist.get_rank(group) << 16 | dist.get_world_size(group)
