@@ -379,7 +379,6 @@ def _shared(name: str, state: object) -> Iterator[tuple[str, str]]:
     """Yield what must be the same on all ranks in a compressor's state."""
     if isinstance(state, Mapping):
         for key, each in state.items():
-            # thresholds, generators and timings are each rank's own
             if key not in _OF_A_RANK:
                 yield from _shared(f"{name}.{key}", each)
     elif isinstance(state, torch.Tensor):

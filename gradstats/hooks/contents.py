@@ -87,7 +87,6 @@ def unseal(rank: int, state: object) -> Mapping[str, Any]:
             f"the checkpoint is of version {_plain(version)}, and this reads version {VERSION}: resume with the "
             "gradstats that saved it"
         )
-    # the two that sealing has added: what is left is what was saved
     content = {key: each for key, each in entry.items() if key not in ("version", "contents")}
     saved, here = _contents(entry.get("contents")), dict(_checksums(content))
     # paths first: values are compared below, where both sides must have them

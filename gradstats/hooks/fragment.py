@@ -129,7 +129,7 @@ class Fragment:
 
     def pseudogradients(self) -> list[Pair]:
         """Return the parameters with how far this rank took them: those of the last exchange less those now."""
-        # old − new, what an optimizer subtracts: the negative of how far this rank went
+        # old − new, as an optimizer subtracts its gradient
         return [(p, self.anchors[n] - local_values(p)) for n, p in self.named]
 
     def send(

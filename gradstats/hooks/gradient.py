@@ -309,7 +309,7 @@ class FlatGradient:
             The loss scale that the gradients are to carry.
         """
         slots = self.layout.slots
-        # the whole update decides: a single layer of it would fit into the caches
+        # the whole update decides: what a single layer leaves in the caches is gone before the optimizer comes
         past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
         whole: list[Pair] = []
         for parameter, gradient in pairs:

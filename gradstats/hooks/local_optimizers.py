@@ -136,7 +136,7 @@ class LocalOptimizers:
         InputError
             If it is of other optimizers, or damaged.
         """
-        # no more entries than keys: the highest number that may be asked for
+        # as many numbers as keys: there cannot be more optimizers in it
         there = sum(_key(i) in saved for i in range(len(saved)))
         if there != len(self.each):
             raise InputError(

@@ -214,7 +214,7 @@ class LocalSteps(Facts):
             raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
         self._fragments: list[Fragment] = []
         for i, named in enumerate(parts):
-            # the first fragment has what the user gave, and can look at; state of two must not mix
+            # the first fragment has the user's own objects, to look at; copies for the others, as state must not mix
             build = partial(
                 CompressionState,
                 copy.deepcopy(compressor) if i else compressor,

@@ -232,7 +232,7 @@ class ShardHook:
         """Record of the last step on this rank, of all units together; None before the first."""
         states = (self.states[name] for name in self.states if name in self._exchanged)
         records = [state.last for state in states if state.last is not None]
-        # put together anew only where a unit has another record: captures and monitors ask often
+        # put together anew only where a unit has another record
         if len(records) != len(self._records) or any(
             new is not old for new, old in zip(records, self._records, strict=True)
         ):

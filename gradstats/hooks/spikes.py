@@ -175,7 +175,7 @@ class _Rows:
         rise = np.minimum(rise, risen(logs + self._common[rows]))
         z = rise / np.maximum(_MAD * np.median(np.abs(rest), axis=1), _LEAST_SPREAD)
         if len(self._waiting) == self._waiting.maxlen:
-            # a window late, so that growth which turns out to be one can still be taken out
+            # counted a window late: until then, z of growth under way can still be removed
             old = self._waiting.popleft()
             self._growth.add(old[old > 0])
         alarms = (z >= _GROWS) & (rise >= _LEAST_GROWTH)

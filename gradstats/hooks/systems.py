@@ -495,7 +495,6 @@ def make_state(
     if name in SYSTEMS:
         given = with_codec(name, given)
         with options_of("system", name):
-            # a system's compressor options are arguments of its function
             return SYSTEMS[name].build(named_parameters, ratio, **given, **options)
     compressor = make_compressor(name, ratio, **given)
     if compressor is None:

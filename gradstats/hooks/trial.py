@@ -272,7 +272,6 @@ class Trial:
             twice, or if its dense loss is not finite or not positive.
         """
         pairs, losses = Records(), []
-        # at least the last step
         judged = slice(-max(1, round(self.last * self.steps)), None)
         decision: Decision = "undecided"
         low, high, diverged = -math.inf, math.inf, ""

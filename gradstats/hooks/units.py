@@ -296,7 +296,7 @@ def as_sharded(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     whole: Any = parameter
-    # no check by messages; and the whole's shape, which even shards alone would tell
+    # without a check by messages, and with the whole's shape: only even shards would tell it
     return DTensor.from_local(
         part,
         whole.device_mesh,
