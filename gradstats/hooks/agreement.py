@@ -73,15 +73,19 @@ def agree(
         On all ranks, in one line that names what differs.
     """
     text = "\n".join(f"{_line(name)}\t{_line(value)}" for name, value in what.items())
+    # not hash(): it differs between processes
     digest = hashlib.sha256(text.encode()).digest()
     low, high = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+    # 63 bits of the digest: lengths and steps are not negative
     header = Header(Kind.AGREEMENT, high & 0x7FFFFFFF, step=step & 0x7FFFFFFF, details=low)
     headers = all_gather_headers(header, group, device)
+    # the step first: where that differs, states differ as a matter of course
     steps = [each.step for each in headers]
     if len(set(steps)) > 1:
         raise InputError(
             f"the ranks begin at steps {', '.join(map(str, steps))}: load checkpoints of one step on all of them"
         )
+    # all ranks have read the same headers: either all of them send texts or none
     if len({(each.length, each.details) for each in headers}) > 1:
         raise InputError(_difference(all_gather_texts(text, group, device)))
 
@@ -94,6 +98,7 @@ def _line(text: str) -> str:
 def _difference(texts: Sequence[str]) -> str:
     """Return what differs, in one line."""
     ranks = [dict(line.split("\t", 1) for line in text.splitlines()) for text in texts]
+    # a set in order of appearance: every rank names the same first
     names = dict.fromkeys(name for rank in ranks for name in rank)
     odd = [name for name in names if len({rank.get(name) for rank in ranks}) > 1]
     if not odd:
@@ -136,6 +141,7 @@ def described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, s
         yield name, _function(value)
     elif depth < _DEEPEST:
         kind = value if isinstance(value, type) else type(value)
+        # never repr(): it has addresses, which differ between processes
         yield name, f"{kind.__module__}.{kind.__qualname__}".removeprefix("gradstats.")
         if kind is not value:
             for key, each in _options(value):
@@ -151,12 +157,14 @@ def _options(value: object) -> Iterator[tuple[str, Any]]:
     names = [n for n in inspect.signature(type(value)).parameters if n not in _ELSEWHERE]
     seen: set[int] = set()
     for name in names:
+        # constructors keep their arguments under the same names, or with an underscore before
         place = name if name in has else f"_{name}"
         if place in has:
             seen.add(id(has[place]))
             yield name, has[place]
         elif isinstance(getattr(type(value), name, None), property):
             yield name, getattr(value, name)
+    # parts that were made of the arguments, unless they are arguments themselves
     for name, each in has.items():
         ours = type(each).__module__.startswith("gradstats.") and not isinstance(each, type)
         if ours and id(each) not in seen and type(each).__name__ not in _AT_WORK:
@@ -183,6 +191,7 @@ def _function(function: Callable[..., Any]) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if code is None:
         return str(name)
+    # what a lambda has taken from around it, such as a number of warm-up steps
     cells = [c.cell_contents for c in getattr(function, "__closure__", None) or () if _filled(c)]
     constants = [*code.co_consts, *cells, *(getattr(function, "__defaults__", None) or ())]
     return f"{name} with {[_text(each) for each in constants if isinstance(each, _PLAIN)]}"
@@ -190,6 +199,7 @@ def _function(function: Callable[..., Any]) -> str:
 
 def _filled(cell: Any) -> bool:
     try:
+        # a name that is bound only later has an empty cell, which raises
         return cell.cell_contents is not None
     except ValueError:
         return False
@@ -206,10 +216,12 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> str:
     # of how it computes, not of what; and what a scheduler notes
     other = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
     groups = [
+        # a rate may be a tensor, whose repr rounds
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in g.items() if k not in other}
         for g in optimizer.param_groups
     ]
     shown = [", ".join(f"{k} {v}" for k, v in sorted(group.items())) for group in groups]
+    # groups with the same options are named once
     return "; ".join(dict.fromkeys(shown))
 
 
@@ -265,6 +277,7 @@ def agree_on_model(
     ):
         what[f"number of {kind}s"] = str(len(tensors))
         for i, (name, tensor) in enumerate(tensors):
+            # numbered: the order decides which elements of two ranks are added up
             what[f"{kind} {i}"] = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
     agree(what, group, device)
 
@@ -336,6 +349,7 @@ class Agreement:
         InputError
             If they do not, on all of them.
         """
+        # −1 before the first agreement, or the number of parameters in the last one
         if self._agreed == len(self._parameters):
             return
         parameters = {"number of parameters": str(len(self._parameters))}
@@ -344,6 +358,7 @@ class Agreement:
         agree(
             {**self._options, **dict(_shared("state", state())), **parameters}, group, device, step
         )
+        # not before: what failed is compared again in the next step
         self._agreed = len(self._parameters)
 
     def announce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -391,6 +406,7 @@ def check_applied(
     """
     if not named:
         return
+    # one word a tensor, whatever its size
     rows = all_gather_checked(
         torch.stack([checksum(words_of(each)) for _, each in named]), group
     ).tolist()
@@ -399,6 +415,7 @@ def check_applied(
         sums = [row[odd[0]] for row in rows]
         (common, count), *_ = Counter(sums).most_common()
         ranks = [str(rank) for rank, each in enumerate(sums) if each != common]
+        # without a majority nothing tells who is wrong
         if 2 * count <= len(sums):
             who = "no two halves of the ranks agree" if len(sums) > 2 else "ranks 0 and 1 differ"
         else:

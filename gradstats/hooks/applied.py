@@ -14,7 +14,9 @@ from torch.optim.optimizer import (
 
 __all__ = ["Applied"]
 
+# weak: the hooks below last as long as the process, and must keep no training's state alive
 _all: weakref.WeakSet[Applied] = weakref.WeakSet()
+# handles of the one pair of hooks that serves all states; empty before the first state
 _hooked: list[Any] = []
 
 
@@ -33,6 +35,7 @@ class Applied:
         self.known = False
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._parameters: set[int] = set()
+        # before the first exchange no update waits for an optimizer
         self._stepped = True
         self._within = False
         # fused optimizers are called in any case, and look at these on the device
@@ -78,6 +81,7 @@ class Applied:
     def stepped(self) -> bool:
         """Whether an optimizer has applied the last update; asks the device where a fused one may have skipped it."""
         if self._overflows:
+            # skipped only if each of the optimizers found an overflow
             self._stepped |= not all(bool(each) for each in self._overflows)
             self._overflows.clear()
         return self._stepped
@@ -87,6 +91,7 @@ class Applied:
         return [
             type(optimizer).__name__
             for optimizer in self.optimizers
+            # the name that PyTorch's Adam and its kin give their second moment
             if any("exp_avg_sq" in values for values in optimizer.state.values())
         ]
 
@@ -124,6 +129,7 @@ class Applied:
             return
         self.known = True
         self.optimizers.add(optimizer)
+        # GradScaler puts it on an optimizer whose kernels skip the step by themselves: the host does not know
         overflow = getattr(optimizer, "found_inf", None)
         if isinstance(overflow, torch.Tensor):
             self._overflows.append(overflow)
@@ -132,6 +138,7 @@ class Applied:
 
 
 def _before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    # a list: a state may be collected while this runs
     for each in list(_all):
         each.before(optimizer)
 

@@ -31,6 +31,7 @@ __all__ = [
     "unpack_state",
 ]
 
+# what torch.load(weights_only=True) reads back
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
 
 
@@ -54,6 +55,7 @@ def load_all(parts: Sequence[Restorable], saved: Sequence[Mapping[str, Any]]) ->
         with refusing():
             for part, entry in zip(parts, saved, strict=True):
                 part.load_state_dict(entry)
+    # an interrupt, too: one part of another run among those of this one would go unnoticed
     except BaseException:
         for part, entry in zip(parts, before, strict=True):
             part.load_state_dict(entry)
@@ -197,6 +199,7 @@ class Checkpoint:
         if step < 0:
             raise InputError(f"the checkpoint's step must not be negative, and is {step}")
         tensors = field(entry, "memory", Mapping)  # type: ignore[type-abstract]
+        # saved before the first step there may be no tensors yet
         if (step or tensors) and memory.kinds != tuple(tensors):
             was, is_now = (", ".join(k) or "nothing" for k in (tensors, memory.kinds))
             raise InputError(
@@ -211,6 +214,7 @@ class Checkpoint:
             odd = min(counts.keys() ^ numbers.keys())
             raise InputError(f"the checkpoint's memory and this one do not both count {odd}")
         for what, count in counts.items():
+            # isinstance would take True for 1
             if type(count) is not type(numbers[what]) or (isinstance(count, int) and count < 0):
                 raise InputError(f"the checkpoint's memory cannot count {count!r} of {what}")
         compressor = unpack_state(field(entry, "compressor", bytes), "compressor")
@@ -219,10 +223,12 @@ class Checkpoint:
             odd = min(compressor.keys() ^ here.keys())
             raise InputError(f"the checkpoint's {name} and this one do not both have {odd}")
         parts: tuple[Restorable, ...] = (self._compressor, memory)
+        # loaded and taken back: what a part refuses only the part knows
         try_all(parts, (compressor, counts))
 
         def restore() -> int:
             load_all(parts, (compressor, counts))
+            # kept until it is in the memory, so that a checkpoint saved before that has it, too
             self._pending = entry
             if self._gradient.allocated:
                 self._restore(entry)
@@ -245,6 +251,7 @@ class Checkpoint:
     def _identity(self) -> tuple[int, int]:
         """Return this rank and the number of ranks, as they were while the process group lived."""
         if dist.is_initialized():
+            # asked each time while there is a group: it may have been made after the state
             self._rank_and_world = dist.get_rank(self._group), dist.get_world_size(self._group)
         return self._rank_and_world or (0, 1)
 
@@ -252,6 +259,7 @@ class Checkpoint:
         """Return what a part of the memory holds, by kind and parameter."""
         if self._gradient.allocated:
             return {
+                # copies: the next steps write into these buffers
                 kind: {  # zeros for what lost its place to a sparse gradient: a template made before lists it
                     n: tensor[part.slots[n]].clone() if n in part.slots else blank
                     for n, blank in self._blank(part).items()
@@ -259,6 +267,7 @@ class Checkpoint:
                 for kind, tensor in part.tensors.items()
             }
         if self._pending is not None:
+            # loaded, and no step since: the same goes out again
             return dict(self._pending.get(part.key, {}))
         # a template, which a distributed checkpoint loads into
         kinds = part.kinds if self._gradient.layout.known else ()
@@ -295,6 +304,7 @@ class Checkpoint:
                 )
             tensors: Mapping[str, torch.Tensor]
             for kind, tensors in saved.items():
+                # order, too: it is that of the flat gradient, and decides which elements ranks add up
                 if list(tensors) != list(part.sizes):
                     odd = sorted(set(tensors) ^ set(part.sizes)) or ["order of parameters"]
                     raise InputError(f"the checkpoint's residuals are of another model: {odd[0]}")
@@ -333,6 +343,7 @@ def pack_state(state: Mapping[str, Any]) -> bytes:
     """
 
     def plain(value: object) -> object:
+        # weights_only refuses NumPy's scalars
         value = value.item() if isinstance(value, np.generic) else value
         if not isinstance(value, _PLAIN):
             raise InputError(
@@ -391,11 +402,13 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> bytes:
             for n, v in values.items()
             if isinstance(v, torch.Tensor) and local_part(v) is not v
         }
+        # as_sharded() knows no other placement than the parameter's
         if any(v.shape != local_part(parameters[i]).shape for v in local.values()):
             raise InputError(
                 f"{type(optimizer).__name__} shards its state in another way than its parameters: save it by itself"
             )
         sharded[i] = list(local)
+        # a new dictionary: the inner ones of an optimizer's state_dict() are its own
         state["state"][i] = {**values, **local}
     return pack_state({**state, "class": type(optimizer).__name__, "sharded": sharded})
 
@@ -423,6 +436,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, state["param_groups"])
     )
+    # load_state_dict() does not ask for the class, and would keep another one's buffers
     if (name, saved) != (type(optimizer).__name__, sizes):
         raise InputError(
             f"the checkpoint's {what} is {name} with groups of {saved} parameters, and this is "

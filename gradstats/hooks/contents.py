@@ -47,6 +47,7 @@ def seal(rank: int, content: Mapping[str, Any]) -> dict[str, Any]:
         For :func:`unseal`.
     """
     sums = json.dumps(dict(_checksums(content))).encode()
+    # the list has a checksum of its own: if it is damaged, no entry may be blamed
     contents = f"{zlib.crc32(sums):08x}".encode() + sums
     return {f"rank{rank}": {"version": VERSION, "contents": contents, **content}}
 
@@ -80,6 +81,7 @@ def unseal(rank: int, state: object) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
         raise InputError(f"the checkpoint's rank{rank} is no entry, but {type(entry).__name__}")
     version = entry.get("version", "unknown")
+    # isinstance would take True for version 1
     if type(version) is not int or version != VERSION:
         raise InputError(
             f"the checkpoint is of version {_plain(version)}, and this reads version {VERSION}: resume with the "
@@ -87,6 +89,7 @@ def unseal(rank: int, state: object) -> Mapping[str, Any]:
         )
     content = {key: each for key, each in entry.items() if key not in ("version", "contents")}
     saved, here = _contents(entry.get("contents")), dict(_checksums(content))
+    # paths first: values are compared below, where both sides must have them
     if lost := [path for path in saved if path not in here]:
         raise InputError(f"the checkpoint lacks {_plain(lost[0])}, which was saved: it is damaged")
     if strange := [path for path in here if path not in saved]:
@@ -111,6 +114,7 @@ def _contents(data: object) -> dict[str, str]:
 
 def _plain(text: object) -> str:
     """Return a name from a file as it may be shown."""
+    # a damaged file may name anything, of any length
     shown = str(text)[:120]
     return shown if shown.isprintable() else repr(shown)
 
@@ -123,7 +127,9 @@ def tensor_text(x: torch.Tensor) -> str:
     x : tensor
         The tensor, on any device.
     """
+    # the same text wherever it lies, and with whatever strides
     whole = x.detach().cpu().contiguous()
+    # as octets: NumPy has no bfloat16, and NaNs of other bits are other values
     octets: Any = whole.reshape(-1).view(torch.uint8).numpy() if whole.numel() else b""
     return f"{whole.dtype} {tuple(whole.shape)} {zlib.crc32(octets):08x}"
 
@@ -132,6 +138,7 @@ def _checksums(content: object, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path and the checksum of everything in an entry, its kind and shape included."""
     if isinstance(content, Mapping):
         for key, each in content.items():
+            # names of parameters may have slashes: a/b is no b inside a
             name = str(key).replace("\\", "\\\\").replace("/", "\\/")
             yield from _checksums(each, f"{path}/{name}" if path else name)
     elif isinstance(content, list | tuple):
@@ -140,6 +147,7 @@ def _checksums(content: object, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(content, torch.Tensor):
         yield path, tensor_text(content)
     else:
+        # repr tells floats exactly
         data = content if isinstance(content, bytes) else repr(content).encode()
         yield path, f"{type(content).__name__} {zlib.crc32(data):08x}"
 
@@ -244,6 +252,7 @@ def check_values(
     what = _plain(what)
     if not isinstance(saved, torch.Tensor):
         raise InputError(f"the checkpoint's {what} is no tensor, but {type(saved).__name__}")
+    # of any length, but flat: as memories are saved by parameter
     if (saved.dim() != 1) if shape is None else (tuple(saved.shape) != tuple(shape)):
         here = "one dimension" if shape is None else f"shape {tuple(shape)}"
         raise InputError(f"the checkpoint's {what} has shape {tuple(saved.shape)}, not {here}")

@@ -54,6 +54,7 @@ class _Rule(ABC):
 
     def settle(self, mask: torch.Tensor | None) -> None:
         """Take over what the step has computed, and set the momentum to zero at some positions."""
+        # before the mask, which must leave the old buffers as they are, for discard()
         self._now, self._next = self._next, self._now
         if mask is not None:
             self._now[0][mask] = 0
@@ -81,9 +82,12 @@ class _Momentum(_Rule):
     ) -> Sequence[torch.Tensor]:
         (before,), (u,) = [each[slot] for each in self._now], out
         if self.nesterov == "dgc":
+            # u ← m (u + g)
             torch.add(before, gradient, out=u).mul_(self.momentum)
         else:
+            # u ← m u + g
             torch.add(gradient, before, alpha=self.momentum, out=u)
+        # v ← v + u, and + g with Nesterov's momentum
         return (u, gradient) if self.nesterov else (u,)
 
     def _go_on(
@@ -109,17 +113,21 @@ class _Adam(_Rule):
         self, gradient: torch.Tensor, slot: slice, out: list[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         first, second = self.betas
+        # lerp does not promote dtypes
         gradient = gradient.to(out[0].dtype)
+        # m ← β₁ m + (1 − β₁) g, and v ← β₂ v + (1 − β₂) g²
         torch.lerp(self._now[0][slot], gradient, 1 - first, out=out[0])
         torch.mul(self._now[1][slot], second, out=out[1]).addcmul_(
             gradient, gradient, value=1 - second
         )
+        # √v̂ + ε; the step is counted only when it is settled, hence + 1
         root = (out[1] / (1 - second ** (self.step + 1))).sqrt_().add_(self.eps)
         return (out[0] / (1 - first ** (self.step + 1)) / root,)
 
     def _go_on(
         self, gradient: torch.Tensor, slot: slice, out: list[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
+        # Adam is not linear in the gradient: the steps of two parts do not add up to that of their sum
         raise InputError(
             "AdamCorrection has made a step of a part of this gradient: exchange once for each optimizer.step(), with "
             "no_sync() around the other micro-steps or one backward() of the sum of the losses"
@@ -176,6 +184,7 @@ class _Accumulating(Memory):
     ) -> torch.Tensor:
         """Return what has accumulated plus the terms of a step, added in their order."""
         first, *others = terms
+        # add() and preview() both come here: one order of additions, the same bits
         out = torch.add(self._accumulated[slot], first, out=out)
         for each in others:
             out.add_(each)
@@ -185,6 +194,7 @@ class _Accumulating(Memory):
         """Keep what was not sent of the steps, and mask the momentum."""
         # where all was sent, as in a dense step, nothing is stale
         self._rule.settle(sent if self.masking else None)
+        # densely averaged parameters send all of their elements: no velocity of theirs is stale
         self._dense_rule.settle(None)
         if residual is not self.corrected:
             self.corrected.copy_(residual)
@@ -209,6 +219,7 @@ class _Accumulating(Memory):
     def update_dense(self, mean: torch.Tensor, further: Sequence[slice] = ()) -> None:
         """Replace the mean by the optimizer's step."""
         start = 0
+        # an empty slot behind the last one, for the gap before it
         for slot in (*further, slice(mean.numel(), mean.numel())):
             self._step_dense(mean, slice(start, slot.start), False)
             self._step_dense(mean, slot, True)
@@ -219,6 +230,7 @@ class _Accumulating(Memory):
         if slot.start < slot.stop:
             part = mean[slot]
             first, *others = self._dense_rule.terms(part, slot, further)
+            # summed before it is copied: a term may be this part of the mean itself
             part.copy_(sum(others, start=first))
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
@@ -330,6 +342,7 @@ class AdamCorrection(_Accumulating):
         if len(decays) != 2:
             raise InputError(f"betas must be two numbers, not {len(decays)}")
         both, eps = (decays[0], decays[1]), check_number(eps, "eps", 0, math.inf)
+        # of compressed and of densely averaged parameters; their counts go up together
         self._adam = _Adam(both, eps), _Adam(both, eps)
         super().__init__(*self._adam, masking)
 

@@ -89,9 +89,12 @@ def diagnose(
     """
     names, slots = zip(*layers, strict=True)
     ends = np.array([slot.stop for slot in slots])
+    # the layers leave no gaps, so that their ends tell their sizes
     numel = np.diff(ends, prepend=0)
+    # None stands for all elements
     selected = numel.copy()
     if sent is not None:
+        # positions below each end, of all layers by one sort
         below = np.searchsorted(np.sort(sent.cpu().numpy()), ends)
         selected = np.diff(below, prepend=0)
     delta = [

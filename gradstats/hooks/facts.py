@@ -24,6 +24,7 @@ class Facts:
 
     def _repr_html_(self) -> str:
         """Return the table that Jupyter shows."""
+        # names and classes of the user's own are shown: escaped for HTML, visible for terminals
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
             f"<td style='text-align:left'>{escape(visible(text))}</td></tr>"
@@ -59,6 +60,7 @@ def sent_text(record: StepRecord | None) -> str:
     if record is None:
         return "nothing yet"
     text = f"{record.selected:,} of {record.numel:,} elements"
+    # NaN where the compressor has no k to compare with
     if not math.isnan(record.quality):
         text += f" (k̂/k {format_value(record.quality)})"
     text += f", {format_bytes(record.bytes_sent)}, in step {record.step}"

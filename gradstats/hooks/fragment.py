@@ -129,6 +129,7 @@ class Fragment:
 
     def pseudogradients(self) -> list[Pair]:
         """Return the parameters with how far this rank took them: those of the last exchange less those now."""
+        # old − new, as an optimizer subtracts its gradient
         return [(p, self.anchors[n] - local_values(p)) for n, p in self.named]
 
     def send(
@@ -171,6 +172,7 @@ class Fragment:
             self._pending = background.submit(reduce, self.device)
         else:
             reduce()
+        # last: an exchange that failed at once is not under way
         self.pairs, self.sent, self.due = pairs, step, step + delay
 
     def average(self, pairs: list[Pair], step: int, details: Mapping[str, str]) -> None:
@@ -190,6 +192,7 @@ class Fragment:
 
     def wait(self) -> None:
         """Wait for an exchange in the background; what it raised is raised here, and there is nothing to apply then."""
+        # waited for once: a second call must not raise the same error again
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -213,6 +216,7 @@ class Fragment:
         """
         self.wait()
         late = step > self.sent
+        # with the local steps since the exchange was sent, which the anchors below would overwrite
         local = [local_values(p).clone() for p, _ in self.pairs] if late else []
         # the outer optimizer passes over what has no gradient: all but this fragment
         gradients = [(p, p.grad) for group in outer.param_groups for p in group["params"]]
@@ -226,10 +230,12 @@ class Fragment:
             parameter.grad = gradient
         for i, (name, parameter) in enumerate(self.named):
             values = local_values(parameter)
+            # before mixing: the outer optimizer's result, the same on all ranks
             self.anchors[name].copy_(values)
             if late:
                 if self.state.nonfinite in ("skip", "zero"):  # nor may it stay on this rank
                     local[i] = torch.where(local[i].isfinite(), local[i], values)
+                # (1 − mix) · outer + mix · local
                 values.lerp_(local[i], mix)
         self.pairs = []
 
@@ -257,6 +263,7 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs besides the parameters and the anchors; no exchange may be running."""
+        # the same structure whether an exchange is under way or not: loading fills a template
         zeros = [(p, torch.zeros_like(local_values(p))) for _, p in self.named]
         return {
             "names": [n for n, _ in self.named],
@@ -289,6 +296,7 @@ class Fragment:
         InputError
             If it does not fit.
         """
+        # order, too: what is pending has no names of its own
         if field(saved, "names", list) != [n for n, _ in self.named]:
             raise InputError("the checkpoint has other fragments than this model")
         sent, due = field(saved, "sent", int), field(saved, "due", int)
@@ -326,6 +334,7 @@ class Fragment:
     def _agree(self, step: int, ended: bool = False) -> None:
         """Check that all ranks have come to the same exchange: what one sends, others would take for something else."""
         with _naming_step(step):
+            # a number below 0 says that the rank has ended; − 1, as −0 would not
             own = -step - 1 if ended else step
             ranks = all_gather_flags(own, self.state.process_group, self.device)
         if len(set(ranks)) > 1:
@@ -397,6 +406,7 @@ def _divide_evenly(named: Named, count: int) -> list[Named]:
     """Return as many parts of about as many elements each, none of them empty."""
     if count > len(named):
         raise InputError(f"{count} fragments of {len(named)} parameters")
+    # by elements, as messages are; whole parameters alone, as states know them
     total, before, at = sum(p.numel() for _, p in named), 0, 0
     parts: list[Named] = [[] for _ in range(count)]
     for i, (name, parameter) in enumerate(named):

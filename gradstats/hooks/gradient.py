@@ -246,6 +246,7 @@ class FlatGradient:
         norms = [torch.linalg.vector_norm(flatten(*pair), dtype=torch.float64) for pair in pairs]
         found = torch.stack(norms).tolist() if norms else []  # waits for a device once
         norm = math.sqrt(sum(each**2 for each in found)) / scale
+        # NaN is not above 0; an infinite norm gives 0, and 0 · ∞ = NaN: count_bad() finds either
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
     def take(
@@ -274,8 +275,10 @@ class FlatGradient:
         for parameter, gradient in pairs:
             flat = flatten(parameter, gradient)
             if factor != 1.0:
+                # widened first: in float16 the product would round, and small elements vanish
                 flat = flat.to(self.layout.dtype) * factor
             more = further(parameter)
+            # once an optimizer step, not once an exchange
             if self._weight_decay and not more:
                 flat = torch.add(flat, flatten(parameter, parameter), alpha=self._weight_decay)
             slot = self.layout.slots.get(id(parameter))
@@ -284,6 +287,7 @@ class FlatGradient:
                 written.append(self.memory.corrected[slot])
             else:
                 part = self.dense[self.layout.dense_slots[id(parameter)]]
+                # the memory has no part in it: what is averaged densely leaves nothing over
                 written.append(part.copy_(flat))
         return written
 
@@ -305,6 +309,7 @@ class FlatGradient:
             The loss scale that the gradients are to carry.
         """
         slots = self.layout.slots
+        # the whole update decides: what a single layer leaves in the caches is gone before the optimizer comes
         past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
         whole: list[Pair] = []
         for parameter, gradient in pairs:
@@ -325,11 +330,13 @@ class FlatGradient:
             copy_all(targets, parts)
         else:
             for target, part in whole:
+                # multiplied in the memory's dtype, and rounded once, to the gradient's
                 target.copy_(part * scale)
 
     def first_bad(self) -> str:
         """Name the first parameter whose gradient is not finite on this rank, in brackets; empty if none is."""
         for name, slot in self.layout.parts():
+            # waits for a device once a parameter: asked only where a step is refused
             if not torch.isfinite(self.memory.corrected[slot]).all():
                 return f" (here first in parameter {name})"
         dense = torch.isfinite(self.dense).all()
@@ -340,6 +347,7 @@ def warm_up_writing() -> None:
     """Compile what writes a large update, or load it."""
     from gradstats.primitives.loops.copies import copy_past_caches
 
+    # dtypes decide what is compiled, lengths do not
     copy_past_caches(np.zeros(1, np.float32), np.zeros(1, np.float32), np.float32(1))
 
 

@@ -78,6 +78,7 @@ class Guard:
         policies = get_args(NonFinite)
         if policy is not None and not (isinstance(policy, str) and policy in policies):
             raise InputError(f"nonfinite must be one of {', '.join(policies)}, not {shown(policy)}")
+        # a scaler must see the overflow: raising, or zeros, would keep its scale where it is
         self.policy: NonFinite = policy or ("propagate" if scaled else "raise")
         self.hidden = 0
 
@@ -109,6 +110,7 @@ class Guard:
         if self.policy == "raise":
             raise NonFiniteGradientError(problem)
         fill = math.inf if self.policy == "propagate" else 0.0
+        # on every rank alike: one whose own gradient is finite must not take another step than the others
         for _, gradient in pairs:
             gradient.fill_(fill)
         return fill
@@ -121,7 +123,9 @@ class Guard:
         problem : str
             What was wrong in the step; empty if nothing was.
         """
+        # "propagate" hides nothing: the update is infinite for all to see
         self.hidden = self.hidden + 1 if problem and self.policy != "propagate" else 0
+        # equal, not at least: one warning for each stretch of such steps
         if self.hidden == _PATIENCE:
             warnings.warn(
                 f"gradients were not finite in {_PATIENCE} steps in a row, and nonfinite={self.policy!r} hides it; "

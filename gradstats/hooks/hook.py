@@ -67,6 +67,7 @@ def compression_hook(
             "compiled DDP's python_reducer hands over no buckets: set "
             "torch._dynamo.config.optimize_ddp = 'ddp_optimizer', or compile the inner module and wrap that in DDP"
         )
+    # set with the last bucket: DDP waits for its futures only when the backward pass is over
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
     # in DDP's Join a rank without inputs takes part with zeros: its .grad is not in them, and it takes no step
@@ -78,6 +79,7 @@ def compression_hook(
         # DDP passes over buckets, the first or the last too, with skip_all_reduce_unused_params
         if bucket.index() <= step.bucket or step.bucket < 0:
             step = state.begin(buffer.device)
+            # where DDP passes over the last bucket, no bucket says that it is the last
             before_finalizing(lambda: _exchange(state, step, skipped=True))
         step.skipped |= bucket.index() != step.bucket + 1
         step.bucket = bucket.index()
@@ -89,6 +91,7 @@ def compression_hook(
     if bucket.is_last():
         _exchange(state, step, step.skipped)
         if joined:
+            # again: the exchange has made an update, and no optimizer of this rank will take it
             state.join()
     return future
 
@@ -97,6 +100,7 @@ def _exchange(state: CompressionState, step: Step, skipped: bool) -> None:
     """Complete a step, unless that is done, and give DDP the buckets that it waits for."""
     if step.ended or not step.held:
         return
+    # before the exchange: if that raises, the call before finalizing must not start it anew
     step.ended = True
     try:
         with state.naming_step():
@@ -105,9 +109,11 @@ def _exchange(state: CompressionState, step: Step, skipped: bool) -> None:
         _raise_later(error, step.held)
         return
     for each in step.held:
+        # the policy has filled the dense gradients; sparse ones are not among the pairs
         if fill is not None and each.buffer.is_sparse:
             values_of_sparse(each.buffer).fill_(fill)
         each.future.set_result(each.buffer)
+    # a list of its own: the call must not keep the step and its buckets
     parameters = [parameter for parameter, _ in step.pairs]
     after_backward(lambda: state.note_filled(parameters))
 
@@ -118,6 +124,7 @@ def _raise_later(error: NonFiniteGradientError, held: list[HeldBucket]) -> None:
     def fail(_: object = None) -> NoReturn:
         raise error
 
+    # in DDP's Join there is no backward pass out of which to raise
     if not after_backward(fail):
         raise error
     for each in held:

@@ -69,6 +69,7 @@ class ParameterLayout:
 
     def __init__(self, dense_below: int = 0, exclude: Sequence[str] = ()) -> None:
         self.names: list[str] = []
+        # by identity: == of tensors compares elements, and names are not known to DDP
         self.slots: dict[int, slice] = {}
         self.dense_slots: dict[int, slice] = {}
         self.numel = self.dense_numel = 0
@@ -76,6 +77,7 @@ class ParameterLayout:
         self.known = False
         self.all: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        # weak: the layout must not keep a model alive
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._dense_below = dense_below
         self._exclude = tuple(exclude)
@@ -148,10 +150,12 @@ class ParameterLayout:
             All gradients of the step.
         """
         dense = [(p, self.dense_slots[id(p)]) for p, _ in pairs if id(p) in self.dense_slots]
+        # Memory.update_dense() walks over them in order, and DDP's buckets have another
         return sorted(dense, key=lambda each: each[1].start)
 
     def parts(self) -> Iterable[NamedSlice]:
         """Return names and places of the compressed parameters, in order."""
+        # names and slots are added and removed together, both in the order of the model
         return zip(self.names, self.slots.values(), strict=True)
 
     def name(self, parameter: torch.Tensor) -> str:
@@ -202,6 +206,7 @@ class ParameterLayout:
         """
         self.require(parameters)
         came, expected = {id(p) for p in parameters}, len(self.slots) + len(self.dense_slots)
+        # a parameter that came twice shows in the length alone
         if len(came) != expected or len(parameters) != expected:
             absent = [name for key, name in self._names.items() if key not in came]
             first = f", {absent[0]} not" if absent else ""
@@ -215,6 +220,7 @@ def _close_up(slots: dict[int, slice], key: int) -> int:
     """Take one place out, move those behind it up, and return the elements it had."""
     gone = slots.pop(key)
     n: int = gone.stop - gone.start
+    # new values of known keys leave the iteration as it is
     for other, slot in slots.items():
         if slot.start > gone.start:
             slots[other] = slice(slot.start - n, slot.stop - n)

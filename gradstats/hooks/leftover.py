@@ -59,6 +59,7 @@ class Leftover:
         """
         for parameter in parameters:
             register: Any = parameter.register_hook
+            # of a leaf it runs before accumulation; weak, as the parameter itself keeps the hook
             register(self._before(weakref.ref(parameter)))
 
     def _before(self, parameter: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
@@ -79,19 +80,23 @@ class Leftover:
         if grad is None or (grad is not filled.tensor() and not is_part(grad)):
             self._forget(key)
             return
+        # by zero_(), for one, after which nothing is left
         changed = version(grad) != filled.version
         if key in self.parts:
             # accumulated since; gradients that are views of buckets change together
             if changed and not grad.any():
                 self._forget(key)
                 return
+        # sparse gradients are averaged without the memory: what is equal on all ranks may stay in them
         elif grad.layout != torch.strided or (changed and grad.is_cpu and not grad.any()):
             self._forget(key)
             return
         else:
+            # a copy: autograd adds the new gradient in place
             self.parts[key] = grad.detach().clone()
             if changed and not grad.is_cpu:
                 self._unsure.add(key)
+        # the addition that follows is one change, and not a user's
         self._filled[key] = _Filled(filled.tensor, version(grad) + 1)
 
     def _forget(self, key: int) -> None:
@@ -114,6 +119,7 @@ class Leftover:
                 self._look(parameter)
         if self._unsure:
             keys = list(self._unsure)
+            # one wait for the device for all of them
             some = torch.stack([self.parts[key].any() for key in keys]).tolist()
             self._unsure.clear()
             for key in (key for key, left in zip(keys, some, strict=True) if not left):
@@ -136,6 +142,7 @@ class Leftover:
         """
         self.settle([parameter])
         part = self.parts.get(id(parameter))
+        # the part has the parameter's strides, the bucket its memory order
         return gradient if part is None else logical(parameter, gradient) - part
 
     def set_aside(self, pairs: Sequence[Pair]) -> None:
@@ -149,6 +156,7 @@ class Leftover:
         self.settle([parameter for parameter, _ in pairs])
         for parameter, gradient in pairs if self.parts else ():
             if id(parameter) in self.parts:
+                # what autograd's sum of both has rounded away stays lost
                 logical(parameter, gradient).sub_(self.parts[id(parameter)])
 
     def put_back(self, pairs: Sequence[Pair]) -> None:

@@ -50,6 +50,7 @@ class LocalOptimizers:
     ) -> None:
         given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         self.each = [innermost_optimizer(each) for each in given]
+        # an empty list has no optimizer either, and is refused alike
         for one in self.each or [None]:
             if not isinstance(one, torch.optim.Optimizer):
                 raise InputError(
@@ -83,15 +84,18 @@ class LocalOptimizers:
         def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self.each):
+                # first: if the exchange raises, the next local step begins anew
                 self._stepped.clear()
                 after()
 
+        # an error may have ended the last block between two optimizers
         self._stepped.clear()
         for each in self.each:
             self._handles += [
                 each.register_step_pre_hook(begin),
                 each.register_step_post_hook(end),
             ]
+        # of every optimizer of the process: hooks on those given would not see another one step
         self._handles.append(register_optimizer_step_post_hook(lambda o, *_: self._refuse(o)))
 
     def detach(self) -> None:
@@ -105,6 +109,7 @@ class LocalOptimizers:
         if optimizer is self._outer or optimizer in self.each:
             return
         ours = {id(p) for each in self.each for p in parameters_of(each)}
+        # one that trains another model, or the same parameters, takes nothing from the exchange
         theirs = {id(p) for p in parameters_of(optimizer)} - ours
         name = next((name for name, p in self._named if id(p) in theirs), None)
         if name is not None:
@@ -131,6 +136,7 @@ class LocalOptimizers:
         InputError
             If it is of other optimizers, or damaged.
         """
+        # as many numbers as keys: there cannot be more optimizers in it
         there = sum(_key(i) in saved for i in range(len(saved)))
         if there != len(self.each):
             raise InputError(

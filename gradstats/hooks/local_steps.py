@@ -171,6 +171,7 @@ class LocalSteps(Facts):
         parameters = [p for _, p in self._named]
         if not parameters:
             raise InputError("the model has no parameter to train")
+        # a step of rate 1 from the anchor along anchor − mean ends at the mean
         outer = outer_optimizer or torch.optim.SGD(parameters, lr=1.0)
         # first of all, as what follows sends messages whose sizes these decide
         options_of_all = {
@@ -195,6 +196,7 @@ class LocalSteps(Facts):
         self._outer = outer
         self._optimizers = LocalOptimizers(optimizer, self._named, outer)
         theirs = {id(p) for group in self._outer.param_groups for p in group["params"]}
+        # one that it lacks would be put back to its anchor in every exchange
         if theirs != {id(p) for p in parameters}:
             raise InputError("the outer optimizer must have the model's trainable parameters")
         self._data_parallel = compressor is None and self.steps == 1 and _is_plain(self._outer)
@@ -212,15 +214,18 @@ class LocalSteps(Facts):
             raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
         self._fragments: list[Fragment] = []
         for i, named in enumerate(parts):
+            # the first fragment has the user's own objects, to look at; copies for the others, as state must not mix
             build = partial(
                 CompressionState,
                 copy.deepcopy(compressor) if i else compressor,
                 memory=copy.deepcopy(memory) if i else memory,
                 **options,
             )
+            # spread over the interval; the last one is exchanged at its end
             offset = (i + 1) * self.steps // len(parts)
             self._fragments.append(Fragment(named, offset, within, build))
         self._model = model
+        # after the fragments, whose anchors it sets
         self._begin_alike()
         self._background = Background()
         self._watcher = _Watcher(lambda pairs: None, lambda: None)
@@ -295,6 +300,7 @@ class LocalSteps(Facts):
             if kind is None and not self._data_parallel:
                 self._finish()
         finally:
+            # after an error the other ranks may have left the exchange: waiting for it might never end
             self._background.shutdown(wait=kind is None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,6 +314,7 @@ class LocalSteps(Facts):
             last exchange and those now, and the states of both optimizers.
         """
         for fragment in self._fragments:
+            # the memory is settled, and the mean is there, only when it has ended
             fragment.wait()
         anchors = {n: a for f in self._fragments for n, a in f.anchors.items()}
         own = {
@@ -355,6 +362,7 @@ class LocalSteps(Facts):
             fragments = field(own, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
             outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
+            # in the order of the parts that load them below
             states = [*self._optimizers.unpack(own), outer]
             restore = [
                 f.prepare(each, anchors) for f, each in zip(self._fragments, fragments, strict=True)
@@ -395,7 +403,9 @@ class LocalSteps(Facts):
 
     def _begin_alike(self) -> None:
         """Begin an interval with the parameters and buffers of rank 0 on all ranks."""
+        # frozen parameters and buffers, too: they decide the gradients of the others
         for values in map(local_values, (*self._model.parameters(), *self._model.buffers())):
+            # collectives take contiguous memory; copied back where that was a copy
             values.copy_(broadcast(values.contiguous(), 0, self._group))
         for fragment in self._fragments:
             fragment.anchor()
@@ -404,6 +414,7 @@ class LocalSteps(Facts):
         """Count a local step, apply what came in, and exchange what is due."""
         self.step += 1
         for fragment in self._fragments:
+            # before it is sent again: a pseudo-gradient starts from the anchor that this sets
             if fragment.pairs and self.step >= fragment.due:
                 self._apply(fragment)
             if (self.step - fragment.offset) % self.steps == 0:
@@ -437,6 +448,7 @@ class LocalSteps(Facts):
 
     def _check_known(self) -> None:
         """Raise if a parameter is trained that no exchange has: the ranks would drift apart in it."""
+        # asked in every exchange: layers are unfrozen in the middle of trainings
         known = {id(p) for _, p in self._named}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -449,6 +461,7 @@ class LocalSteps(Facts):
         """Count an exchange of all fragments, and put their records together."""
         records = [f.state.last for f in self._fragments if f.state.last is not None]
         self._before = self.exchanges, self.last
+        # with a delay the thread may be writing the states' records
         if not self.delay and records:  # a rank may hold nothing of a fragment
             self.last = together(records, self.exchanges)
         self.exchanges += 1
@@ -491,6 +504,7 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
     # PyTorch calls it by its ranks and the number of groups that a rank is in, and waits for ever if these differ
     counts = all_gather_flags(groups_of_rank(), group, device)
     for _ in range(max(counts) - groups_of_rank()):
+        # groups of this rank alone, without a message, until all ranks have as many
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made
@@ -499,6 +513,7 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
 def _is_plain(outer: torch.optim.Optimizer) -> bool:
     """Tell whether an outer optimizer makes the parameters the mean over the ranks."""
     plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
+    # not isinstance: a subclass may step otherwise
     return type(outer) is torch.optim.SGD and all(
         group[key] == value for group in outer.param_groups for key, value in plain.items()
     )
@@ -535,6 +550,7 @@ def _averaging(compressor: Compressor, average: Average) -> Compressor:
         if not isinstance(compressor, SparseCompressor):
             name = type(compressor).__name__
             raise InputError(f"{name} does not know who sent what: average over ranks")
+        # the user's own object keeps its average
         compressor = copy.copy(compressor)
         compressor.average = average
     return compressor

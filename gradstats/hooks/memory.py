@@ -115,6 +115,7 @@ class Memory(_Optional, ABC):
         further : bool
             Whether an earlier exchange has taken a part of the same step's gradient, so that a momentum has decayed.
         """
+        # passed only where it is true: a memory of one's own may not take it
         self.preview(gradient, slot, self.corrected[slot], **({"further": True} if further else {}))
 
     @abstractmethod
@@ -193,6 +194,7 @@ class NoMemory(Memory):
         self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
         """Make room for a copy of the gradient."""
+        # compressors take one vector, which they may overwrite: not DDP's buckets
         self.corrected = torch.zeros(numel, dtype=dtype, device=device)
 
     def preview(
@@ -203,6 +205,7 @@ class NoMemory(Memory):
         further: bool = False,
     ) -> torch.Tensor:
         """Return the gradient itself, or a copy where one is asked for."""
+        # no copy for who only looks
         return gradient if out is None else out.copy_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
@@ -251,11 +254,13 @@ class ErrorFeedback(Memory):
     ) -> torch.Tensor:
         """Return gradient + decay · residual; a step decays it once."""
         if self.decay == 1 or further:
+            # dtypes promote to the memory's, so that the bits do not depend on `out`
             return torch.add(gradient, self._residual[slot], out=out)
         return torch.mul(self._residual[slot], self.decay, out=out).add_(gradient)
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the corrected gradient as the residual."""
+        # compressors that leave the residual in place save this copy
         if residual is not self.corrected:
             self.corrected.copy_(residual)
         # the residual before this step stays in the other buffer until the next one writes there

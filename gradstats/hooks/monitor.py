@@ -219,6 +219,7 @@ class Monitor(Facts):
                 raise unknown("quantity of a monitor", name, _NAMES)
         self._trigger = Trigger(limits, check_count(following, "following"))
         self._next = check_count(start_step, "start_step", 0)
+        # names without the wrappers' prefixes, as state_dict() of the model has them
         inner: torch.nn.Module = unwrap(model).module
         patterns = ["*"] if parameters is None else check_several(parameters, "parameters")
         self._layers = [
@@ -234,6 +235,7 @@ class Monitor(Facts):
         if noise is not False:
             samples = 1 if noise is True else check_count(noise, "noise")
             self._noise = MicroBatches(self._layers, samples, window)
+            # before the first backward pass, as its micro-batches belong to the first step
             self._noise.begin(not self._next % self._every)
         self.values: dict[str, float] = {}
         self.blame: str | None = None
@@ -312,6 +314,7 @@ class Monitor(Facts):
         self._updates.forget()
         if updates and not self._next % self._every:
             self._updates.before()
+        # GradScaler puts it on a fused optimizer, which gets gradients with the scale still on
         scale = getattr(optimizer, "grad_scale", None)
         take = partial(
             self._take, 1.0 if scale is None else float(scale), self._present_scale(scale)
@@ -343,6 +346,7 @@ class Monitor(Facts):
 
     def _take(self, scale: float, present: float | None = None) -> dict[str, float]:
         number = self._next
+        # first: what raises below must not shift the numbers of later steps
         self._next += 1
         compared = {} if self._noise is None else self._noise.end()
         if self._noise is not None:
@@ -373,6 +377,7 @@ class Monitor(Facts):
         return self._logged()
 
     def _logged(self) -> dict[str, float]:
+        # one call of the log a step: _after() makes it, when the optimizer's step is over
         if self._updates.waiting:  # the optimizer's step belongs to it
             return self.values
         if self._log is not None and not (dist.is_initialized() and dist.get_rank()):
@@ -385,15 +390,18 @@ class Monitor(Facts):
         shards: dict[Any, list[tuple[str, Sketch | None]]] = {}
         for name, parameter in self._layers:
             groups, local = _local(parameter)
+            # without a gradient here a shard still takes part: the all-reduces below are for all ranks
             one = None if local is None else sketch(local, _BITS)
             if groups:
                 shards.setdefault(groups, []).append((name, one))
             elif one is not None:
                 plain.append((name, one))
+        # merge() needs one, where all parameters are sharded
         parts = [s for _, s in plain] or [sketch(np.empty(0, np.float32), _BITS)]
         found = {name: s.moments for name, s in plain}
         for groups, some in shards.items():
             totals, whole = _over_shards([s for _, s in some], groups, self._device)
+            # no elements on any rank: no gradient
             found |= {n: m for (n, _), m in zip(some, totals, strict=True) if m.numel}
             parts.append(whole)
         ordered = [name for name, _ in self._layers if name in found]
@@ -440,6 +448,7 @@ def _described(s: Sketch, scale: float, present: float) -> dict[str, float]:
     found["mean"], found["max"] = sums.mean / scale, sums.max / scale
     # below the limit at the scale that is (or, unscaled already, was) on the loss
     limit = _SMALLEST_NORMAL * scale / present
+    # a cell cut by the limit counts in part: rounding may leave [0, 1]
     found["underflow"] = min(max(1 - m.exceedances(limit) / m.count, 0.0), 1.0)
     # neither depends on the scale
     found["xi"] = stability_at(m, _TAIL, "pwm").c
@@ -455,6 +464,7 @@ def _local(parameter: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torc
     gradient = parameter.grad
     groups: tuple[dist.ProcessGroup, ...] = ()
     if isinstance(parameter, DTensor):
+        # a gradient need not be placed as its parameter is
         placed = gradient if isinstance(gradient, DTensor) else parameter
         if any(isinstance(p, Partial) for p in placed.placements):
             raise InputError(
@@ -477,6 +487,7 @@ def _over_shards(
     sketches = [empty if s is None else s for s in local]
     here = [s.moments for s in sketches]
     whole = merge([s.coarsen(_BITS) for s in sketches])
+    # float64 holds counts exactly up to 2⁵³
     sums = torch.tensor(
         [[getattr(m, n) for n in _SUMS] for m in here], dtype=torch.float64, device=device
     )
@@ -496,4 +507,5 @@ def _over_shards(
     total = totals[0]
     for one in totals[1:]:
         total = total + one
+    # values: single magnitudes, of this rank alone
     return totals, replace(whole, moments=total, bins=bins, counts=every[bins], values=None)

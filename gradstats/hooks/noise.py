@@ -134,6 +134,7 @@ class MicroBatches:
             )
         elif count > 1 and step.products is not None and not step.lost:
             squares, dots = step.products.tolist()
+            # ‖Σ g‖² = Σ ‖g‖² + 2 Σ gᵢ · gⱼ over i < j
             of_sum = squares + 2 * dots
             if math.isfinite(squares) and math.isfinite(dots) and squares > 0:
                 self._sums.append(noise_and_signal(squares, of_sum, count))
@@ -149,6 +150,7 @@ class MicroBatches:
     def _values(self) -> dict[str, float]:
         """Return the values over the window, with intervals where there are enough steps."""
         noise, signal = np.array(self._sums).T
+        # a ratio of means: a step's own estimate of ‖G‖² may be near zero, or negative
         trace, square = float(noise.mean()), float(signal.mean())
         scale, (low, high) = trace / square if square > 0 else math.inf, self._ends
         xi = mean_interval(np.array(self._xi))
@@ -159,6 +161,7 @@ class MicroBatches:
             "noise_scale_high": self._samples * high,
             # two micro-batches share G, and each has ‖G‖² + tr Σ
             "micro_cosine": square / total if total > 0 else math.nan,
+            # 1 / (1 + scale) falls as the scale grows: the ends change places
             "micro_cosine_low": 1 / (1 + high),
             "micro_cosine_high": 1 / (1 + low),
             "noise_xi": xi.mean,
@@ -176,6 +179,7 @@ class MicroBatches:
         before = parameter.grad
         seen = step.seen.get(id(parameter), 0)
         step.seen[id(parameter)] = seen + 1
+        # zeros are no stale gradient: zero_grad(set_to_none=False) leaves them
         if not seen and before is not None:
             step.stale |= bool(_flat(before).any())
         step.lost |= seen > 0 and before is None  # zeroed between micro-batches, or taken
@@ -189,6 +193,7 @@ class MicroBatches:
                 step.sketches.append(sketch(g - total, 7))
         found = torch.stack(products)
         known = step.products
+        # a model may lie on several devices
         step.products = found if known is None else known + found.to(known.device)
 
     def _warn(self, message: str) -> None:
@@ -218,6 +223,7 @@ class _Seeing:
 
     def __call__(self, gradients: tuple[torch.Tensor, ...]) -> None:
         parameter, see = self._parameter(), self._see()
+        # autograd passes None where a branch gives no gradient
         if parameter is not None and see is not None and gradients[0] is not None:
             see(parameter, gradients[0])
 

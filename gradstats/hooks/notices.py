@@ -11,6 +11,7 @@ class Notices:
     """Warnings, each given once."""
 
     def __init__(self) -> None:
+        # by kind: what one training gets wrong it gets wrong in every step
         self._given: set[str] = set()
 
     def discarded(self, step: int) -> None:

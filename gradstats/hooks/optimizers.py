@@ -90,6 +90,7 @@ def closure_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     options : dict
         Keyword arguments.
     """
+    # hooks get step()'s own arguments: a closure may come by position or by name
     return arguments[1] if len(arguments) > 1 else options.get("closure")
 
 
@@ -124,6 +125,7 @@ def after_closure(
             calls.pop()()
         return loss
 
+    # put where the closure was, as a hook's result replaces all arguments
     if len(arguments) > 1:
         return (arguments[0], described, *arguments[2:]), options
     return arguments, {**options, "closure": described}
@@ -162,6 +164,7 @@ class TakenGradients:
         found : bool
             Whether any parameter has a gradient.
         """
+        # reached and gone: an unused parameter was not reached, and is none of these
         taken = [name for name, p in self._layers if p.grad is None and id(p) in self._reached]
         if taken:
             names = ", ".join(taken[:5]) + (f" and {len(taken) - 5} more" if taken[5:] else "")
@@ -174,6 +177,7 @@ class TakenGradients:
                 "a monitor finds no gradient at all, and has nothing to describe: call step() after backward(), before "
                 "gradients are set to None"
             )
+        # one backward pass shows how the training works: no step pays for the hooks after that
         if self._reached:
             self.stop()
 

@@ -73,6 +73,7 @@ class RatioSchedule:
     def __init__(self, compressor: Compressor, at: Callable[[int], float | None] | None) -> None:
         self._compressor = compressor
         self._at = at
+        # kept, as the compressor's own is overwritten by the first step of a schedule
         self._own = compressor.ratio
         if at is not None and not callable(at):
             raise InputError(f"a schedule must be a function of the step, not {shown(at)}")
@@ -100,6 +101,7 @@ class RatioSchedule:
         if self._at is None:
             return None
         ratios = [(step, self.of(step)) for step in _PROBED]
+        # where it changes: functions cannot be compared, so ranks compare their values
         turns = [ratios[0], *(b for a, b in pairwise(ratios) if a[1] != b[1])]
         return [f"{ratio} at step {step}" for step, ratio in turns]
 
@@ -116,6 +118,7 @@ class RatioSchedule:
         bool
             Whether the ratio is 1.
         """
+        # None, the compressor's own ratio, is never a dense step, whatever that ratio is
         return (self.of(step) or 0) >= 1
 
     def begin(self, step: int) -> None:
@@ -137,6 +140,7 @@ class RatioSchedule:
         ratio = self._own if scheduled is None else check_ratio(scheduled)
         if ratio is None or scheduled == 1:  # nothing to set, or a dense step
             return
+        # a dense step needs no ratio, so that a compressor without one may have a dense warm-up
         if self._compressor.ratio is None:
             raise InputError(f"{type(self._compressor).__name__} has no ratio to schedule")
         self._compressor.ratio = ratio

@@ -77,6 +77,7 @@ def bad_in_replica(
     int
         Number of elements, for :func:`exchange`; 0 where they count as zero. All ranks must raise if one does.
     """
+    # a message within the replica: each of its ranks exchanges other shards, and none may go on alone
     flags = all_gather_flags(as_flag(count_bad(gradients)), within, gradients[0].device)
     return 0 if state.nonfinite == "zero" else as_flag(sum(flags))
 
@@ -110,7 +111,9 @@ def exchange(state: CompressionState, pairs: list[Pair], bad: int = 0) -> None:
                 )
             return
         step = state.begin(device)
+        # before the gradients: a compressor that streams sends its flag with the first of them
         step.bad_elsewhere = bad
+        # autograd's hooks see the user's parameters, and not what stands for them here
         state.use(parameter for parameter, _ in pairs)
         step.ready(pairs)
         state.complete()
@@ -126,6 +129,7 @@ class _Exchange:
         self.shards = [stand_in(p.sharded_param) for p in unit.parameters]
         names = [unit.names[id(p.sharded_param)] for p in unit.parameters]
         self.state = state(named_parameters=zip(names, self.shards, strict=True))
+        # optimizers step these, and not the stand-ins
         self.state.follow(p.sharded_param for p in unit.parameters)
         self.waiting: torch.Tensor | None = None
         self._micro = 0
@@ -136,8 +140,10 @@ class _Exchange:
         self._micro += 1
         if not self.unit.group.all_reduce_grads:  # set_requires_all_reduce(False): a micro-step
             self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
+            # FSDP2 adds what the hook leaves to .grad: nothing before the last micro-step
             output.zero_()
             return
+        # sums of other numbers of micro-steps have no common mean
         self.state.agreement.details["micro-steps"] = str(self._micro)
         self._micro = 0
         if self.waiting is not None:
@@ -193,6 +199,7 @@ class ShardHook:
         self.error_feedback = any(state.error_feedback for state in self.states.values())
         self.observers: list[Observer] = []
         self._size = {"shards": shards, "replicas": replicas}
+        # kept, as a checkpoint may be saved when the process group is gone
         self._rank = dist.get_rank()
         self._exchanged: set[str] = set()
         self._records: list[StepRecord] = []
@@ -225,6 +232,7 @@ class ShardHook:
         """Record of the last step on this rank, of all units together; None before the first."""
         states = (self.states[name] for name in self.states if name in self._exchanged)
         records = [state.last for state in states if state.last is not None]
+        # put together anew only where a unit has another record
         if len(records) != len(self._records) or any(
             new is not old for new, old in zip(records, self._records, strict=True)
         ):
@@ -371,11 +379,13 @@ def shard_hook(
     exchanges = {}
     for unit in found:
         within = across([unit], group)
+        # one for each unit: a compressor and a memory hold the state of one flat vector
         state = partial(
             CompressionState,
             compressor(),
             memory=None if memory is None else memory(),
             ratio_at=ratio_at,
+            # decided here: the state always gets a scaler, which has the factor of FSDP2's division
             nonfinite=nonfinite or ("raise" if scaler is None else "propagate"),
             scaler=_Scale(unit, scaler),
             verify_every=verify_every,

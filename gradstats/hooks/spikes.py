@@ -54,6 +54,7 @@ class _Tail:
     """The sizes of all z so far, as a histogram, and the size that chance alone would hardly reach in 1,000 steps."""
 
     edges = np.geomspace(1e-3, 1e3, 500)
+    # 1/ν: the heavier the tail, the larger the ratio of its quantiles, as np.interp needs them
     inverse_freedom = np.geomspace(0.02, 0.8, 60)
 
     def __init__(self, tests: float, freedom: float, scale: float) -> None:
@@ -62,11 +63,13 @@ class _Tail:
         # a sixth each for jumps up, jumps down and growth, of the layers and of the whole
         self._probability = _FALSE / 6 / tests
         self._counts = np.zeros(self.edges.size)
+        # the upper half of the law, as sizes are of one side
         places = 0.5 + (np.arange(_PRIOR) + 0.5) / (2 * _PRIOR)
         self.add(np.asarray(scale * stdtrit(freedom, places), np.float64))
 
     def add(self, sizes: Values) -> None:
         """Take in the z of a step."""
+        # without the last edge: what lies beyond it counts in the last cell
         np.add.at(self._counts, np.searchsorted(self.edges[:-1], sizes), 1)
 
     def limit(self) -> float:
@@ -77,11 +80,13 @@ class _Tail:
         from scipy.special import stdtrit
 
         above = self._counts[::-1].cumsum()[::-1]
+        # as far out as _TAIL values carry, and no further than one in 500
         share = max(_TAIL / above[0], 0.002)
         far, middle = (
             self.edges[np.count_nonzero(above > part * above[0]) - 1] for part in (share, 0.5)
         )
         freedom = 1 / self.inverse_freedom
+        # quantiles of |t|: half of a share on either side, and 0.75 for the median
         ratios = stdtrit(freedom, 1 - share / 2) / stdtrit(freedom, 0.75)
         nearest = 1 / float(np.interp(far / middle, ratios, self.inverse_freedom))
         limit = middle * stdtrit(nearest, 1 - self._probability / 2) / stdtrit(nearest, 0.75)
@@ -112,12 +117,14 @@ class _Rows:
         for side, tail in self._jumps.items():
             sizes = side * sure
             large = side * z >= self._least
+            # only where it can matter: the limit takes 60 quantiles of Student's t
             if large.any():
                 alarms |= large & (sizes >= tail.limit())
             # alarms count, too: one changes no quantile, and many are how the norms are
             tail.add(sizes[sizes > 0])
         known = np.isfinite(logs)
         for past, now in ((self._logs, logs), (self._common, common)):
+            # a layer without a norm in this step keeps its window
             past[known, :-1] = past[known, 1:]
             past[known, -1] = now[known]
         self._count[known] += 1
@@ -129,6 +136,7 @@ class _Rows:
         z, sure, middle = (np.full(logs.size, math.nan) for _ in range(3))
         window = self._logs.shape[1]
         count = np.where(np.isfinite(logs), np.minimum(self._count, window), 0)
+        # rows with as many norms behind them are one array
         for n in np.unique(count[count >= FEWEST]):
             rows = np.flatnonzero(count == n)
             past = self._logs[rows, window - n :]
@@ -140,6 +148,7 @@ class _Rows:
                 continue
             # nine tenths of the window tell more of its deviation than the median does
             spread = np.sqrt(np.square(apart[:, : math.ceil(0.9 * n)]).mean(axis=1))
+            # no spread at all: infinity for what has moved, NaN, which is no alarm, for what has not
             with np.errstate(divide="ignore", invalid="ignore"):
                 sure[rows] = off / (self._widths[n] * spread)
         return z, sure, middle
@@ -149,6 +158,7 @@ class _Rows:
         window = self._logs.shape[1]
         grown = np.zeros(self._count.size)
         rows = np.flatnonzero(self._count >= window)
+        # windows of neighbouring steps are nearly the same: the tail would count each one several times
         if self._steps % _APART or not rows.size:
             return grown
         logs, third = self._logs[rows], window // 3
@@ -158,12 +168,14 @@ class _Rows:
             return np.asarray(last - first)
 
         rise = risen(logs)
+        # around the trend, whose size is in question; the middles of both thirds are window − third apart
         rest = logs - (rise / (window - third))[:, None] * np.arange(window)
         rest -= np.median(rest, axis=1)[:, None]
         # one that only decays more slowly than the others does not grow
         rise = np.minimum(rise, risen(logs + self._common[rows]))
         z = rise / np.maximum(_MAD * np.median(np.abs(rest), axis=1), _LEAST_SPREAD)
         if len(self._waiting) == self._waiting.maxlen:
+            # counted a window late: until then, z of growth under way can still be removed
             old = self._waiting.popleft()
             self._growth.add(old[old > 0])
         alarms = (z >= _GROWS) & (rise >= _LEAST_GROWTH)
@@ -230,6 +242,7 @@ class Spikes:
         z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1))
         if np.isfinite(z[0]):
             values["spike"] = float(z[0])
+        # its z is always among the values, and must not trigger by its size alone
         self.doubtful = bool(np.isfinite(z[0]) and not jumps[0])
         _name(values, [""], z, jumps, grown)
         whole_is_odd = bool(jumps[0] or grown[0])
@@ -238,8 +251,10 @@ class Spikes:
         common = _of_the_others(logs)
         z, jumps, grown, middle = self._layers.take(logs, common)
         _name(values, self._names, z, jumps, grown)
+        # squared norms add up to that of the whole: what changed most there is to blame
         change = np.abs(np.exp(2 * logs) - np.exp(2 * (middle + common)))
         odd = jumps | (grown > 0)
+        # many small changes together, none of them an alarm
         if not odd.any() and whole_is_odd:
             odd = np.isfinite(change)
         blamed = max(np.flatnonzero(odd), key=lambda i: change[i], default=None)
@@ -253,6 +268,7 @@ def _of_the_others(logs: Values) -> Values:
     if (n := known.size) >= _ENOUGH:
         order = known[np.argsort(logs[known])]
         rank = np.arange(n)
+        # the middle of n − 1 values in the order of all n: from its own rank on, each row skips itself
         places = [np.where(rank <= at, at + 1, at) for at in ((n - 2) // 2, (n - 1) // 2)]
         common[order] = (logs[order[places[0]]] + logs[order[places[1]]]) / 2
     return common

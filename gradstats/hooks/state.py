@@ -151,6 +151,7 @@ class CompressionState(Facts):
             raise InputError(f"{name} sends layer by layer and needs named_parameters")
         wanted = made.feedback if error_feedback is None else error_feedback
         memory = memory or (ErrorFeedback() if wanted else NoMemory())
+        # a momentum needs no residual: where nothing is left over it is compressed by itself
         if not made.feedback and (memory.needs_residual or error_feedback):
             raise InputError(f"{name} leaves no residual to feed back")
         layout = ParameterLayout(check_count(dense_below, "dense_below", 0), exclude)
@@ -161,6 +162,7 @@ class CompressionState(Facts):
         self.last: StepRecord | None = None
         self.diagnosis: Diagnosis | None = None
         schedule = RatioSchedule(made, ratio_at)
+        # what decides messages or updates: ranks are compared by it, and refused where it differs
         options = {
             "memory": memory,
             "dense_below": dense_below,
@@ -238,6 +240,7 @@ class CompressionState(Facts):
     def current(self) -> Step:
         """The step in progress; one without gradients if a capture asks before the first bucket. The hook's."""
         if self._current is None:
+            # asked once a step: on an accelerator it waits, and all buckets must be divided by the same
             scale = loss_scale(self.scaler)
             self._discard_if_unapplied(scale)
             self._current = Step(self._setup, self.step, scale)
@@ -298,6 +301,7 @@ class CompressionState(Facts):
         """
         scale = self.current.scale
         flat = flatten(parameter, self._setup.leftover.without(parameter, gradient))
+        # times the inverse, in the memory's dtype, as the step does: dividing would give other bits
         if scale != 1:
             flat = flat.to(self._setup.layout.dtype) * (1 / scale)
         slot = self._setup.layout.slots.get(id(parameter))
@@ -317,6 +321,7 @@ class CompressionState(Facts):
             name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter, of
             compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
         """
+        # the next step would take a skipped one back, and a restart has nothing left to take it back with
         if self._current is None and self._undo is not None and self._skipped(self._undo):
             self.discard()
         return self._setup.checkpoint.save(self.step)
@@ -363,6 +368,7 @@ class CompressionState(Facts):
         """Go on from a checkpoint, once all ranks agree on it."""
         self.step = step
         self._undo = None
+        # ranks may have loaded checkpoints of different steps
         self._setup.agreement.reopen()
 
     def discard(self) -> None:
@@ -383,6 +389,7 @@ class CompressionState(Facts):
         undo = self._undo
         if undo is None:
             return
+        # first, as a memory of one's own may refuse: nothing else has changed then
         self.memory.discard()
         self.compressor.rewind(undo.compressor)
         self._undo = None
@@ -392,12 +399,15 @@ class CompressionState(Facts):
     def _skipped(self, undo: Undo, scale: float | None = None) -> bool:
         """Tell whether the loss scaler has skipped the step of the last exchange."""
         applied = self._setup.applied
+        # the caller may have asked already: on an accelerator each question waits for the device
         now = loss_scale(self.scaler) if scale is None else scale
+        # an applied update stands: the scale falls, too, where another optimizer's gradients overflow
         return backed_off(self.scaler, undo.scale, now) and not (applied.known and applied.stepped)
 
     def _discard_if_unapplied(self, scale: float) -> None:
         """Take the last exchange back if its update went nowhere; there is no taking back once a step has begun."""
         undo, applied = self._undo, self._setup.applied
+        # a memory of one's own without discard() keeps every exchange
         if undo is not None and type(self.memory).discard is not Memory.discard:
             if self._skipped(undo, scale):
                 self.discard()
@@ -416,6 +426,7 @@ class CompressionState(Facts):
         setup = self._setup
         if setup.usage.frozen and (name := setup.usage.unfrozen()) is not None:
             self._notices.unfrozen(name)
+        # not where Adam comes before the compression, or nothing comes late
         if self.compressor.has_ratio and not isinstance(self.memory, NoMemory | AdamCorrection):
             for kind in setup.applied.adaptive():
                 self._notices.adaptive(kind)
@@ -424,6 +435,7 @@ class CompressionState(Facts):
         """Return a state of its own, which exchanges in the same process group: groups cannot be copied."""
         if self.process_group is not None:
             memo[id(self.process_group)] = self.process_group
+        # without __init__, which would hook into parameters and optimizers again
         other = object.__new__(type(self))
         memo[id(self)] = other
         vars(other).update((name, copy.deepcopy(each, memo)) for name, each in vars(self).items())
@@ -453,6 +465,7 @@ class CompressionState(Facts):
         """
         applied = self._setup.applied
         if not (applied.known and applied.stepped):
+            # zeros are no part of a step: gradients may be zeroed and not set to None
             begun = {id(p) for p, grad in pairs if grad is not None and bool(grad.any())}
             self._setup.leftover.begun = begun
 
@@ -477,6 +490,7 @@ class CompressionState(Facts):
         try:
             yield
         except BaseException as error:
+            # after an interrupt, too: half a step must not be taken for the beginning of the next
             self._drop_step()
             if isinstance(error, ExchangeError):
                 raise ExchangeError(f"step {self.step}: {error}") from error
@@ -498,7 +512,9 @@ class CompressionState(Facts):
         # asked anew, though a capture may have asked: its step may be that of an interrupted backward pass
         self._current = None
         step, setup = self.current, self._setup
+        # of an interrupted backward pass: what it has pushed would travel with this step
         self.compressor.abandon()
+        # before anything is sent: rules, generators and counters move on with the exchange
         self._before = Undo(
             self.step,
             step.scale,
@@ -508,9 +524,11 @@ class CompressionState(Facts):
             setup.guard.hidden,
         )
         self._notice()
+        # before the first header, which says the ratio
         setup.schedule.begin(self.step)
         with step.at():
             step.open(device)
+        # a stream writes to the memory with the first bucket; else there is room when all parameters have come
         if self.compressor.streams and not setup.gradient.allocated:
             setup.allocate(device)
         return step
@@ -549,6 +567,7 @@ class CompressionState(Facts):
             outcome = self.current.complete()
         if outcome.diagnosis is not None:
             self.diagnosis = outcome.diagnosis
+        # a refused step has changed no memory: there is nothing to take back
         if outcome.record is not None and outcome.fill is None:
             self._undo = self._before
             self._setup.applied.begin()
@@ -577,6 +596,7 @@ class CompressionState(Facts):
             If it is not, on all of them.
         """
         every = self._setup.verify_every
+        # complete() has counted the step already
         if every and (self.step - 1) % every == 0:
             check_applied(named, group)
 

@@ -73,6 +73,7 @@ def backed_off(scaler: Scaler | None, before: float, now: float) -> bool:
         Its scale in the step, and after it.
     """
     factor = getattr(scaler, "get_backoff_factor", None)
+    # the scale is a float32 of the device; one that fell by another factor was set by hand
     return factor is not None and now < before and math.isclose(now, before * factor())
 
 
@@ -145,6 +146,7 @@ class Setup:
         """
         every = list(named_parameters)
         named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
+        # DDP averages what was trained when it was made: unfreezing later would go unnoticed
         self.usage.frozen = {n: weakref.ref(p) for n, p in every if not p.requires_grad}
         self.layout.add(named)
         self.agreement.add(named)
@@ -162,6 +164,7 @@ class Setup:
             One of the parameters.
         """
         begun = self.leftover.parts or self.leftover.begun
+        # once an optimizer has stepped, what comes belongs to the step after that
         if not begun or (self.applied.known and self.applied.stepped):
             return False
         return id(parameter) in self.leftover.parts or id(parameter) in self.leftover.begun
@@ -266,6 +269,7 @@ class Step:
     def at(self) -> AbstractContextManager[None]:
         """Return a context in which headers say which step this is, and what must agree in it."""
         setup = self._setup
+        # ranks of other ratios would read each other's messages by the wrong lengths
         ratio = 1.0 if setup.schedule.dense(self.number) else setup.compressor.ratio
         shown = {} if ratio is None else {"ratio": f"{ratio:.9g}"}
         return at_moment(Moment(self.number, {**shown, **setup.agreement.details}))
@@ -283,6 +287,7 @@ class Step:
         ours = type(setup.compressor).__module__.startswith("gradstats.")
         state = setup.compressor.state_dict if ours else dict
         setup.agreement.check(self.number, state, group, device)
+        # once a step and before its first message; sparse gradients alone have none of the compressor's
         if not self._open and (self._streams() or self.pairs):
             self._open = True
             setup.agreement.announce(group, device)
@@ -312,6 +317,7 @@ class Step:
         for parameter in parameters:
             self._refuse_sparse(parameter)
             self._setup.layout.skip(parameter)
+        # ranks have other rows each: as dense vectors they add up element by element
         values = buffer.to_dense()
         if self._setup.guard.zeroes:
             values.nan_to_num_(0.0, 0.0, 0.0)
@@ -329,6 +335,7 @@ class Step:
                 "layer: use sparse=False, or a compressor of the whole model"
             )
         if memory.dense_kinds:
+            # without named_parameters no parameter has a name in the first step
             name = layout.name(parameter) if layout.known else "a parameter"
             raise InputError(
                 f"{name} has a sparse gradient, for which {type(memory).__name__} keeps no momentum: use "
@@ -344,8 +351,10 @@ class Step:
             Gradients of one bucket.
         """
         self.pairs += pairs
+        # first: the memory must get the new gradient alone
         self._setup.leftover.set_aside(pairs)
         if self._streams():
+            # before the push: once it has sent something, the other ranks wait for the rest
             self._setup.layout.require(parameter for parameter, _ in pairs)
             with self.at():
                 self._push(pairs, self._take(pairs))
@@ -371,6 +380,7 @@ class Step:
             As :func:`gradstats.hooks.compression_hook` says.
         """
         try:
+            # put back in any case: also where the step fails, .grad keeps what it had
             return self._complete()
         finally:
             self._setup.leftover.put_back(self.pairs)
@@ -384,6 +394,7 @@ class Step:
         layout.check([parameter for parameter, _ in pairs])
         if not pairs:  # sparse gradients alone, which have been averaged
             if self.bad_elsewhere:
+                # the mean is the same on all ranks, and so is the answer: no message is needed
                 return self._refuse(Reduced([self.bad_elsewhere] * dist.get_world_size(group)))
             return Outcome()
         if not setup.gradient.allocated:
@@ -400,6 +411,7 @@ class Step:
         target = compressor.target(layout.numel)
         dense_layers = self._dense_layers() if memory.masking and not dense_step else []
         unused = setup.usage.unused(pairs)
+        # every rank comes here, also with a bad gradient: the flag travels with the messages
         reduced = compressor.reduce(memory.corrected, group, flag)
         if any(reduced.flags):  # some rank's gradient is not finite, and there is no mean
             return self._refuse(reduced)
@@ -407,8 +419,10 @@ class Step:
         assert reduced.residual is not None
         dense = setup.gradient.dense
         if layout.dense_numel:
+            # after the flags, by which all ranks know that no rank refuses the step
             all_reduce_mean(dense, group)
             further = [s for p, s in layout.dense_places(pairs) if setup.further(p)]
+            # passed only where it says something: a memory of one's own may not take it
             memory.update_dense(dense, **({"further": further} if further else {}))
         setup.gradient.write(pairs, reduced.mean, self.scale)
         # the memory is not settled yet, so that this step, too, can be refused as if nothing had happened:
@@ -418,12 +432,14 @@ class Step:
             return self._refuse(Reduced([over] * len(reduced.flags)))
         if setup.verify_every and self.number % setup.verify_every == 0:
             check_applied([(layout.name(p), g) for p, g in pairs], group)
+        # one more all-reduce, which all ranks reach: they agreed on diagnose_every
         diagnosis = None if comparison is None else self._diagnosis(comparison, reduced)
         if compressor.feedback:
             memory.settle(reduced.residual, outside(reduced.sent, dense_layers))
         else:  # nothing is owed of what was not sent
             memory.settle(reduced.residual.zero_(), None)
         if unused:
+            # only then does .grad tell which updates DDP has applied
             after_backward(lambda: setup.usage.give_back(unused))
         record = self._record(
             threshold=reduced.threshold,
@@ -463,8 +479,10 @@ class Step:
         bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
         if bad and self._setup.guard.zeroes:
             self.problem = f"{bad} NaN or infinite elements taken as zero{gradient.first_bad()}"
+            # then anew from the gradients: bad elements are in the clipping norm, and in the memory's sums
             zero_bad(pairs)
             bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
+        # any rank's flag refuses the step on all; the count is for the message
         return as_flag(bad or self.bad_elsewhere)
 
     def _factor(self, pairs: Sequence[Pair]) -> float:
@@ -537,6 +555,8 @@ def outside(positions: torch.Tensor | None, layers: Sequence[slice]) -> torch.Te
         torch.tensor(ends, device=positions.device)
         for ends in zip(*((s.start, s.stop) for s in layers), strict=True)
     )
+    # the only layer that can hold a position is the first one that ends behind it
     layer = torch.bucketize(positions, stops, right=True)
+    # positions behind the last layer have no start to read: clamped here, and kept below
     inside = positions >= starts[layer.clamp(max=len(layers) - 1)]
     return positions[(layer == len(layers)) | ~inside]

@@ -43,6 +43,7 @@ __all__ = ["SYSTEMS", "System", "dgc", "diloco", "make_state", "redsync", "spars
 Choice: TypeAlias = Callable[[str, int], Selector]
 """Function of a parameter's name and number of elements that returns the selector for it."""
 
+# positions within a chunk of 4096 take 12 bits, values 2
 _SPARSELOCO = Codec("chunk", "int2")
 
 
@@ -140,8 +141,10 @@ def dgc(
     """
     named = list(named_parameters)
     choose = _dgc_choice({name: p.dim() for name, p in named}, ratio)
+    # excluded, and not sent whole: their momentum is then one of the mean, as in DGC's program
     vectors = [glob.escape(name) for name, p in named if choose(name, p.numel()).whole]
     if steps_per_epoch is not None:
+        # a schedule of the user's own goes before the paper's
         options.setdefault("ratio_at", dgc_warm_up(steps_per_epoch, DGC_RATIOS[:-1], ratio))
     return CompressionState(
         Layerwise(choose, merge=merge, codec=codec, ratio=ratio),
@@ -278,6 +281,7 @@ def _redsync_choice(
     """Return how RedSync treats each parameter: by its size, and without quantising the output layer."""
     if output_layer is None:
         names = list(dimensions)
+        # the last matrix is taken for the output layer's, and what follows for its bias
         matrices = [i for i, name in enumerate(names) if dimensions[name] > 1]
         output_layer = [glob.escape(name) for name in names[max(matrices, default=len(names)) :]]
     output_layer = check_patterns(output_layer, "output_layer")
@@ -286,6 +290,7 @@ def _redsync_choice(
     dense_below = check_count(dense_below, "dense_below", 0)
 
     def choose(name: str, numel: int) -> Selector:
+        # everything of it, and not dense_below of the state: so it goes out during the backward pass
         if numel < dense_below:
             return Everything()
         output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
@@ -430,6 +435,7 @@ def sparseloco(
 
 
 def _dgc_warm_up(steps: int) -> dict[str, int]:
+    # rounded up: as many epochs as there are ratios, over at least so many steps
     return {"steps_per_epoch": -(-steps // len(DGC_RATIOS[:-1]))}
 
 

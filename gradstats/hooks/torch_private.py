@@ -91,6 +91,7 @@ def unwrap(model: object) -> Unwrapped:
     ddp = None
     while True:
         if isinstance(model, DistributedDataParallel):
+            # each may wrap the others, so all are tried again after every one that was taken off
             ddp, model = model, model.module
         elif isinstance(model, torch.nn.DataParallel):
             model = model.module
@@ -98,6 +99,7 @@ def unwrap(model: object) -> Unwrapped:
             model = model._modules["_orig_mod"]
         else:
             break
+    # below a module of the user's: that one stays the model, so that names are those of its state_dict()
     if ddp is None and isinstance(model, torch.nn.Module):
         inside = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         if inside[1:]:
@@ -129,6 +131,7 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], A
     ddp : DistributedDataParallel
         The model. Its own mixed precision is such a hook too, which averages, and is left out.
     """
+    # DDP keeps its own mixed precision in the same list as users' hooks
     return [] if ddp.mixed_precision is not None else list(ddp._comm_hooks)
 
 
@@ -304,6 +307,7 @@ def divide_factors(group: Any, replicated: bool) -> tuple[float, float]:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
+    # called as FSDP2's foreach_reduce() calls it: for float16 it divides by about √n on either side of the sum
     before, after, *_ = _get_gradient_divide_factors(
         group._reduce_scatter_process_group,
         group._all_reduce_process_group if replicated else None,
@@ -312,6 +316,7 @@ def divide_factors(group: Any, replicated: bool) -> tuple[float, float]:
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
     )
+    # None: the backend divides within its reduction, and nothing else does
     return float(before or 1), float(after or 1)
 
 

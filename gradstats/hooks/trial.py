@@ -81,10 +81,12 @@ def decide(above: Sequence[float], tolerance: float, pairs: int) -> tuple[Decisi
     """
     from scipy.special import stdtrit
 
+    # fixed beforehand: a look after every pair would spend the level on each
     looks = _looks(pairs)
     n = len(above)
     if n not in looks:
         return "undecided", -math.inf, math.inf
+    # the standard error of the mean; ddof=1, as the mean is estimated from the same pairs
     mean, error = float(np.mean(above)), float(np.std(above, ddof=1)) / math.sqrt(n)
     margin = error * float(stdtrit(n - 1, 1 - LEVEL / len(looks)))
     low, high = mean - margin, mean + margin
@@ -150,6 +152,7 @@ class TrialResult(Shown):
             f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
             f"tolerance {100 * self.tolerance:.2g} %."
         ).replace("-", "−")
+        # a hook that was never registered confirms anything
         if np.array_equal(self.losses[:, 0], self.losses[:, 1]):
             numbers += " All losses are equal: nothing that was installed changed the training."
         if self.decision == "confirmed":
@@ -280,6 +283,7 @@ class Trial:
                 if on_progress is not None:
                     on_progress(2 * len(pairs) + len(both), 2 * self.pairs)
             dense, compressed = both
+            # losses are means over the ranks: all of them raise here, or none does
             _check(seed, dense, compressed)
             losses.append((dense, compressed))
             ends = {"dense": dense[judged].mean(), "compressed": compressed[judged].mean()}
@@ -311,21 +315,26 @@ class Trial:
 
         # the last place says how many there are: that one rank has too few is found by all of them together
         losses = np.full(self.steps + 1, np.nan)
+        # all of them, as nobody knows where the training draws; fork_rng restores those it is told
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
         with torch.random.fork_rng(devices=gpus):
             torch.manual_seed(seed)
             run = iter(self.train(installed, seed))
             count = 0
             try:
+                # range first: the other way round zip would train one step more before it stops
                 for count, loss in zip(range(1, self.steps + 1), run, strict=False):
                     losses[count - 1] = float(torch.as_tensor(loss).detach())
             finally:
                 if isinstance(run, Generator):
+                    # ends the training's own with blocks now, and not when the collector comes
                     run.close()
                 del run
                 gc.collect()  # a DDP model and its hook hold each other, and buffers of the gradient's size
+        # a mean of −∞ tells every rank that one of them has no model
         losses[-1] = count if devices else -math.inf
         if dist.is_initialized():
+            # NCCL takes tensors of the model's device alone
             values = torch.from_numpy(losses).to(devices[0] if devices else "cpu")
             losses = all_reduce_mean(values, self.group).cpu().numpy()
         if losses[-1] < 0:

@@ -95,6 +95,7 @@ class Unit:
         InputError
             If the buffer lacks a parameter.
         """
+        # FSDP2 pads shards to one size, and packs them one behind the other
         views, sizes = [], self._padded(output.numel())
         for p, part in zip(self.parameters, torch.split(output, sizes), strict=True):
             views.append(part[: math.prod(p.sharded_size)].view(p.sharded_size))
@@ -127,6 +128,7 @@ class Unit:
             if dim == 0:  # ranks have as many rows each, and padding is at the end
                 yield p, part.reshape(-1)[: size.numel()].view(size)
             else:
+                # of other dimensions FSDP2 shards only what divides evenly: no padding
                 yield p, torch.cat([row.view(p.sharded_size) for row in part], dim=dim)
 
     def _padded(self, numel: int) -> list[int]:
@@ -180,6 +182,7 @@ def units(model: torch.nn.Module) -> list[Unit]:
     """
     from torch.distributed.fsdp import FSDPModule
 
+    # gathered parameters are other tensors, whose identities are not among these
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[int, Unit] = {}
     for name, module in model.named_modules():
@@ -235,12 +238,15 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
                 'the other one alone, mesh=mesh["shard"]'
             )
         within = set(dist.get_process_group_ranks(shard_group(unit.group)))
+        # rows and columns of a mesh meet in one rank, this one
         if len(ours & within) != 1:
             raise InputError(
                 "the ranks to exchange with are of one replica: give those across replicas, such as "
                 'mesh["replicate"], not those that hold its shards'
             )
+    # what is left takes a message: whether the other ranks hold the same shards
     group = shard_group(found[0].group)
+    # place and number of shards in one 32-bit flag
     own = dist.get_rank(group) << 16 | dist.get_world_size(group)
     if len(set(all_gather_flags(own, replicas, found[0].group.device))) > 1:
         raise InputError(
@@ -266,6 +272,7 @@ def stand_in(parameter: torch.Tensor) -> torch.Tensor:
     part = local_part(parameter)
     if part is parameter:
         return parameter
+    # trained, as the state passes over what is not
     return torch.empty(part.shape, dtype=part.dtype, device="meta").requires_grad_()
 
 
@@ -289,6 +296,7 @@ def as_sharded(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     whole: Any = parameter
+    # without a check by messages, and with the whole's shape: only even shards would tell it
     return DTensor.from_local(
         part,
         whole.device_mesh,
@@ -359,8 +367,10 @@ def shard_ranks(parameter: Any) -> tuple[list[int], bool]:
             "parallelism"
         )
     mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    # along a replicated dimension of the mesh: only the ranks of this copy
     copies = [isinstance(each, Replicate) for each in parameter.placements]
     index = tuple(i if copy else slice(None) for i, copy in zip(own, copies, strict=True))
+    # the copy at place 0 of every replicated dimension
     first = not any(i for i, copy in zip(own, copies, strict=True) if copy)
     return mesh.mesh[index].flatten().tolist(), first
 
@@ -392,6 +402,7 @@ def shard_of(name: str, parameter: torch.Tensor, holds: bool) -> Shard:
             raise InputError(f"{name} has no dimension: of a sharded model it cannot be captured")
         shape = list(parameter.shape)
         offset = [0] * len(shape)
+        # what is not sharded is written once, by the rank that holds it; the others have no rows of it
         shape[0] = shape[0] if holds else 0
     else:
         shape, offset = shard_place(parameter)

@@ -42,6 +42,7 @@ class StepUpdates:
 
     def before(self) -> None:
         """Copy the parameters."""
+        # this rank's shards alone: sums over the ranks follow
         self._before = [local_part(p.detach()).clone() for _, p in self._layers]
 
     def after(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -67,12 +68,15 @@ class StepUpdates:
             sums[name] = _sums(before, local_part(parameter.detach()), local_part(parameter.grad))
             if groups:
                 shards.setdefault(groups, []).append(name)
+        # in the order of the layers, the same on all ranks, which must all reach these all-reduces
         for groups, names in shards.items():
+            # one message for all layers of the same mesh
             together = torch.stack([sums[name] for name in names])
             for group in groups:
                 dist.all_reduce(together, group=group)
             sums |= dict(zip(names, together, strict=True))
         found = {name: each.tolist() for name, each in sums.items()}
+        # no elements: no rank had a gradient
         found = {name: each for name, each in found.items() if each[5]}
         ratios = {name: _root(each[0], each[2]) for name, each in found.items()}
         if not found:
@@ -90,11 +94,15 @@ class StepUpdates:
 
 def _sums(before: torch.Tensor, now: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return ‖u‖², u·g, ‖θ‖², ‖g‖², the elements that are the same in bfloat16, and their number."""
+    # of nn.Embedding(sparse=True)
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
+    # view_as_real takes no lazily conjugated tensor
     b, w, g = (real_view(x.detach().resolve_conj()) for x in (before, now, gradient))
+    # in bfloat16 a difference of neighbours would lose what it is about
     least = torch.promote_types(b.dtype, torch.float32)
     b, w, g = b.to(least), w.to(least), g.to(least)
+    # before − after: along the gradient for plain SGD
     u = b - w
     total = torch.float64
     return torch.stack(

@@ -105,6 +105,7 @@ class Usage:
         list of UnusedParameter
             For :meth:`give_back`, when DDP has put the results into the gradients.
         """
+        # in the usual step none: then neither places are listed nor memories copied
         rest = [pair for pair in pairs if id(pair[0]) not in self._used]
         name = self._gradient.layout.name
         return [
@@ -126,6 +127,7 @@ class Usage:
         """
         parts = {part.key: part for part in self._gradient.memory_parts()}
         for parameter, gradient, key, slot, before in unused:
+            # where no rank used it DDP leaves .grad alone, else it holds the bucket's mean
             applied = parameter.grad is not None and torch.equal(
                 flatten(parameter, gradient), real_view(parameter.grad).reshape(-1)
             )
