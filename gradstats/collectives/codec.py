@@ -351,7 +351,7 @@ def _packed(values: torch.Tensor, form: Format) -> torch.Tensor:
     """Return the scale of all values, that of each block, and the values' bits, packed from the lowest ones on."""
     if not values.numel():
         return torch.empty(0, dtype=torch.int32, device=values.device)
-    # values come rounded: their scales turn out the same again, and nothing is rounded twice
+    # the values are rounded already: their scales come out the same, and rounding again changes nothing
     rows = form.rows(values.float())
     scales = form.scales(rows)
     codes = form.codes(form.rounded(form.scaled(rows, scales))).view(-1)

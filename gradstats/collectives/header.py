@@ -258,7 +258,7 @@ def read_headers(rows: torch.Tensor, own: Header, rank: int) -> list[Header]:
         If one is damaged.
     """
     headers = []
-    # the only transfer from a device: all headers at once
+    # one transfer from a device for all headers
     for sender, row in enumerate(rows.tolist()):
         *fields, check, body = row
         # before a field is believed, as the length says how much is read

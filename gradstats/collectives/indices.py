@@ -96,7 +96,7 @@ class IndexAllGather:
         ExchangeError
             If a message is damaged, or a rank is lost.
         """
-        # the length of a message counts plain positions, and not coded ones
+        # the length of a message tells how many plain positions it has, but not how many coded ones
         coded = self.codec != PLAIN
         head = [torch.tensor([number], device=indices.device).view(torch.int32)]
         if coded:

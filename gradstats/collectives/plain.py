@@ -301,7 +301,7 @@ def all_gather_texts(
     message[: octets.numel()] = octets
     rows = all_gather_checked(message, group)
     return [
-        # a text of an error must not fail by itself
+        # these texts end up in an error message, which must not fail over one character
         bytes(row[: header.length].tolist()).decode(errors="replace")
         for row, header in zip(rows, headers, strict=True)
     ]

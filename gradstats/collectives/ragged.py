@@ -174,7 +174,7 @@ class RaggedAllGather:
 
 def _exchange(words: torch.Tensor, length: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """All-gather int32 words, padded to `length`, and return them as (ranks, length)."""
-    # of zeros behind the words a checksum takes no notice
+    # zeros behind the words change no checksum
     message = torch.zeros(length, dtype=torch.int32, device=words.device)
     message[: words.numel()] = words
     gathered = message.new_empty(dist.get_world_size(group) * length)

@@ -117,7 +117,7 @@ class Ring:
         self.size = len(members)
         self.position = members.index(dist.get_rank(group))
         self._next = members[(self.position + 1) % self.size]
-        # of the first in the ring, the last
+        # index −1, for the first in the ring, is the last
         self._previous = members[self.position - 1]
         self.bytes_sent = 0
 
