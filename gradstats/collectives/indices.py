@@ -114,7 +114,6 @@ class IndexAllGather:
                 raise damaged(rank, "it ends in the middle of a position")
             count = int(each[1]) if coded else len(rest) // width
             found, used = self.codec.unpack_indices(rest, count, numel, rank)
-            # positions are the last thing in a message
             if used != len(rest):
                 raise damaged(rank, f"its {count} positions end before it does")
             positions.append(found)

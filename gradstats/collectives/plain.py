@@ -296,7 +296,6 @@ def all_gather_texts(
     # without step and details, which differ where texts are asked for
     headers = all_gather_headers(Header(Kind.TEXTS, octets.numel()), group, device)
     longest = max(header.length for header in headers)
-    # a collective takes messages of one length
     message = octets.new_zeros(longest)
     message[: octets.numel()] = octets
     rows = all_gather_checked(message, group)

@@ -138,7 +138,7 @@ class RaggedAllGather:
         first = _exchange(message, HEADER_WORDS + capacity, group)
         parts = [first]
         headers = read_headers(first[:, :HEADER_WORDS], own, dist.get_rank(group))
-        # first: with texts of moments only ranks in the same exchange can answer
+        # first, as differing moments lead to an exchange of texts, which takes ranks of one kind
         check_kinds(headers)
         check_moments(headers, group, words.device)
         counts, flags = [h.length for h in headers], [h.flag for h in headers]

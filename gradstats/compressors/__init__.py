@@ -339,6 +339,5 @@ def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Co
         return as_compressor(make_selector(rule, ratio, **options), **codec)
     build: Any = cls
     with options_of("compressor", name):
-        # what the user says takes precedence over what the name stands for
         given = {**variant, **options}
         return build(ratio, **given) if cls.has_ratio else build(**given)  # type: ignore[no-any-return]

@@ -133,7 +133,7 @@ class WithSelector:
 
     @ratio.setter
     def ratio(self, ratio: float | None) -> None:
-        # a schedule sets the compressor's ratio, and selects with the selector's
+        # a schedule sets the compressor's ratio, and the selector's is the one that counts
         self.selector.ratio = ratio
 
 

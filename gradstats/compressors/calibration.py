@@ -266,7 +266,6 @@ def _agreed(
         # the least time: anything above it is waiting for a slower rank
         [min(d.communicate for d in steps) for steps in each],
     ]
-    # one message for all numbers
     agreed = torch.tensor([step, whole, *itertools.chain(*lanes)], dtype=torch.float64)
     step, whole, *rest = all_reduce_mean(agreed.to(device), group).tolist()
     means = np.reshape(rest, (len(lanes), len(each))).T.tolist()
@@ -292,7 +291,6 @@ def _messages(
         # every layer sends one element at least
         count = max(ratio * row.numel, len(row.layers))
         if sends_dense(round(count), round(count), row.numel, numel, codec):
-            # where everything is sent, nothing is selected
             found.append(replace(row, select=0.0, communicate=costs.dense(row.numel)))
         else:
             found.append(replace(row, communicate=costs.sparse(count)))
@@ -347,7 +345,7 @@ def probe(like: torch.Tensor, largest: int, codec: Codec, group: dist.ProcessGro
             call()  # the first one pays for the memory
             took = torch.tensor([_seconds(call)], dtype=torch.float64, device=like.device)
             sizes.append(size)
-            # the mean also decides whether to go on: by clocks of their own some ranks would, and wait
+            # the mean also decides whether to go on: by its own clock a rank could go on alone, and hang
             medians.append(float(all_reduce_mean(took, group)))
             if size == most or medians[-1] > _LONGEST_PROBE_S:
                 break

@@ -132,7 +132,6 @@ class Cascading(SignCompressor):
             decoded(part, own) if part.numel() else own
             for part, own in zip(parts, local, strict=True)
         ]
-        # parts are sums until here
         mean = torch.cat(total).div_(ring.size)
         numel = corrected.numel()
         return Reduced(

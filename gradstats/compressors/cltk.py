@@ -96,7 +96,6 @@ class CLTk(Compressor):
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):
             return Reduced(flags)
-        # a rank of the group, as in broadcast()
         leader = self._step % dist.get_world_size(group)
         k = self._top.target(corrected.numel())
         numel = corrected.numel()
@@ -111,7 +110,7 @@ class CLTk(Compressor):
             # no more words than there is room for, as there are at most k positions
             words = self._codec.pack_indices(indices, numel)
             body[: words.numel()] = words
-            # of the number, too: a damaged one would leave out positions that the others have
+            # of the count, too: by a damaged one a rank would miss positions that the others have
             message[1] = checksum(body) ^ message[0]
         chosen = time.perf_counter()
         broadcast(message, leader, group)

@@ -129,7 +129,6 @@ def random_ratio(
     >>> random_ratio(torch.tensor([3.0, -1.0, 1.0, 1.0]), torch.tensor([3.0, 0.0, 0.0, 0.0]), 1)
     0.3333333333333333
     """
-    # in float64: the quotient is compared with 1
     x = total.double()
     missed = float((x - sent.double()).square().sum())
     energy = float(x.square().sum())

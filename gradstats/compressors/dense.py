@@ -101,7 +101,7 @@ class DenseCompressor(Compressor):
         if self._codec is not None and self._codec.values in SCALED:
             messages, size = _in_parts(corrected, self._codec, dist.get_world_size(group))
             rounded = time.perf_counter()
-            # from here on `corrected` is the residual
+            # `corrected` is the residual by now
             mean, bytes_sent = _mean_of_parts(corrected, messages, size, self._codec, group)
         else:
             in_loops = self._codec is not None and _in_loops(corrected, self._codec)
@@ -208,7 +208,7 @@ def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.
     """Return a message for each rank with its part of the gradient, and a part's size; leave what rounding took off."""
     numel = corrected.numel()
     size = CHUNK * -(-numel // (CHUNK * world))
-    # float32, of a float64 gradient, too: the difference stays in the residual
+    # float32 for a float64 gradient, too: the difference stays in the residual
     padded = torch.zeros(world * size, device=corrected.device)
     padded[:numel] = corrected
     # by parts, as they are packed: a scale may be for all values
@@ -239,7 +239,7 @@ def _mean_of_parts(
     parts = [codec.unpack_values(words, size) for words in all_gather_checked(message, group)]
     # the last parts may end, or even begin, behind the gradient
     start, stop = (min(i * size, numel) for i in (rank, rank + 1))
-    # times the ranks, as their mean will count what this rank adds as one share of so many
+    # times the ranks: the mean will divide by their number what this rank alone adds
     residual[start:stop] += world * (own - parts[rank])[: stop - start]
     # with the part to itself, and one word more for the checksum behind the mean
     sent = (messages.numel() + message.numel() + 1) * message.element_size()

@@ -183,7 +183,7 @@ class LAGS(Layerwise):
         """Take layers whose gradient is complete, as :meth:`Layerwise.push` does, unless one message has them all."""
         # kept in the order of the backward pass, by which the timeline is cut
         self._layers += layers
-        # of a gradient sent as a whole nothing is pushed on: reduce() announces it
+        # of one message for everything nothing is pushed on, so reduce() announces the flag
         self._flag |= flag
         if not self.whole:
             super().push(corrected, layers, group, flag)
@@ -205,7 +205,6 @@ class LAGS(Layerwise):
             calibration = self._calibration
             if calibration.trials:
                 self._use(calibration.following(seconds, group, corrected.device))
-                # the way just taken up is the choice
                 self._settled = not calibration.trials
             elif calibration.time(cut(self.timeline, layers, self.selectors), seconds):
                 # one of its own: it is only timed, and the state of none may change

@@ -333,7 +333,6 @@ class Layerwise(Compressor):
         return self._gathers[message]
 
     def _send(self, group: dist.ProcessGroup | None) -> None:
-        # the exchange keeps its message while the next one is filled
         message, self._pending = self._pending, _Message()
         gather, update, numel = self._gather(len(self._pendings)), self._update, self._numel
         expected = message.target[0], message.target[1]
@@ -349,7 +348,7 @@ class Layerwise(Compressor):
                 update.vector.device,
                 message.numel,
             )
-            # in the order of ranks and messages, as there is one thread: the same bits on every rank
+            # one thread adds up ranks and messages in their order: the same bits on every rank
             for rank in gathered.selections:
                 update.add(rank)
             # targets and flags are the same on all ranks: all of them get here, or none
@@ -358,7 +357,6 @@ class Layerwise(Compressor):
                 values = all_reduce(torch.cat([each.values for each in message.dense]), group)
                 update.add([Selection(positions, values)])
                 sent = gathered.bytes_sent + values.numel() * values.element_size()
-                # both collectives count as this one message
                 gathered = replace(gathered, bytes_sent=sent)
             self.timeline.append(
                 Activity("communicate", message.layer, started, self._now(), message.numel)

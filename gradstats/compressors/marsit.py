@@ -286,6 +286,5 @@ def most_square(world: int) -> tuple[int, int]:
     tuple of int
         Rows and columns, whose product is `world`.
     """
-    # ends at 1 at the latest, which divides everything
     rows = next(r for r in range(math.isqrt(world), 0, -1) if world % r == 0)
     return rows, world // rows

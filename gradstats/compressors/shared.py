@@ -77,7 +77,6 @@ class GlobalHistogram(SparseCompressor):
     ) -> Reduced:
         """Agree on a threshold, then exchange as :class:`SparseCompressor` does."""
         started = time.perf_counter()
-        # of all ranks together
         k = self.selector.target(corrected.numel()) * dist.get_world_size(group)
         # a rank that refuses reads no gradient, and takes part all the same
         words = self._upper_bins(corrected, k) if not flag else corrected[:0].int()

@@ -266,7 +266,6 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
     """
     flat, length = _compiled_view(values), -(-values.numel() // 8)
     if flat is None:
-        # in float64, in which sums over many elements lose no small ones
         total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
         packed, zeros = pack_bits(values > 0), pack_bits(values == 0)
         # mostly there are no zeros, and no coins are drawn for them
@@ -325,7 +324,7 @@ def packed_stochastic_signs(
 
 def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     """Return the memory of values that the compiled loops read; None if others do."""
-    # of a tensor that is negated lazily, the memory has the other signs
+    # the memory of a lazily negated tensor has the opposite signs
     values = values.detach().resolve_neg()
     compiled = values.dtype == torch.float32 and values.is_contiguous()
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
@@ -441,7 +440,7 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
     float
         The mean, the same bits on every rank, because all ranks add in the same order.
     """
-    # gathered, as an all-reduce adds in an order of its backend's
+    # gathered, as the order in which an all-reduce adds is its backend's
     own = torch.tensor([value], dtype=torch.float64, device=device)
     values: list[float] = all_gather_checked(own, group).view(-1).tolist()
     return sum(values) / len(values)

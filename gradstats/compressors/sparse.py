@@ -126,7 +126,6 @@ class SparseCompressor(WithSelector, Compressor):
         # selecting moves the rule on, and another rank may refuse the step
         before = self.selector.state_dict()
         started = time.perf_counter()
-        # a gradient that must not be used is not read
         message = self.selector.select(corrected) if not flag else None
         selected = time.perf_counter()
         own = []
@@ -163,7 +162,6 @@ class SparseCompressor(WithSelector, Compressor):
         if any(gathered.flags):
             return Reduced(gathered.flags)
         self._last = sum(len(each) for rank in gathered.selections for each in rank)
-        # not before all flags are known: a refused step leaves the last update as it is
         self._update.begin(corrected)
         # in the same order, and so to the same bits, on every rank
         for rank in gathered.selections:
@@ -185,7 +183,6 @@ class SparseCompressor(WithSelector, Compressor):
     ) -> Reduced:
         mean = torch.zeros_like(corrected)
         for each in own:
-            # one value may stand for all positions
             mean[each.indices] = each.values.to(mean.dtype)
         count = torch.tensor([sum(len(each) for each in own)], dtype=torch.int32)
         # before the sum, as it carries the flags: all ranks go on to the all-reduce, or none
