@@ -85,6 +85,7 @@ class Background:
             What returns the result.
         """
         if self._thread is None:
+            # one thread, so that collectives begin in the same order on every rank
             self._thread = ThreadPoolExecutor(1, "gradstats-exchange")
         module = streaming(device)
         # headers say there, too, where in the training the exchange takes place
@@ -94,15 +95,19 @@ class Background:
         if device not in self._streams:
             self._streams[device] = module.Stream(device=device)
         stream, ready, done = self._streams[device], module.Event(), module.Event()
+        # the exchange reads what the caller has asked the device for so far
         ready.record(module.current_stream(device))
 
         def there() -> tuple[T | BaseException, Callable[[], None]]:
             with module.stream(stream):
                 stream.wait_event(ready)
+                # the stream is asked for when the result is, in the caller's thread
                 found = _caught(exchange, lambda: module.current_stream(device).wait_event(done))
+                # reached after an error, too
                 done.record(stream)
             return found
 
+        # events order the two streams: submitting makes the host wait for neither
         return Pending(self._thread.submit(run, there), exchange)
 
     def shutdown(self, wait: bool = True) -> None:

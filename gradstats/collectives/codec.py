@@ -32,6 +32,7 @@ __all__ = [
 INDICES = ("plain", "rice", "chunk")
 """Names of the ways in which positions travel."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# by torch's names for the types that torch has, by those of FORMATS for the others
 _SCALED = {
     "float8_e4m3fn": FORMATS["e4m3"],
     **{
@@ -137,6 +138,7 @@ class Codec:
         if self.indices == "chunk" and count:
             # a part of the gradient may begin within a chunk
             reach = -(-span // LOCAL) + (numel is not None and span < numel)
+            # before positions as they are goes one word, a reach of 0
             return min(chunk_words(count, reach), 1 + plain)
         return plain
 
@@ -151,7 +153,9 @@ class Codec:
         if self.values in _SCALED:
             form = _SCALED[self.values]
             sizes = [form.blocks(count) * form.scale_bits, count * form.bits]
+            # scales and values each begin with a word of their own
             return sum(-(-bits // (8 * _WORD)) for bits in sizes) + _has_tensor_scale(form, count)
+        # an odd number of 16-bit values ends in half a word, which is sent
         return -(-count * _FLOATS[self.values].itemsize // _WORD)
 
     def pack_indices(self, indices: torch.Tensor, numel: int) -> torch.Tensor:
@@ -180,11 +184,13 @@ class Codec:
         own = indices if there else indices.cpu()
         found: torch.Tensor | None
         if self.indices == "chunk":
+            # not longer than what takes its place: positions as they are, and the word that says so
             found = chunk_encode(own, 1 + PLAIN.index_words(indices.numel(), numel))
             if found is None:  # a reach of 0 chunks says so
                 plain = _plain(indices, numel)
                 return torch.cat([plain.new_zeros(1), plain])
         elif there:
+            # the bits of the host's coder, so that ranks with different devices can read each other
             found = codec_operators.rice_encode(own)
         else:
             found = torch.from_numpy(rice_encode(own.contiguous().numpy()).view(np.int32))
@@ -218,9 +224,11 @@ class Codec:
         ExchangeError
             If no rank can have sent them.
         """
+        # no positions are no words, whatever the code
         if self.indices != "plain" and count:
             return self._unpack_coded(words, count, numel, rank)
         used = count * index_dtype(numel).itemsize // _WORD
+        # a negative count, which only damage makes, would slice from the other end
         if not 0 <= used <= words.numel():
             raise damaged(rank, f"it claims {count} positions in {_WORD * words.numel()} bytes")
         # Cloned, as words may start at an odd offset, which a view as 64-bit integers refuses.
@@ -232,6 +240,7 @@ class Codec:
         self, words: torch.Tensor, count: int, numel: int, rank: int
     ) -> tuple[torch.Tensor, int]:
         """Return positions that travelled as gaps, or within chunks if not as they are, and the words they take."""
+        # a reach of 0: the sender found chunks to take more words than plain positions
         if self.indices == "chunk" and words.numel() and not words[0]:
             found, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
             return found, 1 + used
@@ -246,6 +255,7 @@ class Codec:
                 gaps, used = rice_decode(own.numpy().view(np.uint32), count, numel)
                 found = torch.from_numpy(gaps)
         except ValueError as error:
+            # decoders know nothing of ranks, and raise it for words that no encoder makes
             raise damaged(rank, str(error)) from None
         return found if there else found.to(words.device), used
 
@@ -264,6 +274,7 @@ class Codec:
         """
         if self.values in _SCALED:
             return _packed(values, _SCALED[self.values])
+        # exact, as the values were rounded to this type before
         values = values.to(_FLOATS[self.values])
         # also where there are none: an empty array of NumPy's has a stride of 0, and no view of another type
         if values.itemsize < _WORD:
@@ -287,6 +298,7 @@ class Codec:
         """
         words = words[: self.value_words(count)]
         if self.values not in _SCALED:
+            # a copy: views of float32 would keep the messages of all ranks in memory
             return words.clone().view(_FLOATS[self.values])[:count].float()
         return _unpacked(words, count, _SCALED[self.values])
 
@@ -305,6 +317,7 @@ class Codec:
         """
         wire = _FLOATS.get(self.values, torch.float32)
         largest, sent = torch.finfo(wire).max, values.to(wire)
+        # `sent` then has another type than `values`, and is a copy that may be clamped in place
         if torch.finfo(values.dtype).max > largest:
             sent.clamp_(-largest, largest)
         elif self.values in _SCALED:  # infinite ones, in a copy: `sent` may be `values`
@@ -338,6 +351,7 @@ def _packed(values: torch.Tensor, form: Format) -> torch.Tensor:
     """Return the scale of all values, that of each block, and the values' bits, packed from the lowest ones on."""
     if not values.numel():
         return torch.empty(0, dtype=torch.int32, device=values.device)
+    # the values are rounded already: their scales come out the same, and rounding again changes nothing
     rows = form.rows(values.float())
     scales = form.scales(rows)
     codes = form.codes(form.rounded(form.scaled(rows, scales))).view(-1)
@@ -348,11 +362,14 @@ def _packed(values: torch.Tensor, form: Format) -> torch.Tensor:
         packed = torch.stack([together >> 8 * lane & 255 for lane in range(3)], 1)
         packed = packed.to(torch.uint8).view(-1)
     else:
+        # 8, 4 and 2 bits fill bytes evenly; of 8 bits the loop has nothing to add
         per_byte = 8 // form.bits
         packed = codes[::per_byte].clone()
         for i in range(1, per_byte):
             packed |= codes[i::per_byte] << (i * form.bits)
+    # without what fills up the last block: the receiver knows the count
     used = _WORD * -(-values.numel() * form.bits // (8 * _WORD))
+    # scales first, whose number follows from the count: each part can be found without a table
     parts = [scales.tensor, scales.each, packed[:used]]
     return torch.cat([_whole_words(each.view(torch.uint8)) for each in parts])
 
@@ -375,8 +392,10 @@ def _unpacked(words: torch.Tensor, count: int, form: Format) -> torch.Tensor:
     kinds = {"float32": torch.float32, "e4m3": torch.float8_e4m3fn}
     each = octets[start:stop].view(kinds.get(form.scale, torch.uint8))
     scales = Scales(each, octets[:start].view(torch.float32))
+    # scales fill their last word up with zeros
     packed = octets[stop + -stop % _WORD :]
     if form.bits == 6:
+        # four values share three bytes, and whole words may end between these
         packed = torch.cat([packed, packed.new_zeros(-packed.numel() % 3)])
         three = packed.view(-1, 3).int()
         together = three[:, 0] | three[:, 1] << 8 | three[:, 2] << 16
@@ -387,6 +406,7 @@ def _unpacked(words: torch.Tensor, count: int, form: Format) -> torch.Tensor:
     else:
         shifts = torch.arange(0, 8, form.bits, dtype=torch.uint8, device=words.device)
         codes = (packed[:, None] >> shifts) & (2**form.bits - 1)
+    # what lies behind the last value is padding, and would be taken for a number
     numbers = form.numbers(codes.reshape(-1)[:count].contiguous())
     return form.restored(form.rows(numbers), scales).view(-1)[:count]
 

@@ -50,7 +50,7 @@ HEADER_WORDS = 8
 HEADER_BYTES = 4 * HEADER_WORDS
 """Bytes of a header."""
 
-_MAGIC = 0x6773
+_MAGIC = 0x6773  # "gs" in ASCII
 _CHECKED = 6
 """Words that the header's own checksum is of."""
 _NOT_ZERO = 0x5BD1E995
@@ -113,9 +113,11 @@ class Moment:
         """The details as a number."""
         if not self.details:
             return 0
+        # in the order given, so ranks have to name their details in the same order
         return _signed(zlib.crc32("\n".join(map(str, self.details.items())).encode()))
 
 
+# no plain global: an exchange in another thread runs in a copy of its caller's context
 _NOW: ContextVar[Moment] = ContextVar("gradstats_moment")
 _NEVER = Moment()
 
@@ -182,6 +184,7 @@ class Header:
             A small integer for the other ranks.
         """
         at = moment()
+        # the step as a signed 32-bit word
         return cls(kind, length, flag, at.step & 0x7FFFFFFF, at.digest)
 
     def words(self, body: torch.Tensor) -> torch.Tensor:
@@ -197,6 +200,7 @@ class Header:
         int32 tensor, shape (8,)
             The header, on the body's device.
         """
+        # in one word, so that another program's or version's message is of no known kind
         kind = _signed(_MAGIC << 16 | WIRE << 8 | self.kind)
         fields = (kind, self.step, self.length, self.flag, self.details, 0)
         known = [*fields, _check(fields)]
@@ -254,8 +258,10 @@ def read_headers(rows: torch.Tensor, own: Header, rank: int) -> list[Header]:
         If one is damaged.
     """
     headers = []
+    # one transfer from a device for all headers
     for sender, row in enumerate(rows.tolist()):
         *fields, check, body = row
+        # before a field is believed, as the length says how much is read
         if check != _check(fields):
             raise damaged(sender, "its header does not have its checksum")
         kind, step, length, flag, details, _ = fields
@@ -263,6 +269,7 @@ def read_headers(rows: torch.Tensor, own: Header, rank: int) -> list[Header]:
         # another program's, or another version's, is no kind of this one
         known = word >> 8 == _MAGIC << 8 | WIRE
         headers.append(Header(word & 0xFF if known else -1, length, flag, step, details, body))
+    # the body's checksum is made when the message is written, and `own` does not have it
     came = replace(headers[rank], body=own.body)
     if came != own:
         raise damaged(rank, f"it came back as {came.length} words, and {own.length} were sent")
@@ -282,6 +289,7 @@ def check_kinds(headers: Sequence[Header]) -> None:
     InputError
         If they do not, on all ranks.
     """
+    # all ranks see the same headers, so all of them raise, or none
     if len({header.kind for header in headers}) > 1:
         shown = [
             str(Kind(h.kind)) if h.kind in _SHOWN else "something of another version"
@@ -319,11 +327,13 @@ def by_rank(values: Sequence[str], most: int = 4) -> str:
 
 _BLOCK = 1 << 18
 """Words whose weights are kept."""
+# products wrap modulo 2³², and a product of odd numbers is odd
 _WEIGHTS = (2 * np.arange(_BLOCK, dtype=np.uint32) + 1) * np.uint32(_ODD)
-_weights: dict[torch.device, torch.Tensor] = {}
+_weights: dict[torch.device, torch.Tensor] = {}  # copied to each device once
 
 
 def _in_memory(words: torch.Tensor) -> bool:
+    # what NumPy reads where it is, unless the user chose other code for CPU tensors, too
     return words.is_cpu and device_code(words) is None
 
 
@@ -351,10 +361,13 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     if weights is None:
         weights = torch.from_numpy(_WEIGHTS.view(np.int32)).to(words.device)
         _weights[words.device] = weights
+    # only its lower 32 bits count; as int64 it holds the sum of all blocks without an overflow
     total = torch.full(words.shape[:-1], _NOT_ZERO, dtype=torch.int64, device=words.device)
     for i, start in enumerate(range(0, words.shape[-1], _BLOCK)):
         block = words[..., start : start + _BLOCK]
+        # products of int32 wrap to the same bits as those of uint32
         part = (block * weights[: block.shape[-1]]).sum(-1, dtype=torch.int64)
+        # every block has the same weights: an odd factor tells which one it is
         total += (part & 0xFFFFFFFF) * (2 * i + 1)
     return _narrow(total)
 
@@ -408,9 +421,11 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
+    # an empty array of NumPy's has a stride of 0, which no view of another type takes
     if flat.element_size() % 4 == 0 and flat.numel():
         return flat.view(torch.int32)
     octets = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    # zeros, which add nothing to a checksum
     padded = octets.new_zeros(-(-octets.numel() // 4) * 4)
     padded[: octets.numel()] = octets
     return padded.view(torch.int32)

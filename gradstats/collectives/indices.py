@@ -96,14 +96,17 @@ class IndexAllGather:
         ExchangeError
             If a message is damaged, or a rank is lost.
         """
+        # the length of a message tells how many plain positions it has, but not how many coded ones
         coded = self.codec != PLAIN
         head = [torch.tensor([number], device=indices.device).view(torch.int32)]
         if coded:
             head.append(head[0].new_tensor([indices.numel()]))
         room = len(head) + self.codec.index_words(expected, span or numel, numel)
+        # 4: at most two words of head, and two that a Rice code needs before its gaps
         limit = 4 + PLAIN.index_words(numel if most is None else most, numel)
         words = torch.cat([*head, self.codec.pack_indices(indices, numel)])
         gathered = self.words(words, group, flag, room, limit)
+        # a position takes two words from 2³¹ elements on
         width, positions = PLAIN.index_words(1, numel), []
         for rank, each in enumerate(gathered.words):
             rest = each[len(head) :]

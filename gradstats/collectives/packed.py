@@ -19,7 +19,7 @@ from gradstats.primitives import Selection
 
 __all__ = ["GatheredSelections", "SparseAllGather", "pack", "unpack"]
 
-_HEADER = 2
+_HEADER = 2  # words: the two counts
 
 
 def pack(selection: Selection, numel: int, codec: Codec = PLAIN) -> torch.Tensor:
@@ -40,6 +40,7 @@ def pack(selection: Selection, numel: int, codec: Codec = PLAIN) -> torch.Tensor
         Two counts, the positions and the values.
     """
     indices, values = selection.indices, selection.values
+    # both counts are known on the host: nothing waits for a device
     header = torch.tensor(
         [indices.numel(), values.numel()], dtype=torch.int32, device=indices.device
     )
@@ -75,13 +76,16 @@ def unpack(words: torch.Tensor, numel: int, codec: Codec = PLAIN, rank: int = 0)
         left = words.numel() - start - _HEADER
         if left < 0:
             raise damaged(rank, "it ends in the middle of a header")
+        # one transfer from a device for each selection
         count, number = words[start : start + _HEADER].tolist()
         claim = f"it claims {count} positions and {number} values in {4 * left} bytes"
+        # a value for each position or one for all; the counts are a claim until this was checked
         if count < 0 or number not in (count, 1) or codec.value_words(number) > left:
             raise damaged(rank, claim)
         start += _HEADER
         indices, used = codec.unpack_indices(words[start:], count, numel, rank)
         start += used
+        # once more, as only decoding tells how many words coded positions take
         if codec.value_words(number) > words.numel() - start:
             raise damaged(rank, claim)
         selections.append(Selection(indices, codec.unpack_values(words[start:], number)))
@@ -183,12 +187,15 @@ class SparseAllGather:
         ExchangeError
             If a message is damaged, or a rank is lost.
         """
+        # without selections the message is empty, and the rank takes part all the same
         words = [torch.empty(0, dtype=torch.int32, device=device)]
         words += [pack(selection, numel, self.codec) for selection in selections]
         positions, values = expected
+        # for the first call alone: afterwards the exchange goes by what it has seen
         room = self.codec.index_words(positions, span or numel, numel)
         room += _HEADER + self.codec.value_words(values)
         # no more selections than elements, and none of them twice
+        # three headers: the counts, a value with two scales, one word more for a coded position
         limit = max(numel, 1) * (3 * _HEADER + PLAIN.index_words(1, numel))
         gathered = self.words(torch.cat(words), group, flag, room, limit)
         return GatheredSelections(

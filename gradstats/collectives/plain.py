@@ -64,10 +64,12 @@ def exchange_errors() -> Iterator[None]:
 
 def _released(call: Callable[[], object], *tensors: torch.Tensor) -> None:
     """Make a call, and wait until there are no more references to the tensors than before."""
+    # references beyond these are the backend's
     before = [sys.getrefcount(t) for t in tensors]
     with exchange_errors():
         call()
     deadline = time.monotonic() + _LONGEST_S
+    # no longer than the deadline, as a further reference need not be the backend's
     while [sys.getrefcount(t) for t in tensors] != before and time.monotonic() < deadline:
         time.sleep(0)  # gives the backend's thread the interpreter
 
@@ -165,6 +167,7 @@ def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup | None
     tensor
         The same tensor.
     """
+    # `src` would be a rank of the whole training, not of the group
     _released(lambda: dist.broadcast(values, group=group, group_src=source), values)
     return values
 
@@ -255,6 +258,7 @@ def check_moments(
         steps = by_rank([f"step {header.step}" for header in headers])
         raise InputError(f"the ranks are not in the same step, {steps}")
     if len({header.details for header in headers}) > 1:
+        # all ranks saw the same headers, so they exchange texts together
         texts = all_gather_texts(
             "\n".join(f"{name}\t{value}" for name, value in moment().details.items()),
             group,
@@ -289,12 +293,14 @@ def all_gather_texts(
         Texts, by rank.
     """
     octets = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    # without step and details, which differ where texts are asked for
     headers = all_gather_headers(Header(Kind.TEXTS, octets.numel()), group, device)
     longest = max(header.length for header in headers)
     message = octets.new_zeros(longest)
     message[: octets.numel()] = octets
     rows = all_gather_checked(message, group)
     return [
+        # these texts end up in an error message, which must not fail over one character
         bytes(row[: header.length].tolist()).decode(errors="replace")
         for row, header in zip(rows, headers, strict=True)
     ]
@@ -327,7 +333,9 @@ def all_gather_checked(message: torch.Tensor, group: dist.ProcessGroup | None) -
     rows = gathered.view(-1, words.numel())
     check_bodies([*rows[:, :-1]], rows[:, -1].tolist())
     size = message.numel() * message.element_size()
+    # a clone of one row keeps its strides, and a view of another type needs the last one to be 1
     whole = torch.contiguous_format
     octets = rows[:, :-1].clone(memory_format=whole).view(-1).view(torch.uint8)
+    # without the zeros that fill up the last word
     octets = octets.view(len(rows), -1)[:, :size].clone(memory_format=whole).view(-1)
     return octets.view(message.dtype).view(len(rows), message.numel())

@@ -133,22 +133,28 @@ class RaggedAllGather:
         """
         capacity = self.capacity = self.capacity or max(1, expected)
         own = Header.now(self._kind, words.numel(), flag)
+        # the checksum is of all words, also of those that a second message carries
         message = torch.cat([own.words(words), words[:capacity]])
         first = _exchange(message, HEADER_WORDS + capacity, group)
         parts = [first]
         headers = read_headers(first[:, :HEADER_WORDS], own, dist.get_rank(group))
+        # first, as differing moments lead to an exchange of texts, which takes ranks of one kind
         check_kinds(headers)
         check_moments(headers, group, words.device)
         counts, flags = [h.length for h in headers], [h.flag for h in headers]
         for rank, count in enumerate(counts):
+            # before a second message is made as long as the largest count
             if not 0 <= count <= limit:
                 raise damaged(rank, f"it claims {count} words, of {limit} at most")
+        # from what all ranks know, so all of them send a second message, or none
         rest = max(counts) - capacity
         if rest > 0:
             parts.append(_exchange(words[capacity:], rest, group))
         bodies = torch.cat([first[:, HEADER_WORDS:], *parts[1:]], dim=1)
+        # each by its own length: padding is never taken for words
         arrived = [bodies[rank, :n] for rank, n in enumerate(counts)]
         check_bodies(arrived, [h.body for h in headers])
+        # by what all ranks know, so that their capacities stay equal
         self._adapt(max(counts), flags)
         return GatheredWords(
             words=arrived,
@@ -168,6 +174,7 @@ class RaggedAllGather:
 
 def _exchange(words: torch.Tensor, length: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """All-gather int32 words, padded to `length`, and return them as (ranks, length)."""
+    # zeros behind the words change no checksum
     message = torch.zeros(length, dtype=torch.int32, device=words.device)
     message[: words.numel()] = words
     gathered = message.new_empty(dist.get_world_size(group) * length)

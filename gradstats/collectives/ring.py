@@ -82,7 +82,9 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
     code = device_code(packed)
     if code is not None:
         return code.unpack_bits(packed, numel)
+    # the order within a byte is part of the message: code for devices packs in the same one
     bits = np.unpackbits(packed.cpu().numpy(), count=numel, bitorder="little")
+    # bytes of 0 and 1 are booleans as they are
     return torch.from_numpy(bits.view(np.bool_)).to(packed.device)
 
 
@@ -115,6 +117,7 @@ class Ring:
         self.size = len(members)
         self.position = members.index(dist.get_rank(group))
         self._next = members[(self.position + 1) % self.size]
+        # index −1, for the first in the ring, is the last
         self._previous = members[self.position - 1]
         self.bytes_sent = 0
 
@@ -141,15 +144,18 @@ class Ring:
             Index of the part that is complete on this rank.
         """
         for hop in range(self.size - 1):
+            # the part that came in at the hop before; at first this rank's own
             outgoing = (self.position - hop) % self.size
             index = (outgoing - 1) % self.size
             incoming, works = self._start(parts[outgoing], parts[index])
             if incoming.numel():
+                # before waiting: what needs no message is done while the message travels
                 merge = prepare(index, hop + 1)
                 _wait(works)
                 parts[index] = merge(self._checked(incoming, parts[index]))
             else:
                 _wait(works)
+        # the part that came in last has been at every other rank before
         return (self.position + 1) % self.size
 
     def all_gather(self, parts: list[torch.Tensor], complete: int) -> None:
@@ -178,6 +184,7 @@ class Ring:
         outgoing, incoming = _framed(part), _octets(like).new_empty(0)
         if like.numel():
             incoming = incoming.new_empty(like.numel() * like.element_size() + CHECK)
+        # all ranks know which parts are empty, and neither send nor expect them
         if outgoing.numel():
             operations.append(
                 dist.P2POp(dist.isend, outgoing, group=self._group, group_peer=self._next)
@@ -188,11 +195,13 @@ class Ring:
                 dist.P2POp(dist.irecv, incoming, group=self._group, group_peer=self._previous)
             )
         with exchange_errors():
+            # in one batch: sends and receives that NCCL is given one by one may wait for each other
             works = dist.batch_isend_irecv(operations) if operations else []
         return incoming, works
 
     def _checked(self, incoming: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the part in a message, if it has its checksum."""
+        # cloned, as the checksum may begin where an int32 may not
         octets, sent = incoming[:-CHECK], incoming[-CHECK:].clone().view(torch.int32)[0]
         if not torch.equal(sent, checksum(words_of(octets))):
             raise damaged(self._previous, "what it carries does not have its checksum")
@@ -232,6 +241,7 @@ def split(words: torch.Tensor, count: int) -> list[torch.Tensor]:
     list of tensors
         Views of the tensor, in order.
     """
+    # the cuts of `compressors.micro.partition`, by which exchanges are priced
     ends = [i * words.numel() // count for i in range(count + 1)]
     return [words[a:b] for a, b in pairwise(ends)]
 
@@ -290,10 +300,12 @@ def reduce_bits(
     parts = split(packed, ring.size)
 
     def prepare(index: int, hops: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        # still this rank's own bits: in this period each part comes by once
         return merge(parts[index], contributions, hops * contributions)
 
     complete = ring.reduce_scatter(parts, prepare)
     if others:
+        # the part holds the bits of all ranks of this ring
         parts[complete] = reduce_bits(others, parts[complete], merge, contributions * ring.size)
     ring.all_gather(parts, complete)
     return torch.cat(parts)

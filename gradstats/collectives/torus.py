@@ -51,6 +51,7 @@ def one_bit_torus(
     """
     rows, columns = check_torus(shape, dist.get_world_size(group))
     row, column = divmod(dist.get_rank(group), columns)
+    # ranks of a column have the same place in their rows, so the same part becomes complete on them
     rings = [
         Ring(group, range(row * columns, (row + 1) * columns)),
         Ring(group, range(column, rows * columns, columns)),

@@ -33,6 +33,7 @@ class SparseUpdate:
 
     def __init__(self) -> None:
         self.vector = torch.empty(0)
+        # for _union(), which leaves it False everywhere
         self._seen = torch.empty(0, dtype=torch.bool)
         self.written: list[torch.Tensor] = []
 
@@ -63,8 +64,10 @@ class SparseUpdate:
             Values and their positions. Within one selection each position occurs once.
         """
         for each in selections:
+            # noted first: if adding fails, the next step still clears these positions
             self.written.append(each.indices)
             values = each.values.to(self.vector.dtype)  # they travel as float32
+            # one value may stand for all positions
             self.vector.index_add_(0, each.indices, values.expand(each.indices.shape))
 
     def divide(self, ranks: int | None) -> int:
@@ -82,9 +85,11 @@ class SparseUpdate:
         """
         if ranks is None and self.written:
             positions = torch.cat(self.written)
+            # how many ranks sent each position: within a selection it occurs once
             senders = torch.zeros_like(self.vector).index_add_(
                 0, positions, self.vector.new_ones(()).expand(positions.shape)
             )
+            # what nobody sent is 0, and stays it
             self.vector.div_(senders.clamp_(min=1))
         elif ranks is not None and self._many():
             self.vector.div_(ranks)
@@ -116,7 +121,9 @@ class SparseUpdate:
         """
         self.begin(corrected)
         if positions.numel():
+            # only the values travel, in the order of the positions, which is the same on every rank
             self.add([Selection(positions, all_reduce_mean(corrected[positions], group))])
+            # after the exchange: if that fails, the gradient is as it was
             corrected[positions] = 0
         return self.vector
 
@@ -132,6 +139,7 @@ class SparseUpdate:
             return count
         count = 0
         for positions in self.written:
+            # positions repeat between selections, not within one
             fresh = positions[~self._seen[positions]]
             self._seen[fresh] = True
             count += fresh.numel()

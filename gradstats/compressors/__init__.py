@@ -91,6 +91,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gradstats.compressors' has no attribute {name!r}")
     value = getattr(import_module(f"gradstats.compressors.{_HOME[name]}"), name)
+    # from now on Python finds it without asking this function
     globals()[name] = value
     return value
 
@@ -127,15 +128,18 @@ class _Compressors(Registry["type[Compressor]"]):
         return super().__contains__(name) or name in SELECTORS
 
     def __iter__(self) -> Iterator[str]:
+        # dense ones first, then rules, then systems; a system with the name of a rule comes once
         dense, others = _DENSE, super().__iter__()
         yield from dict.fromkeys((*(name for name in dense if name in self), *SELECTORS, *others))
 
     def __len__(self) -> int:
+        # the registry does not count the rules
         return sum(1 for _ in self)
 
     def rule(self, name: str) -> str | None:
         """Return the rule that a name is of, if it is of nothing more."""
         bare = name.removeprefix(RULE)
+        # `micro` alone is the system in the registry, `threshold:micro` its rule
         alone = bare != name or not super().__contains__(name)
         return bare if alone and bare in SELECTORS else None
 
@@ -161,12 +165,14 @@ _OWN = {
 def _check(name: str, value: object) -> None:
     from gradstats.compressors.base import Compressor
 
+    # the colon is for prefixes such as `threshold:`
     if not name or ":" in name:
         raise InputError(f"a compressor cannot have the name {name!r}")
     if not isinstance(value, type) or not issubclass(value, Compressor):
         raise InputError(
             f"compressor {name!r} is to be a subclass of Compressor, not {shown(value)}"
         )
+    # here it is one line that says what is missing; building it would be a TypeError
     if isabstract(value):
         raise InputError(f"compressor {name!r} has no reduce(corrected, group, flag)")
 
@@ -203,6 +209,7 @@ def compressor_class(name: str) -> type[Compressor]:
     InputError
         If the name is unknown; the message lists the known ones.
     """
+    # `threshold:NAME` is in no listing, and has a class all the same
     if not isinstance(name, str) or (name not in COMPRESSORS and COMPRESSORS.rule(name) is None):
         raise unknown("compressor", name, COMPRESSORS)
     return COMPRESSORS[name]
@@ -249,9 +256,11 @@ def with_codec(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     others = {key: value for key, value in options.items() if key not in coded}
     if not coded:
         return others
+    # not before a codec is asked for, as it loads torch
     from gradstats.collectives.codec import Codec, check_codec
 
     codec = check_codec(Codec(**coded), name, codecs(name))
+    # a compressor that codes nothing takes no codec, and check_codec() let a plain one pass
     return others | ({"codec": codec} if codecs(name) else {})
 
 
@@ -279,6 +288,7 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     """
     from gradstats.compressors.selectors import ThresholdSelector, TopK
 
+    # no estimator has this name: as a rule it is `exact`
     if isinstance(name, str) and name == "topk":
         with options_of("selector", name):
             return TopK(ratio, **options)
@@ -315,6 +325,7 @@ def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Co
     cls = compressor_class(name)
     options = with_codec(name, options)
     variant, rule = cls.variants.get(name, {}), COMPRESSORS.rule(name)
+    # `none`: DDP averages without a hook
     if variant is None:
         return None
     if ratio is None and cls.has_ratio:
@@ -323,6 +334,7 @@ def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Co
         from gradstats.compressors.sparse import as_compressor
 
         assert ratio is not None
+        # the exchange takes the codec, the rule all other options
         codec = {"codec": options.pop("codec")} if "codec" in options else {}
         return as_compressor(make_selector(rule, ratio, **options), **codec)
     build: Any = cls

@@ -133,6 +133,7 @@ class WithSelector:
 
     @ratio.setter
     def ratio(self, ratio: float | None) -> None:
+        # a schedule sets the compressor's ratio, and the selector's is the one that counts
         self.selector.ratio = ratio
 
 
@@ -317,6 +318,7 @@ class Compressor(_Checkpointed, ABC):
         state : mapping
             What :meth:`state_dict` returned then. It is asked for in every step, and no later step may change it.
         """
+        # enough where the state is all that a step changes
         self.load_state_dict(state)
 
     def target(self, numel: int, layer: str | None = None) -> int:

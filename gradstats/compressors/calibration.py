@@ -123,6 +123,7 @@ class Calibration:
         bool
             Whether enough steps are timed to predict the others.
         """
+        # times are of other messages now; DDP rebuilds its buckets on all ranks in the same step
         if self._timed and [d.layers for d in self._timed[0][0]] != [d.layers for d in deliveries]:
             self._timed.clear()
         self._timed.append((deliveries, seconds))
@@ -148,6 +149,7 @@ class Calibration:
             The first to try.
         """
         whole = _seconds(lambda: selector.select(corrected))
+        # everything that the choice follows from is a mean over the ranks: all of them choose alike
         step, whole, self.deliveries = _agreed(self._timed, whole, group, corrected.device)
         self.costs = costs = probe(
             corrected, max(d.numel for d in self.deliveries), self.codec, group
@@ -159,9 +161,12 @@ class Calibration:
             return simulate(messages, overlap=self.overlap and corrected.is_cpu).seconds
 
         found = ways(self.deliveries, costs, self.ratio)
+        # the way in which the timed steps were sent
         least = next(w for w in found if not w.whole and set(w.ratios) == {self.ratio})
+        # what is not simulated, and the same for every way: forward pass, optimizer, data
         outside = max(0.0, step - seconds_of(least))
         seconds = [outside + seconds_of(way) for way in found]
+        # the reference is tried however slow it is predicted: the others are compared with it
         limit, safe = _WORTH_A_TRIAL * min(seconds), reference(found, seconds)
         others = [w for w, s in zip(found, seconds, strict=True) if s <= limit and w != found[safe]]
         self.trials = [Trial(way) for way in (found[safe], *others)]
@@ -182,15 +187,19 @@ class Calibration:
             Device of the gradient.
         """
         trials = self.trials
+        # ways take turns, so the first of those with the fewest steps was in use
         current = min(trials, key=lambda trial: len(trial.seconds))
         current.seconds.append(seconds)
         following = min(trials, key=lambda trial: len(trial.seconds))
         if len(following.seconds) == self.steps:
+            # all ranks have tried the same ways equally often, so the shapes agree
             rounds = torch.tensor([t.seconds for t in trials], dtype=torch.float64, device=device)
             agreed = all_reduce_mean(rounds, group).cpu().numpy()
             found = [trial.way for trial in trials]
             self.measured = list(zip(found, np.median(agreed, axis=1).tolist(), strict=True))
+            # predict() put the reference first
             following = trials[preferred(found, agreed, 0)]
+            # tells LAGS that it has the answer
             self.trials = []
         return following
 
@@ -216,7 +225,9 @@ def cut(
     deliveries: list[Delivery] = []
     pending: list[Activity] = []
     timeline = list(timeline)
+    # an exchange bears the name of the layer that completed its message
     sending = {a.layer: a for a in timeline if a.lane == "communicate"}
+    # the thread of the exchange adds to the same list, so its order is not that of time
     for activity in sorted(timeline, key=lambda a: a.start):
         if activity.lane == "communicate":
             continue
@@ -248,6 +259,7 @@ def _agreed(
     """Return the seconds of a step and of a selection in everything, and the messages, as means over the ranks."""
     each = list(zip(*(deliveries for deliveries, _ in timed), strict=True))
     step = statistics.median(seconds for _, seconds in timed)
+    # medians, as a single step may have been disturbed
     lanes = [
         [statistics.median(d.backward for d in steps) for steps in each],
         [statistics.median(d.select for d in steps) for steps in each],
@@ -276,6 +288,7 @@ def _messages(
     )
     found = []
     for row, ratio in zip(rows, way.ratios, strict=True):
+        # every layer sends one element at least
         count = max(ratio * row.numel, len(row.layers))
         if sends_dense(round(count), round(count), row.numel, numel, codec):
             found.append(replace(row, select=0.0, communicate=costs.dense(row.numel)))
@@ -307,11 +320,13 @@ def probe(like: torch.Tensor, largest: int, codec: Codec, group: dist.ProcessGro
 
     def sparse(count: int) -> Callable[[], object]:
         gather = SparseAllGather(codec)
+        # spread over the gradient, as the length of coded positions depends on the gaps
         positions = torch.arange(count, device=like.device) * (numel // count)
         chosen = Selection(positions, gather.rounded(like[positions]))
 
         def call() -> None:
             update.begin(like)
+            # adding up is part of what a selection costs
             for rank in gather([chosen], numel, group, 0, (count, count), like.device).selections:
                 update.add(rank)
 
@@ -322,6 +337,7 @@ def probe(like: torch.Tensor, largest: int, codec: Codec, group: dist.ProcessGro
         return lambda: all_reduce(values, group)
 
     lines = []
+    # a selection of more than half of a message would be longer than all its values
     for prepare, most in ((sparse, -(-largest // 2)), (dense, numel)):
         size, sizes, medians = min(_SMALLEST_PROBE, most), [], []
         while True:
@@ -329,6 +345,7 @@ def probe(like: torch.Tensor, largest: int, codec: Codec, group: dist.ProcessGro
             call()  # the first one pays for the memory
             took = torch.tensor([_seconds(call)], dtype=torch.float64, device=like.device)
             sizes.append(size)
+            # the mean also decides whether to go on: by its own clock a rank could go on alone, and hang
             medians.append(float(all_reduce_mean(took, group)))
             if size == most or medians[-1] > _LONGEST_PROBE_S:
                 break
@@ -353,5 +370,6 @@ def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, floa
 
     took = np.asarray(seconds)
     design = np.stack([np.ones_like(took), np.asarray(sizes, float)], axis=1) / took[:, None]
+    # not negative: noise must not make a latency or an element take less than no time
     latency, per_element = scipy.optimize.nnls(design, np.ones_like(took))[0]
     return float(latency), float(per_element)

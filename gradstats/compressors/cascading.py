@@ -71,9 +71,12 @@ class Cascading(SignCompressor):
         hops = 2 * (world - 1)
         return load.exchange(
             numel,
+            # every part travels `hops` times, and ranks differ only in the uneven lengths
             hops / world * sum(parts),
+            # each rank compresses one part of its own, and a sum at each of world − 1 hops
             select=(load.selecting._replace(size=numel / world, times=world),),
             communicate=(FLAG, Work("hop", max(parts), hops)),
+            # a part at each of world − 1 hops, and all of them at the end
             unpack=(Work("unpack_signs", numel / world, 2 * world - 1),),
         )
 
@@ -86,6 +89,7 @@ class Cascading(SignCompressor):
             return Reduced(flags)
         started = time.perf_counter()
         ring = Ring(group)
+        # after the flags: a refused step draws nothing
         generator = self._own.generator(dist.get_rank(group), corrected.device)
         local = split(corrected, ring.size)
         compressing = 0.0
@@ -108,6 +112,7 @@ class Cascading(SignCompressor):
 
         def prepare(index: int, _: int) -> Callable[[torch.Tensor], torch.Tensor]:
             own = local[index]
+            # Q(received + own): nothing of it can be done before the message is there
             return lambda received: compress(decoded(received, own).add_(own))
 
         # An empty part sends nothing, not even a scale.
@@ -119,6 +124,7 @@ class Cascading(SignCompressor):
             )
             for part in local
         ]
+        # the only part that a rank sends before anything has come in
         if local[ring.position].numel():
             parts[ring.position] = compress(local[ring.position])
         ring.all_gather(parts, ring.reduce_scatter(parts, prepare))

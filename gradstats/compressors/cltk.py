@@ -65,6 +65,7 @@ class CLTk(Compressor):
         positions = WORD * (_HEAD + codec.index_words(k, load.numel))
         return load.exchange(
             k,
+            # the leader alone sends positions: a mean over the ranks
             FLAG.size + FULL * k + positions / load.world,
             select=(load.selecting,),
             pack=tuple(coding(codec, "encode", k)),
@@ -106,18 +107,23 @@ class CLTk(Compressor):
         if leading:
             indices, threshold = self._choose(corrected, k)
             message[0] = indices.numel()
+            # no more words than there is room for, as there are at most k positions
             words = self._codec.pack_indices(indices, numel)
             body[: words.numel()] = words
+            # of the count, too: by a damaged one a rank would miss positions that the others have
             message[1] = checksum(body) ^ message[0]
         chosen = time.perf_counter()
         broadcast(message, leader, group)
+        # one transfer from a device
         count, sent, found = torch.stack([*message[:_HEAD], checksum(body)]).tolist()
         if sent != found ^ count:
             raise damaged(leader, "what it carries does not have its checksum")
         if not 0 <= count <= k:
             raise damaged(leader, f"it claims {count} positions, of {k} at most")
+        # the leader reads them from the message, too: all ranks average at the same positions
         indices, _ = self._codec.unpack_indices(body, count, numel, leader)
         mean = self._update.average(corrected, indices, group)
+        # after all exchanges: a step that failed keeps its leader
         self._step += 1
         own = count * corrected.element_size() + HEADER_BYTES
         return Reduced(
@@ -138,7 +144,9 @@ class CLTk(Compressor):
         message = self._top.select(gradient)
         indices = message.indices
         if indices.numel() > k:
+            # stable: of equal magnitudes the first in index order
             order = message.values.abs().argsort(descending=True, stable=True)
+            # codes of positions need them ascending
             indices = indices[order[:k]].sort().values
         return indices, message.threshold
 

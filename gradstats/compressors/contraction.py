@@ -86,6 +86,7 @@ def contraction(gradient: torch.Tensor, sent: torch.Tensor, ratio: float) -> Con
         raise InputError(
             f"what was sent has shape {tuple(sent.shape)}, not {tuple(gradient.shape)}"
         )
+    # in float64, as squares of small float32 numbers would vanish
     g, c = gradient.double(), sent.double()
     energy = float(g.square().sum())
     kept = int(sent.count_nonzero()) / max(1, sent.numel())
@@ -134,6 +135,7 @@ def random_ratio(
     if generator is None:
         random = (1 - count / max(1, x.numel())) * energy
     else:
+        # what the random choice leaves out
         drawn = torch.randperm(x.numel(), generator=generator)[count:]
         random = float(x[drawn.to(x.device)].square().sum())
     return missed / random if random > 0 else math.nan

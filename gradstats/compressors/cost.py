@@ -217,6 +217,7 @@ def selection_words(
         Elements of the part that the selection is from; `numel` if None.
     """
     positions = codec.index_words(count, numel if span is None else span, numel)
+    # of several selections in a message, each has its own counts
     return _SELECTION + positions + codec.value_words(values)
 
 
@@ -253,6 +254,7 @@ def ragged_bytes(words: Sequence[Sequence[int]], expected: int) -> list[list[int
     list of list of int
         For each step, the bytes of its collectives: one, or two where a message is larger than the room.
     """
+    # no group is needed: what is asked of it is its rule for the room of the next message
     gather, sent = RaggedAllGather(), []
     for counts in words:
         gather.capacity = gather.capacity or max(1, expected)
@@ -286,7 +288,9 @@ def sparse(load: Load, single: bool = False) -> Exchange:
     """
     counts, numel, codec = load.counts, load.numel, load.codec
     mean = sum(counts) / len(counts)
+    # in a steady state the step before, which decides, has sent as much
     if sum(counts) > load.dense_above * numel:
+        # how many elements were selected travels behind the flags
         flags = HEADER_BYTES + WORD
         return load.exchange(
             mean,
@@ -297,11 +301,13 @@ def sparse(load: Load, single: bool = False) -> Exchange:
         )
     words = [selection_words(c, 1 if single else c, numel, codec) for c in counts]
     room = selection_words(load.k, 1 if single else load.k, numel, codec)
+    # the second of two equal steps: its room is what the first one has led to
     messages = ragged_bytes([words] * 2, room)[-1]
     return load.exchange(
         mean,
         sum(messages),
         select=(load.selecting,),
+        # ranks pack at the same time, and all wait for the one with most
         pack=(Work("pack", max(counts)), *coding(codec, "encode", max(counts))),
         communicate=tuple(Work("all_gather", m) for m in messages),
         unpack=(

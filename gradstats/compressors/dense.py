@@ -97,9 +97,11 @@ class DenseCompressor(Compressor):
         if any(flags):
             return Reduced(flags)
         flagged = time.perf_counter()
+        # not before the flags are known: rounding changes the gradient, a refused step must not
         if self._codec is not None and self._codec.values in SCALED:
             messages, size = _in_parts(corrected, self._codec, dist.get_world_size(group))
             rounded = time.perf_counter()
+            # `corrected` is the residual by now
             mean, bytes_sent = _mean_of_parts(corrected, messages, size, self._codec, group)
         else:
             in_loops = self._codec is not None and _in_loops(corrected, self._codec)
@@ -110,6 +112,7 @@ class DenseCompressor(Compressor):
             mean = (
                 self._mean_by_loop(sent, world)
                 if in_loops
+                # divided in the wider type, or the mean would be rounded once more
                 else sent.to(corrected.dtype).div_(world)
             )
             bytes_sent = corrected.numel() * sent.element_size()
@@ -129,9 +132,11 @@ class DenseCompressor(Compressor):
         """Return values as they travel, and leave what rounding took off."""
         sent = corrected if self._codec is None else self._codec.rounded(corrected)
         if sent is corrected:  # of the type that travels
+            # the sum is written where the summand lies, and nothing was rounded off
             sent = corrected.clone()
             corrected.zero_()
         else:
+            # exact, but for values beyond the range of the type, which became its largest number
             corrected -= sent
         return sent
 
@@ -142,7 +147,9 @@ class DenseCompressor(Compressor):
         if self._message.numel() != corrected.numel():
             self._message = torch.empty_like(corrected, dtype=torch.bfloat16)
             self._mean = torch.empty_like(corrected)
+        # NumPy has no bfloat16: the same memory as whole numbers
         bits = self._message.view(torch.int16).numpy().view(np.uint16)
+        # blocks are views (see _in_loops), so the loop leaves in the gradient what it takes off
         map_blocks(
             lambda start, block: round_to_bfloat16(block, bits[start : start + block.size]),
             corrected,
@@ -165,6 +172,7 @@ class DenseCompressor(Compressor):
 
 def _in_loops(corrected: torch.Tensor, codec: Codec) -> bool:
     """Tell whether compiled loops round the gradient where it lies."""
+    # other tensors would reach the loop as copies, and what it leaves in them would be lost
     plain = corrected.dtype == torch.float32 and corrected.is_contiguous()
     return codec.values == "bfloat16" and corrected.is_cpu and plain
 
@@ -182,6 +190,7 @@ def _bfloat16(load: Load) -> Exchange:
 
 def _eight_bits(load: Load) -> Exchange:
     codec, world = Codec(values="float8_e4m3fn"), load.world
+    # whole chunks, so that no two parts share a scale
     part = CHUNK * -(-load.numel // (CHUNK * world))
     message = WORD * (codec.value_words(part) + 1)
     # an all-to-all of parts puts as many bytes on every link as an all-gather of one
@@ -199,6 +208,7 @@ def _in_parts(corrected: torch.Tensor, codec: Codec, world: int) -> tuple[torch.
     """Return a message for each rank with its part of the gradient, and a part's size; leave what rounding took off."""
     numel = corrected.numel()
     size = CHUNK * -(-numel // (CHUNK * world))
+    # float32 for a float64 gradient, too: the difference stays in the residual
     padded = torch.zeros(world * size, device=corrected.device)
     padded[:numel] = corrected
     # by parts, as they are packed: a scale may be for all values
@@ -225,8 +235,12 @@ def _mean_of_parts(
     for words in rows[:, :-1]:
         own.add_(codec.unpack_values(words, size), alpha=1 / world)  # a sum could leave the range
     message = codec.pack_values(codec.rounded(own))
+    # all ranks decode the same bytes, each also its own: replicas get the same bits
     parts = [codec.unpack_values(words, size) for words in all_gather_checked(message, group)]
+    # the last parts may end, or even begin, behind the gradient
     start, stop = (min(i * size, numel) for i in (rank, rank + 1))
+    # times the ranks: the mean will divide by their number what this rank alone adds
     residual[start:stop] += world * (own - parts[rank])[: stop - start]
+    # with the part to itself, and one word more for the checksum behind the mean
     sent = (messages.numel() + message.numel() + 1) * message.element_size()
     return torch.cat(parts)[:numel].to(residual.dtype), sent

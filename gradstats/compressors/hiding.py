@@ -80,14 +80,18 @@ def hiding_ratios(
     >>> hiding_ratios([1000, 1000], [2e-3, 0], [0, 0], 1e-3, 1e-5)
     array([0.1  , 0.001])
     """
+    # at least 1: a message may be of empty layers
     elements = np.maximum(np.asarray(numel, float), 1)
+    # eq. 19: what is left of the backward pass for the elements of a message
     budget = np.asarray(backward, float) - np.asarray(select, float) - latency
+    # if elements cost nothing, all of them fit into any time that is left
     affordable = np.where(budget > 0, np.inf, 0.0)
     if per_element > 0:
         affordable = budget / (per_element * elements)
     if dense is None:
         return np.clip(affordable, smallest, 1.0)
     kept = np.clip(affordable, smallest, max(smallest, 0.5))
+    # nothing is selected for it, so it has all of the backward pass to hide behind
     whole = dense[0] + dense[1] * elements
     sparse = np.asarray(select, float) + latency + per_element * elements * kept
     return np.where(whole <= np.maximum(sparse, np.asarray(backward, float)), 1.0, kept)
@@ -204,6 +208,7 @@ class Timeline:
     def hidden(self) -> float:
         """Communication that goes on during the backward pass and selection, in seconds."""
         computing = self.lane("backward") + self.lane("select")
+        # what it would take one after the other, less what it takes
         return self.forward + computing + self.lane("communicate") - self.seconds
 
     @property
@@ -342,6 +347,7 @@ def ways(messages: Sequence[Delivery], costs: Costs, smallest: float = 0.001) ->
     layers = np.array([len(m.layers) for m in messages])
     hiding = hiding_ratios(
         numel,
+        # a message hides behind the backward pass of the next one; nothing follows the last
         [*(m.backward for m in messages[1:]), 0.0],
         [m.select for m in messages],
         costs.latency,
@@ -362,8 +368,10 @@ def ways(messages: Sequence[Delivery], costs: Costs, smallest: float = 0.001) ->
             if whole
             else np.maximum(ratios * numel, layers).sum()
         )
+        # `sent` of a whole is that of the smallest ratio, also where it is dense
         kept = numel.sum() if (ratios == 1).all() else sent
         found.append(Way(whole, tuple(ratios.tolist()), float(kept)))
+    # eq. 19 may come out as the smallest ratio, or 1, everywhere: no way is tried twice
     return list(dict.fromkeys(found))
 
 
@@ -409,12 +417,14 @@ def preferred(found: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
     int
         Position of the chosen way; of those that send equally many, the fastest.
     """
+    # logarithms, so that what slows down all of a round by one factor cancels
     took = np.log(np.asarray(seconds, float))
     slower = took - took[safe]
     medians = np.median(slower, axis=1)
     # 1.253 σ/√n of a median of normal numbers, with σ = 1.483 times their median absolute deviation
     deviation = np.median(np.abs(slower - medians[:, None]), axis=1)
     highest = medians + 1.96 * 1.253 * 1.483 * deviation / np.sqrt(took.shape[1])
+    # the reference always counts, so there is something to choose
     count = [i for i in range(len(found)) if i == safe or highest[i] <= np.log1p(_MARGIN)]
     limit = min(medians[i] for i in count) + np.log1p(_TOLERANCE)
     fast = [i for i in count if medians[i] <= limit]

@@ -105,6 +105,7 @@ class LAGS(Layerwise):
         codec: Codec | torch.dtype = PLAIN,
         overlap: bool = True,
     ) -> None:
+        # no ratio for all: each selector gets its own from _top_k() and _keep()
         super().__init__(self._top_k, merge=merge, codec=codec, overlap=overlap)
         self._ratio = check_ratio(ratio)  # now, not in the first backward pass
         self.adaptive = adaptive
@@ -147,6 +148,7 @@ class LAGS(Layerwise):
     def _top_k(self, name: str, numel: int) -> Selector:
         ratio = self.ratios.get(name, self._ratio)
         if name not in self.ratios and self.whole:
+            # the gradient as a whole has no entry, and the layers' are all equal then
             ratio = next(iter(self.ratios.values()))
         if self.double_sampling:
             return ThresholdSelector(DGC(), ratio)
@@ -159,6 +161,7 @@ class LAGS(Layerwise):
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
+        # a schedule sets it in every step, mostly to what it is
         if ratio != self._ratio:
             self._ratio = ratio
             self._begin_anew()
@@ -178,7 +181,9 @@ class LAGS(Layerwise):
         flag: int = 0,
     ) -> None:
         """Take layers whose gradient is complete, as :meth:`Layerwise.push` does, unless one message has them all."""
+        # kept in the order of the backward pass, by which the timeline is cut
         self._layers += layers
+        # of one message for everything nothing is pushed on, so reduce() announces the flag
         self._flag |= flag
         if not self.whole:
             super().push(corrected, layers, group, flag)
@@ -193,13 +198,16 @@ class LAGS(Layerwise):
         self._layers, self._flag = [], 0
         reduced = super().reduce(corrected, group, flag)
         now = time.perf_counter()
+        # from the end of the step before, so forward pass and optimizer are in it
         seconds, self._ended = now - self._ended, now
+        # flags are the same on all ranks, so all of them count the same steps
         if self.adaptive and not self._settled and not any(reduced.flags):
             calibration = self._calibration
             if calibration.trials:
                 self._use(calibration.following(seconds, group, corrected.device))
                 self._settled = not calibration.trials
             elif calibration.time(cut(self.timeline, layers, self.selectors), seconds):
+                # one of its own: it is only timed, and the state of none may change
                 selector = self._top_k("", corrected.numel())
                 self._use(calibration.predict(corrected, selector, group))
                 self._ended = time.perf_counter()
@@ -212,8 +220,10 @@ class LAGS(Layerwise):
 
     def _use(self, trial: Trial) -> None:
         """Send in this way from the next step on."""
+        # messages differ in size from way to way: each keeps the exchanges that know their room
         way, self._gathers = trial.way, trial.gathers
         self.whole = way.whole
+        # the one ratio of a whole, for every message's layers
         each = way.ratios * len(self.deliveries) if way.whole else way.ratios
         self._keep(by_layer(self.deliveries, each))
 
@@ -230,6 +240,7 @@ class LAGS(Layerwise):
         return {
             **super().state_dict(),
             "ratio": self._ratio,
+            # a search under way cannot go on elsewhere: its times would be of two runs
             "ratios": dict(self.ratios) if self._settled else {},
             "whole": self.whole and self._settled,
         }

@@ -43,6 +43,7 @@ def sends_dense(count: int, values: int, numel: int, total: int, codec: Codec = 
     codec : Codec
         What positions and values of the selection are. A dense layer's values travel as float32.
     """
+    # in 32-bit words: a value that travels densely is one
     return codec.index_words(count, numel, total) + codec.value_words(values) > numel
 
 
@@ -53,6 +54,7 @@ class _Message:
     pushed: bool = False
     layer: str = ""
     numel: int = 0
+    # positions and values, for which all ranks make room alike
     target: list[int] = field(default_factory=lambda: [0, 0])
     selections: list[Selection] = field(default_factory=list)
     dense: list[Selection] = field(default_factory=list)
@@ -125,6 +127,7 @@ class Layerwise(Compressor):
         self._selectors: dict[str, Selector] = {}
         self._numels: dict[str, int] = {}
         self._restored: Mapping[str, Any] = {}
+        # one for the n-th message of every step, as each remembers the room that it needs
         self._gathers: list[SparseAllGather] = []
         self._background = Background()
         self._update = SparseUpdate()
@@ -137,6 +140,7 @@ class Layerwise(Compressor):
 
     def _reset(self) -> None:
         """Forget the step in progress."""
+        # None also says that no step has begun
         self._before: dict[str, dict[str, Any]] | None = None
         self._pending = _Message()
         self._sent: list[Selection] = []
@@ -180,28 +184,34 @@ class Layerwise(Compressor):
     ) -> None:
         self._begin(corrected)
         started = self._now()
+        # since the last push this thread has been in the backward pass
         self._record("backward", layers, self._resumed, started)
         message = self._pending
         message.pushed = True
         message.flag |= flag
         for name, slot in layers:
+            # of the message in the making, which comes after those that were sent
             numel, gather = slot.stop - slot.start, self._gather(len(self._pendings))
             selector = self._selector(name, numel)
             dense = self._whole(selector, numel)
+            # targets, not what was selected: the first room must be the same on all ranks
             if not dense:
                 target = selector.target(numel)
                 message.target[0] += target
                 message.target[1] += 1 if selector.single_value else target
             message.numel += numel
             message.layer = name
+            # a bad gradient is not read, but the message goes out, with the flag in it
             if flag:
                 continue
             if dense:
                 positions = torch.arange(slot.start, slot.stop, device=corrected.device)
+                # a view of float32: nothing writes to the gradient before reduce() does
                 selection = Selection(positions, corrected[slot].float(), 0.0)
                 message.dense.append(selection)
             else:
                 chosen = selector.select(corrected[slot])
+                # rounded here, so that what is subtracted in the end is what the others received
                 positions, rounded = chosen.indices + slot.start, gather.rounded(chosen.values)
                 selection = Selection(positions, rounded, chosen.threshold)
                 message.selections.append(selection)
@@ -209,6 +219,7 @@ class Layerwise(Compressor):
             self._thresholds.append(selection.threshold)
         self._resumed = self._now()
         self._record("select", layers, started, self._resumed)
+        # by the size of the layers, never of selections: all ranks must send the same messages
         if message.numel >= max(1, self.merge):
             self._send(group)
 
@@ -224,15 +235,20 @@ class Layerwise(Compressor):
             self._send(group)
         waiting = self._now()
         try:
+            # nothing of the gradient is changed while one of them may still be refused
             gathered = [each.result() for each in self._pendings]
+            # a rank may have flagged one message and not another
             flags = [max(f) for f in zip(*(g.flags for g in gathered), strict=True)]
             if any(flags):
+                # selecting has moved the selectors on: a refused step leaves no trace
                 for name, state in (self._before or {}).items():
                     self._selectors[name].load_state_dict(state)
                 return Reduced(flags)
             union = self._update.divide(len(flags))
+            # the empty one is for a step in which nothing was selected
             sent = torch.cat([corrected[:0].long(), *(each.indices for each in self._sent)])
             for each in self._sent:
+                # what rounding took off stays; one value may stand for all positions
                 corrected[each.indices] -= each.values.float()
             done = self._now()
             lanes = {
@@ -258,13 +274,16 @@ class Layerwise(Compressor):
     def abandon(self) -> None:
         """Drop a step that will not be completed, after its messages have ended."""
         for each in self._pendings:
+            # the other ranks are in the same exchange, and it reads the gradient
             each.end()
         self._reset()
 
     def _begin(self, corrected: torch.Tensor) -> None:
         if self._before is not None:
             return
+        # to go back to, should a rank refuse the step
         self._before = {name: c.state_dict() for name, c in self._selectors.items()}
+        # before the first message, whose thread adds to it
         self._update.begin(corrected)
         self._numel = corrected.numel()
         self.timeline = []
@@ -303,6 +322,7 @@ class Layerwise(Compressor):
             if name in self._restored:
                 selector.load_state_dict(self._restored[name])
             if self._before is not None:
+                # met in this step, so not among those saved at its beginning
                 self._before[name] = selector.state_dict()
         return self._selectors[name]
 
@@ -328,8 +348,10 @@ class Layerwise(Compressor):
                 update.vector.device,
                 message.numel,
             )
+            # one thread adds up ranks and messages in their order: the same bits on every rank
             for rank in gathered.selections:
                 update.add(rank)
+            # targets and flags are the same on all ranks: all of them get here, or none
             if message.dense and not any(gathered.flags):
                 positions = torch.cat([each.indices for each in message.dense])
                 values = all_reduce(torch.cat([each.values for each in message.dense]), group)
@@ -349,6 +371,7 @@ class Layerwise(Compressor):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every layer's selector, by name, and the capacities of the messages."""
         return {
+            # before the first step after a restart there are no selectors yet
             "layers": {name: c.state_dict() for name, c in self._selectors.items()}
             or dict(self._restored),
             "capacities": [gather.words.capacity for gather in self._gathers],
@@ -362,6 +385,7 @@ class Layerwise(Compressor):
                 selector.load_state_dict(self._restored[name])
             else:  # met later: it begins anew when it is met again
                 del self._selectors[name]
+        # capacities must be equal on all ranks, so none is kept that the checkpoint does not have
         self._gathers.clear()
         for message, capacity in enumerate(state["capacities"]):
             self._gather(message).words.capacity = capacity

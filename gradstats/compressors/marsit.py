@@ -56,9 +56,11 @@ def transient_merge(generator: torch.Generator) -> Merge:
     def merge(
         local: torch.Tensor, local_count: int, received_count: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
+        # drawn while the message travels: 1, with probability b/(a + b), where the local bit wins
         take_local = bernoulli_bits(
             local.numel(), local_count, local_count + received_count, generator
         )
+        # r: the local bit where it wins, else its opposite, the received bit where they differ
         transient = (local ^ take_local).bitwise_not_()
         return lambda received: (received & local) | ((received ^ local) & transient)
 
@@ -122,12 +124,14 @@ class Marsit(Compressor):
         packed = -(-numel // 8)
         along_row = -(-packed // columns)
         along_column = -(-along_row // rows)
+        # two periods, along a row of whole vectors and along a column of parts; a ring is one row
         moved = 2 * packed * (rows * (columns - 1) + rows - 1) / world
         # of an empty part nothing travels; some columns have a byte more than others
         least, longer = divmod(packed, columns)
         parts = longer * min(rows, least + 1) + (columns - longer) * min(rows, least)
         messages = (columns - 1) * min(1, packed / columns) + (rows - 1) * parts / world
         moved += 2 * CHECK * messages
+        # one float64 for the mean magnitude
         scale = checked_bytes(8) if world > 1 else 0
         full = 1 / load.full_every if load.full_every else 0.0
         one_bit = 1 - full
@@ -178,7 +182,9 @@ class Marsit(Compressor):
         world = dist.get_world_size(group)
         shape = self.shape or most_square(world)
         if self.topology == "torus":
+            # before any message, and alike on all ranks
             check_torus(shape, world)
+        # before anything is drawn: a refused step leaves generator and round as they are
         flags = all_gather_flags(flag, group, corrected.device)
         if any(flags):
             return Reduced(flags)
@@ -188,6 +194,7 @@ class Marsit(Compressor):
             if full
             else self._one_bit(flags, corrected, group, shape)
         )
+        # rounds that were refused do not count towards the K-th
         self._step += 1
         return reduced
 
@@ -204,6 +211,7 @@ class Marsit(Compressor):
         packed, total = packed_signs(corrected, generator)
         selected = time.perf_counter()
         scale = (
+            # the same bits everywhere, as replicas apply it and every compensation subtracts it
             mean_over_ranks(total / max(1, numel), group, corrected.device)
             if self.scale == "mean"
             else self.scale
@@ -221,6 +229,7 @@ class Marsit(Compressor):
             corrected.device,
         ):
             self._room = corrected.new_empty(8 * packed.numel())
+        # algorithm 1: c ← (g + c) − g_t, with the g_t of the group
         mean = take_off(packed, float(scale), corrected, self._room)
         return Reduced(
             flags=flags,
@@ -248,7 +257,9 @@ def _full_precision(
 ) -> Reduced:
     started = time.perf_counter()
     world, numel = len(flags), corrected.numel()
+    # the sum overwrites what it is given, and the compensation is zeroed where the gradient lies
     mean = corrected.clone()
+    # no rank has elements then, so none waits
     if numel:
         all_reduce_mean(mean, group)
     return Reduced(

@@ -97,12 +97,14 @@ class MiCRO(Compressor):
         """Return an all-gather of the positions in every partition, and an all-reduce of the values at all of them."""
         world, numel, codec = load.world, load.numel, load.codec
         counts = load.selected
+        # without measured counts: the target, evenly over the partitions
         if counts is None:
             parts = (partition(load.k, world, i) for i in range(world))
             counts = [p.stop - p.start for p in parts]
         union, part = sum(counts), -(-numel // world)
 
         def words(count: int) -> int:
+            # positions follow a number and, if they are coded, their count
             return (1 if codec == PLAIN else 2) + codec.index_words(count, part, numel)
 
         steps = [[words(c) for c in counts]] * 2
@@ -137,14 +139,18 @@ class MiCRO(Compressor):
         """Select in this rank's partition, average at the positions of all ranks, and steer η."""
         started = time.perf_counter()
         numel, world = corrected.numel(), dist.get_world_size(group)
+        # 1 even of an empty gradient, as the controller divides by it
         k = max(1, target_count(self.ratio, numel))
+        # algorithm 1, line 7: in n steps every rank looks at every element once
         own = partition(numel, world, (self._step + dist.get_rank(group)) % world)
         part = corrected[own]
         extra_bytes = 0
+        # not by find(), which would take η from this rank's partition alone
         threshold: float | None = self._controller.state_dict()["threshold"]
         if threshold is None and self.rule == "paper":
             threshold = self._controller.find(part, k).threshold
         elif threshold is None:
+            # η is the same on all ranks, so all of them need the first one together
             threshold, first = self._first_threshold(part, k, group, flag)
             if any(first.flags):
                 return Reduced(first.flags)
@@ -157,15 +163,19 @@ class MiCRO(Compressor):
         if threshold is not None and not flag and part.numel():
             indices = select(part, threshold).indices + own.start
             if not indices.numel():
+                # travels beside the positions, so that all ranks know the largest if nobody has any
                 largest = float(part.abs().max())
         chosen = time.perf_counter()
+        # a quarter above an even share of k
         expected = -(-5 * k // (4 * world))
+        # length of the longest partition
         span = -(-numel // world)
         gathered = self._gather(indices, numel, group, largest, flag, expected, span=span)
         if any(gathered.flags):
             return Reduced(gathered.flags)
         union = torch.cat(gathered.indices)
         kept, reached = union.numel(), max(gathered.numbers)
+        # from numbers that all ranks have, so all of them exchange positions again, or none
         if self._controller.clamps and not kept and reached:
             # as of one gradient: the largest magnitude of all ranks' partitions, which each of them now knows
             threshold = reached
@@ -176,6 +186,7 @@ class MiCRO(Compressor):
             if any(gathered.flags):
                 return Reduced(gathered.flags)
             union = torch.cat(gathered.indices)
+        # partitions are disjoint: no position is in the union twice
         mean = self._update.average(corrected, union, group)
         count = union.numel()
         if kept or reached:
@@ -206,18 +217,21 @@ class MiCRO(Compressor):
         """
         largest = part[:0]
         if part.numel() and not flag:
+            # up to k, as all the largest may lie in one partition
             chosen = top_candidates(part, k)[1].values
             assert isinstance(chosen, torch.Tensor)
             largest = chosen.abs().float()
         # The bits of positive floats, read as integers, are in the same order.
         bits = largest.view(torch.int32).long()
         most = part.numel() * dist.get_world_size(group) + 1  # partitions differ by one at most
+        # they travel as positions: the bits of every float32, infinity too, are below 2³¹ − 1
         gathered = IndexAllGather()(bits, 2**31 - 1, group, flag=flag, expected=k, most=most)
         magnitudes = torch.cat(gathered.indices)
         if any(gathered.flags) or not magnitudes.numel():
             return None, gathered
         least = magnitudes.topk(min(k, magnitudes.numel())).values[-1:]
         threshold = float(least.int().view(torch.float32))
+        # no rank refuses the step any more: all have seen all flags
         self._controller = thresholds.MiCRO(self.rule, threshold)
         return threshold, gathered
 

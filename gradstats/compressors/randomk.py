@@ -83,11 +83,14 @@ class RandomK(Compressor):
         flagged = time.perf_counter()
         numel = corrected.numel()
         k = target_count(self.ratio, numel)
+        # drawn on the host: generators of devices differ from each other
         indices = self._draw(numel, k).to(corrected.device)
         drawn = time.perf_counter()
         mean = self._update.average(corrected, indices, group)
         if self.unbiased and k:
+            # all of the buffer, which is zero at the other positions
             mean.mul_(numel / k)
+        # only now, so that a step refused or lost draws the same positions again
         self._step += 1
         return Reduced(
             flags=flags,
@@ -105,7 +108,9 @@ class RandomK(Compressor):
         """Return this step's k positions, in ascending order."""
         if not k:
             return torch.empty(0, dtype=torch.int64)
+        # a new one for each step, so that a checkpoint needs no state of it
         generator = np.random.default_rng([self.seed, self._step])
+        # unshuffled, as they are sorted anyway
         drawn = generator.choice(numel, k, replace=False, shuffle=False)
         return torch.from_numpy(np.sort(drawn.astype(np.int64)))
 

@@ -126,6 +126,7 @@ def redsync_selector(
     Differs from the paper, whose binary search runs on a sample that it does not describe: here it runs on all
     elements.
     """
+    # algorithm 5: by size plain top-k, trimmed top-k, binary search
     estimator: thresholds.Estimator = thresholds.RedSyncTrimmed(rule)
     if numel < topk_below:
         estimator = thresholds.Exact()
@@ -196,6 +197,7 @@ class RedSync(Compressor):
         self.search_above = search_above
         self.rule: Rule = rule
         self.codec = as_codec(codec)
+        # made in the first step, which shows the size of the messages
         self._chosen: Compressor | None = None
         self._restored: Mapping[str, Any] | None = None
 
@@ -218,6 +220,7 @@ class RedSync(Compressor):
     def ratio(self, ratio: float | None) -> None:
         assert ratio is not None
         self._ratio = ratio
+        # the dense exchange has no ratio
         if self._chosen is not None and self._chosen.ratio is not None:
             self._chosen.ratio = ratio
 
@@ -234,6 +237,7 @@ class RedSync(Compressor):
                 )
                 self._chosen = SparseCompressor(selector, self.codec)
             if self._restored is not None:
+                # a checkpoint may be read before the first step, which decides whose state it is
                 self._chosen.load_state_dict(self._restored)
                 self._restored = None
         return self._chosen.reduce(corrected, group, flag)

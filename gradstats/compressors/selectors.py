@@ -81,6 +81,7 @@ class ThresholdSelector(Selector):
             return
         self.estimator.warm_up()
         for numel in _TRIED:
+            # of a copy, as selecting moves the state of a rule on
             copy.deepcopy(self).select(torch.linspace(-1, 1, numel).exp())
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +118,7 @@ class TopK(ThresholdSelector):
 
     def select(self, gradient: torch.Tensor) -> Selection:
         """Select the largest magnitudes."""
+        # topk() takes k from 1 on; of nothing the estimator selects nothing
         if self.exactly and gradient.numel():
             return topk(gradient, self.target(gradient.numel()))
         return super().select(gradient)
@@ -159,6 +161,7 @@ class ChunkTopK(Selector):
 
     def select(self, gradient: torch.Tensor) -> Selection:
         """Select the largest magnitudes of each chunk."""
+        # the rest is a shorter chunk, with a k of its own
         whole = gradient.numel() // self.chunk * self.chunk
         found = []
         for start, rows in (
@@ -167,9 +170,11 @@ class ChunkTopK(Selector):
         ):
             if rows.numel():
                 k = target_count(self.ratio, rows.shape[1])
+                # ascending in each chunk, and so, as chunks follow each other, in all
                 inside = rows.abs().topk(k, sorted=False).indices.sort().values
                 first = torch.arange(len(rows), device=rows.device) * rows.shape[1] + start
                 found.append((inside + first[:, None]).view(-1))
         indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        # topk takes zeros where a chunk has fewer than k other elements
         indices = indices[gradient[indices] != 0]
         return Selection(indices, gradient[indices])

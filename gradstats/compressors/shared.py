@@ -56,6 +56,7 @@ class GlobalHistogram(SparseCompressor):
     @classmethod
     def exchange(cls, load: Load) -> Exchange:
         """Refuse: nobody has said yet what the histograms take."""
+        # past SparseCompressor, whose formula knows no histograms
         return super(SparseCompressor, cls).exchange(load)
 
     def __init__(
@@ -65,6 +66,7 @@ class GlobalHistogram(SparseCompressor):
         codec: Codec | torch.dtype = PLAIN,
         dense_above: float = 1.0,
     ) -> None:
+        # set anew in every step; Hard never lowers it to a rank's largest magnitude
         self._threshold = Hard(0.0)
         super().__init__(ThresholdSelector(self._threshold, ratio), codec, dense_above)
         self.bits = check_bits(bits)
@@ -76,13 +78,16 @@ class GlobalHistogram(SparseCompressor):
         """Agree on a threshold, then exchange as :class:`SparseCompressor` does."""
         started = time.perf_counter()
         k = self.selector.target(corrected.numel()) * dist.get_world_size(group)
+        # a rank that refuses reads no gradient, and takes part all the same
         words = self._upper_bins(corrected, k) if not flag else corrected[:0].int()
         counted = time.perf_counter()
         gathered = self._histograms(words, group, flag)
         if any(gathered.flags):
             return Reduced(gathered.flags)
+        # computed on each rank from the same whole numbers, and so to the same bits
         self._threshold.threshold = self._quantile(gathered, k)
         agreed = time.perf_counter()
+        # without the flag: had one been raised, all ranks would have returned
         reduced = super().reduce(corrected, group)
         reduced.bytes_sent += gathered.bytes_sent
         reduced.select_seconds += counted - started
@@ -100,6 +105,7 @@ class GlobalHistogram(SparseCompressor):
 
     def _quantile(self, gathered: GatheredWords, k: int) -> float:
         """Return the magnitude that k elements of all ranks together reach; 0 if there are no more than k."""
+        # 255 exponents: the last of 256 is that of infinities and NaN
         total = np.zeros(255 << self.bits, np.int64)
         for words in gathered.words:
             bins, counts = words.cpu().numpy().view(np.uint32).reshape(2, -1)

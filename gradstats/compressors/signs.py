@@ -142,8 +142,10 @@ class RandomStream:
         """
         if self._generator is None:
             self._generator = torch.Generator(device)
+            # mixed by NumPy: streams of neighbouring seeds and ranks have nothing in common
             key = np.random.SeedSequence([self.seed, self.purpose, rank])
             self._generator.manual_seed(int(key.generate_state(1, np.uint64)[0]))
+            # a checkpoint is read before the device of the gradient is known
             if self._state is not None:
                 self._generator.set_state(self._state)
         return self._generator
@@ -180,6 +182,7 @@ class RandomStream:
                     raise InputError(f"no state of a generator: {first_line(error)}") from None
             elif state.numel() != _DEVICE_STATE:
                 raise InputError(f"no state of a generator has {state.numel()} bytes")
+        # the next call makes a generator for its device, in this state
         self._generator, self._state = None, state
 
 
@@ -207,6 +210,7 @@ def bernoulli_bits(
     uint8 tensor, shape (length,)
         Eight bits a byte.
     """
+    # no compiled loop draws bits: on the CPU torch's operators do
     code = device_code(torch.empty(0, device=generator.device)) or operators
     bits = code.bernoulli(-(-length // _WORD), numerator, denominator, generator)
     return bits.view(torch.uint8)[:length]
@@ -235,6 +239,7 @@ def stochastic_sign_bits(
     -----
     Source: Marsit (Wu et al. 2022), appendix A. Section 3.2's ½ + |v|/‖v‖₂ is not a probability for |v| > ‖v‖₂/2.
     """
+    # float32 draws are multiples of 2⁻²⁴: an element below that share of the norm is a fair coin
     uniform = torch.rand(
         values.numel(), generator=generator, device=values.device, dtype=values.dtype
     )
@@ -263,10 +268,12 @@ def packed_signs(values: torch.Tensor, generator: torch.Generator) -> tuple[torc
     if flat is None:
         total = float(torch.linalg.vector_norm(values, 1, dtype=torch.float64))
         packed, zeros = pack_bits(values > 0), pack_bits(values == 0)
+        # mostly there are no zeros, and no coins are drawn for them
         some = bool(zeros.any())
     else:
         from gradstats.primitives.loops.signs import block_signs
 
+        # signs and zeros, in whole words, whose last bytes are cut off again
         words = np.empty((2, -(-length // _WORD)), np.uint64)
         some, total = block_signs(flat, *words)
         packed, zeros = torch.from_numpy(words.view(np.uint8)[:, :length])
@@ -300,12 +307,15 @@ def packed_stochastic_signs(
         from gradstats.primitives.loops.sums import block_norm
         from gradstats.primitives.loops.words import PART
 
+        # blocks begin at multiples of PART, so every thread has entries of its own
         largest = np.empty(-(-flat.size // PART), np.float32)
         squares = map_blocks(lambda at, block: block_norm(block, largest[at // PART :]), flat)
         norm = float(narrowed(math.sqrt(sum(squares))))
+    # the compiled loop takes finite elements alone
     if flat is None or not math.isfinite(norm):
         norm = norm_of(values)
         return pack_bits(stochastic_sign_bits(values, norm, generator)), norm
+    # one word a call, whatever the values: the loop goes on from it with a generator of its own
     seed = operators.random_words(1, generator)
     words = np.empty(-(-flat.size // 64), np.uint64)
     block_stochastic_signs(flat, norm, largest, seed.numpy().view(np.uint64)[0], words)
@@ -314,6 +324,7 @@ def packed_stochastic_signs(
 
 def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     """Return the memory of values that the compiled loops read; None if others do."""
+    # the memory of a lazily negated tensor has the opposite signs
     values = values.detach().resolve_neg()
     compiled = values.dtype == torch.float32 and values.is_contiguous()
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
@@ -350,6 +361,7 @@ def signed(
     byte, place = (torch.arange(n, device=packed.device) for n in (256, 8))
     table = ((byte[:, None] >> place & 1) * 2 - 1).to(dtype).mul_(scale)
     out = None if room is None else room.view(-1, 8)
+    # index_select takes no bytes for positions
     return torch.index_select(table, 0, packed.int(), out=out).view(-1)[:numel]
 
 
@@ -374,6 +386,7 @@ def take_off(
     tensor, shape (d,)
         Elements of either sign and one size.
     """
+    # to resolve a negation is to copy, and the loop would write into the copy
     flat = None if values.is_neg() else _compiled_view(values)
     if flat is None:
         taken = signed(packed, values.numel(), scale, values.dtype, room)
@@ -427,6 +440,7 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
     float
         The mean, the same bits on every rank, because all ranks add in the same order.
     """
+    # gathered, as the order in which an all-reduce adds is its backend's
     own = torch.tensor([value], dtype=torch.float64, device=device)
     values: list[float] = all_gather_checked(own, group).view(-1).tolist()
     return sum(values) / len(values)
@@ -526,6 +540,7 @@ class SignCompressor(Compressor):
 
     def warm_up(self) -> None:
         """Compile the loops of signs, or load them."""
+        # a whole byte of signs and a part of one
         values, generator = torch.ones(9), torch.Generator()
         packed, scale = packed_stochastic_signs(values, generator)
         packed_signs(values, generator)
@@ -581,6 +596,7 @@ class SignGathering(SignCompressor):
         if any(flags):
             return Reduced(flags)
         started = time.perf_counter()
+        # after the flags: a refused step throws no coins
         generator = self._own.generator(dist.get_rank(group), corrected.device)
         packed, scale = self._compress(corrected, generator)
         message = sign_message(packed, scale)

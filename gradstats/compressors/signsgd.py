@@ -38,12 +38,15 @@ def majority_bits(voters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.T
     ties : uint8 tensor, shape (bytes,)
         Bits that exactly half of them have set; of an odd number, half of one fewer.
     """
+    # digits of the counts, the lowest first; each tensor has one digit of all counts, eight a byte
     digits = [torch.zeros_like(voters[0]) for _ in range(len(voters).bit_length())]
     for carry in voters:
+        # a binary adder: `both` is the carry into the next digit
         for digit in digits:
             both = digit & carry
             digit ^= carry
             carry = both
+    # from the highest digit down; `equal` marks the counts that agree with half so far
     more, equal = torch.zeros_like(digits[0]), torch.full_like(digits[0], 255)
     for place in reversed(range(len(digits))):
         if len(voters) // 2 >> place & 1:
@@ -99,6 +102,7 @@ class SignSGD(SignGathering):
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
     ) -> torch.Tensor:
         majority, ties = majority_bits([packed for packed, _ in messages])
+        # votes of an odd number of ranks are never tied
         if len(messages) % 2 == 0:
             # On the CPU, as the ranks may have different devices, whose generators differ.
             thrown = bernoulli_bits(ties.numel(), 1, 2, self._ties.generator(rank=0))
@@ -125,6 +129,7 @@ class _Averaging(SignGathering):
         numel, dtype = corrected.numel(), corrected.dtype
         (packed, scale), *others = messages
         total = signed(packed, numel, scale, dtype)
+        # in the order of ranks, and so to the same bits on every rank
         for packed, scale in others:
             total += signed(packed, numel, scale, dtype)
         return total.div_(len(messages))

@@ -92,8 +92,10 @@ class SparseCompressor(WithSelector, Compressor):
         self.selector = selector
         self.average = check_average(average)
         self.dense_above = check_number(dense_above, "dense_above", 0, math.inf, "[]")
+        # chunks are coded by torch's operators, which need no compiling
         self._coded = as_codec(codec).indices == "rice"
         self._gather = SparseAllGather(codec)
+        # beside a dense sum, which does not show how much was selected
         self._counts = RaggedAllGather(kind=Kind.COUNTS)
         self._update = SparseUpdate()
         self._last = 0
@@ -121,13 +123,16 @@ class SparseCompressor(WithSelector, Compressor):
         numel = corrected.numel()
         target = self.selector.target(numel)
         expected = target, 1 if self.selector.single_value else target
+        # selecting moves the rule on, and another rank may refuse the step
         before = self.selector.state_dict()
         started = time.perf_counter()
         message = self.selector.select(corrected) if not flag else None
         selected = time.perf_counter()
         own = []
         if message is not None:
+            # rounded once, here: what is subtracted in the end is what the others received
             own = [Selection(message.indices, self._gather.rounded(message.values))]
+        # by what all ranks know of the step before, so that all choose the same collective
         dense = self.average == "ranks" and self._last > self.dense_above * numel
         if dense:
             reduced = self._all_reduce(own, corrected, group, flag)
@@ -139,6 +144,7 @@ class SparseCompressor(WithSelector, Compressor):
         reduced.communicate_seconds = time.perf_counter() - selected
         reduced.select_seconds = selected - started
         reduced.threshold, reduced.selected = message.threshold, message.indices.numel()
+        # after the exchange, as a refused step leaves the gradient; what rounding took off stays
         corrected[message.indices] -= own[0].values.float()
         reduced.residual, reduced.sent = corrected, message.indices
         return reduced
@@ -179,9 +185,11 @@ class SparseCompressor(WithSelector, Compressor):
         for each in own:
             mean[each.indices] = each.values.to(mean.dtype)
         count = torch.tensor([sum(len(each) for each in own)], dtype=torch.int32)
+        # before the sum, as it carries the flags: all ranks go on to the all-reduce, or none
         counts = self._counts(count.to(corrected.device), group, flag)
         if any(counts.flags):
             return Reduced(counts.flags)
+        # when it falls below the limit, the next step gathers again
         self._last = sum(int(each) for each in counts.words)
         mean = all_reduce_mean(mean, group)
         return Reduced(
