@@ -62,6 +62,7 @@ def get_num_threads() -> int:
 @cache
 def _executor(pid: int) -> ThreadPoolExecutor:
     """Return the pool of a process (by its id, because threads do not survive a fork), the same for all callers."""
+    # as many as can be of use: a thread starts only when all others are busy
     return ThreadPoolExecutor(os.cpu_count() or 1, "gradstats")
 
 
@@ -90,19 +91,23 @@ def map_runs(
     """
     view = flat_blocks(x, block)
     if view is None:
+        # one thread, because all chunks may arrive in one buffer
         return [function(iter(flat_chunks(x)), numel_of(x))]
     flat, starts = view
     threads = min(get_num_threads(), numel_of(x) // _SMALL)
 
     def run(part: range) -> T:
         pieces = ((start, flat[start : start + block]) for start in part)
+        # at most a block too many, for the last block may be short: readers reserve room by it
         return function(pieces, len(part) * block)
 
     if threads <= 1:
+        # an empty array, too: one run, without a block
         return [run(starts)]
     # One run per thread, so that each has buffers of its own and the work is even
     size = -(-len(starts) // threads)
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
+    # map() keeps the order of the parts, on which sums and selections depend
     return list(_executor(os.getpid()).map(run, parts))
 
 
@@ -116,6 +121,7 @@ def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
     x : array_like
         Array of any shape, floating dtype and device.
     """
+    # a single block needs neither runs nor threads
     view = flat_blocks(x, BLOCK) if numel_of(x) <= BLOCK else None
     if view is not None:
         return [function(0, view[0])] if view[1] else []

@@ -38,6 +38,7 @@ EXACT = 1 << 15
 """Non-zero elements up to which a sketch keeps every magnitude."""
 
 
+# no ==, which arrays do not answer with one truth value
 @dataclass(frozen=True, eq=False)
 class Magnitudes:
     """The distribution of n magnitudes, as ascending disjoint cells.
@@ -157,6 +158,7 @@ class Magnitudes:
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
         threshold = check_magnitude(threshold)
+        # a cell that ends at the threshold still reaches it
         i = int(np.searchsorted(self.right, threshold))
         if i == self.right.size:
             return 0.0
@@ -179,6 +181,7 @@ class Magnitudes:
         i = int(np.searchsorted(self.cumulative, self.count - k, side="right"))
         i = min(i, self.weight.size - 1)  # a rank below one rounds to none
         under = self.count - k - (self.cumulative[i] - self.weight[i])
+        # n magnitudes spread evenly are in the middles of n equal parts
         share = min((under + 0.5) / self.weight[i], 1.0)
         return float(self.left[i] + (self.right[i] - self.left[i]) * share)
 
@@ -191,7 +194,9 @@ class Magnitudes:
             Magnitude η ≥ 0. Of the cell that it cuts, the number above is rounded to a whole one.
         """
         threshold = check_magnitude(threshold)
+        # a cell that ends at the threshold has no excess
         i = int(np.searchsorted(self.right, threshold, side="right"))
+        # copies of what is written to below
         left, right, weight = self.left[i:].copy(), self.right[i:], self.weight[i:].copy()
         if left.size and left[0] < threshold:
             weight[0] = np.rint(weight[0] * (right[0] - threshold) / (right[0] - left[0]))
@@ -230,6 +235,7 @@ class Magnitudes:
         count = check_count(count, "count", 0)
         first = int(np.searchsorted(self.cumulative, self.count - count, side="right"))
         weight = np.rint(self.weight[first:]).astype(np.int64)
+        # 0, 1, … in each cell
         place = np.arange(weight.sum()) - np.repeat(np.cumsum(weight) - weight, weight)
         share = (place + 0.5) / np.repeat(weight, weight)
         left, right = (np.repeat(edge[first:], weight) for edge in (self.left, self.right))
@@ -247,6 +253,7 @@ class Magnitudes:
         """
         if check_count(size, "size", 0) >= self.count:
             return self
+        # magnitudes are put in order anyway, so ranks need not be shuffled
         ranks = rng.choice(self.count, size, replace=False, shuffle=False)
         cells = np.searchsorted(self.cumulative, ranks, side="right")
         width = self.right[cells] - self.left[cells]
@@ -295,6 +302,7 @@ class Sketch(Shown):
         """Return what is known exactly, and the median of the magnitudes, as one record."""
         s = self.moments
         rms = math.sqrt(s.sum_squares / s.count) if s.count else math.nan
+        # the rank in the middle, between two of an even number
         median = self.magnitudes.upper_quantile(max((s.count + 1) / 2, 1))
         counts = {"numel": s.numel, "zeros": s.zeros, "nonfinite": s.nonfinite}
         sizes = {"mean": s.mean, "rms": rms, "median": median if s.count else math.nan}
@@ -337,8 +345,10 @@ class Sketch(Shown):
             left = right = self.values
             weight = np.ones(left.size)
         else:
+            # a merged sketch may have come from few enough magnitudes to need no bins
             _check_range(m.max)
             edges = bin_edges(self.bits)
+            # indexed by arrays, these are copies, which _known_maximum writes to
             left, right, weight = _known_maximum(
                 edges[self.bins], edges[self.bins + 1], self.counts.astype(np.float64), m.max
             )
@@ -390,6 +400,7 @@ def merge(sketches: Sequence[Sketch]) -> Sketch:
     total = reduce(add, (s.moments for s in sketches))
     known = [s.values for s in sketches if s.values is not None]
     values = None
+    # single magnitudes are of use only if they are all
     if len(known) == len(sketches) and total.count <= EXACT:
         values = np.sort(np.concatenate(known))
     return Sketch(total, bins, counts, first.bits, values)
@@ -406,6 +417,7 @@ def _check_range(largest: float) -> None:
 
 def _check_small(counts: NDArray[Any], sums: Moments, bits: int) -> None:
     """Check that most magnitudes of float64 are not below float32's normal numbers, where its bins are few."""
+    # bins below 2^bits have exponent 0, that of subnormal numbers
     normal = int(counts[1 << bits :].sum())
     if 2 * normal < sums.count:
         raise InputError(
@@ -426,10 +438,12 @@ def _known_maximum(
     if largest <= left[-1]:  # all of them are there (float64 may lie a rounding lower)
         right[-1] = left[-1]
         return left, right, weight
+    # no magnitude of the last cell is larger
     right[-1] = largest
     if weight[-1] == 1:
         left[-1] = largest
         return left, right, weight
+    # the largest becomes a cell of its own
     weight[-1] -= 1
     return np.append(left, largest), np.append(right, largest), np.append(weight, 1.0)
 
@@ -489,6 +503,7 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)
     placed = (narrow.view(np.int32) >> (23 - bits)).astype(np.int64)  # ascending, as the values are
     changes = np.flatnonzero(placed[1:] != placed[:-1]) + 1
+    # where each bin's magnitudes begin, and the end of the last
     edges = np.concatenate([[0], changes, [placed.size]]) if placed.size else np.zeros(1, np.int64)
     return Sketch(sums, placed[edges[:-1]], edges[1:] - edges[:-1], bits, values)
 
