@@ -366,7 +366,6 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         x,
         flags=["external_loop", "buffered", "zerosize_ok", "refs_ok"],
         op_dtypes=[widened],
-        # widens, or turns bytes round; nothing narrows, as op_dtypes is the wider type
         casting="same_kind",
         # positions count in logical order, whatever the order in memory
         order="C",

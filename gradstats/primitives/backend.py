@@ -158,7 +158,6 @@ class _Choice(AbstractContextManager[None]):
         self.name = name
 
     def __enter__(self) -> None:
-        # `active` is read without the lock, in one step
         with self._lock:
             self.active.append(self)
 
@@ -211,7 +210,6 @@ def backend(name: Backend) -> AbstractContextManager[None]:
 
 @cache
 def _has_triton() -> bool:
-    # only looked for: it is imported with the first tensor that it reads
     return find_spec("triton") is not None
 
 

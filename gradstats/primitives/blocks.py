@@ -102,7 +102,6 @@ def map_runs(
         return function(pieces, len(part) * block)
 
     if threads <= 1:
-        # an empty array, too: one run, without a block
         return [run(starts)]
     # One run per thread, so that each has buffers of its own and the work is even
     size = -(-len(starts) // threads)
@@ -121,7 +120,6 @@ def map_blocks(function: Callable[[int, NDArray[Any]], T], x: Array) -> list[T]:
     x : array_like
         Array of any shape, floating dtype and device.
     """
-    # a single block needs neither runs nor threads
     view = flat_blocks(x, BLOCK) if numel_of(x) <= BLOCK else None
     if view is not None:
         return [function(0, view[0])] if view[1] else []

@@ -97,7 +97,6 @@ def rice_encode(indices: torch.Tensor) -> torch.Tensor:
         word, place = _places(_low_bits(steps, parameter, got, indices))
         some <<= place
         codes.scatter_add_(0, word, some & _LOW).scatter_add_(0, word + 1, some >> WORD)
-    # where the closing one of each gap lies
     ends = steps * parameter + ((gaps >> parameter) + 1).cumsum(0) - 1
     word, place = _places(ends)
     codes.scatter_add_(0, word, torch.ones_like(place) << place)
@@ -233,7 +232,6 @@ def chunk_encode(indices: torch.Tensor, most: int) -> torch.Tensor | None:
     # before memory is allocated by `reach`, which two distant positions make large
     if chunk_words(count, reach) > most:
         return None
-    # even numbers of both, because they are packed in pairs
     counts = indices.new_zeros(reach + reach % 2)
     counts.scatter_add_(0, chunks - first, torch.ones_like(chunks))
     local = indices.new_zeros(count + count % 2)

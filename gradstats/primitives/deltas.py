@@ -104,7 +104,6 @@ def _encode_bitmap(before: Words, after: Words) -> bytes:
 
 def _decode_bitmap(before: Words, message: bytes) -> Words:
     size = -(-before.size // 8)
-    # without the bits that fill up the last byte
     bits = np.unpackbits(np.frombuffer(message, np.uint8, size), count=before.size)
     return _put(before, np.flatnonzero(bits), message[size:])
 
@@ -130,7 +129,6 @@ def _encode_gaps(before: Words, after: Words) -> bytes:
 
 def _decode_gaps(before: Words, message: bytes) -> Words:
     count, message = _counted(message)
-    # what the new words, whose number is known, leave of the message
     octets = np.frombuffer(message, np.uint8, len(message) - count * before.itemsize)
     last = octets < 128
     # the gap that a byte belongs to: as many gaps have ended before it
@@ -239,7 +237,6 @@ def entropy_bytes(before: Words, after: Words) -> float:
     bits = 0.0
     for plane in _planes(before, after):
         counts = np.bincount(plane, minlength=256)
-        # bytes that do not occur add 0 · log 0 = 0
         counts = counts[counts > 0]
         bits += float(counts @ np.log2(plane.size / counts))
     return bits / 8

@@ -174,7 +174,6 @@ class Format:
             size = scales.each
             return rows * torch.where(size > 0, self.largest / size, 0)[:, None]
         unit = scales.unit()
-        # a quotient by 0 is NaN, and is not taken
         return torch.where(unit > 0, rows / unit, 0)
 
     def restored(self, numbers: torch.Tensor, scales: Scales) -> torch.Tensor:
@@ -235,7 +234,6 @@ class Format:
         assert self.mantissa is not None
         # among subnormal numbers the distance stays that of the smallest normal ones
         exponents = _exponents(x).clamp_(min=self.emin) - self.mantissa
-        # a power of two, written as the bits of its exponent
         return ((exponents + 127) << 23).view(torch.float32)
 
     def codes(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -252,7 +250,6 @@ class Format:
             The bits, the lowest ones; whole numbers have an offset.
         """
         if self.mantissa is None:
-            # the offset is half the codes, so that none is negative
             return (numbers + (1 << (self.bits - 1))).to(torch.uint8)
         if self.dtype is not None:
             return numbers.to(self.dtype).view(torch.uint8)
@@ -352,7 +349,6 @@ def _table(format: Format) -> torch.Tensor:
         numbers.append(
             math.ldexp(significand, format.emin + max(exponent - 1, 0) - format.mantissa)
         )
-    # the sign is the highest bit, so negative numbers follow
     return torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.float32)
 
 

@@ -59,7 +59,6 @@ def bin_edges(bits: int = 7) -> NDArray[np.float64]:
     ndarray of float64, shape (255·2^bits + 1,)
         Edges, ascending. Cached: do not write to it.
     """
-    # the leading bits, with zeros behind: the least magnitude of each bin
     patterns = np.arange((_INFINITE << bits) + 1, dtype=np.uint32) << np.uint32(_MANTISSA - bits)
     edges = patterns.view(np.float32).astype(np.float64)
     # the pattern there is that of infinity
@@ -222,14 +221,12 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
         from gradstats.primitives import operators
 
         counted, none = code.counts(x, bits)
-        # of tens of thousands of bins only those with elements leave the device
         occupied, inside = operators.occupied(counted)
         dense = np.zeros(1 << (8 + bits), np.int64)
         dense[occupied] = inside
         return Histogram(dense[:finite], int(none), int(dense[finite:].sum()), bits)
     # 32-bit counters keep twice as many bins in the cache, and cannot overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
-    # counters of its own for each run: threads never write to the same
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
     total: NDArray[Any] = runs[0][0] if runs else np.zeros(1 << (8 + bits), np.int64)
     for counts, _ in runs[1:]:
@@ -260,7 +257,6 @@ def histogram_quantile(x: Array, k: float, bits: int) -> tuple[float, int]:
         Number of NaN and infinities.
     """
     code = device_code(x)
-    # flat_blocks only for its view: an array without one goes through the histogram
     if code is None and numel_of(x) <= _FEW and (few := flat_blocks(x, 1)):
         return _quantile_of_few(few[0], k, bits)
     if code is None:
@@ -289,11 +285,9 @@ def _quantile_of_few(flat: NDArray[Any], k: float, bits: int) -> tuple[float, in
     if reached == 0:  # no more than k that are not zero
         return 0.0, nonfinite
     i = reached >> shift
-    # from 1 on, as zeros are not in the lowest bin
     edges = [max((i + j) << shift, 1) for j in (-1, 0, 1, 2)]
     up_to = [int(np.count_nonzero(pattern >= edge)) for edge in edges]
     before, inside, after = (a - b for a, b in pairwise(up_to))
-    # as in upper_quantile: the outermost bins are their own neighbours
     around = inside if i == 0 else before, inside, inside if i == finite - 1 else after
     # all that is not finite lies above every edge, and was counted
     return _inside_bin(i, up_to[1] - nonfinite - k, around, bits), nonfinite

@@ -87,7 +87,6 @@ class Levels(Magnitudes):
         # negated below, as searchsorted takes ascending numbers
         beyond = self.count - self.cumulative
         i = int(np.searchsorted(-beyond, -k))
-        # no level above it, so no half-way
         if i == self.weight.size - 1:
             return float(self.middle[-1])
         # the two ends differ where levels are so far apart that intervals do not meet
@@ -147,7 +146,6 @@ class Levels(Magnitudes):
             Magnitudes.
         """
         borders = (self.right[:-1] + self.left[1:]) / 2
-        # beyond the outermost borders the outermost levels take all
         counts = np.bincount(np.searchsorted(borders, values), minlength=self.weight.size)
         return self.part(counts.astype(np.float64))
 
@@ -166,7 +164,6 @@ def levels_beyond(m: Magnitudes, k: int) -> Levels | None:
         return m
     if not m.count:
         return None
-    # magnitudes known one by one are cells without width
     known = np.array_equal(m.left, m.right)
     # the cell of the (k + 1)-th largest
     start = int(np.searchsorted(m.cumulative, m.count - min(k + 1, m.count), side="right"))
@@ -210,7 +207,6 @@ def _piles(
         value[-1] = (
             m.max
         )  # of many that share a cell with the largest most are as large, if they are a level
-    # where a cell does not touch the one before it, a run of cells begins
     apart = np.append(True, left[1:] > right[:-1])
     run = np.cumsum(apart) - 1
     length = np.bincount(run)[run]
@@ -239,14 +235,12 @@ def _around(
     half = np.array(spacing) / 2
     left = value - np.append(half[0], half)
     right = value + np.append(half, half[-1])
-    # magnitudes are not negative
     left[0] = max(left[0], 0.0)
     return Levels.of(left, right, weight, _is_bound(weight, _EXPECTED_HERE), zero_fraction)
 
 
 def _is_bound(weight: NDArray[np.float64], expected: float) -> bool:
     """Tell whether there should be elements beyond the last pile, if they fall off as from the one before."""
-    # there is nothing to fall off from
     if weight.size < 2:
         return False
     # geometric decay predicts the next pile; one that grew is expected to stay as it is

@@ -264,7 +264,6 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
             m = block_moments(block, np.float32(0), True)
             return m[0], m[3], m[5]
         count, total = block_sum(block, low)
-        # the same without logarithms
         if not math.isfinite(total):
             count, total, _ = block_tail(block, low)
         return count, total, math.nan

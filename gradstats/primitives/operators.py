@@ -204,7 +204,6 @@ def counts_to_kth(
     ties : int64 tensor, shape (1,)
         How many of the magnitudes with these bits are among the k.
     """
-    # bits of a magnitude that are not found yet
     left = 63 if x.dtype == torch.float64 else 31
     kth = torch.zeros(1, dtype=torch.int64, device=x.device)
     rest, inside = kth + k, kth + x.numel()
@@ -219,7 +218,6 @@ def counts_to_kth(
         place = torch.searchsorted(reached, rest)
         digit = found.numel() - 1 - place
         inside = found[digit]
-        # the rank among those that have this digit
         rest = rest - (reached[place] - inside)
         kth = (kth << width) | digit
     return kth, rest
@@ -245,7 +243,6 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     done, tied = torch.zeros_like(kth), torch.zeros_like(kth)
     for offset, chunk in _chunks(x):
         bits = _magnitude_bits(chunk)
-        # places among the ties, over all chunks so far
         ranks = (bits == kth).cumsum(0) + tied
         kept = (bits > kth) | ((bits == kth) & (ranks <= ties))
         place = torch.where(kept, kept.cumsum(0) + done - 1, k)
@@ -261,7 +258,6 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """Pack bits, eight a byte."""
     packed = bits.new_zeros((bits.numel() + 7) // 8, dtype=torch.uint8)
     for lane in range(8):
-        # later lanes may be one shorter
         each = bits[lane::8]
         packed[: each.numel()] |= each.to(torch.uint8) << lane
     return packed
@@ -342,7 +338,6 @@ def occupied(counts: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]
         Elements in each of them.
     """
     bins = counts.nonzero().view(-1)
-    # one transfer for both
     found = torch.stack([bins, counts[bins]]).cpu().numpy()
     return found[0], found[1]
 
@@ -401,7 +396,6 @@ def tail_sums(weight: torch.Tensor, middle: NDArray[np.float64]) -> torch.Tensor
     """
     x = torch.from_numpy(middle).to(weight.device)
     parts = torch.stack([torch.ones_like(x), x, x.square()], 1) * weight[:, None]
-    # the last row is of nothing: a threshold above all cells
     sums = torch.zeros(x.numel() + 1, 4, dtype=x.dtype, device=x.device)
     sums[:-1, :3] = parts.flip(0).cumsum(0).flip(0)
     sums[:-1, 3] = weight

@@ -137,7 +137,6 @@ def sign_pairs(vectors: Sequence[Array]) -> tuple[int, int]:
             positive += chunk > 0
             negative += chunk < 0
         zeros = n - positive - negative
-        # m of one sign are m(m − 1)/2 pairs
         agree += int((positive * (positive - 1) + negative * (negative - 1)).sum()) // 2
         # all pairs but those of two zeros
         either += int((n * (n - 1) - zeros * (zeros - 1)).sum()) // 2

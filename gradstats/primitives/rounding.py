@@ -70,12 +70,10 @@ class Message:
         self.places: NDArray[np.int64] | None = None
         self.position_bits = 0
         self._chosen: Vector | None = None
-        # by the size of the rotation: the same for all formats
         self._largest: dict[int, torch.Tensor] = {}
         if selection is not None:
             self.places = as_positions(selection.indices)
             self._chosen = as_numpy(selection.values)
-            # Rice codes come in words of 32 bits
             self.position_bits = 32 * int(rice_encode(self.places).size)
 
     @property
@@ -172,7 +170,6 @@ def _arrived(
         counts.nonzero += int(there.sum())
         counts.zeros += int(((numbers == 0) & there).sum())
         counts.saturated += int(form.beyond(scaled).sum())
-        # without what filled up the last block
         found = form.restored(numbers, scales).view(-1)[: x.numel()]
         if signs is not None:
             found = rotated(found.view(-1, signs.numel()), signs, back=True).view(-1)
@@ -218,7 +215,6 @@ def measure(way: Way, sent: Sequence[Message], seed: int) -> list[Measured]:
     # the last one is of the ranks' sum; the smallest unit keeps it in range
     sums = [_Sums(unit) for unit in (*units, min(units, default=1.0))]
     streams = [_spread(s, _arrived(way, s, signs, c)) for s, c in zip(sent, counts, strict=True)]
-    # one piece of all ranks at a time
     for pieces in zip(*streams, strict=True):
         # not strict: there is one more sum than ranks
         for each, piece in zip(sums, pieces, strict=False):
@@ -256,10 +252,8 @@ def _spread(
         for (_, exact), found in zip(sent.pieces(), arrived, strict=True):
             yield exact, exact, found.double()
         return
-    # a selection is one piece
     (all_of_it,) = arrived
     for where, exact in sent.pieces():
-        # positions ascend, so a piece's are neighbours
         first, last = np.searchsorted(sent.places, (where.start, where.stop))
         inside = torch.from_numpy(sent.places[first:last] - where.start)
         chosen, found = torch.zeros_like(exact), torch.zeros_like(exact)

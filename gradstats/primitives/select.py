@@ -333,7 +333,6 @@ def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
     if above >= k:  # the bracket missed
         above, n = block_under(values, _INFINITY, bits)
     found, rank = bits[:n], k - above
-    # a count first, so that only one bin is put in order
     if n >= _MANY:
         first, beyond, rank = _bin_of(found, rank, _FINE)
         found = found[(found >= first) & (found < beyond)]
@@ -373,7 +372,6 @@ def keep(selection: Selection, threshold: float) -> Selection:
 
 def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float, float]:
     """Return magnitudes that more and fewer than k elements reach, by `slack` deviations; (0, inf) if not known."""
-    # a hundredth costs little beside the pass that follows
     size = min(numel, max(_SAMPLE, numel // 100))
     stride = max(1, numel // size)
     some = strided(x, stride)
@@ -465,7 +463,6 @@ def topk(x: Array, k: int) -> Selection:
     if len(found) > k:
         magnitude = np.abs(as_numpy(found.values))
         kth = np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
-        # all above the k-th, and as many of its ties as are missing, the first ones
         over, tied = magnitude > kth, magnitude == kth
         kept = np.flatnonzero(over | (tied & (tied.cumsum() <= k - np.count_nonzero(over))))
         index = torch_index(kept, found.indices)

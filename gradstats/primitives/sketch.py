@@ -196,7 +196,6 @@ class Magnitudes:
         threshold = check_magnitude(threshold)
         # a cell that ends at the threshold has no excess
         i = int(np.searchsorted(self.right, threshold, side="right"))
-        # copies of what is written to below
         left, right, weight = self.left[i:].copy(), self.right[i:], self.weight[i:].copy()
         if left.size and left[0] < threshold:
             weight[0] = np.rint(weight[0] * (right[0] - threshold) / (right[0] - left[0]))
@@ -235,7 +234,6 @@ class Magnitudes:
         count = check_count(count, "count", 0)
         first = int(np.searchsorted(self.cumulative, self.count - count, side="right"))
         weight = np.rint(self.weight[first:]).astype(np.int64)
-        # 0, 1, … in each cell
         place = np.arange(weight.sum()) - np.repeat(np.cumsum(weight) - weight, weight)
         share = (place + 0.5) / np.repeat(weight, weight)
         left, right = (np.repeat(edge[first:], weight) for edge in (self.left, self.right))
@@ -302,7 +300,6 @@ class Sketch(Shown):
         """Return what is known exactly, and the median of the magnitudes, as one record."""
         s = self.moments
         rms = math.sqrt(s.sum_squares / s.count) if s.count else math.nan
-        # the rank in the middle, between two of an even number
         median = self.magnitudes.upper_quantile(max((s.count + 1) / 2, 1))
         counts = {"numel": s.numel, "zeros": s.zeros, "nonfinite": s.nonfinite}
         sizes = {"mean": s.mean, "rms": rms, "median": median if s.count else math.nan}
@@ -400,7 +397,6 @@ def merge(sketches: Sequence[Sketch]) -> Sketch:
     total = reduce(add, (s.moments for s in sketches))
     known = [s.values for s in sketches if s.values is not None]
     values = None
-    # single magnitudes are of use only if they are all
     if len(known) == len(sketches) and total.count <= EXACT:
         values = np.sort(np.concatenate(known))
     return Sketch(total, bins, counts, first.bits, values)
@@ -438,12 +434,10 @@ def _known_maximum(
     if largest <= left[-1]:  # all of them are there (float64 may lie a rounding lower)
         right[-1] = left[-1]
         return left, right, weight
-    # no magnitude of the last cell is larger
     right[-1] = largest
     if weight[-1] == 1:
         left[-1] = largest
         return left, right, weight
-    # the largest becomes a cell of its own
     weight[-1] -= 1
     return np.append(left, largest), np.append(right, largest), np.append(weight, 1.0)
 
@@ -503,7 +497,6 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)
     placed = (narrow.view(np.int32) >> (23 - bits)).astype(np.int64)  # ascending, as the values are
     changes = np.flatnonzero(placed[1:] != placed[:-1]) + 1
-    # where each bin's magnitudes begin, and the end of the last
     edges = np.concatenate([[0], changes, [placed.size]]) if placed.size else np.zeros(1, np.int64)
     return Sketch(sums, placed[edges[:-1]], edges[1:] - edges[:-1], bits, values)
 

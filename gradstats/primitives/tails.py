@@ -99,7 +99,6 @@ class Tails(NamedTuple):
         count, squares, inside = (self.sums[:, i] for i in (0, 2, 3))
         normal = count[int(self.left.searchsorted(np.finfo(np.float32).tiny))]
         even = count[0] - normal <= _SUBNORMAL * count[0]
-        # shorter tails are not looked up
         enough = count[:-1] >= least
         # no cell may dominate any tail that it is in, and a tail may begin at each cell
         for part, of in ((inside[:-1], count), (squares[:-1] - squares[1:], squares)):
@@ -223,10 +222,8 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         same on every device, but for the order in which cells are added up.
     """
     known = x.dtype.itemsize == 2  # the cells have as many bits as the numbers
-    # bits of the types' mantissas
     bits = BITS if not known else 7 if "bfloat16" in str(x.dtype) else 10
     edges = bin_edges(bits)
-    # the cell that `least` lies in
     lowest = max(int(edges.searchsorted(least, side="right")) - 1, 0)
     code = device_code(x)
     if code is not None:

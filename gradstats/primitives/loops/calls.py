@@ -57,10 +57,8 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     room = np.full((INFINITY >> 16) - first + 1, 5, np.uint32)
     yield counts.block_tail_histogram, (bits, max(first << 16, 1), 16, room)
     of_parts, found = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)
-    # sums and zeros of the parts are an input of the next loop
     sums.moments_of_parts.reference(x, parts, np.float32(0), True, of_parts)
     used = np.arange(8) % 3 == 0
-    # some chunks hold counts of an earlier call, the others anything
     found[used] = 0
     yield (
         counts.histograms_of_parts,
@@ -87,7 +85,6 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
         (np.nan_to_num(x), 2.0, np.ones_like(largest), np.uint64(1), words),
     )
 
-    # a factor of 1 is what goes past the caches
     for factor in (1, 1024):
         yield copies.copy_past_caches, (np.zeros_like(x), x, np.float32(factor))
     yield copies.block_bfloat16, (bits, np.zeros(n, np.uint16))
@@ -109,7 +106,6 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
 
 def warm_up() -> None:
     """Compile every loop that this processor has, or load it from the cache; a terminal shows how many are left."""
-    # a note that came before this call has said enough
     said = Compiling.said
     todo = [each for each in calls(np.ones(2 * WORD + 1, np.float32)) if has(each[0].needs)]
     with Compiling.of_all(), ExitStack() as stack:

@@ -304,7 +304,6 @@ class _Cache(FunctionCache):
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super()._load_overload(sig, target_context)
-        # Numba compiles it next
         if found is None:
             Compiling.say()
         return found
@@ -383,7 +382,6 @@ def _constant(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({','.join(_constant(each) or _named(each) for each in value)})"
     if isinstance(value, set | frozenset):
-        # sorted for the same reason
         return f"{{{','.join(sorted(map(_constant, value)))}}}"
     if isinstance(value, dict):
         return _constant(tuple(sorted((str(k), _constant(v)) for k, v in value.items())))

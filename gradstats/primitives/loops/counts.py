@@ -268,7 +268,6 @@ def histograms_of_parts(
         row[bins:] = 0
         # when so many are found, the bins below are empty
         left = np.int64(sums[i, 0])
-        # the chunk with the bin of the largest magnitude
         chunk = (np.int64(np.float32(sums[i, 6]).view(np.int32)) >> shift) // size
         while left > 0 and chunk >= 0:
             here = row[chunk * size : (chunk + 1) * size]
@@ -328,7 +327,6 @@ def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[n
     if room is None or room.size != 1 << (31 - shift):
         room = _ROOM.counts = np.zeros(1 << (31 - shift), np.uint32)
     block_histogram(bits, shift, room)
-    # zeros are in the lowest bin, and not to be counted
     if first == 0:
         room[0] -= np.uint32(bits.size - np.count_nonzero(bits & np.uint32(MASK)))
     # from the top on, two counters at a time: most of them are beyond any gradient's largest

@@ -76,7 +76,6 @@ def encode_gaps(indices: NDArray[np.int64], parameter: int, words: Written[np.ui
         end += 1
         left = parameter
         while left > 0:  # the low bits, at most 32 at a time
-            # with at most 31 bits that wait, they fit a word of 64
             n = min(left, 32)
             low = np.uint64(gap >> (parameter - left)) & np.uint64((np.int64(1) << n) - 1)
             word |= low << np.uint64(filled)

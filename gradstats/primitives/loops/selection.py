@@ -47,7 +47,6 @@ def _put(
         at = np.uint64(start) + (lowest(word) & np.uint64(WORD - 1))
         indices[n + np.uint64(i)] = np.int64(np.uint64(offset) + at)
         values[n + np.uint64(i)] = x[at]
-        # takes off the lowest bit
         word &= word - np.uint64(1)
     return word
 

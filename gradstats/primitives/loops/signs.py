@@ -70,7 +70,6 @@ def block_signs(
                 zeros[i // WORD] = within(bits, i, magnitude, nothing, nothing)
         else:
             zeros[start // WORD : whole // WORD] = 0
-        # the last part alone: all others are whole words
         if whole < stop:
             last = none = np.uint64(0)
             for j in range(whole, stop):
@@ -110,7 +109,6 @@ def block_spread_signs(
     size = np.int32(np.float32(scale).view(np.int32))
     for start in range(0, x.size, PART):
         part = spread[start : start + PART]
-        # parts begin at whole bytes
         bits, given = view(part, np.int32), packed[start // 8 :]
         for i in range(part.size // 8):
             minus = ~np.uint32(given[i])

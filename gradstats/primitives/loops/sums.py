@@ -314,7 +314,6 @@ def moments_of_parts(
     sums : ndarray of float64, shape (some, 7)
         Written: count, zeros, nonfinite, Σ|x|, Σx², Σln|x| and max of each.
     """
-    # room for one part, not for the block
     kept = np.empty(PART, np.float32)
     for row in range(len(parts)):
         block = x[parts[row, 0] : parts[row, 1]]
@@ -339,7 +338,6 @@ def moments_of_parts(
                 n = 0
                 for i in range(part.size):
                     a = abs(part[i])
-                    # NaN, too
                     if not a < np.inf:
                         nonfinite += 1
                     elif a > 0 and a >= above:

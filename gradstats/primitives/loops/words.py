@@ -108,7 +108,6 @@ def view(_: Any, x: Any, dtype: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0])
         other = cgutils.create_struct_proxy(found)(context, builder)
-        # of equal size, so strides and lengths stay
         for name in ("meminfo", "parent", "nitems", "itemsize", "shape", "strides"):
             setattr(other, name, getattr(array, name))
         other.data = builder.bitcast(array.data, other.data.type)
@@ -304,7 +303,6 @@ def compress_places(
         kind = ir.VectorType(ir.IntType(32), LINE)
         goes_to = _move(builder, source, start, word, target, at)
         for j in range(0, WORD, LINE):
-            # places in the word, moved together as the elements were
             moved, _ = _compressed(builder, ir.Constant(kind, [*range(j, j + LINE)]), word, j)
             for i in range(0, LINE, size):
                 wide = _part(builder, moved, i, size)
