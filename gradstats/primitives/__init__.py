@@ -38,6 +38,7 @@ def warm_up() -> None:
 
     Part of :func:`gradstats.warm_up`.
     """
+    # Numba loads with the loops: only where they run
     from gradstats.primitives.loops.calls import warm_up as compile_loops
 
     compile_loops()

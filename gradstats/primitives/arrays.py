@@ -34,8 +34,10 @@ CHUNK = 1 << 17
 
 _FLOATS = (np.float16, np.float32, np.float64)
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+# half a unit in the last place beyond the largest: the tie goes to the even neighbour, infinity
 _BEYOND = float(np.finfo(np.float32).max) + 2.0**103
 """Least number that rounds to infinity in float32."""
+# the only way past the __setattr__ of a frozen dataclass
 _set = object.__setattr__
 
 
@@ -77,6 +79,7 @@ def is_tensor(x: object) -> TypeIs[torch.Tensor]:
     """
     if type(x) is np.ndarray:  # most often, and without asking torch
         return False
+    # where torch is not loaded, nothing can be a tensor of it
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -107,8 +110,10 @@ def check(x: Array) -> Array:
     """
     if is_tensor(x):
         return _check_tensor(x)
+    # the scalar type, which is the same for both byte orders; a dtype is not
     if type(x) is np.ndarray and x.dtype.type in _FLOATS:
         return x
+    # np.asarray drops the mask, and what it hid would be read
     if isinstance(x, np.ma.MaskedArray):
         raise InputError("a gradient must not be masked; call .compressed(), or .filled(0.0)")
     try:
@@ -137,12 +142,15 @@ def _check_tensor(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose elements can be read, without its autograd history or a pending sign."""
     torch = sys.modules["torch"]
     kind = type(x)
+    # here, because its data_ptr() below raises an error of another type
     if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
         raise InputError("a gradient must have elements, and this parameter has no shape yet")
+    # before the layout, which nested tensors call strided
     if x.is_nested:
         raise InputError(
             "a gradient must be one dense tensor, not nested; call torch.cat(x.unbind())"
         )
+    # a wrapper such as a DTensor or a fake tensor: its own memory is not its elements
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise InputError(
             f"a gradient must be a plain tensor, not {kind.__name__}; give the data inside it, as .to_local() does"
@@ -165,13 +173,16 @@ def _check_tensor(x: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # inside vmap, grad and their like
         readable = False
     else:
+        # on the meta device the address is 0, as that of an empty tensor may be
         readable = not x.is_meta
     if not readable:
         raise InputError(
             "a gradient must have data, and this tensor is on the meta device or traced"
         )
     plain = x.detach()
+    # a subclass would run its __torch_function__ at every operator
     plain = plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
+    # the imaginary part of a conjugate is stored with the opposite sign; only such a tensor is copied here
     return plain.resolve_neg()
 
 
@@ -185,6 +196,7 @@ def as_numpy(x: Array) -> NDArray[Any]:
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
+        # may share memory with x: whoever writes has to copy
         return x.to("cpu", torch.float64 if x.dtype == torch.float64 else torch.float32).numpy()
     return np.asarray(x, wide_dtype(x))
 
@@ -228,6 +240,7 @@ def strided(x: Array, stride: int) -> Array:
         if x.is_contiguous():
             return x.reshape(-1)[::stride]
         torch = sys.modules["torch"]
+        # reshape(-1) would copy the whole tensor for a sample of it
         places = np.unravel_index(np.arange(0, x.numel(), stride), tuple(x.shape))
         return x[tuple(torch.from_numpy(p).to(x.device) for p in places)]
     if x.flags.c_contiguous:
@@ -309,6 +322,7 @@ def flat_blocks(x: Array, size: int) -> tuple[NDArray[Any], range] | None:
             return None
         x = x.numpy()
     wide = x.dtype.type is np.float32 or x.dtype.type is np.float64
+    # loops are compiled for the processor's own byte order
     if not (wide and x.flags.c_contiguous and x.dtype.isnative):
         return None
     return x.reshape(-1), range(0, x.size, size)
@@ -333,6 +347,7 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
     widened = wide_dtype(x)
     if is_tensor(x):
         torch = sys.modules["torch"]
+        # bfloat16 has no NumPy dtype, so that torch widens it, as it does what lies on a device
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64, torch.float16):
             wide = torch.float64 if widened == np.float64 else torch.float32
             tensor = x.reshape(-1)
@@ -352,9 +367,11 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         flags=["external_loop", "buffered", "zerosize_ok", "refs_ok"],
         op_dtypes=[widened],
         casting="same_kind",
+        # positions count in logical order, whatever the order in memory
         order="C",
         buffersize=size,
     ) as chunks:
+        # some hold fewer than `size`: NumPy fills a buffer with whole inner rows
         for buffer in chunks:
             chunk = np.ascontiguousarray(buffer)  # nditer copies for the type alone
             yield offset, chunk

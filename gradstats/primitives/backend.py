@@ -200,6 +200,7 @@ def backend(name: Backend) -> AbstractContextManager[None]:
     3.0
     """
     names = get_args(Backend)
+    # `in` compares an array element by element, and raises another error
     if not isinstance(name, str) or name not in names:
         raise unknown("backend", name, names)
     if name == "triton" and not _has_triton():
@@ -228,9 +229,11 @@ def readable(x: Array) -> Array:
         If it is not floating point, not dense, or has no elements that can be read.
     """
     memory = memory_of(x)
+    # an array that torch or the user made of plain memory: check() has nothing to object to
     if memory is not None and memory.dtype.type in (np.float32, np.float64):
         return memory
     x = check(x)
+    # 16-bit tensors stay tensors, as bfloat16 has no NumPy dtype
     if is_tensor(x) and x.is_cpu and x.element_size() >= 4 and device_code(x) is None:
         return x.numpy()
     return x
@@ -247,6 +250,7 @@ def memory_of(x: Array) -> NDArray[Any] | None:
     if type(x) is np.ndarray:
         return x
     torch = sys.modules.get("torch")
+    # inside backend(…) other code may have been chosen for CPU tensors
     if torch is not None and type(x) is torch.Tensor and not _Choice.active:
         tensor: Any = x
         try:
@@ -281,6 +285,7 @@ def device_code(x: Array) -> DeviceCode | None:
         raise InputError(
             f'MPS has no float64, which backend("{name}") needs: use backend("compiled")'
         )
+    # not at the top: it imports torch, which arrays alone do not need
     from gradstats.primitives import operators
 
     if name == "torch":
@@ -292,5 +297,6 @@ def device_code(x: Array) -> DeviceCode | None:
             f'backend("triton") reads CUDA tensors, and this one is on {device}: use backend("torch"), '
             "or set TRITON_INTERPRET=1 before the start"
         )
+    # kernels count positions in memory order, and compare magnitudes as 32 bits
     narrow = x.is_contiguous() and "float64" not in str(x.dtype)
     return triton_kernels if narrow else operators

@@ -62,6 +62,7 @@ def get_num_threads() -> int:
 @cache
 def _executor(pid: int) -> ThreadPoolExecutor:
     """Return the pool of a process (by its id, because threads do not survive a fork), the same for all callers."""
+    # as many as can be of use: a thread starts only when all others are busy
     return ThreadPoolExecutor(os.cpu_count() or 1, "gradstats")
 
 
@@ -90,12 +91,14 @@ def map_runs(
     """
     view = flat_blocks(x, block)
     if view is None:
+        # one thread, because all chunks may arrive in one buffer
         return [function(iter(flat_chunks(x)), numel_of(x))]
     flat, starts = view
     threads = min(get_num_threads(), numel_of(x) // _SMALL)
 
     def run(part: range) -> T:
         pieces = ((start, flat[start : start + block]) for start in part)
+        # at most a block too many, for the last block may be short: readers reserve room by it
         return function(pieces, len(part) * block)
 
     if threads <= 1:
@@ -103,6 +106,7 @@ def map_runs(
     # One run per thread, so that each has buffers of its own and the work is even
     size = -(-len(starts) // threads)
     parts = [starts[i : i + size] for i in range(0, len(starts), size)]
+    # map() keeps the order of the parts, on which sums and selections depend
     return list(_executor(os.getpid()).map(run, parts))
 
 

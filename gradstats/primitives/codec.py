@@ -50,6 +50,7 @@ def smallest_parameter(steps: int, total: int) -> int:
     total : int
         Their sum.
     """
+    # geometric gaps are shortest at about log₂(mean · ln 2), so from one below ⌊log₂ mean⌋ on
     return max((total // steps).bit_length() - 2, 0) if steps else 0
 
 
@@ -71,6 +72,8 @@ def read_head(head: int, words: int, count: int, numel: int) -> tuple[int, int]:
         If this many positions below `numel` cannot be in the words.
     """
     parameter, first = head >> FIRST_BITS, head & ((1 << FIRST_BITS) - 1)
+    # count is a claim of the message: every gap takes its low bits and a one, so that no more
+    # positions are allocated than the words can hold
     room = WORD * (words - HEAD)
     if (
         not 0 < count <= numel
@@ -99,9 +102,11 @@ def rice_words(count: int, span: int) -> int:
     """
     if not count:
         return 0
+    # all gaps together are at most the places without a position
     steps, total = count - 1, max(span - count, 0)
     least = smallest_parameter(steps, total)
     tried = range(least, least + CANDIDATES)
+    # the sum of ⌊gap / 2ᵇ⌋ is at most ⌊total / 2ᵇ⌋
     return HEAD + -(-min(steps * (b + 1) + (total >> b) for b in tried) // WORD)
 
 
@@ -133,13 +138,18 @@ def rice_encode(indices: NDArray[np.int64]) -> NDArray[np.uint32]:
     from gradstats.primitives.loops.rice import encode_gaps, gap_sums
 
     first, last = int(indices[0]), int(indices[-1])
+    # the sum of gaps is negative only where positions do not ascend, which gap_sums tells
     least = smallest_parameter(indices.size - 1, max(last - first - indices.size + 1, 0))
     sums = np.zeros(CANDIDATES, np.int64)
+    # of ascending positions the ends bound all
     if first < 0 or last >> FIRST_BITS or not gap_sums(indices, least, sums):
         raise InputError(NOT_ASCENDING)
+    # each gap has its low bits and a closing one; `sums` are the zeros of all
     bits = [(indices.size - 1) * (least + i + 1) + int(s) for i, s in enumerate(sums)]
     parameter = least + bits.index(min(bits))
+    # zeros: the loop sets bits and clears none
     words = np.zeros(HEAD + -(-min(bits) // WORD), np.uint32)
+    # the lower half first, on machines of either byte order
     words[:HEAD] = np.array([parameter << FIRST_BITS | first], "<u8").view("<u4")
     encode_gaps(indices, parameter, words[HEAD:])
     return words
@@ -171,6 +181,7 @@ def rice_decode(words: NDArray[np.uint32], count: int, numel: int) -> tuple[NDAr
     """
     if not count:
         return np.empty(0, np.int64), 0
+    # of fewer words the head does not matter: read_head finds no room in them
     head = int(words[:HEAD].astype("<u4").view("<u8")[0]) if words.size >= HEAD else 0
     parameter, first = read_head(head, words.size, count, numel)
     from gradstats.primitives.loops.rice import decode_gaps

@@ -42,6 +42,7 @@ _PART = 31
 
 def _as_words(codes: torch.Tensor) -> torch.Tensor:
     """Return numbers below 2³² as int32 with the same bits."""
+    # in int32's range first: torch does not say what a conversion from beyond it gives
     return torch.where(codes > _LOW >> 1, codes - _LOW - 1, codes).int()
 
 
@@ -76,6 +77,7 @@ def rice_encode(indices: torch.Tensor) -> torch.Tensor:
     if not indices.numel():
         return indices.new_empty(0, dtype=torch.int32)
     steps, gaps = indices.numel() - 1, indices.diff() - 1
+    # stacked, so that the host waits once for all three
     # with the first position among the gaps there is a least one of a single position, too
     first, last, least_gap = torch.stack(
         [indices[0], indices[-1], torch.cat([indices[:1], gaps]).min()]
@@ -89,6 +91,7 @@ def rice_encode(indices: torch.Tensor) -> torch.Tensor:
     parameter = least + bits.index(min(bits))
     # one more word, for the empty second half of what ends in the last one
     codes = indices.new_zeros(-(-min(bits) // WORD) + 1)
+    # bits of different gaps never meet in a word, so that adding sets them
     for got in range(0, parameter, _PART):
         some = (gaps >> got) & ((1 << min(parameter - got, _PART)) - 1)
         word, place = _places(_low_bits(steps, parameter, got, indices))
@@ -128,13 +131,16 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
     if not count:
         return words.new_empty(0, dtype=torch.int64), 0
     low, high = words[:HEAD].tolist() if words.numel() >= HEAD else (0, 0)
+    # words are signed: masked, they are their 32 bits
     head = (low & _LOW) | (high & _LOW) << WORD
     parameter, first = read_head(head, words.numel(), count, numel)
     steps = count - 1
+    # nothing more to read, and the reductions below need a gap
     if not steps:
         return torch.tensor([first], device=words.device), HEAD
     at, skip = divmod(steps * parameter, WORD)
     most = numel >> parameter  # zeros that all high parts together can have
+    # no valid stream goes further, however many words lie behind it
     end = min(-(-(steps * (parameter + 1) + most) // WORD), words.numel() - HEAD)
     lanes = torch.arange(8, dtype=torch.uint8, device=words.device)
     parts, missing = [], steps
@@ -142,7 +148,9 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
         octets = words[HEAD + begin : HEAD + min(begin + _PIECE, end)].clone().view(torch.uint8)
         bits = ((octets[:, None] >> lanes) & 1).view(-1)
         if begin == at:
+            # the low bits end inside this word
             bits[:skip] = 0
+        # ones after the last gap's belong to what lies behind the stream
         part = bits.nonzero().view(-1)[:missing]
         parts.append(part + (WORD * (begin - at) - skip))
         missing -= part.numel()
@@ -152,6 +160,7 @@ def rice_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Tens
         raise ValueError(OUTSIDE.format(numel))
     ends = torch.cat(parts)
     codes = words[HEAD : HEAD + at + 1].long() & _LOW
+    # room for `word + 1` where low bits end in the last word
     codes = torch.cat([codes, codes.new_zeros(1)])
     gaps = (ends.diff(prepend=ends.new_tensor([-1])) - 1) << parameter
     for got in range(0, parameter, _PART):
@@ -181,6 +190,7 @@ def chunk_words(count: int, chunks: int) -> int:
     int
         32-bit words; 0 for no positions.
     """
+    # two counts a word, three bytes a pair of positions, the whole in words
     return HEAD + -(-chunks // 2) + -(-3 * -(-count // 2) // 4) if count else 0
 
 
@@ -219,6 +229,7 @@ def chunk_encode(indices: torch.Tensor, most: int) -> torch.Tensor | None:
     if least_gap < 0:
         raise InputError("positions to encode must be ascending, each once, from 0 on")
     reach = last - first + 1
+    # before memory is allocated by `reach`, which two distant positions make large
     if chunk_words(count, reach) > most:
         return None
     counts = indices.new_zeros(reach + reach % 2)
@@ -229,6 +240,7 @@ def chunk_encode(indices: torch.Tensor, most: int) -> torch.Tensor | None:
     octets = torch.zeros(-(-3 * pairs.numel() // 4) * 4, dtype=torch.uint8, device=indices.device)
     for lane in range(3):
         octets[lane : 3 * pairs.numel() : 3] = (pairs >> 8 * lane & 255).to(torch.uint8)
+    # a count is at most 4,096, so that two make a positive word
     table = torch.cat([counts.new_tensor([reach, first]), counts[::2] | counts[1::2] << 16])
     return torch.cat([_as_words(table), octets.view(torch.int32)])
 
@@ -262,11 +274,14 @@ def chunk_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Ten
     head = words[:HEAD].tolist() if words.numel() >= HEAD else (0, 0)
     reach, first = (each & _LOW for each in head)
     used = chunk_words(count, reach)
+    # both sizes are the message's claims; within its words they allocate no more than it justifies
     if not 0 < count <= numel or not reach or used > words.numel():
         raise ValueError(f"there cannot be {count} positions of {numel} in {words.numel()} words")
     table = HEAD + -(-reach // 2)
     pairs = words[HEAD:table].long()
+    # masked, as the shift of a negative word fills with ones
     counts = torch.stack([pairs & 0xFFFF, pairs >> 16 & 0xFFFF], 1).view(-1)[:reach]
+    # repeat_interleave takes its output_size on trust
     claimed = int(counts.sum())
     if claimed != count:
         raise ValueError(f"its chunks have {claimed} positions, and it claims {count}")
@@ -275,6 +290,7 @@ def chunk_decode(words: torch.Tensor, count: int, numel: int) -> tuple[torch.Ten
     local = torch.stack([both & (LOCAL - 1), both >> _LOCAL_BITS], 1).view(-1)[:count]
     chunks = torch.arange(first, first + reach, device=words.device)
     indices = chunks.repeat_interleave(counts, output_size=count) << _LOCAL_BITS | local
+    # a forged chunk may repeat its positions or go back
     gaps = indices.diff(prepend=indices.new_tensor([-1])) - 1
     least_gap, last = torch.stack([gaps.min(), indices[-1]]).tolist()
     if least_gap < 0 or last >= numel:

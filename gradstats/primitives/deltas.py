@@ -49,6 +49,7 @@ def words_of(values: NDArray[np.float32], dtype: str) -> Words:
         return plain.view(np.uint32)
     # one bit pattern for each number also where the array may not be written to
     rounded = torch.from_numpy(plain.copy()).to(FORMATS[dtype].dtype)
+    # by way of int16, as bfloat16 has no NumPy dtype
     return rounded.view(torch.int16).numpy().view(np.uint16)
 
 
@@ -71,11 +72,13 @@ def rounded_words(
     if not x.numel():
         return np.empty(0, np.uint8)
     rows = form.rows(x)
+    # given: with a scale of its own, each copy could differ from the other in every word
     scales = form.scales(rows, torch.tensor(largest, dtype=torch.float32))
     return form.codes(form.rounded(form.scaled(rows, scales))).view(-1).numpy()
 
 
 def _changes(before: Words, after: Words) -> tuple[NDArray[np.int64], bytes]:
+    # of words: 0 and −0 are different, and NaN equals itself
     places = np.flatnonzero(before != after)
     return places, after[places].tobytes()
 
@@ -110,12 +113,15 @@ def _encode_gaps(before: Words, after: Words) -> bytes:
     places, words = _changes(before, after)
     gaps = np.diff(places, prepend=-1) - 1
     sizes = np.ones(gaps.size, np.int64)
+    # nine bytes of 7 bits hold any gap below 2⁶³
     for i in range(1, 9):
         sizes += gaps >> 7 * i > 0
     ends = np.cumsum(sizes)
     octets = np.zeros(int(ends[-1]) if ends.size else 0, np.uint8)
+    # byte by byte over all gaps: most are short, so that later rounds have little to do
     for i in range(int(sizes.max(initial=0))):
         there = sizes > i
+        # the highest bit: another byte of this gap follows
         more = (sizes[there] > i + 1).astype(np.uint8) << 7
         octets[(ends - sizes)[there] + i] = (gaps[there] >> 7 * i & 127).astype(np.uint8) | more
     return _count(places) + octets.tobytes() + words
@@ -125,10 +131,12 @@ def _decode_gaps(before: Words, message: bytes) -> Words:
     count, message = _counted(message)
     octets = np.frombuffer(message, np.uint8, len(message) - count * before.itemsize)
     last = octets < 128
+    # the gap that a byte belongs to: as many gaps have ended before it
     number: NDArray[np.int64] = np.cumsum(last) - last
     starts = np.flatnonzero(np.append(True, last[:-1])) if octets.size else np.empty(0, np.int64)
     digit = np.arange(octets.size) - starts[number]
     gaps = np.zeros(count, np.int64)
+    # gaps[number] += … would add only one of a gap's bytes
     np.add.at(gaps, number, (octets & 127).astype(np.int64) << 7 * digit)
     return _put(before, np.cumsum(gaps + 1) - 1, message[octets.size :])
 
@@ -147,8 +155,10 @@ def _decode_rice(before: Words, message: bytes) -> Words:
 
 def _planes(before: Words, after: Words) -> NDArray[np.uint8]:
     """Return the bytes of what changed in every word, the highest bytes of all words first."""
+    # big-endian on every machine, so that the highest byte comes first
     differences = (before ^ after).astype(before.dtype.newbyteorder(">"))
     octets = differences.view(np.uint8).reshape(-1, before.itemsize)
+    # signs and exponents seldom change: side by side they are the runs of zeros that DEFLATE shortens
     return np.ascontiguousarray(octets.T)
 
 

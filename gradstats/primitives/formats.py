@@ -68,6 +68,7 @@ class Format:
     @property
     def emax(self) -> int:
         """Return the exponent of the largest number."""
+        # frexp gives a fraction from 1/2 to below 1
         return math.frexp(self.largest)[1] - 1
 
     @property
@@ -99,6 +100,7 @@ class Format:
         count : int
             Numbers that are sent.
         """
+        # NVFP4's second scale, once for the tensor
         whole = 32 if self.scale == "e4m3" and count else 0
         return count * self.bits + self.blocks(count) * self.scale_bits + whole
 
@@ -114,6 +116,7 @@ class Format:
             return x.view(1, -1)
         count = -(-x.numel() // self.block)
         if count * self.block != x.numel():
+            # zeros leave a block's largest magnitude as it is
             x = torch.cat([x, x.new_zeros(count * self.block - x.numel())])
         return x.view(count, self.block)
 
@@ -130,9 +133,11 @@ class Format:
         none = rows.new_empty(0)
         if self.scale == "none":
             return Scales(none, none)
+        # given where a tensor comes in pieces, which all share its scale
         whole = largest if largest is not None else rows.abs().amax()
         if not self.block:
             each = whole.view(1)
+        # amax of no rows raises an error
         elif rows.numel():
             each = rows.abs().amax(1)
         else:
@@ -142,12 +147,15 @@ class Format:
             return Scales(torch.where(each >= _TINY, each, 0), none)
         if self.scale == "e8m0":
             exponents = _exponents(each) - self.emax  # of a subnormal magnitude below -127 anyway
+            # biased by 127; 255, beyond the clamp, is NaN in E8M0
             return Scales((exponents.clamp(-127, 127) + 127).to(torch.uint8), none)
         # 16 significant bits: its products with numbers and scales are exact, and rounding again changes nothing
-        tensor = whole / (448 * self.largest)
+        tensor = whole / (448 * self.largest)  # for the fullest block E4M3's largest scale, 448
         tensor = (tensor.view(torch.int32) & ~0xFF).view(torch.float32)
         tensor = torch.where(whole >= _TINY, tensor, 0).view(1)
+        # 0 where all numbers are too small to send: every unit is 0 then, and every number
         ratio = torch.where(tensor > 0, each / self.largest / tensor, 0)
+        # the scale of the fullest block may pass 448, as `tensor` was cut off
         return Scales(ratio.clamp(_LEAST_SCALE, 448).to(torch.float8_e4m3fn), tensor)
 
     def scaled(self, rows: torch.Tensor, scales: Scales) -> torch.Tensor:
@@ -181,6 +189,7 @@ class Format:
         if self.scale == "none":
             return numbers
         if self.scale == "float32":
+            # in this order the type's largest number gives back the block's largest magnitude, to the bit
             return (numbers / self.largest).mul_(scales.each[:, None])
         return numbers * scales.unit()
 
@@ -206,6 +215,7 @@ class Format:
         generator : torch.Generator, optional
             Source of randomness: a number is rounded up with the probability that makes its mean right.
         """
+        # the type's largest number takes the place of what is larger, which torch makes infinite in E5M2
         x = scaled.clamp(-self.largest, self.largest)
         if self.mantissa is None:
             x = x.round_() if generator is None else _drawn(x, generator)
@@ -222,6 +232,7 @@ class Format:
     def _steps(self, x: torch.Tensor) -> torch.Tensor:
         """Return the distance of the type's numbers around each number."""
         assert self.mantissa is not None
+        # among subnormal numbers the distance stays that of the smallest normal ones
         exponents = _exponents(x).clamp_(min=self.emin) - self.mantissa
         return ((exponents + 127) << 23).view(torch.float32)
 
@@ -297,6 +308,7 @@ class Scales:
         """Return what a 1 in each row stands for, where scales are E8M0 or E4M3."""
         if self.tensor.numel():
             return (self.each.float() * self.tensor)[:, None]
+        # E8M0 is the exponent of a float32, with the same bias
         bits = self.each.int()
         # 2⁻¹²⁷, the least of them, is no normal number
         return torch.where(bits > 0, bits << 23, 1 << 22).view(torch.float32)[:, None]
@@ -304,6 +316,7 @@ class Scales:
 
 def _exponents(x: torch.Tensor) -> torch.Tensor:
     """Return ⌊log₂|x|⌋ of normal numbers, −127 of others."""
+    # from the bits, as log2 rounds up just below a power of two
     return ((x.view(torch.int32) >> 23) & 0xFF) - 127
 
 
@@ -311,6 +324,7 @@ def _drawn(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Round to one of the whole numbers around, so that the mean is right; whole numbers stay."""
     low = x.floor()
     draws = torch.rand(x.shape, generator=generator, device=x.device)
+    # draws are from 0 to below 1: at a whole number none is smaller
     return low + (draws < x - low)
 
 
@@ -318,6 +332,7 @@ def _drawn_bfloat16(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     """Do the same to bfloat16, whose steps may be no normal numbers of float32."""
     bits = x.view(torch.int32)
     draws = torch.randint(0, 1 << 16, x.shape, generator=generator, device=x.device)
+    # the bits cut off are the way to the next magnitude, in 2⁻¹⁶ of a step, also where it has the next exponent
     up = (draws < (bits & 0xFFFF)).int() << 16
     return ((bits & ~0xFFFF) + up).view(torch.float32)
 
@@ -329,6 +344,7 @@ def _table(format: Format) -> torch.Tensor:
     fraction, numbers = 1 << format.mantissa, []
     for code in range(1 << (format.bits - 1)):
         exponent, part = divmod(code, fraction)
+        # exponent 0 is the subnormal numbers', without the leading one and with the next exponent
         significand = part + fraction if exponent else part
         numbers.append(
             math.ldexp(significand, format.emin + max(exponent - 1, 0) - format.mantissa)
@@ -338,6 +354,7 @@ def _table(format: Format) -> torch.Tensor:
 
 _SHARED = 256
 """Numbers that share a float32."""
+# 448, not 480: E4M3 has no infinity, and its highest pattern is NaN
 _E4M3 = Format("e4m3", 8, 448.0, 3, -6, "float32", _SHARED, torch.float8_e4m3fn)
 _E5M2 = Format("e5m2", 8, 57344.0, 2, -14, "float32", _SHARED, torch.float8_e5m2)
 
@@ -400,6 +417,7 @@ def rotated(rows: torch.Tensor, signs: torch.Tensor, back: bool = False) -> torc
         Whether to take a rotation back.
     """
     size = rows.shape[1]
+    # H H = n, so the transform is its own inverse, and the signs are taken off last
     mixed = rows if back else rows * signs
     # the fast transform: sums and differences of neighbours, of pairs, of fours, …
     half = 1
@@ -407,5 +425,6 @@ def rotated(rows: torch.Tensor, signs: torch.Tensor, back: bool = False) -> torc
         pairs = mixed.view(-1, size // (2 * half), 2, half)
         mixed = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
         half *= 2
+    # with this factor it is orthogonal: norms and products stay
     mixed = mixed.view(-1, size) / math.sqrt(size)
     return mixed.mul_(signs) if back else mixed

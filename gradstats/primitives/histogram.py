@@ -61,6 +61,7 @@ def bin_edges(bits: int = 7) -> NDArray[np.float64]:
     """
     patterns = np.arange((_INFINITE << bits) + 1, dtype=np.uint32) << np.uint32(_MANTISSA - bits)
     edges = patterns.view(np.float32).astype(np.float64)
+    # the pattern there is that of infinity
     edges[-1] = 2.0**128
     return edges
 
@@ -103,6 +104,7 @@ class Histogram:
                 f"histograms of {self.bits} and {other.bits} bits do not add; coarsen the finer one"
             )
         return Histogram(
+            # 32-bit counts of two arrays may not fit 32 bits together
             np.add(self.counts, other.counts, dtype=np.int64),
             self.zeros + other.zeros,
             self.nonfinite + other.nonfinite,
@@ -154,6 +156,7 @@ class Histogram:
 
         k = check_number(k, "k", 0, math.inf, "[)", ", a number of elements")
         i, above = descend(self.counts, k)
+        # the outermost bins are their own neighbours; i is −1 where no bin is reached
         ends = max(i - 1, 0), max(i, 0), min(i + 1, self.counts.size - 1)
         before, inside, after = (int(self.counts[j]) for j in ends)
         return _inside_bin(i, above - k, (before, inside, after), self.bits)
@@ -169,11 +172,13 @@ def _inside_bin(i: int, under: float, around: tuple[int, int, int], bits: int) -
     before, n, after = around
     fraction = under / n
     left, right = _edge(i, bits), _edge(i + 1, bits)
+    # bins on both sides of a power of two are taken as equally wide
     slope = 0.0
     if 0 < i < (_INFINITE << bits) - 1:
         # density across the bin from 1 - slope to 1 + slope times its mean
         slope = min(max((after - before) / (4 * n), -1.0), 1.0)
     t = fraction
+    # the root is 0/0 without a slope; up to here t = fraction is as good
     if abs(slope) > 1e-9:
         # solve (1 - slope) t + slope t² = fraction
         b = 1 - slope
@@ -268,6 +273,7 @@ def _quantile_of_few(flat: NDArray[Any], k: float, bits: int) -> tuple[float, in
     """Return what :func:`histogram_quantile` does without its bins, which are more than the elements."""
     with np.errstate(over="ignore"):
         narrow = flat.astype(np.float32, copy=False)
+    # as whole numbers, magnitudes keep their order, and infinity and NaN come last
     pattern = narrow.view(np.int32) & np.int32(0x7FFFFFFF)
     shift, finite = _MANTISSA - bits, _INFINITE << bits
     nonfinite = int(np.count_nonzero(pattern >= _INFINITE << _MANTISSA))
@@ -283,6 +289,7 @@ def _quantile_of_few(flat: NDArray[Any], k: float, bits: int) -> tuple[float, in
     up_to = [int(np.count_nonzero(pattern >= edge)) for edge in edges]
     before, inside, after = (a - b for a, b in pairwise(up_to))
     around = inside if i == 0 else before, inside, inside if i == finite - 1 else after
+    # all that is not finite lies above every edge, and was counted
     return _inside_bin(i, up_to[1] - nonfinite - k, around, bits), nonfinite
 
 
@@ -298,6 +305,7 @@ def _count(
         with np.errstate(over="ignore"):  # float64 beyond float32's range counts as infinite
             narrow = block.astype(np.float32, copy=False)
         block_histogram(narrow.view(np.uint32), _MANTISSA - bits, counts)
+        # zeros go to the lowest bin: a block that adds nothing there has none, and is not read again
         if counts[0] != lowest:
             lowest = int(counts[0])
             zeros += narrow.size - int(np.count_nonzero(narrow))

@@ -84,10 +84,12 @@ class Levels(Magnitudes):
         k : int
             Number of exceedances wanted.
         """
+        # negated below, as searchsorted takes ascending numbers
         beyond = self.count - self.cumulative
         i = int(np.searchsorted(-beyond, -k))
         if i == self.weight.size - 1:
             return float(self.middle[-1])
+        # the two ends differ where levels are so far apart that intervals do not meet
         return float(self.right[i] + self.left[i + 1]) / 2
 
     def excesses(self, threshold: float) -> Levels:
@@ -98,7 +100,9 @@ class Levels(Magnitudes):
         threshold : float
             Magnitude η ≥ 0, a border.
         """
+        # a level is wholly on one side: where its elements lie in the interval is not known
         i = int(np.searchsorted(self.middle, threshold, side="right"))
+        # the lowest interval may reach below a threshold that is no border of its own
         left, right = (np.maximum(edge[i:] - threshold, 0.0) for edge in (self.left, self.right))
         return self.of(left, right, self.weight[i:], self.bounded)
 
@@ -111,6 +115,7 @@ class Levels(Magnitudes):
             How many of each level; those of none are left out.
         """
         some = weight > 0
+        # without the largest level nothing stands for what lies beyond
         bounded = self.bounded and bool(some[-1])
         return self.of(self.left[some], self.right[some], weight[some], bounded)
 
@@ -126,6 +131,7 @@ class Levels(Magnitudes):
         """
         if size >= self.count:
             return self
+        # numbers per level, without a list of all magnitudes, which the other method makes; below 10⁹ of them
         drawn = rng.multivariate_hypergeometric(
             self.weight.astype(np.int64), size, method="marginals"
         )
@@ -159,15 +165,18 @@ def levels_beyond(m: Magnitudes, k: int) -> Levels | None:
     if not m.count:
         return None
     known = np.array_equal(m.left, m.right)
+    # the cell of the (k + 1)-th largest
     start = int(np.searchsorted(m.cumulative, m.count - min(k + 1, m.count), side="right"))
     if known and m.weight[start:].sum() == m.weight.size - start and _spread(m.left[start:]):
         return None  # ties are the exception
     value, weight, alone = _piles(m)
     beyond = np.cumsum(weight[::-1])[::-1]
+    # the last pile from which on there are still k + 1
     i = int(np.searchsorted(-beyond, -(k + 1), side="right")) - 1 if k < m.count else 0
     tail = slice(max(i, 0), None)
     fewest = _FEWEST if known else _FEWEST_COUNTED
     enough = max(fewest, _SHARE * float(weight[tail].sum()))
+    # clipping shows at the largest value, however smooth the tail before it is
     clipped = bool(alone[-1]) and _is_bound(weight, _EXPECTED)
     if not (clipped or np.any(alone[tail] & (weight[tail] >= enough))):
         return None
@@ -176,6 +185,7 @@ def levels_beyond(m: Magnitudes, k: int) -> Levels | None:
 
 def _spread(values: NDArray[np.float64]) -> bool:
     """Tell whether no value of an ascending array occurs as often as a level does."""
+    # in ascending order as many are equal where the first and the last of them are
     return values.size < _FEWEST or not np.any(
         values[_FEWEST - 1 :] == values[: values.size - _FEWEST + 1]
     )
@@ -200,9 +210,11 @@ def _piles(
     apart = np.append(True, left[1:] > right[:-1])
     run = np.cumsum(apart) - 1
     length = np.bincount(run)[run]
+    # a neighbour that does not touch counts as empty
     before = np.where(apart, 0.0, np.append(0.0, weight[:-1]))
     after = np.where(np.append(apart[1:], True), 0.0, np.append(weight[1:], 0.0))
     alone = (length <= _WIDE) | (weight > _DOMINANT * np.maximum(before, after))
+    # a short run is one pile; each cell of a long one is a pile of its own
     first = np.flatnonzero(apart | (length > _WIDE))
     total = np.add.reduceat(weight, first)
     return np.add.reduceat(weight * value, first) / total, total, alone[first]
@@ -215,6 +227,7 @@ def _around(
     if value.size == 1:
         return Levels.of(value, value, weight, False, zero_fraction)
     gaps = np.diff(value).tolist()
+    # before the first gap zero is the neighbour
     spacing, widest = [], float(value[0])
     for gap in gaps:  # beyond a level that no element has, its neighbours do not reach half-way
         widest = min(gap, 2 * widest)
@@ -230,4 +243,5 @@ def _is_bound(weight: NDArray[np.float64], expected: float) -> bool:
     """Tell whether there should be elements beyond the last pile, if they fall off as from the one before."""
     if weight.size < 2:
         return False
+    # geometric decay predicts the next pile; one that grew is expected to stay as it is
     return bool(weight[-1] * min(weight[-1] / weight[-2], 1.0) > expected)

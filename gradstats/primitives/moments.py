@@ -107,6 +107,7 @@ class Moments:
     def variance(self) -> float:
         """Population variance of |g| over the elements summed; NaN if there are none."""
         return (
+            # the difference of nearly equal numbers may round to below zero
             max(self.sum_squares / self.count - self.mean**2, 0.0) if self.count else float("nan")
         )
 
@@ -153,6 +154,7 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
         if code is None
         else [code.sums(x, as_compared(x, above), log)]
     )
+    # in the order of the blocks, so that the number of threads does not change a bit
     count, zeros, nonfinite = (int(sum(part[i] for part in parts)) for i in range(3))
     sum_abs, sum_squares, sum_log = (sum(part[i] for part in parts) for i in range(3, 6))
     largest = max((part[6] for part in parts), default=0.0)
@@ -195,12 +197,14 @@ def exceedances(x: Array, above: float) -> Moments:
     code = device_code(x)
     if code is not None:
         return _tail(x, above, *code.tail(x, as_compared(x, above)))
+    # loops are compiled for float32 alone
     if wide_dtype(x) != np.float32:
         m = moments(x, above, log=False)
         return replace(m, zeros=-1, nonfinite=-1, max=math.nan)
     low = least_bits(above)
 
     def tail(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
+        # imported where it runs, as loops bring Numba with them
         from gradstats.primitives.loops.sums import block_tail
 
         found: tuple[int, float, float] = block_tail(block, low)
@@ -237,6 +241,7 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
         If `x` is not a dense floating-point array, or `above` is negative or NaN.
     """
     x, above = check(x), check_magnitude(above, "above")
+    # the loop for logarithms knows no threshold
     compiled = device_code(x) is None and wide_dtype(x) == np.float32 and not (log and above)
     if not compiled or numel_of(x) < SHORT:
         m = moments(x, above) if log else exceedances(x, above)
@@ -253,6 +258,7 @@ def rounded_sums(x: Array, above: float = 0.0, *, log: bool = False) -> Moments:
 
         if log:
             count, total, logs = block_sum_log(block)
+            # not where an element is not finite or is denormal, or a float32 sum overflowed: then again in float64
             if math.isfinite(total + logs):
                 return count, total, logs
             m = block_moments(block, np.float32(0), True)
@@ -307,6 +313,7 @@ def least_bits(above: float) -> np.int32:
     above : float
         Threshold.
     """
+    # non-negative floats are ordered as their bits; 1 is the least denormal, which zeros do not reach
     return max(narrowed(above).view(np.int32), np.int32(1))
 
 
@@ -339,6 +346,7 @@ def signed_sums(x: Array) -> tuple[int, float, float]:
 
 def _added(parts: list[tuple[int, float, float]]) -> tuple[int, float, float]:
     """Return the counts and the two sums of all blocks; zeros where there are none."""
+    # an empty array has no blocks, and zip then no columns
     counts, totals, squares = zip(*parts or [(0, 0.0, 0.0)], strict=True)
     return sum(counts), float(sum(totals)), float(sum(squares))
 
@@ -351,6 +359,7 @@ def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
         found: tuple[int, float, float] = block_signed(block)
         return found
     finite = block[np.isfinite(block)]
+    # partial sums may become infinite with either sign, and NaN together
     with np.errstate(over="ignore", invalid="ignore"):
         return finite.size, float(finite.sum()), float(np.square(finite).sum())
 

@@ -53,6 +53,7 @@ def _chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
             yield offset, flat[offset : offset + CHUNK]
         return
     for offset in range(0, x.numel(), CHUNK):
+        # gathered by position: reshape(-1) would copy the whole tensor
         places = torch.arange(offset, min(offset + CHUNK, x.numel()), device=x.device)
         yield offset, x[torch.unravel_index(places, x.shape)]
 
@@ -72,6 +73,7 @@ def _rows(
 ) -> torch.Tensor:
     """Return one row of float64 scalars a chunk, on the device."""
     chunks = (_widened(chunk) for _, chunk in _chunks(_in_memory_order(x)))
+    # one dtype, in which counts are exact below 2⁵³, so that all scalars leave the device together
     rows = [torch.stack([each.double() for each in row(chunk)]) for chunk in chunks]
     return torch.stack(rows) if rows else x.new_zeros((1, width), dtype=torch.float64)
 
@@ -81,11 +83,14 @@ def sums(x: torch.Tensor, above: float, log: bool) -> Sums:
 
     def row(chunk: torch.Tensor) -> list[torch.Tensor]:
         magnitude = chunk.abs()
+        # false for NaN, too
         finite = magnitude < math.inf
         kept = finite & (magnitude > 0) & (magnitude >= above)
+        # masked: to select, the host would have to wait for the number of elements
         some = torch.where(kept, magnitude, 0.0)
         wide = some.double()
         logs = (
+            # ln 1 = 0 for what is left out; widened first, as float32's logarithm rounds
             torch.where(kept, magnitude, 1.0).double().log_().sum() if log else wide.new_zeros(())
         )
         return [
@@ -106,6 +111,7 @@ def combined(rows: torch.Tensor) -> Sums:
     """
     added = rows.sum(0)
     added[6] = rows[:, 6].max()
+    # the only wait for the device
     count, zeros, nonfinite, *rest = added.tolist()
     total, squares, logs, largest = rest
     return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
@@ -150,15 +156,19 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         zeros += (magnitude == 0).sum()
         bins = (magnitude.view(torch.int32) >> (23 - bits)).long()
         # counts add up to the same in any order; bincount would ask the host for their largest
+        # `one` is expanded: a single number is read, not a chunk of ones
         found.scatter_add_(0, bins, one.expand_as(bins))
+    # they share the lowest bin with the smallest denormals
     found[0] -= zeros
     return found, zeros
 
 
 def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ascending positions and values of |x| ≥ low > 0, without NaN."""
+    # torch.cat needs a tensor, also of an empty gradient
     indices, values = [x.new_empty(0, dtype=torch.int64)], [x.new_empty(0)]
     for offset, chunk in _chunks(x):
+        # in the precision that `low` was rounded to; float16 would round it again
         kept = (_widened(chunk).abs() >= low).nonzero().view(-1)
         indices.append(kept + offset)
         values.append(chunk[kept])
@@ -167,6 +177,7 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _magnitude_bits(chunk: torch.Tensor) -> torch.Tensor:
     """Return the bits of magnitudes as int64, in their order; those of NaN are zero."""
+    # infinity stays: by default it becomes the largest finite number
     magnitude = _widened(chunk).abs().nan_to_num_(0.0, math.inf)
     return magnitude.view(torch.int64 if chunk.dtype == torch.float64 else torch.int32).long()
 
@@ -200,8 +211,10 @@ def counts_to_kth(
         width = min(_WIDTH, left)
         left -= width
         found = count(kth, left, width)
+        # zeros that were left out: all that begin with the digits found are `inside`
         found[:1] += inside - found.sum()
         reached = found.flip(0).cumsum(0)
+        # from the highest digit down, the first with `rest` of them at or above it
         place = torch.searchsorted(reached, rest)
         digit = found.numel() - 1 - place
         inside = found[digit]
@@ -219,6 +232,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         for _, chunk in _chunks(narrow):
             bits = _magnitude_bits(chunk)
             digits = (bits >> shift) & ((1 << width) - 1)
+            # all are added, most of them as 0: to leave those out, the host would wait for their number
             found.scatter_add_(0, digits, (bits >> shift + width == kth).long())
         return found
 
@@ -234,6 +248,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         place = torch.where(kept, kept.cumsum(0) + done - 1, k)
         positions = torch.arange(offset, offset + chunk.numel(), device=x.device)
         indices.scatter_(0, place, positions)
+        # NaN has the bits of 0 here, and −0 becomes 0
         values.scatter_(0, place, torch.where(bits > 0, chunk, 0))
         done, tied = done + kept.sum(), ranks[-1:]
     return indices[:k], values[:k]
@@ -273,6 +288,7 @@ def random_words(count: int, generator: torch.Generator) -> torch.Tensor:
         The words.
     """
     words = torch.empty(count, dtype=torch.int64, device=generator.device)
+    # None: the upper end is left out, and 2⁶³ is no int64
     return words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
 
 
@@ -281,8 +297,11 @@ def bernoulli(
 ) -> torch.Tensor:
     """Return words of random bits, each 1 with the probability of a fraction."""
     bits = torch.zeros(words, dtype=torch.int64, device=generator.device)
+    # `part` is `bits` itself until the first words are left out
     part, positions, rest, digits = bits, None, numerator, 0
     open_ = torch.full_like(bits, -1)  # bits whose digits have all been equal
+    # digit by digit against those of the fraction: a bit is decided where they first differ,
+    # and 1 if the drawn number is the smaller; digits after the last 1 leave nothing to be smaller than
     while rest and open_.numel():
         digit, rest = divmod(2 * rest, denominator)
         drawn = random_words(part.numel(), generator)
@@ -349,8 +368,10 @@ def descend(
         NaN and infinities.
     """
     reached = counts[:finite].flip(0).cumsum(0)
+    # of whole numbers, more than k is more than ⌊k⌋
     place = torch.searchsorted(reached, reached.new_tensor([math.floor(k)]), right=True)
     here = finite - 1 - place
+    # `place` is one too far where no bin is reached; clamped, what is read is not used
     around = torch.cat([here - 1, here, here + 1]).clamp_(0, finite - 1)
     last = reached[place.clamp(max=finite - 1)]
     found = torch.cat([here, last, counts[around], counts[finite:].sum()[None]]).tolist()
@@ -393,6 +414,7 @@ def kth_magnitude(values: Any, k: int) -> float | None:
     """
     if k > values.numel():
         return None
+    # NaN and infinity become 0, and 0 is no answer
     ordered = _widened(values).abs().nan_to_num_(0, 0).sort().values
     return float(ordered[-k]) or None
 

@@ -45,7 +45,9 @@ def gram(vectors: Sequence[Array]) -> NDArray[np.float64]:
     """
     products = np.zeros((len(vectors), len(vectors)))
     for chunks in zip(*(flat_chunks(check(v)) for v in vectors), strict=True):
+        # products of two float32 are exact in float64
         rows = np.array([chunk for _, chunk in chunks], np.float64)
+        # left out of all vectors: with other elements for each pair, products would not be those of vectors
         finite = np.isfinite(rows).all(axis=0)
         rows = rows if finite.all() else rows[:, finite]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -105,6 +107,7 @@ class Pair:
             (self.nonzero[0] + other.nonzero[0], self.nonzero[1] + other.nonzero[1]),
             (self.nonfinite[0] + other.nonfinite[0], self.nonfinite[1] + other.nonfinite[1]),
             ((a[0] + c[0], a[1] + c[1]), (b[0] + d[0], b[1] + d[1])),
+            # a sum, so that neither the order nor the division into parts matters
             tuple((p + q) % 2**64 for p, q in zip(self.prints, other.prints, strict=True)),  # type: ignore[arg-type]
             (self.fourth[0] + other.fourth[0], self.fourth[1] + other.fourth[1]),
         )
@@ -135,6 +138,7 @@ def sign_pairs(vectors: Sequence[Array]) -> tuple[int, int]:
             negative += chunk < 0
         zeros = n - positive - negative
         agree += int((positive * (positive - 1) + negative * (negative - 1)).sum()) // 2
+        # all pairs but those of two zeros
         either += int((n * (n - 1) - zeros * (zeros - 1)).sum()) // 2
     return agree, either
 
@@ -157,6 +161,7 @@ def pair(a: Array, b: Array) -> Pair:
     """
     a, b = check(a), check(b)
     both = zip(flat_chunks(a), flat_chunks(b), strict=True)
+    # what float64 has beyond float32 cannot be equal: then both are compared as float32
     exact = wide_dtype(a) == wide_dtype(b)
     return reduce(add, (_pair(x, y, exact) for (_, x), (_, y) in both), _NOTHING)
 
@@ -183,11 +188,13 @@ def _pair(x: NDArray[np.floating], y: NDArray[np.floating], exact: bool) -> Pair
 
 def _fourth(x: NDArray[np.floating]) -> float:
     with np.errstate(over="ignore"):
+        # fourth powers of float32 overflow from 4·10⁹ on
         squares = np.square(x[np.isfinite(x)], dtype=np.float64)
         return float(squares @ squares)
 
 
 def _fine(x: NDArray[np.float32]) -> tuple[int, int]:
+    # bfloat16 is the upper half of a float32
     bits = x.view(np.uint32)
     with np.errstate(over="ignore"):
         half = x.astype(np.float16).astype(np.float32)
@@ -196,7 +203,9 @@ def _fine(x: NDArray[np.float32]) -> tuple[int, int]:
 
 def _print(x: NDArray[np.float32]) -> int:
     """Return the sum of the mixed bits (splitmix64) of the non-zero elements."""
+    # −0 is left out with the zeros
     bits = x[x != 0].view(np.uint32).astype(np.uint64)
+    # products and the sum wrap around, modulo 2⁶⁴
     with np.errstate(over="ignore"):
         bits *= np.uint64(0x9E3779B97F4A7C15)
         bits ^= bits >> np.uint64(30)

@@ -43,7 +43,9 @@ def shown(value: object) -> str:
         Anything.
     """
     if isinstance(value, str | bytes):
+        # cut before repr(), which would copy a text of any length
         text = repr(value[: _LONGEST + 1])
+    # Python refuses to write out numbers of some thousand digits
     elif isinstance(value, int) and abs(value) >= 10**_LONGEST:
         return "so large a number"
     elif value is None or isinstance(value, int | float | complex | np.number | np.bool_):
@@ -57,6 +59,7 @@ def _real(value: object) -> float:
     """Return a real number as a float, and NaN for everything else: booleans, text, arrays and tensors too."""
     if type(value) is float:  # nearly always, and an abstract class takes microseconds to say so
         return value
+    # True is 1 to Python
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -104,6 +107,7 @@ def check_number(
     number = _real(value)
     above = number >= low if ends[0] == "[" else number > low
     below = number <= high if ends[1] == "]" else number < high
+    # negated, so that NaN fails, which compares with nothing
     if not (above and below):
         interval = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
         raise InputError(f"{name} must be in {interval}{hint}, not {shown(value)}")
@@ -125,6 +129,7 @@ def check_magnitude(value: float, name: str = "a threshold") -> float:
     InputError
         If it is no number, NaN, or negative.
     """
+    # negated, so that NaN fails
     if not (number := _real(value)) >= 0:
         raise InputError(f"{name} must be a non-negative magnitude, not {shown(value)}")
     return number
@@ -248,4 +253,5 @@ def target_count(ratio: float, numel: int) -> int:
         numel = check_count(numel, "numel", 0, 2**62)  # nearly never: calls that say what is wrong
         ratio = check_ratio(ratio)
     k = round(ratio * numel)
+    # 0 elements only of an empty gradient
     return k if 1 <= k <= numel else min(1, numel)

@@ -85,6 +85,7 @@ class Message:
         """Yield the elements in float64, without what is no number, and where they lie."""
         for start in range(0, self.values.size, CHUNK):
             where = slice(start, min(start + CHUNK, self.values.size))
+            # a copy, also of float64, as the next line writes to it
             exact = np.array(self.values[where], np.float64)
             yield where, torch.from_numpy(exact).nan_to_num_(0.0, 0.0, 0.0)
 
@@ -113,6 +114,7 @@ class Message:
 
 
 def _single(exact: torch.Tensor) -> torch.Tensor:
+    # finite numbers stay finite
     return exact.clamp(-_LARGEST, _LARGEST).float()
 
 
@@ -120,6 +122,7 @@ def _mixed(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
     """Return numbers as they are rounded: mixed in blocks, the last one filled with zeros, if there are signs."""
     if signs is None:
         return x
+    # only the last piece: rotations are powers of two up to CHUNK, and divide all others
     if missing := -x.numel() % signs.numel():
         x = torch.cat([x, x.new_zeros(missing)])
     return rotated(x.view(-1, signs.numel()), signs).view(-1)
@@ -148,8 +151,10 @@ def _arrived(
     """Yield what arrives of each piece of a message, and count."""
     generator, form = None, way.format
     if way.rounding == "stochastic":
+        # NumPy takes several numbers as a seed, none negative; torch takes one
         state = np.random.default_rng([*(abs(n) for n in sent.seed)]).integers(0, 2**62)
         generator = torch.Generator().manual_seed(int(state))
+    # of the whole message: its pieces share the tensor's scale
     whole = sent.largest(way.rotation, signs) if form.scale != "none" else None
     for message in sent.messages():
         if not message.numel():
@@ -160,6 +165,7 @@ def _arrived(
         scales = form.scales(rows, whole)
         scaled = form.scaled(rows, scales)
         numbers = form.rounded(scaled, generator)
+        # of the mixed numbers, which are what is rounded; those that fill up rows are 0
         there = rows != 0
         counts.nonzero += int(there.sum())
         counts.zeros += int(((numbers == 0) & there).sum())
@@ -206,9 +212,11 @@ def measure(way: Way, sent: Sequence[Message], seed: int) -> list[Measured]:
     signs = _signs(way.rotation, seed)
     counts = [_Counts() for _ in sent]
     units = [_unit(s) for s in sent]
+    # the last one is of the ranks' sum; the smallest unit keeps it in range
     sums = [_Sums(unit) for unit in (*units, min(units, default=1.0))]
     streams = [_spread(s, _arrived(way, s, signs, c)) for s, c in zip(sent, counts, strict=True)]
     for pieces in zip(*streams, strict=True):
+        # not strict: there is one more sum than ranks
         for each, piece in zip(sums, pieces, strict=False):
             each.add(*piece)
         if len(sent) > 1:
@@ -228,9 +236,11 @@ def measure(way: Way, sent: Sequence[Message], seed: int) -> list[Measured]:
 def _unit(sent: Message) -> float:
     """Return a power of two that keeps squares of a gradient's elements within float64."""
     top = float(sent.largest(0, None))
+    # squares of float32 numbers, the smallest too, are within float64's range
     if 0 < top < _LARGEST or not sent.values.size:
         return 1.0
     exact = max((float(p.abs().amax()) for _, p in sent.pieces()), default=0.0)
+    # a power of two scales without rounding; beyond 2¹⁰²³ there is none for the smallest denormals
     return math.ldexp(1.0, min(-math.frexp(exact)[1], 1000)) if exact else 1.0
 
 
@@ -267,12 +277,14 @@ class _Sums:
     def add(self, exact: torch.Tensor, chosen: torch.Tensor, found: torch.Tensor) -> None:
         """Add one piece."""
         g, q = exact * self._unit, found * self._unit
+        # of the difference itself: the difference of sums of squares would lose a small error
         off = q - g
         self.square += _dot(g, g)
         self.error += _dot(off, off)
         self.along += _dot(off, g)
         self.arrived += _dot(q, q)
         self.product += _dot(q, g)
+        # the same object where everything is sent, and nothing dropped
         if chosen is not exact:
             left = chosen * self._unit - g
             self.dropped += _dot(left, left)
@@ -282,6 +294,7 @@ def _bits(way: Way, sent: Message) -> float:
     """Return the bits of a message, an element of the gradient."""
     count = sent.count
     if way.rotation:
+        # what fills up the last mixed block is sent, too
         count += -count % way.rotation
     return (way.format.bits_of(count) + sent.position_bits) / max(sent.values.size, 1)
 
@@ -290,6 +303,7 @@ def _measured(
     ranks: int, sent: Message, sums: _Sums, counts: Sequence[_Counts], bits: float
 ) -> Measured:
     nonzero = sum(c.nonzero for c in counts)
+    # two roots, as the product of two sums of squares may overflow
     both = math.sqrt(sums.square) * math.sqrt(sums.arrived)
 
     def share(part: float, whole: float) -> float:

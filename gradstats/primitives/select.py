@@ -85,6 +85,7 @@ def select(x: Array, threshold: float) -> Selection:
     code = device_code(x)
     if code is not None:
         zero, one = wide_dtype(x).type(0), wide_dtype(x).type(1)
+        # the least denormal: at threshold 0 zeros are left out all the same
         least = float(np.nextafter(zero, one))
         return Selection(*code.select(x, max(as_compared(x, threshold), least)))
     # only infinity reaches a threshold beyond float32's range
@@ -119,6 +120,7 @@ def selection_like(x: Array, indices: NDArray[np.int64], values: NDArray[Any]) -
 
 
 def _concatenate(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    # np.concatenate copies a single part, too
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, dtype)
@@ -132,6 +134,7 @@ def _select_run(
     first = -1
     wide: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
     for offset, block in run:
+        # a run need not begin at 0, and the rate is the run's own
         first = offset if first < 0 else first
         if block.dtype == np.float64:
             magnitude = np.abs(block)
@@ -148,6 +151,7 @@ def _select_run(
         found = block_select(block, np.int32(low), offset, indices, values, found)
     if wide:
         return np.concatenate([i for i, _ in wide]), np.concatenate([v for _, v in wide])
+    # views: the room behind them was reserved, and never written to
     return indices[:found], values[:found]
 
 
@@ -197,6 +201,7 @@ def top_candidates(
         low = 0.0
     elif low is None and numel <= _FEW and not on_device and (few := _top_of_few(x, k)):
         return few
+    # deviations of a count in a sample: of independent elements one in three million lies beyond
     slack = 5.0
     while True:
         if low is None:
@@ -205,8 +210,10 @@ def top_candidates(
         threshold = _kth_magnitude(candidates.values, k, high)
         if threshold is not None:
             break
+        # everything was selected, and there are fewer than k
         if low == 0:
             return 0.0, candidates
+        # this ends, as a bracket wider than the sample begins at 0
         low, high, slack = None, math.inf, slack * 4
     return threshold, keep(candidates, threshold) if trim else candidates
 
@@ -217,6 +224,7 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     Of more than :data:`SORTED` elements a histogram says first which of them are worth sorting.
     """
     view = flat_blocks(x, 1)
+    # what follows compares 32 bits
     if view is None or view[0].dtype.type is not np.float32:
         return None
     flat, _ = view
@@ -229,8 +237,10 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
     if first < 0:
         return None
     indices, values = np.empty(flat.size, np.int64), np.empty(flat.size, np.float32)
+    # from 1 on: the lowest bin has zeros, too
     n = block_select(flat, np.int32(max(first, 1)), 0, indices, values, 0)
     threshold = _kth_magnitude(values[:n], k, float(np.int32(beyond).view(np.float32)))
+    # its bin had zeros, and fewer than k elements have not
     if threshold is None:
         return None
     n = keep_at_least(indices[:n], values[:n], np.float32(threshold))
@@ -263,6 +273,7 @@ def top_sorted(
             magnitude.argmax()
         )  # a fifth of what max() takes; NaN if there is one
     else:
+        # positions are found in the order of the elements, so a copy is put in order
         ordered, rank = magnitude.copy(), flat.size - k
         if flat.size <= _WHOLLY:
             ordered.sort()
@@ -271,6 +282,7 @@ def top_sorted(
             ordered.partition(rank)
             largest = magnitude.item(magnitude.argmax())
         kth = ordered.item(rank)
+    # false for NaN, too: both would be taken for the largest
     if not largest < math.inf:
         return None
     if kth >= _NORMAL:
@@ -278,6 +290,7 @@ def top_sorted(
     else:  # as whole numbers: where denormals are flushed, they are zero to a comparison of floats
         bits = magnitude.view(np.int32)
         least = int(np.partition(bits, flat.size - k)[flat.size - k])
+        # exact, as a denormal is a whole number of 2⁻¹⁴⁹
         kth = least * 2.0**-149
         positions = (bits >= (least or 1)).nonzero()[0]
     return kth, positions, flat[positions]
@@ -292,6 +305,7 @@ def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:
 
     counts = np.zeros(1 << 31 - shift, np.uint32)
     block_histogram(x.view(np.uint32), shift, counts)
+    # more than k − 1 are at least k; infinity and NaN are beyond the slice
     i, reached = descend(counts[: _INFINITY >> shift], float(k - 1))
     return i << shift, i + 1 << shift, k - (reached - int(counts[i]))
 
@@ -311,6 +325,7 @@ def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
     from gradstats.primitives.loops.selection import block_under
 
     bits = np.empty(values.size, np.int32)
+    # finite, so that no infinity is under it
     bound = np.float32(min(high, _LARGEST)).view(np.int32)
     above, n = block_under(values, bound, bits)
     if above + n < k:
@@ -347,6 +362,7 @@ def keep(selection: Selection, threshold: float) -> Selection:
         from gradstats.primitives.loops.selection import keep_at_least
 
         n = keep_at_least(indices, values, np.float32(threshold))
+        # the loop moved what is kept to the front of the same memory
         return Selection(selection.indices[:n], selection.values[:n])
     magnitude = np.abs(as_numpy(selection.values))
     kept = np.flatnonzero(magnitude >= threshold)
@@ -359,8 +375,10 @@ def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float,
     size = min(numel, max(_SAMPLE, numel // 100))
     stride = max(1, numel // size)
     some = strided(x, stride)
+    # the stride is a whole number: there may be more than were asked for
     size = numel_of(some)
     expected = k * size / numel
+    # deviations of a Poisson count, and a constant for small counts, which are skewed
     margin = slack * math.sqrt(expected) + slack
     below, above = math.ceil(expected + margin), math.floor(expected - margin)
     low, high = 0.0, math.inf
@@ -371,8 +389,10 @@ def _sampled_bracket(x: Array, k: int, numel: int, slack: float) -> tuple[float,
         sample.partition(size - below)
         low = float(sample[size - below])
         if above >= 1:
+            # already partitioned: the upper bound is among these
             top = sample[size - below :]
             high = float(np.partition(top, top.size - above)[top.size - above])
+    # NaN and infinity come last in order, and as a bound say nothing
     return (low if math.isfinite(low) else 0.0), (high if math.isfinite(high) else math.inf)
 
 
@@ -438,6 +458,7 @@ def topk(x: Array, k: int) -> Selection:
     code = device_code(x)
     if code is not None and k:
         return Selection(*code.topk(x, k))
+    # k is 0 for an empty gradient alone: nothing, in its own type
     found = top_candidates(x, k)[1] if k else select(x, math.inf)
     if len(found) > k:
         magnitude = np.abs(as_numpy(found.values))

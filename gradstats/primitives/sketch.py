@@ -38,6 +38,7 @@ EXACT = 1 << 15
 """Non-zero elements up to which a sketch keeps every magnitude."""
 
 
+# no ==, which arrays do not answer with one truth value
 @dataclass(frozen=True, eq=False)
 class Magnitudes:
     """The distribution of n magnitudes, as ascending disjoint cells.
@@ -157,6 +158,7 @@ class Magnitudes:
             Magnitude η ≥ 0. Of the cell that it cuts, taken as evenly filled, the part above it counts.
         """
         threshold = check_magnitude(threshold)
+        # a cell that ends at the threshold still reaches it
         i = int(np.searchsorted(self.right, threshold))
         if i == self.right.size:
             return 0.0
@@ -179,6 +181,7 @@ class Magnitudes:
         i = int(np.searchsorted(self.cumulative, self.count - k, side="right"))
         i = min(i, self.weight.size - 1)  # a rank below one rounds to none
         under = self.count - k - (self.cumulative[i] - self.weight[i])
+        # n magnitudes spread evenly are in the middles of n equal parts
         share = min((under + 0.5) / self.weight[i], 1.0)
         return float(self.left[i] + (self.right[i] - self.left[i]) * share)
 
@@ -191,6 +194,7 @@ class Magnitudes:
             Magnitude η ≥ 0. Of the cell that it cuts, the number above is rounded to a whole one.
         """
         threshold = check_magnitude(threshold)
+        # a cell that ends at the threshold has no excess
         i = int(np.searchsorted(self.right, threshold, side="right"))
         left, right, weight = self.left[i:].copy(), self.right[i:], self.weight[i:].copy()
         if left.size and left[0] < threshold:
@@ -247,6 +251,7 @@ class Magnitudes:
         """
         if check_count(size, "size", 0) >= self.count:
             return self
+        # magnitudes are put in order anyway, so ranks need not be shuffled
         ranks = rng.choice(self.count, size, replace=False, shuffle=False)
         cells = np.searchsorted(self.cumulative, ranks, side="right")
         width = self.right[cells] - self.left[cells]
@@ -337,8 +342,10 @@ class Sketch(Shown):
             left = right = self.values
             weight = np.ones(left.size)
         else:
+            # a merged sketch may have come from few enough magnitudes to need no bins
             _check_range(m.max)
             edges = bin_edges(self.bits)
+            # indexed by arrays, these are copies, which _known_maximum writes to
             left, right, weight = _known_maximum(
                 edges[self.bins], edges[self.bins + 1], self.counts.astype(np.float64), m.max
             )
@@ -406,6 +413,7 @@ def _check_range(largest: float) -> None:
 
 def _check_small(counts: NDArray[Any], sums: Moments, bits: int) -> None:
     """Check that most magnitudes of float64 are not below float32's normal numbers, where its bins are few."""
+    # bins below 2^bits have exponent 0, that of subnormal numbers
     normal = int(counts[1 << bits :].sum())
     if 2 * normal < sums.count:
         raise InputError(

@@ -100,8 +100,10 @@ class Tails(NamedTuple):
         normal = count[int(self.left.searchsorted(np.finfo(np.float32).tiny))]
         even = count[0] - normal <= _SUBNORMAL * count[0]
         enough = count[:-1] >= least
+        # no cell may dominate any tail that it is in, and a tail may begin at each cell
         for part, of in ((inside[:-1], count), (squares[:-1] - squares[1:], squares)):
             even = even & ~(enough & (_largest_from(part) > _SHARE * of[:-1])).any()
+        # one number from the device for both: 0 where middles mislead, else where the last count is
         last = int((count > 0).sum() * even)
         return self.left.item(last - 1) if last else 0.0
 
@@ -110,6 +112,7 @@ class Tails(NamedTuple):
         weight, middle = self.sums[:-1, 3], middles(self.left, self.right)
         if is_tensor(weight):
             torch = sys.modules["torch"]
+            # 0 log 0 is 0: the cell of zeros, which half precision has, is empty
             logs = torch.special.xlogy(weight, torch.from_numpy(middle).to(weight.device)).sum()
         else:
             # no product of BLAS, whose threads keep other ranks' cores busy and decide over the last bits
@@ -171,6 +174,7 @@ def part_above(
     # numbers of Python's, which are faster there than NumPy's
     count, total, squares, inside = float(row[0]), float(row[1]), float(row[2]), float(row[3])
     if inside > 0 and left < threshold:
+        # what lies below the threshold is summed at its own middle, as cells are
         under = inside * (threshold - left) / (right - left)
         middle = (left + threshold) / 2
         count -= under
@@ -227,6 +231,7 @@ def tails(x: Array, least: float = 0.0) -> Tails:
 
         left = edges[lowest:-1]
         right = left if known else edges[lowest + 1 :]
+        # the bins behind the last edge are infinity and NaN
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
         return DeviceTails(left, right, operators.tail_sums(weight, middles(left, right)))
     counts = _counts_from(x, bits, lowest)
@@ -280,5 +285,6 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
         return found[0]
     total = np.zeros(max(map(len, found), default=0), np.int64)
     for each in found:
+        # each block's counts end at its own largest magnitude
         total[: each.size] += each
     return total

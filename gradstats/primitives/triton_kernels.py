@@ -53,6 +53,7 @@ def _loaded(x, start, numel, BLOCK: tl.constexpr):
     return at, inside, value, value.to(tl.int32, bitcast=True) & _MASK
 
 
+# a threshold's bits change at every step; Triton compiles anew for multiples of 16
 @triton.jit(do_not_specialize=["low"])
 def _sums_kernel(
     x,
@@ -65,7 +66,9 @@ def _sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write a row of (count, zeros, nonfinite, sum, squares, logarithms, max) of one program's blocks."""
+    # 64 bits, or positions from 2³¹ on would wrap around
     program = tl.program_id(0).to(tl.int64)
+    # a sum of its own for each place of a block: the order of additions is fixed
     count = tl.full([BLOCK], 0, tl.int32)
     zeros = tl.full([BLOCK], 0, tl.int32)
     nonfinite = tl.full([BLOCK], 0, tl.int32)
@@ -80,6 +83,7 @@ def _sums_kernel(
         kept = inside & (bits >= low) & (bits < _INFINITY)
         count += kept.to(tl.int32)
         zeros += (inside & (bits == 0)).to(tl.int32)
+        # no `inside`: beyond the end bits are 0
         nonfinite += (bits >= _INFINITY).to(tl.int32)
         largest = tl.maximum(largest, tl.where(kept, bits, 0))
         wide = tl.where(kept, value if SIGNED else tl.abs(value), 0.0).to(tl.float64)
@@ -130,8 +134,10 @@ def _select_kernel(x, ends, indices, values, numel, low, BLOCK: tl.constexpr):
     at, _, value, bits = _loaded(x, program * BLOCK, numel, BLOCK)
     kept = (bits >= low) & (bits <= _INFINITY)
     hits = kept.to(tl.int32)
+    # `ends` count this program's elements, too
     place = tl.load(ends + program) - tl.sum(hits) + tl.cumsum(hits) - 1
     tl.store(indices + place, at, mask=kept)
+    # exact: the value was widened from this type
     tl.store(values + place, value.to(values.dtype.element_ty), mask=kept)
 
 
@@ -174,6 +180,7 @@ def _topk_kernel(x, over_ends, tied_ends, kth, ties, indices, values, numel, BLO
     equal = (inside & (bits == least)).to(tl.int32)
     tied_before = tl.load(tied_ends + program) - tl.sum(equal)
     kept = (over > 0) | ((equal > 0) & (tied_before + tl.cumsum(equal) <= most))
+    # larger ones of earlier programs, and of their ties those that are among the k
     before = tl.load(over_ends + program) - tl.sum(over) + tl.minimum(tied_before, most)
     place = before + tl.cumsum(kept.to(tl.int32)) - 1
     tl.store(indices + place, at, mask=kept)
@@ -217,12 +224,15 @@ def _bernoulli_kernel(random, key, numel, numerator, denominator, BLOCK: tl.cons
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low, high = (at & 0xFFFFFFFF).to(tl.uint32), (at >> 32).to(tl.uint32)
     seed = tl.load(key)
+    # small integers arrive with 32 bits, which doubling would leave
     denominator = denominator.to(tl.int64)
     rest = numerator.to(tl.int64)
+    # zeros of the block's shape and 64 bits
     part = at * 0
     undecided = tl.where(at < numel, part - 1, part)
     step = low * 0
     while (rest > 0) & (tl.max((undecided != 0).to(tl.int32), 0) > 0):
+        # the counter is the word's position and the step: draws do not depend on the launch
         a, b, c, d = tl.philox(seed, low, high, step, step * 0)
         first = a.to(tl.int64) | (b.to(tl.int64) << 32)
         second = c.to(tl.int64) | (d.to(tl.int64) << 32)
@@ -259,6 +269,7 @@ def _summed(x: torch.Tensor, low: int, **constants: bool) -> Sums:
     # a power of two: each is compiled by itself
     each = min(triton.next_power_of_2(max(triton.cdiv(blocks, PROGRAMS), 1)), MOST_BLOCKS)
     programs = triton.cdiv(blocks, each)
+    # an empty tensor has a row, too, as the largest of none is an error
     rows = torch.zeros((max(programs, 1), 7), dtype=torch.float64, device=x.device)
     _launch(_sums_kernel, programs, x, rows, x.numel(), low, BLOCKS=each, **constants)
     return combined(rows)
@@ -296,6 +307,7 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     hits = torch.zeros(programs, dtype=torch.int32, device=x.device)
     _launch(_hits_kernel, programs, x, hits, x.numel(), _bits(low))
     ends = hits.cumsum(0)
+    # the synchronisation: the host has to know how long the result is
     found = int(ends[-1]) if programs else 0
     indices = torch.empty(found, dtype=torch.int64, device=x.device)
     values = torch.empty(found, dtype=x.dtype, device=x.device)
@@ -317,6 +329,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     kth, ties = counts_to_kth(count, x, k)
     hits = torch.zeros((2, programs), dtype=torch.int32, device=x.device)
     _launch(_ranks_kernel, programs, x, *hits, kth, x.numel())
+    # exactly k elements are kept, so every place is written
     indices = torch.empty(k, dtype=torch.int64, device=x.device)
     values = torch.empty(k, dtype=x.dtype, device=x.device)
     ends = hits.cumsum(1)

@@ -34,7 +34,9 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
         The loop, and its arguments; those that it writes are of no use afterwards.
     """
     n, bits, above = x.size, x.view(np.uint32), np.int32(low).view(np.float32)
+    # filled with something, so that it shows where a loop does not write
     words, zeros = np.full((2, -(-n // WORD)), 7, np.uint64)
+    # two parts that begin and end where no word or vector does
     parts = np.array([(0, n // 3), (n // 3, n)])
     largest, low32 = np.full(-(-n // PART), -1, np.float32), np.int32(low)
     yield sums.block_signed, (x,)
@@ -51,6 +53,7 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     yield counts.block_histogram, (bits, 16, np.full(1 << 15, 2, np.uint32))
     first = low >> 16
     yield counts.counts_of_tail, (bits, first, 16)
+    # as long as there are bins, and filled: the loop clears the counters that it reaches
     room = np.full((INFINITY >> 16) - first + 1, 5, np.uint32)
     yield counts.block_tail_histogram, (bits, max(first << 16, 1), 16, room)
     of_parts, found = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)
@@ -61,10 +64,13 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
         counts.histograms_of_parts,
         (bits, parts, of_parts, 1, 16, int(INFINITY) >> 16, found, used),
     )
+    # counts of one array, and of several added up
     for dtype in (np.uint32, np.int64):
         yield counts.descend, (np.arange(n).astype(dtype), n / 2)
 
+    # three are there already, and behind them is room for a whole block
     indices, values = np.zeros(n + 3, np.int64), np.zeros(n + 3, np.float32)
+    # both, although this processor calls only one
     for loop in (selection.select_anywhere, selection.select_compressing):
         yield loop, (x, low32, 7, indices, values, 3)
     yield selection.keep_at_least, (np.arange(n), x.copy(), above)
@@ -85,12 +91,14 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     yield copies.round_to_bfloat16, (x.copy(), np.zeros(n, np.uint16))
     yield copies.mean_of_bfloat16, ((bits >> 16).astype(np.uint16), np.float32(3), x.copy())
 
+    # at least one position, and the first one is not 0
     indices = np.append(3, np.flatnonzero(x > above) + 4)
     for b in (0, 2, 7):
         yield rice.gap_sums, (indices, b, np.zeros(3, np.int64))
         size = b * (indices.size - 1) + int(((np.diff(indices) - 1 >> b) + 1).sum())
         words32 = np.zeros(-(-size // 32), np.uint32)
         yield rice.encode_gaps, (indices, b, words32)
+        # by the reference: the loop that encodes need not be right for this one
         coded = words32.copy()
         rice.encode_gaps.reference(indices, b, coded)
         yield rice.decode_gaps, (coded, b, n + 4, np.append(3, np.zeros_like(indices[1:])))
@@ -104,6 +112,7 @@ def warm_up() -> None:
         advance = None
         for done, (loop, arguments) in enumerate(todo, 1):
             loop(*arguments)
+            # no bar before something is compiled: loading from the cache needs none
             if advance is None and Compiling.said and not said and messages().is_terminal:
                 bar = stack.enter_context(progress_bar())
                 task = bar.add_task("compiling loops", total=len(todo), completed=done - 1)

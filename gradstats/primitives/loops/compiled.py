@@ -113,6 +113,7 @@ def compiled(
     """
 
     def decorate(function: Callable[..., Any]) -> Loop:
+        # what numba.njit adds; None leaves bounds to NUMBA_BOUNDSCHECK
         always = {"nopython": True, "boundscheck": None}
         loop = Loop(function, targetoptions=always | _ALWAYS | options)
         loop.reference, loop.within, loop.needs, loop.counted = reference, within, needs, counted
@@ -137,6 +138,7 @@ def inner(**options: Any) -> Callable[[Callable[..., Any]], Loop]:
 
     def decorate(function: Callable[..., Any]) -> Loop:
         loop = compiled(forceinline=True, **_CALLED, **options)(function)
+        # without a cache of its own, as its code is in that of its callers
         loop.looked = True
         return loop
 
@@ -190,6 +192,7 @@ class Loop(CPUDispatcher):
     def __init__(self, py_func: Callable[..., Any], *args: Any, **options: Any) -> None:
         super().__init__(py_func, *args, **options)
         names = py_func.__code__.co_varnames[: py_func.__code__.co_argcount]
+        # text already where the module postpones its annotations, as those of loops do
         self._annotations = [str(py_func.__annotations__.get(name, "")) for name in names]
         self.looked = False  # for a folder
 
@@ -203,6 +206,7 @@ class Loop(CPUDispatcher):
         """
         arguments, _ = sigutils.normalize_signature(sig)
         own = tuple(map(_declared, arguments, self._annotations))
+        # Numba's own lock, which may be taken again inside: no two threads set the cache
         with global_compiler_lock, _without_collector():
             if not self.looked:
                 self.looked = True
@@ -232,6 +236,7 @@ def _without_collector() -> Iterator[None]:
 
 def _declared(kind: Any, annotation: str) -> Any:
     """Return the type that an argument is compiled as."""
+    # a constant of the caller's would be a type of its own
     kind = types.unliteral(kind)
     if isinstance(kind, types.Array) and "Written" not in annotation:
         return kind.copy(readonly=True)
@@ -281,15 +286,20 @@ class _Cache(FunctionCache):
         super().__init__(loop.py_func)
         # without the line number, which moves
         name = re.sub(r"-\d+(?=\.py)", "", self._impl.filename_base)
+        # in place of Numba's index, which looks at the date of the loop's own file alone
         self._loop, self._cache_file = loop, _Files(Path(self.cache_path), name)
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[str, str]:
         kinds = sigutils.normalize_signature(sig)[0]
+        # loops given as arguments are compiled in
         functions = [kind.dispatcher for kind in _leaves(kinds) if hasattr(kind, "dispatcher")]
+        # addresses are others in every process
         signature = re.sub(r" at 0x\w+", "", str(kinds))
+        # loops that one function makes have one name, and differ in what they close over
         closure = [_named(cell.cell_contents) for cell in self._py_func.__closure__ or ()]
         roots = [self._loop, *functions, *_methods(kinds)]
         content = [numba.__version__, llvmlite.__version__, *_content(roots)]
+        # first what stays when the code is edited: files with the same are replaced
         return _digest([signature, *map(str, codegen.magic_tuple()), *closure]), _digest(content)
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -317,8 +327,10 @@ class _Files:
         path = self._folder / f"{self._name}-{key[0]}-{key[1]}.nbc"
         part = self._folder / f"{path.name}.{uuid.uuid4().hex}"
         try:
+            # moved into place whole: other processes read at the same time
             part.write_bytes(dumps(data))
             part.replace(path)
+        # also when interrupted, or the part would stay
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -349,6 +361,7 @@ def _methods(kinds: Iterable[Any]) -> Iterator[FunctionType]:
     """Yield the compiled methods of named tuples among some types, which a loop reaches through its arguments."""
     for kind in kinds:
         if isinstance(kind, types.NamedTuple):
+            # a set has an order of its own in every process
             members = (getattr(kind.instance_class, name, None) for name in sorted(_METHODS))
             yield from (each for each in members if isinstance(each, FunctionType))
         if isinstance(kind, types.BaseTuple):
@@ -387,6 +400,7 @@ def _content(roots: Iterable[Any]) -> list[str]:
             texts.add(_named(value.py_func) + _constant(value.targetoptions))
             value = value.py_func
         value = getattr(value, "_defn", value)  # of an intrinsic
+        # foreign code is covered by the version, and mutual calls would not end
         if not isinstance(value, FunctionType) or value in seen or _is_foreign(value.__module__):
             continue
         seen.add(value)
@@ -407,6 +421,7 @@ def _content(roots: Iterable[Any]) -> list[str]:
                 reached[name] = cell.cell_contents
         for name, other in reached.items():
             constants.add(f"{name}={_constant(other) or _named(other)}")
+            # functions may be constants, in tuples too; what is none is passed over
             todo += other if isinstance(other, tuple) else [other]
         texts.add("\n".join([_named(value), code, *sorted(constants)]))
     return sorted(texts)
@@ -421,6 +436,7 @@ def _code(code: CodeType, names: set[str]) -> Iterator[str]:
     names.update(code.co_names)
     yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
     for constant in code.co_consts:
+        # code of functions inside, as intrinsics have; its text has an address
         if isinstance(constant, CodeType):
             yield from _code(constant, names)
         else:

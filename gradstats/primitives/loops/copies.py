@@ -38,6 +38,7 @@ def copy_past_caches(
         What the elements are multiplied by.
     """
     n = target.size
+    # up to the next cache line, as stores past the caches go to whole ones
     first = min(n, -(target.ctypes.data // target.itemsize) % LINE) if factor == 1 else n
     last = n - (n - first) % LINE
     for i in range(first):
@@ -46,6 +47,7 @@ def copy_past_caches(
         store_past_caches(target, start, x)
     for i in range(last, n):
         target[i] = x[i] * factor
+    # the processor keeps no order between such stores and others
     fence()
 
 
@@ -70,10 +72,12 @@ def block_bfloat16(bits: NDArray[np.uint32], rounded: Written[np.uint16]) -> Non
     for i in range(bits.size):
         b = bits[i]
         magnitude = b & np.uint32(MASK)
+        # half a unit of the 16 bits kept, less one where the last of them is even: ties go to even
         up = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
         # above 3.39e38 nearest is infinity, which would say of a finite gradient that it is not
         reached = magnitude < infinity and (up & np.uint32(0x7F800000)) == infinity
         up = np.uint32(up - (np.uint32(reached) << np.uint32(16)))
+        # what is kept of a NaN's bits may be those of infinity
         rounded[i] = np.uint16(0x7FC0) if magnitude > infinity else np.uint16(up >> np.uint32(16))
 
 
@@ -111,6 +115,7 @@ def round_to_bfloat16(x: Written[np.float32], rounded: Written[np.uint16]) -> No
             up = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
             reached = magnitude <= infinity and (up & np.uint32(0x7F800000)) == infinity
             up = np.uint32(up - (np.uint32(reached) << np.uint32(16)))
+            # a NaN of its own, as half its bits may be infinity's; else the upper half
             up = np.uint32(0x7FC00000) if magnitude > infinity else up & np.uint32(0xFFFF0000)
             back_bits[i] = up
             sent[i] = np.uint16(up >> np.uint32(16))

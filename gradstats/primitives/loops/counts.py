@@ -54,6 +54,7 @@ def block_count(x: NDArray[np.float32], low: np.int32) -> int:
     low : int32
         Bits of the least magnitude that is counted, at least 1.
     """
+    # or `width` would wrap around
     if low >= INFINITY:
         return 0
     bits = view(x, np.uint32)
@@ -61,8 +62,10 @@ def block_count(x: NDArray[np.float32], low: np.int32) -> int:
     count = 0
     for start in range(0, x.size, SUMMED):
         part = bits[start : start + SUMMED]
+        # 32 bits, as the elements have, so that vectors count as many as they compare
         n = np.int32(0)
         for i in range(part.size):
+            # one unsigned comparison: what is below `least` wraps around, and is larger than `width`
             n = np.int32(n + np.int32(np.uint32((part[i] & mask) - least) <= width))
         count += n
     return count
@@ -88,6 +91,7 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: Written[np.uin
     # two elements are read at once; an unsigned index needs no test for Python's negative ones
     pairs = bits[: bits.size // 2 * 2].view(np.uint64)
     low, high = np.uint64(shift), np.uint64(32 + shift)
+    # without the sign, and without the other element
     mask = (np.uint64(1) << np.uint64(31 - shift)) - np.uint64(1)
     whole = pairs.size - pairs.size % _PAIRS
     for start in range(0, whole, _PAIRS):
@@ -166,6 +170,7 @@ def block_tail_histogram(
         return 0
     mask, least, width = np.uint32(MASK), np.uint32(low), np.uint32(INFINITY - 1 - low)
     first = np.uint32(low) >> np.uint32(shift)
+    # a whole word is written each time, whatever of it is kept
     kept = np.empty(SUMMED + WORD, np.uint32)
     n = 0
     top = np.uint32(0)
@@ -177,6 +182,7 @@ def block_tail_histogram(
             top = _count_into(kept[:n], mask, shift, first, counts, top)
             n = 0
     for i in range(whole, bits.size):
+        # written in any case, and overwritten if it does not count: no branch to foresee
         kept[n] = bits[i]
         n += np.int64((bits[i] & mask) - least <= width)
     return np.int64(_count_into(kept[:n], mask, shift, first, counts, top))
@@ -201,6 +207,7 @@ def counts_of_tail(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[
     shift : int
         Trailing bits that do not tell bins apart.
     """
+    # not cleared: the loop does that up to the largest magnitude
     counts = np.empty((np.int64(INFINITY) >> shift) - first, np.uint32)
     return counts[: block_tail_histogram(bits, max(first << shift, 1), shift, counts)]
 
@@ -253,11 +260,13 @@ def histograms_of_parts(
         Written: which chunks have a count of any part, now or before.
     """
     chunks, _, size = counts.shape
+    # all 0 again after each part, as every count is moved out
     row = np.zeros(chunks * size, np.uint32)
     for i in range(len(parts)):
         block_histogram(bits[parts[i, 0] : parts[i, 1]], shift, row)
         row[0] -= np.uint32(sums[i, 1])  # they share it with the smallest denormals
         row[bins:] = 0
+        # when so many are found, the bins below are empty
         left = np.int64(sums[i, 0])
         chunk = (np.int64(np.float32(sums[i, 6]).view(np.int32)) >> shift) // size
         while left > 0 and chunk >= 0:
@@ -322,11 +331,14 @@ def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[n
         room[0] -= np.uint32(bits.size - np.count_nonzero(bits & np.uint32(MASK)))
     # from the top on, two counters at a time: most of them are beyond any gradient's largest
     above = int(INFINITY) >> shift
+    # may begin with the counter before `first`, so `last` may be no more than that
     pairs = room[:above].view(np.uint64)[first // 2 :] != 0
     empty = int(pairs[::-1].argmax()) if pairs.size else 0
     last = above - 2 * empty if pairs[pairs.size - 1 - empty :].any() else first
     last -= last > first and room[last - 1] == 0
+    # a copy, as the next call counts here
     counts = room[first : max(last, first)].copy()
+    # from there up to infinity all are 0
     room[: max(last, first)] = 0
     room[above:] = 0  # NaN and infinities
     return counts

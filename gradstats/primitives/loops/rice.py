@@ -37,6 +37,7 @@ def gap_sums(indices: NDArray[np.int64], least: int, sums: Written[np.int64]) ->
     for j in range(1, indices.size):
         gap = indices[j] - indices[j - 1] - 1
         ascending &= gap >= 0
+        # a negative gap makes the sums meaningless: callers look at the result first
         gap >>= least
         a += gap
         b += gap >> 1
@@ -81,6 +82,7 @@ def encode_gaps(indices: NDArray[np.int64], parameter: int, words: Written[np.ui
             filled += n
             left -= n
             if filled >= 32:
+                # full of low bits, so no high part was written here
                 words[at] = np.uint32(word & np.uint64(0xFFFFFFFF))
                 at += 1
                 word >>= np.uint64(32)
@@ -115,6 +117,7 @@ def decode_gaps(
     indices : ndarray of int64, shape (n,)
         The first position; receives the others.
     """
+    # high parts begin inside the word in which the low bits end
     start = parameter * (indices.size - 1)
     at, have = start >> 5, 0
     window = np.uint64(0)  # the next bits of high parts, `have` of them
@@ -124,11 +127,13 @@ def decode_gaps(
         at += 1
     low_at, low_have = 0, 0
     low = np.uint64(0)
+    # more zeros lead out of the gradient; up to here shifts do not overflow
     most = numel >> parameter
     position = indices[0]
     for j in range(1, indices.size):
         zeros = np.int64(0)
         while True:
+            # at least 32 bits while there are words, and never more than 63
             if have < 32 and at < words.size:
                 window |= np.uint64(words[at]) << np.uint64(have)
                 at += 1
@@ -137,10 +142,12 @@ def decode_gaps(
                 break
             zeros += np.int64(have)
             have = 0
+            # a message of zeros ends here, however long it is
             if at == words.size or zeros > most:
                 return -1
         end = np.int64(lowest(window))
         zeros += end
+        # by 63 at most: a shift by 64 is not defined
         window >>= np.uint64(end + 1)
         have -= int(end) + 1
         if zeros > most:
@@ -149,6 +156,7 @@ def decode_gaps(
         got = 0
         while got < parameter:
             n = min(parameter - got, 32)
+            # words are not asked for their end: all low bits are there, as read_head made sure
             if low_have < n:
                 low |= np.uint64(words[low_at]) << np.uint64(low_have)
                 low_at += 1

@@ -43,6 +43,7 @@ def _put(
     There may be fewer, and the next ones overwrite the rest: a mispredicted branch would cost more than the stores.
     """
     for i in range(some):
+        # of a word without bits the place is 64: masked, an element inside is read, and not counted
         at = np.uint64(start) + (lowest(word) & np.uint64(WORD - 1))
         indices[n + np.uint64(i)] = np.int64(np.uint64(offset) + at)
         values[n + np.uint64(i)] = x[at]
@@ -64,6 +65,7 @@ def _put_all(
     into = view(values, np.int32)
     at = np.uint64(n)
     end = at + ones(word)
+    # what the last turn writes too much is overwritten by the next word, or lies behind the result
     while at < end:
         word = _put(bits, start, word, 2 * _SOME, offset, indices, into, at)
         at += np.uint64(2 * _SOME)
@@ -113,6 +115,7 @@ def _selecting(put_many: Any, needs: str = "") -> Loop:
         mask, least, width = np.uint32(MASK), np.uint32(low), np.uint32(INFINITY - low)
         few = np.uint64(_SOME)
         for part in range(0, whole, PART):
+            # elements of the part: how many come next is foreseen from the last ones
             before = n
             for start in range(part, min(part + PART, whole), WORD):
                 fetch_ahead(bits, start, WORD)
@@ -169,6 +172,7 @@ def block_under(
     infinite = np.int64(0)
     for i in range(bits.size):
         b = np.int32(bits[i] & MASK)
+        # written in any case, and overwritten unless it counts: no branch to foresee
         found[n] = b
         n += np.uint64(b < high)
         infinite += np.int64(b >= INFINITY)
@@ -199,6 +203,7 @@ def keep_at_least(
     n = np.uint64(0)
     for i in range(values.size):
         v = values[i]
+        # n is at most i, so nothing is overwritten that is not read yet
         indices[n] = indices[i]
         values[n] = v
         n += np.uint64(abs(v) >= threshold)

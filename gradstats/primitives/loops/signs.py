@@ -45,6 +45,7 @@ def block_signs(
         Where the zeros are marked.
     """
     bits = view(x, np.int32)
+    # with their signs, the bits of positive numbers are from 1 to infinity's; all others lie outside
     nothing, one, width = np.uint32(0), np.uint32(1), np.uint32(INFINITY - 1)
     magnitude, signed = np.uint32(MASK), np.uint32(0xFFFFFFFF)
     found = False
@@ -62,6 +63,7 @@ def block_signs(
         whole = stop - part.size % WORD
         for i in range(start, whole, WORD):
             words[i // WORD] = within(bits, i, signed, one, width)
+        # most parts have no zeros, and are not compared again
         if least == 0:
             found = True
             for i in range(start, whole, WORD):
@@ -112,6 +114,7 @@ def block_spread_signs(
             minus = ~np.uint32(given[i])
             for j in range(8):
                 sign = np.int32(((minus >> np.uint32(j)) & np.uint32(1)) << np.uint32(31))
+                # flips the sign of the scale where it has one, too
                 bits[8 * i + j] = size ^ sign
         for i in range(part.size - part.size % 8, part.size):
             minus = ~np.uint32(given[i // 8])
@@ -133,6 +136,7 @@ def _random(state: np.uint64) -> np.uint64:
 @inner()
 def _uniform(state: np.uint64) -> float:
     """Return the number in [0, 1) that splitmix64 has for a state."""
+    # the upper 53 bits, as many as a float64 below 1 keeps
     return np.float64(_random(state) >> np.uint64(11)) * 2.0**-53
 
 
@@ -168,26 +172,33 @@ def block_stochastic_signs(
         state += _GOLDEN
         words[i] = _random(state)
     if x.size % WORD:
+        # coins beyond the last element are taken back
         words[-1] &= (np.uint64(1) << np.uint64(x.size % WORD)) - np.uint64(1)
     skips = np.empty(largest.size)
     for part in range(largest.size):
+        # ⌊ln U / ln(1 − p)⌋ elements are skipped, a geometric number; for p = 1 this is −0, and none is;
+        # norms are rounded, so p may come out above 1
         skips[part] = 1 / np.log1p(-min(np.float64(largest[part]) / norm, 1.0))
     places, bars = np.empty(_DRAWN, np.int64), np.empty(_DRAWN)
     n = 0
     for part in range(largest.size):
         top = np.float64(largest[part])
+        # no element of it has a sign; its skip may be NaN, where the norm is 0
         if top == 0:
             continue
+        # a float, as a skip may be longer than any array
         at = np.float64(part * PART - 1)
         stop = np.float64(min((part + 1) * PART, x.size))
         while True:
             state += _GOLDEN
+            # 1 − U is never 0
             at += 1 + np.floor(np.log(1 - _uniform(state)) * skips[part])
             if not at < stop:
                 break
             state += _GOLDEN
             places[n] = np.int64(at)
             fetch(x, places[n])
+            # below |x| with probability |x| / top: of those drawn with top / norm, |x| / norm are kept
             bars[n] = _uniform(state) * top
             n += 1
             if n == _DRAWN:

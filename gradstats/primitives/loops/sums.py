@@ -83,6 +83,7 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
     for i in range(bits.size):
         b = np.int32(bits[i] & MASK)
         largest = b if b > largest else largest
+        # Numba adds int32 as int64, which halves what fits a vector
         zeros = np.int32(zeros + np.int32(b == 0))
     return largest, zeros
 
@@ -101,10 +102,12 @@ def _sum_log(x: NDArray[np.float32]) -> float:
     exponents = np.int64(0)
     product = 1.0
     n = x.size // 4
+    # factors a quarter apart: neighbours lie in a vector as they are
     for i in range(n):
         four = np.float64((np.float64(x[i]) * x[n + i]) * (np.float64(x[2 * n + i]) * x[3 * n + i]))
         u = four.view(np.uint64)
         exponents += np.int64((u >> np.uint64(52)) & np.uint64(0x7FF)) - 1023
+        # exponent 0, sign dropped: from 1 to below 2
         mantissa = np.uint64((u & np.uint64(0xFFFFFFFFFFFFF)) | np.uint64(0x3FF0000000000000))
         product *= mantissa.view(np.float64)
     total = np.log(product) + exponents * _LN2
@@ -204,11 +207,14 @@ def block_sum_log(x: NDArray[np.float32]) -> tuple[int, float, float]:
                 top = b if b > top else top
                 none = np.int32(none + np.int32(b == 0))
                 tiny = np.int32(tiny + np.int32(b < _NORMAL))
+                # biased; the bias is taken off at the end. Zeros have exponent 0 and mantissa 1 here, and add nothing
                 exponents = np.int32(exponents + (b >> np.int32(_MANTISSA)))
                 s = np.float32(s + b.view(np.float32))
             total += np.float64(s)
+        # the exponent of a denormal is not in its bits
         if top >= INFINITY or tiny > none:
             logs = np.nan
+        # factor j of all products lies together, so that products are places of a vector
         rows = part.size // _FACTORS
         product = 1.0
         for i in range(rows):
@@ -216,6 +222,7 @@ def block_sum_log(x: NDArray[np.float32]) -> tuple[int, float, float]:
             for j in range(_FACTORS):
                 several = np.float32(several * _mantissa(part[j * rows + i]))
             factors = np.float32(several).view(np.int32)
+            # so that the product in float64 takes a mantissa, below 2, of each
             exponents = np.int32(exponents + (factors >> np.int32(_MANTISSA)) - _ONE)
             product *= np.float64(_mantissa(factors))
         for i in range(rows * _FACTORS, part.size):
@@ -243,6 +250,7 @@ def block_tail(x: NDArray[np.float32], low: np.int32) -> tuple[int, float, float
     low : int32
         Bits of the least magnitude that is summed, at least 1.
     """
+    # or `width` would wrap around
     if low >= INFINITY:
         return 0, 0.0, 0.0
     bits = view(x, np.int32)
@@ -250,6 +258,7 @@ def block_tail(x: NDArray[np.float32], low: np.int32) -> tuple[int, float, float
     count = 0
     total = 0.0
     squares = 0.0
+    # sums of a part: the order of additions is the same on every processor
     lanes = np.empty((2, 2 * LANES))
     for start in range(0, x.size, PART):
         stop = min(start + PART, x.size)
@@ -339,8 +348,10 @@ def moments_of_parts(
                 if n == 0:
                     continue
             if above > 0:
+                # more than the next smaller number, which is 0 for the least denormal: zeros never count
                 s, q, c = _sums_above(part, np.nextafter(above, np.float32(0)))
                 count += c
+                # if any element reaches `above`, the largest does
                 if c > 0:
                     largest = max(largest, _magnitude(top))
             else:
@@ -397,6 +408,7 @@ def block_signed(x: NDArray[np.float32]) -> tuple[int, float, float]:
             s += a
             q += a * a
         n = part.size
+        # squares of float32 numbers do not overflow float64: some element is not finite
         if not q < np.inf:
             s = 0.0
             q = 0.0
@@ -437,11 +449,13 @@ def block_norm(x: NDArray[np.float32], largest: Written[np.float32]) -> float:
         s = np.float32(0)
         for i in range(part.size):
             b = np.int32(part[i] & MASK)
+            # by bits, among which NaN is the largest
             top = b if b > top else top
             a = b.view(np.float32)
             s = np.float32(s + a * a)
         most = np.int32(top).view(np.float32)
         largest[start // PART] = most
+        # else squares leave float32's range, or `most` is NaN: again in float64
         if _SQUARED < most < 1 / _SQUARED:
             squares += np.float64(s)
         else:

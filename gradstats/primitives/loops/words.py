@@ -68,6 +68,7 @@ def _row(context: Any, builder: Any, kind: Any, bits: Any, start: Any, mask: Any
     vector = ir.VectorType(ir.IntType(32), WORD)
     array = cgutils.create_struct_proxy(kind)(context, builder, bits)
     place = _place(builder, array.data, start, vector)
+    # a slice may begin at any element, so only their own alignment holds
     return builder.and_(builder.load(place, align=4), _everywhere(builder, mask))
 
 
@@ -90,6 +91,7 @@ def _compared(context: Any, builder: Any, signature: Any, arguments: Any) -> tup
     bits, start, mask, low, width = arguments[:5]
     masked = _row(context, builder, signature.args[0], bits, start, mask)
     low, width = _everywhere(builder, low), _everywhere(builder, width)
+    # one comparison for both ends: below `low` the difference wraps around
     return masked, builder.icmp_unsigned("<=", builder.sub(masked, low), width)
 
 
@@ -109,6 +111,7 @@ def view(_: Any, x: Any, dtype: Any) -> Any:
         for name in ("meminfo", "parent", "nitems", "itemsize", "shape", "strides"):
             setattr(other, name, getattr(array, name))
         other.data = builder.bitcast(array.data, other.data.type)
+        # counts the new array's own reference to the memory
         return imputils.impl_ret_borrowed(context, builder, found, other._getvalue())
 
     return found(x, dtype), build
@@ -160,6 +163,7 @@ def sum_from(_: Any, bits: Any, start: Any, stop: Any, mask: Any, low: Any) -> A
             masked = _row(context, builder, signature.args[0], bits, at, mask)
             kept = builder.icmp_signed(">=", masked, _everywhere(builder, low))
             sums = builder.load(total)
+            # no fastmath flags: the order of additions stays as it is written
             added = builder.fadd(sums, builder.bitcast(masked, row))
             builder.store(builder.select(kept, added, sums), total)
             builder.store(builder.add(builder.load(number), builder.zext(kept, many)), number)
@@ -190,6 +194,7 @@ def add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, l
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         masked, kept = _compared(context, builder, signature, arguments)
         zeros = ir.Constant(masked.type, [0] * WORD)
+        # zeros add nothing, and what is left out may be NaN
         some = builder.select(kept, masked, zeros)
         some = builder.bitcast(some, ir.VectorType(ir.FloatType(), WORD))
         row = ir.VectorType(ir.DoubleType(), LANES)
@@ -198,6 +203,7 @@ def add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, l
             builder.bitcast(
                 builder.gep(array.data, [ir.Constant(ir.IntType(64), i)]), row.as_pointer()
             )
+            # of two rows, two vectors each: sums first, then sums of squares
             for i in range(0, 4 * LANES, LANES)
         ]
         found = [builder.load(place, align=8) for place in places]
@@ -229,6 +235,7 @@ def _compressed(builder: Any, values: Any, word: Any, start: int) -> tuple[Any, 
         f"llvm.x86.avx512.mask.compress.v{LINE}i32",
     )
     marked = builder.trunc(builder.lshr(word, ir.Constant(long, start)), ir.IntType(LINE))
+    # what lies behind the marked elements is overwritten or never read
     unset = ir.Constant(row, ir.Undefined)
     moved = builder.call(move, [values, unset, builder.bitcast(marked, flags)])
     return moved, builder.zext(builder.ctpop(marked), long)
@@ -245,6 +252,7 @@ def _move(builder: Any, source: Any, start: Any, word: Any, target: Any, at: Any
         here = builder.add(start, ir.Constant(long, j))
         values = builder.load(_place(builder, source, here, row), align=4)
         moved, some = _compressed(builder, values, word, j)
+        # a whole row, of which the next one overwrites what is not marked
         builder.store(moved, _place(builder, target, places[-1], row), align=4)
         places.append(builder.add(places[-1], some))
     return places
@@ -289,6 +297,7 @@ def compress_places(
         )
         begin = builder.add(offset, start)
         if width < 64:
+            # positions that a caller keeps in 32 bits
             begin = builder.trunc(begin, row.element)
         first = _everywhere(builder, begin, size)
         kind = ir.VectorType(ir.IntType(32), LINE)
@@ -323,6 +332,7 @@ def lowest(_: Any, word: Any) -> Any:
     """Return the place of the lowest bit that is set in a word; 64 if none is."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # 0: defined for a word of zeros, too
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
     return types.uint64(types.uint64), build
@@ -336,6 +346,7 @@ def fetch(_: Any, x: Any, at: Any) -> Any:
         x, at = arguments
         array = cgutils.create_struct_proxy(signature.args[0])(context, builder, x)
         place = builder.bitcast(builder.gep(array.data, [at]), ir.IntType(8).as_pointer())
+        # for reading, in all caches, and data rather than instructions
         read, keep, data = (ir.Constant(ir.IntType(32), n) for n in (0, 3, 1))
         kinds = [place.type, read.type, keep.type, data.type]
         fetch = builder.module.declare_intrinsic(
@@ -375,6 +386,7 @@ def store_past_caches(_: Any, target: Any, at: Any, values: Any) -> Any:
             )
             for kind, array in ((signature.args[0], target), (signature.args[2], values))
         )
+        # LLVM is promised the alignment: such a store to another address is an error of the processor
         store = builder.store(builder.load(source, align=4), to, align=4 * LINE)
         once = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         store.set_metadata("nontemporal", once)
@@ -388,6 +400,7 @@ def fence(_: Any) -> Any:
     """Wait until what was written can be read by others."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # weaker fences emit no instruction on x86, where stores past the caches need one
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
