@@ -344,7 +344,7 @@ def _compare(
     change.rows_changed = int(np.count_nonzero(differs.reshape(rows, -1).any(1)))
     short = [deltas.words_of(x, "bf16") for x in (before, after)]
     change.changed_bf16 = int(np.count_nonzero(short[0] != short[1]))
-    # one scale for both, that of the earlier layer, as a receiver has it
+    # one scale for both, or a new largest weight would change the words of all others, too
     largest = float(np.max(np.abs(before), initial=0.0, where=np.isfinite(before)))
     eight = [deltas.rounded_words(x, largest) for x in (before, after)]
     change.changed_fp8 = int(np.count_nonzero(eight[0] != eight[1]))

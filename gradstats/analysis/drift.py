@@ -252,11 +252,9 @@ def dataset_of(
     attributes: dict[str, Any] = {"source": source.name}
     if isinstance(source, TraceSource):
         data |= _scalars(source, coords)
+        # nested settings have no place among attributes of files that xarray writes
         attributes |= {
-            # nested settings have no place among attributes of files that xarray writes
-            k: v
-            for k, v in source.trace.attrs.items()
-            if isinstance(v, str | int | float)
+            k: v for k, v in source.trace.attrs.items() if isinstance(v, str | int | float)
         }
     dataset = xarray.Dataset(data, coords, attributes)
     for name, variable in dataset.variables.items():
@@ -410,7 +408,7 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
     # ranks of a step share its weights, so they are averaged before time is looked at
     series = np.array([np.mean(row[np.isfinite(row)]) for row in values[known]])
     at = steps[known].astype(np.float64)
-    # one value that is not positive has no logarithm, and then none is taken
+    # logarithms are taken of all values or of none
     relative = bool((series > 0).all())
     low, high = inner_90(finite)
     # of equally common distances the smallest, as np.unique sorts them

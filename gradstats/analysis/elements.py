@@ -95,10 +95,9 @@ def _short_type(x: _Vector, y: _Vector) -> str:
     for name, bits in {"fp8 (e5m2)": 2, "fp8 (e4m3)": 3}.items():
         # the largest has one of the significands, whatever the scale
         tops = np.arange(2**bits, 2 ** (bits + 1))
+        # frexp gives a fraction from ½ to 1: times 2^(bits + 1) it is whole for a number of the type
         fits = any(
-            # frexp gives a fraction from ½ to 1: times 2^(bits + 1) it is whole for a number of the type
-            _near_whole(np.frexp(levels * (top / levels[-1]))[0] * 2 ** (bits + 1))
-            for top in tops
+            _near_whole(np.frexp(levels * (top / levels[-1]))[0] * 2 ** (bits + 1)) for top in tops
         )
         # rounding is off by less than a spacing, 2^−bits of the element, or by the smallest number near zero
         if fits and _most(off <= np.maximum(1.01 * 2.0**-bits * size, levels[0])):

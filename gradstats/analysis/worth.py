@@ -129,6 +129,7 @@ def should_compress(
         headline = f"It is sparse already: at ratio {nonzero:.2g} nothing is lost"
         costs = f"All but {_percent(nonzero)} of its elements are zero, which cost nothing to leave out."
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan}")
+    # shares by ratio over the steps
     held = {r: [by[r] for by in shares.values() if r in by] for r in next(iter(shares.values()))}
     most = max(held)
     holding = _holding(shares, held)
@@ -139,12 +140,15 @@ def should_compress(
             "better than to choose at random, which every training that was measured lost by."
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
+    # None where the optimizer is not known
     adaptive = None if optimizer is None else optimizer.lower().startswith(_ADAPTIVE)
+    # of an unknown optimizer both families are told
     measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
     costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()
     small = _ratio_of_little(measured)
     if advice:
         headline = advice[0].partition(". ")[0].rstrip(".")
+        # a plan knows the network, not what a training loses
         if adaptive and "don't compress" not in headline:
             headline += f"; but behind {optimizer} it cost much"
         following = (
@@ -153,6 +157,7 @@ def should_compress(
         following += f"gradstats quality {name}"
     elif adaptive:
         headline = f"Not behind {optimizer}, by what was measured"
+        # local steps leave each worker’s optimizer its dense gradients
         following = f"{plan} --local-steps 20"
     else:
         headline = f"If the network is slow: topk with error feedback, at ratio {small:g}"
@@ -189,6 +194,7 @@ def _cost(measured: Sequence[Training], adaptive: bool, own: float | None) -> st
         unit = "" if listed else " nats above dense training"
         listed.append(f"{span}{unit} at {ratio:g}{' (this run’s ratio)' if ratio == own else ''}")
     of = _joined([t.name for t in family])
+    # the smallest ratio is behind most, and soonest
     early = max(t.early[ratios[-1]] for t in family)
     text = (
         f"Trained by {family[0].optimizer}, topk with error feedback ended {_joined(listed)} "
@@ -203,14 +209,17 @@ def _ratio_of_little(measured: Sequence[Training]) -> float:
     """Return the smallest ratio at which no training without an adaptive optimizer lost more than :data:`LITTLE`."""
     plain = [t for t in measured if not t.adaptive]
     ratios = [r for t in plain for r, (_, high) in t.behind.items() if high <= LITTLE]
+    # ratios at which all of them lost little
     return min((r for r in ratios if ratios.count(r) == len(plain)), default=max(RATIOS))
 
 
 def _percent(share: float) -> str:
+    # two digits of 99.5 and more would be 1e+02
     return (f"{100 * share:.2g}" if share < 0.995 else "100") + _UNIT
 
 
 def _signed(value: float) -> str:
+    # adding 0.0 makes a negative zero plain
     return f"{value + 0.0:.2f}".replace("-", "−")
 
 
