@@ -140,6 +140,7 @@ def needs_elements(rule: str) -> bool:
     bool
         True if it finds another threshold for the same magnitudes with other signs and in another order.
     """
+    # shifted, so that signs matter; sorted and without signs the magnitudes are the same
     values = np.random.default_rng(0).laplace(0.3, 1.0, 1 << 17).astype(np.float32)
     once, again = (
         make_estimator(rule).estimate(x, 0.01).threshold for x in (values, np.sort(np.abs(values)))
@@ -193,11 +194,13 @@ def gather(
     sizes = {la.name: la.numel for la in source.layers}
     found = []
     keys = subset.keys(source)
+    # groupby takes neighbours, so those of a series must stand together
     for (rank, kind), several in itertools.groupby(
         sorted(keys, key=_place(keys)), lambda key: key[:2]
     ):
         steps = [step for _, _, step in several]
         counted = names
+        # made-up signs and positions would be counted as if they were the run's
         if source.sketched(rank, kind):
             counted = [name for name in names if not needs_elements(name)]
         series = Series(
@@ -220,6 +223,7 @@ def _place(
 
 
 def _laws(models: Sequence[str] | None) -> list[str]:
+    # controls are fitted where they are chosen
     if models is None:
         return [name for name in DRAWN if not LAWS[name].control]
     laws = [law_of(name).name for name in check_several(models, "models")]
@@ -241,6 +245,7 @@ def _measure(series: Series, on_progress: Callable[[], None]) -> None:
         arrays[f"params:{law}"] = np.full((*shape, parameters), math.nan)
         arrays[f"stderr:{law}"] = np.full((*shape, parameters), math.nan)
         arrays[f"tail_error:{law}"] = np.full(shape, math.nan)
+        # texts, and not an array: most are empty
         series.flags[law] = [[""] * shape[1] for _ in series.steps]
     keys = [(series.rank, series.kind, step) for step in series.steps]
     parameters_ = series.layers[1:]
@@ -248,12 +253,14 @@ def _measure(series: Series, on_progress: Callable[[], None]) -> None:
     def plan(submit: Callable[..., Any], key: tuple[int, Kind, int]) -> Any:
         return plan_sketches(submit, series.source, key, parameters=parameters_)
 
+    # in the order of the keys, and of the layers in each
     for i, sketches in enumerate(evaluate(plan, keys)):
         for j, sketch in enumerate(cast("dict[str, Sketch]", sketches).values()):
             m, sums = sketch.magnitudes, sketch.moments
             arrays["magnitudes"][i, j] = _at_ranks(m)
             arrays["zeros"][i, j], arrays["nonfinite"][i, j] = sums.zeros, sums.nonfinite
             arrays["norm"][i, j] = math.sqrt(sums.sum_squares)
+            # the shape is shown also where this law is not among those asked for
             arrays["xi"][i, j] = _fit(sketch, _SHAPE)["params"][0]
             for law in series.models:
                 one = _fit(sketch, law)
@@ -268,13 +275,16 @@ def _alarms(series: Series) -> NDArray[np.float64]:
     """Return what a Monitor of these steps says of each norm: NaN before it can, 0, or a number of :data:`ALARMS`."""
     norms, names = series.arrays["norm"], series.layers[1:]
     found = np.zeros(norms.shape)
+    # a Monitor needs so many norms before it judges
     found[:SURE] = math.nan
     spikes = Spikes(names, WINDOW, LIMIT)
     for i, (norm, *of_layers) in enumerate(norms.tolist()):
         values, _ = spikes.find(norm, dict(zip(names, of_layers, strict=True)))
         if spikes.doubtful:
             del values["spike"]  # the z of the whole, which is no alarm
+        # in this order a later alarm overwrites an earlier one
         for name, number in ALARMS.items():
+            # the whole gradient has no name in a Monitor's keys
             for j, layer in enumerate(("", *names)):
                 if f"{name}/{layer}".rstrip("/") in values:
                     found[i, j] = number
@@ -285,6 +295,7 @@ def _at_ranks(m: Magnitudes) -> NDArray[np.float64]:
     """Return the magnitudes at the ranks that travel; zeros where there is none."""
     if not m.count:
         return np.zeros(RANKS)
+    # rounding may put the last rank above the number of magnitudes
     ranks = np.minimum(m.count ** (np.arange(RANKS) / (RANKS - 1)), m.count)
     return np.array([m.upper_quantile(float(rank)) for rank in ranks])
 
@@ -338,6 +349,7 @@ def fitted(series: Series, step: int, layer: str, law: str) -> dict[str, Any]:
         if one not in known:
             raise unknown(what, str(one), [str(name) for name in known])
     key = (series.rank, series.kind, step)
+    # a submit that calls at once: one gradient, in this process
     sketches = plan_sketches(
         lambda work, *given: work(*given), series.source, key, parameters=[layer]
     )
@@ -349,15 +361,18 @@ def _count(
 ) -> None:
     """Fill in what every rule keeps of every gradient, counted on its elements."""
     shape = len(series.steps), len(series.layers)
+    # whole numbers: what a rule keeps is counted, not estimated
     selected = np.zeros((*shape, len(series.rules), len(ratios)), np.int64)
     design = np.full((*shape, len(ratios)), math.nan)
     step = {s: i for i, s in enumerate(series.steps)}
     layer = {name: j for j, name in enumerate(series.layers)}
     rule = {name: r for r, name in enumerate(series.rules)}
     place = {ratio: q for q, ratio in enumerate(ratios)}
+    # rules are counted on the same layers, one series at a time
     own = Subset(series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer)
     for r in (
         each_record(series.source, own, ratios, series.rules, on_progress=on_progress)
+        # no rule at all is a choice, too; each_record would take it for a mistake
         if series.rules
         else ()
     ):
@@ -401,15 +416,19 @@ def payload(
     """
     if not several:
         raise InputError("there is nothing to explore")
+    # a view names its run, kind and rank: the names must tell series apart
     names = [(s.source.name, s.kind, s.rank) for s in several]
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)[0]
         raise InputError(f"two sources are called {twice}: rename one, so that a view can name it")
     ratios = check_ratios(ratios)
+    # before steps are left out: ranks are compared at all of them
     together = _together(several, ratios)
     every, notes = 1, _notes(several)
     packed = [_pack_series(s, ratios, every) for s in several]
+    # until it fits, or two steps are left
     while (size := len(json.dumps(packed))) > most and every < max(len(s.steps) for s in several):
+        # size falls about in proportion to the steps; at least one step in more is left out each time
         every = max(every + 1, math.ceil(every * size / most))
         packed = [_pack_series(s, ratios, every) for s in several]
     if every > 1:
@@ -418,6 +437,7 @@ def payload(
             "Rules were counted over all of them."
         )
     rules = list(dict.fromkeys(name for s in several for name in s.rules))
+    # with Python behind the page any law can be fitted, else only those that were
     laws = list(DRAWN) if on_demand else list(dict.fromkeys(n for s in several for n in s.models))
     return json.dumps(
         {
@@ -435,6 +455,7 @@ def payload(
             "agreement": together,
             "on_demand": on_demand,
         },
+        # JSON has no NaN: better an error here than in the browser
         allow_nan=False,
         separators=(",", ":"),
     )
@@ -471,6 +492,7 @@ def _look(look: dict[str, Any]) -> dict[str, str]:
     """Return a line of a figure as SVG draws it."""
     dash, marker = look["ls"], look.get("marker", "")
     if not isinstance(dash, str):
+        # a figure's dashes are in widths of its line, which is about two pixels here
         dash = " ".join(str(2 * length) for length in dash[1])
     return {
         "color": "#" + "".join(f"{round(255 * part):02x}" for part in look["color"]),
@@ -482,28 +504,37 @@ def _look(look: dict[str, Any]) -> dict[str, str]:
 def _pack_series(s: Series, ratios: Sequence[float], every: int) -> dict[str, Any]:
     """Return a series with every n-th step, and the last one."""
     last = len(s.steps) - 1
+    # the last step ends every strip
     rows = [i for i in range(len(s.steps)) if i % every == 0 or i == last]
     of = {name: array[rows] for name, array in s.arrays.items()}
     k = np.array([[target_count(ratio, n) if n else 0 for ratio in ratios] for n in s.numel])
     with np.errstate(divide="ignore", invalid="ignore"):
+        # k̂ = 0 becomes −∞, which has its own number below
         sizes, off = np.log2(of["magnitudes"]), np.log2(of["selected"] / k[None, :, None, :])
     losses = s.losses
     arrays = {
+        # 1/200 of an octave is 0.35 %; int16 reaches 2^±163, beyond all of float32
         "magnitudes": _pack(sizes, 200, delta=True),
         "zeros": _pack(of["zeros"]),
+        # counts take all bits: an error of one is an error
         "nonfinite": _pack(of["nonfinite"]),
         "norm": _pack(of["norm"], 0),
+        # 1/4096 resolves ξ, and int16 reaches ±8
         "xi": _pack(of["xi"], 4096),
         "alarm": _pack(of["alarm"], 1),
+        # 1/1024 of an octave is 0.07 % of k̂/k, and int16 reaches 2^±32
         "off": _pack(off, 1024),
+        # 1/64, up to 512: about the most that counts in runs of 512 can vary
         "design": _pack(of["design"], 64),
     }
     fits = {}
     for law in s.models:
         texts = [[s.flags[law][i][j] for j in range(len(s.layers))] for i in rows]
+        # few texts come many times: they travel once, by number
         flags = list(dict.fromkeys(["", *itertools.chain.from_iterable(texts)]))
         params = of[f"params:{law}"]
         with np.errstate(divide="ignore", invalid="ignore"):
+            # of a standard error only the size matters: its logarithm, to 1/256
             relative = np.log2(of[f"stderr:{law}"] / np.abs(params))
         fits[law] = {
             "params": _pack(params, 0),
@@ -551,12 +582,15 @@ def _pack(values: NDArray[Any], scale: int | None = None, *, delta: bool = False
         stored = values.astype("<f4")
     else:
         with np.errstate(invalid="ignore"):
+            # the two numbers below are taken: NaN and minus infinity
             whole = np.clip(np.rint(values * scale), _LEAST + 1, -_LEAST)
         whole = np.where(np.isneginf(values), _LEAST, np.where(np.isnan(values), _NAN, whole))
         stored = whole.astype("<i2")
+        # differences wrap around in int16, and sums of them wrap back
         if delta:
             stored = np.diff(stored, axis=-1, prepend=np.zeros_like(stored[..., :1]))
     # bytes of the same weight beside each other deflate to a third less
+    # planes: all low bytes, then all high ones
     planes = np.ascontiguousarray(stored.reshape(-1).view(np.uint8).reshape(stored.size, -1).T)
     return {
         "type": stored.dtype.str[1:],
@@ -571,19 +605,23 @@ def _together(several: Sequence[Series], ratios: Sequence[float]) -> list[dict[s
     """Return what the ranks of each source and kind have in common, where several were captured in full."""
     found = []
     groups: dict[tuple[int, Kind], list[Series]] = {}
+    # names of sources may be equal, objects are not
     for s in several:
         groups.setdefault((id(s.source), s.kind), []).append(s)
     for (_, kind), mates in groups.items():
         common = sorted(set(mates[0].steps).intersection(*(s.steps for s in mates)))
+        # a rank alone has nothing in common, and sketches do not know positions
         if len(mates) < 2 or not common or any(s.sketched for s in mates):
             continue
         ranks = [s.rank for s in mates]
         shape = len(common), len(mates[0].layers), len(ratios)
         arrays = {name: np.full(shape, math.nan) for name in _QUANTITIES}
+        # overlap and union are of one ratio each
         for q, ratio in enumerate(ratios):
             records = agreement(
                 mates[0].source,
                 ratio=ratio,
+                # the union of these ranks is counted, not predicted
                 workers=len(ranks),
                 steps=common,
                 ranks=ranks,
@@ -600,4 +638,5 @@ def _together(several: Sequence[Series], ratios: Sequence[float]) -> list[dict[s
 
 
 def _of_steps(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    # records over all steps have no step
     return (record for record in records if record["step"] is not None)

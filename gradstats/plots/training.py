@@ -65,19 +65,25 @@ def overview(
 
     ratios = check_ratios(ratios)
     order = sorted(steps)
+    # the number of all elements: shares are of these, zeros included
     every = [(steps[step].magnitudes, steps[step].numel) for step in order]
     if not any(m.count for m, _ in every):
         raise InputError("there is nothing to draw: no step has an element that is not zero")
     # the smallest hundredth of the elements would take half of the picture
     low = min(m.upper_quantile(0.99 * m.count) for m, _ in every if m.count)
+    # a little above the largest, so that it lies inside the last row
     edges = np.geomspace(low, max(m.upper_quantile(1) for m, _ in every) * 1.05, _BINS + 1)
     octaves = np.log2(edges[1] / edges[0])
+    # counts above an edge, whose differences are the rows
     above = np.array([[m.exceedances(edge) / numel for edge in edges] for m, numel in every])
+    # per octave, so that the number of rows does not change the colours
     share = -np.diff(above, axis=1).T / octaves
+    # steps are side by side, each a column around its number
     borders = np.arange(len(every) + 1) - 0.5
     mesh = ax.pcolormesh(
         borders,
         edges,
+        # a cell with hardly anything stays white
         np.ma.masked_less(share, _FAINTEST),
         cmap="cividis",
         norm=LogNorm(_FAINTEST, 1),
@@ -85,6 +91,7 @@ def overview(
     ax.figure.colorbar(mesh, ax=ax, label="share per octave")
     at = np.arange(len(every))
     for ratio, style in zip(ratios, itertools.cycle(("-", *LINES[:3])), strict=False):
+        # a threshold of 0 keeps everything, and has no place on a logarithmic axis
         line = [m.upper_quantile(target_count(ratio, numel)) or np.nan for m, numel in every]
         for colour, width in (("white", 3.0), ("black", 1.2)):  # legible on any ground
             label = f"largest {ratio:g}" if colour == "black" else None
@@ -95,6 +102,7 @@ def overview(
     plain_log(ax.yaxis)
     _name_steps(ax, order, 0.0)
     legend_below(ax)
+    # a grid over a map hides it
     tidy(ax, title).grid(visible=False)
     return ax
 
@@ -142,6 +150,7 @@ def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None
         style = ("-", *LINES)[i % 5]
         ax.plot(middle["step"], middle, color=PALETTE[i % 10], ls=style, lw=1.2, label=label)
     ax.set(xlabel="step", ylabel=_named(array))
+    # positive and over a decade
     if float(array.min()) > 0 and float(array.max()) > 10 * float(array.min()):
         ax.set_yscale("log")
     if other:
@@ -183,6 +192,7 @@ def drift_map(
     name = _long_name(array)
     norm: Normalize | None = None
     known = values[np.isfinite(values)]
+    # only positive quantities have a geometric mean
     if relative and known.size and (known > 0).all():
         from matplotlib.colors import LogNorm
 
@@ -190,6 +200,7 @@ def drift_map(
             warnings.simplefilter("ignore", RuntimeWarning)  # a layer may have no number at all
             values = values / np.exp(np.nanmean(np.log(values), axis=1, keepdims=True))
         norm, name = LogNorm(), f"{name} ÷ the layer's geometric mean"
+    # cells without a number are white
     mesh = ax.pcolormesh(np.ma.masked_invalid(values), cmap="cividis", norm=norm)
     bar = ax.figure.colorbar(mesh, ax=ax, label=name)
     if norm is not None:
@@ -228,6 +239,7 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     array = _by_layer(dataset, quantity, ("step", "rank"))
     rows = array.transpose("layer", ...).values.reshape(array.sizes["layer"], -1)
     place, known = np.arange(len(rows)), [row[np.isfinite(row)] for row in rows]
+    # by layer, as layers may lack steps
     low, middle, high = (
         [float(f(row)) if row.size else np.nan for row in known]
         for f in (np.min, np.median, np.max)
@@ -236,9 +248,11 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     ax.plot(middle, place, "o", ms=3.5, color=PALETTE[0])
     _name_layers(ax, array, 0.0)
     ax.set(xlabel=_named(array))
+    # scales of layers differ by powers of ten
     if quantity in ("mean", "rms", "max", "scale", "threshold"):
         ax.set_xscale("log")
     if quantity == "zero_fraction":
+        # all shares, with room for points at the ends
         ax.set_xlim(-0.03, 1.03)
     return tidy(ax, title)
 
@@ -255,6 +269,7 @@ def _named(array: DataArray) -> str:
 
 def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArray:
     """Return a quantity over layers and the dimensions kept, averaged over ranks if these are not kept."""
+    # all is no layer
     array = dataset[quantity].sel(layer=[name for name in dataset["layer"].values if name != "all"])
     if "rank" in array.dims and "rank" not in kept:
         array = array.mean("rank")
@@ -276,8 +291,11 @@ def _name_steps(ax: Axes, steps: Sequence[int], offset: float) -> None:
 
 def _name_layers(ax: Axes, array: DataArray, offset: float) -> None:
     """Name every layer, or as many as are legible, from the top down."""
+    # the axes as they are now: a map's layout is made when it is drawn
     names = array["layer"].values
     height = ax.get_window_extent().height / ax.figure.dpi  # inches
+    # nine names an inch are legible at this size
     shown = np.arange(0, names.size, max(1, int(np.ceil(names.size / max(height * 9, 1)))))
     ax.set_yticks(shown + offset, [visible(name) for name in names[shown]], fontsize=6.5)
+    # the first layer on top, as in the model
     ax.set_ylim(names.size - 0.5 + offset, -0.5 + offset)

@@ -133,6 +133,7 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     """
     keys = source.select()
     rank = keys[0][0]
+    # steps of the first rank, the one that figures show
     steps = evenly(sorted({step for r, _, step in keys if r == rank}), MOST_STEPS)
     shown = evenly(steps, 3)
     here: dict[str, Any] = {"steps": shown, "ranks": [rank]}
@@ -146,20 +147,24 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     tails += mixture_records(source, **last)
     peaks = pot_records(source, **here)
     advance()
+    # a control is no candidate, so controls come last; sorting keeps the others in order
     names = sorted(LAWS, key=lambda name: LAWS[name].control)
     fits = fit_records(source, names, wasserstein=False, **here)
+    # all looked at, not only those shown: pairs of neighbouring steps judge the laws
     laws = closest_laws(law_pairs(source, steps=steps, ranks=[rank]))
     advance()
     series = series_of(source, Subset(steps))
     advance()
     training = dataset_of(
         source,
+        # by layer only where there are several
         Subset(steps, [rank], per_layer=len(source.layers) > 1),
         models=[MODEL],
         ratios=[TREND_RATIO],
         quantities=["mean", "zero_fraction", "shape", "threshold"],
     )
     advance()
+    # a list keeps the dimension, by which drift_records tells its series
     drift = drift_records(training.sel(layer=["all"]), ["mean", "threshold"])
     advance()
     facts, losses, live = _run(source, rank)
@@ -190,12 +195,15 @@ def _energy(source: Source, rank: int, steps: Sequence[int]) -> list[dict[str, A
     found = []
     for _, kind, step in Subset(steps, [rank]).keys(source):
         m = as_magnitudes(source.read(rank, kind, step).values)
+        # of all elements, as a user's ratio is
         counts = {ratio: target_count(ratio, source.numel) for ratio in RATIOS}
         shares = {}
+        # squares beyond the range of float64 sum to infinity, of which nothing has a share
         if m.count and (total := m.count * m.mean_square) < math.inf:
             shares = {
                 ratio: float(np.square(m.largest(k)).sum()) / total
                 for ratio, k in counts.items()
+                # of fewer elements the share is chance
                 if k >= 10
             }
         found.append({"kind": kind, "step": step, "shares": shares})
@@ -213,6 +221,7 @@ def _run(
         return {}, [], []
     columns = source.trace.scalars(rank)
     losses = zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True)
+    # a loss that is not a number has no place on an axis
     known = sorted((int(step), float(loss)) for step, loss in losses if np.isfinite(loss))
     live = compression(source.trace)
     ratio = source.trace.attrs.get("ratio")
@@ -234,6 +243,7 @@ def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
     groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
     for recorded in info_records(source):
         rank, kind, step = (recorded[name] for name in ("rank", "kind", "step"))
+        # of a long series only the steps looked at are read whole
         looked_at = _inspect(source, rank, kind, step) if step in steps else {}
         groups.setdefault((rank, kind), []).append(recorded | looked_at)
     return [
@@ -254,20 +264,25 @@ def _ledger(source: Source, steps: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _inspect(source: Source, rank: int, kind: Kind, step: int) -> dict[str, Any]:
+    # one element is always constant
     layers = [layer for layer in source.layers if layer.numel > 1]
     if source.sketched(rank, kind):
         sketches = zip(source.layers, source.stored_sketches(rank, kind, step), strict=True)
         constant = [la.name for la, s in sketches if la in layers and s.moments.zeros == s.numel]
+        # a sketch tells zeros exactly, not whether other elements are equal
         return {"constant": constant}
     values = as_numpy(source.read(rank, kind, step).values).reshape(-1)
     finite = np.isfinite(values)
     magnitudes = np.abs(values[finite & (values != 0)])
+    # sorted once for ties, the largest of them and the gap
     levels, counts = np.unique(magnitudes, return_counts=True)
     return {
         "zeros": int(np.count_nonzero(values == 0)),
         "nonfinite": int(values.size - np.count_nonzero(finite)),
         "tied": float(counts[counts > 1].sum() / max(magnitudes.size, 1)),
         "largest_tie": int(counts.max(initial=0)),
+        # of different magnitudes: a tie of the two largest is no gap
         "gap": float(levels[-1] / levels[-2]) if levels.size > 1 else 0.0,
+        # NaN equals nothing, so a layer of NaN is not constant
         "constant": [la.name for la in layers if (values[la.slice] == values[la.slice][0]).all()],
     }
