@@ -240,7 +240,6 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
                 drawn.append(each / each.sum())
             low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
         count = sum(shapes.size for tree in trees for phases in tree for shapes in phases)
-        # rows of draws run over LEVELS, from the top down, like shares
         for i, level in enumerate(LEVELS):
             found.append(
                 {"kind": kind, "level": level, "variance": float(variances[i])}

@@ -447,7 +447,6 @@ def _causes(
         yield "permuted: the same values at other places, shards in another order or padded"
     for side, name, other in ((1, "B", "A"), (0, "A", "B")):
         kept, had = v.counts.nonzero[side], v.counts.nonzero[1 - side]
-        # every non-zero element of one side is the other's, which has more
         if v.counts.shared == kept < had:
             yield f"compressed: {name} has {kept:,} of {other}'s {had:,} non-zero elements"
     if precision and v.error <= 8 * slack:

@@ -54,7 +54,6 @@ class _Thresholds:
             # beyond the non-zero elements the exact threshold is 0, and no law's error has a logarithm
             if _FEWEST <= k <= whole.count
         }
-        # fits of a gradient that cannot judge are not made
         laws = {}
         if exact:
             for name, thresholds in self._candidates(whole, layers, counts):
@@ -190,7 +189,6 @@ def law_pairs(
         If a law, a method or a ratio is unknown, or nothing matches.
     """
     work = _Thresholds(tuple(chosen(models, method)), method, tuple(check_ratios(ratios)))
-    # with one layer the mixture would be the whole gradient's fit
     subset = replace(subset_of(over), per_layer=len(source.layers) > 1)
     if most is not None:
         steps = evenly(sorted({step for _, _, step in subset.keys(source)}), most)
@@ -202,7 +200,6 @@ def law_pairs(
     found = Records()
     for (trace, rank, kind), rows in series.items():
         rows.sort(key=lambda r: r["step"])
-        # a series of one step is judged on itself
         for one, other in list(pairwise(rows)) or [(rows[0], rows[0])]:
             for (model, fitted_by, by_layer), thresholds in one["laws"].items():
                 errors = {
@@ -267,7 +264,7 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         key = tuple(record[n] for n in ("trace", "kind", "model", "method", "by_layer"))
         groups.setdefault(key, []).append(record)
     most: Counter[tuple[Any, ...]] = Counter()
-    # no law has more rows than there are pairs, and one that always has a fit has as many
+    # the number of pairs: a law that always has a fit has a row for each
     for key, rows in groups.items():
         most[key[:2]] = max(most[key[:2]], len(rows))
     found = Records()
@@ -281,7 +278,7 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         predictive = all(r["fitted"] != r["judged"] for r in rows)
         numbers = {"tail_error": float(np.median(errors)), "worst": float(errors.max())}
         numbers |= {"chance": float(np.median([r["chance"] for r in rows]))}
-        # the pair that an answer may be explained by
+        # the pair that explains best what is wrong with the law
         far = max(rows, key=lambda r: r["tail_error"])
         ratio, off = max(far["log_quantile"].items(), key=lambda item: abs(item[1]))
         at = {"off_fitted": far["fitted"], "off_judged": far["judged"], "off_ratio": ratio}

@@ -190,7 +190,6 @@ def delta(
                 for name in ("all", layer.name) if layer.name in named else ("all",):
                     totals.setdefault((lag, name), _Change()).add(change)
         on_progress()
-    # n checkpoints have n − lag pairs at each lag
     pairs = {lag: len(checkpoints) - lag for lag, _ in totals}
     order = {"all": -1} | {name: i for i, name in enumerate(named)}
     keys = sorted(totals, key=lambda key: (key[0], order[key[1]]))
@@ -241,7 +240,6 @@ def _checkpoints(
                 f"{source.name} holds {some(kinds) or 'nothing'}, and no weights: capture kind weight, or give files"
             )
         ranks = None if rank is None else [rank]
-        # steps choose among those of a trace
         keys = source.select(steps=steps if weights else None, ranks=ranks, kinds=weights)
         first = min(r for r, _, _ in keys)
         keys = [key for key in keys if key[0] == first]
@@ -262,7 +260,6 @@ def _common(checkpoints: Sequence[_Checkpoint]) -> tuple[list[Layer], list[str]]
         if layer.numel and all(s.get(layer.name) == layer.shape for s in shapes)
     ]
     for i, (checkpoint, held) in enumerate(zip(checkpoints, shapes, strict=True)):
-        # shapes are held against those of the first
         if i and (changed := [n for n, s in held.items() if shapes[0].get(n, s) != s]):
             remarks.append(
                 f"left out, as they have other shapes in {checkpoint.name} than in {first.name}: {some(changed)}"
@@ -290,7 +287,6 @@ def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> st
             values = checkpoint.values(layer)
             left = [name for name in left if _fits(values, name)]
             if not left:
-                # no shorter type can come back
                 return "fp32"
     return left[0]
 
@@ -338,7 +334,6 @@ def _compare(
     # bits are compared, as bits are sent: −0 differs from 0, and NaN equals the same NaN
     a, b = (deltas.words_of(x, dtype) for x in (before, after))
     differs = a != b
-    # a scalar is a row of its own
     rows = layer.shape[0] if layer.shape else 1
     change = _Change(numel=layer.numel, changed=int(np.count_nonzero(differs)), rows=rows)
     change.rows_changed = int(np.count_nonzero(differs.reshape(rows, -1).any(1)))
@@ -351,7 +346,6 @@ def _compare(
     change.sizes["bytes"] = layer.numel * deltas.WIDTHS[dtype]
     for codec in deltas.CODECS:
         change.sizes[f"bytes_{codec}"] = len(deltas.encode(a, b, codec))
-    # part of a byte is sent as a whole one
     change.sizes["entropy"] = math.ceil(deltas.entropy_bytes(a, b))
     change.square, change.weight = float(update @ update), float(np.square(_finite(before)).sum())
     return change
@@ -371,7 +365,6 @@ def _predict(
     # in 16 bits the update is rounded to the weights' grid, so its law cannot be seen
     if dtype != "fp32":
         return "", math.nan
-    # no law fits zeros, and none is needed
     if not update.any():
         return "none", 0.0
     law = _law(update)
@@ -435,7 +428,6 @@ def _nodes() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def _record(key: tuple[int, str], total: _Change, pairs: int, dtype: str) -> dict[str, Any]:
     """Return the means over the pairs of one lag."""
     lag, layer = key
-    # sums over pairs count every weight once a pair
     numel = total.numel
     sizes = {name: round(size / pairs) for name, size in total.sizes.items()}
     norm = math.sqrt(total.weight)

@@ -388,10 +388,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
         array, first = dataset[name], len(records)
         other = [str(d) for d in array.dims if d in ("ratio", "model")]
         stacked = array.stack(case=["kind", "layer", *other])
-        # a stacked case is one series: kind, layer, and ratio or model
         for case in stacked["case"].values:
             values = stacked.sel(case=case).transpose("step", "rank").values
-            # a combination that was never captured has no series
             if np.isfinite(values).any():
                 label = f"{name} {case[2]}" if other else name
                 labels = {"trace": dataset.attrs.get("source"), "quantity": label}

@@ -172,7 +172,6 @@ def info_summary(source: Source) -> Records:
             zeros, nonfinite = 0, 0
             for each, have in ranks.items():
                 columns = scalars[each]
-                # steps that have this kind
                 some = np.isin(columns["step"], have)
                 zeros = max(zeros, int(columns[f"{kind}_zeros"][some].max(initial=0)))
                 nonfinite += int(np.count_nonzero(columns[f"{kind}_nonfinite"][some] > 0))

@@ -160,7 +160,6 @@ def plan_sketches(
         ``all``, the whole gradient, then the parameters' in the order of the flat gradient.
     """
     wanted = [la.name if la.name in parameters else None for la in source.layers]
-    # a trace of sketches has nothing to read piece by piece
     if source.sketched(*key[:2]):
         return submit(_stored, source, key, wanted)
     parts = [
@@ -175,7 +174,6 @@ def _pieces(source: Source, per_layer: bool) -> list[list[tuple[int, int, int]]]
     pieces = []
     for start in range(0, source.numel, PIECE):
         stop = min(start + PIECE, source.numel)
-        # without layers one span is the whole piece
         spans = [(0, start, stop)]
         if per_layer:
             # a layer may go on in the next piece, and a piece hold several layers
@@ -265,7 +263,6 @@ def _collect(source: Source, key: Key, start: int, stop: int, low: float) -> Loc
     # at least count magnitudes of the whole gradient are this large; a piece may have none
     kept = select(source.elements(*key, start, stop), low)
     magnitude: NDArray[np.float64] = np.abs(as_numpy(kept.values)).astype(np.float64)
-    # positions in the piece become those in the gradient
     return magnitude, as_positions(kept.indices) + start
 
 

@@ -335,7 +335,6 @@ def _replay(
     With `fresh`, a rule that remembers runs once more on each gradient without its past.
     """
     names = list(ESTIMATORS) if estimators is None else check_several(estimators, "estimators")
-    # checked before the first gradient is read
     ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
@@ -394,7 +393,6 @@ class _BestK:
 
     def energy_error(self, selection: Selection, k: int) -> float:
         """Return ‖g − C(g)‖/σ_k − 1; NaN where best-k leaves nothing."""
-        # remembers the energy and the design effect of k
         self._look(k)
         kept = _energy(as_numpy(selection.values).astype(np.float64))
         best = self._total - self._kept[k]
@@ -655,7 +653,6 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
                 "status": kept.reason or error.reason or "ok",
             }
             found.append(record)
-    # tests of |ln k̂/k|, one for each rule, ratio and layer
     add_holm(found, "p_value", "p_holm", ("trace", "kind"))
     return found
 
@@ -699,7 +696,6 @@ def stage_budget(
         If an estimator is unknown, a ratio is outside (0, 1], or nothing matches.
     """
     opened, subset, on_progress = open_source(source), subset_of(over), over["on_progress"]
-    # a generator would be empty after the first task
     names = None if estimators is None else check_several(estimators, "estimators")
     if (client := over["client"]) is not None:
         work = partial(_stages, ratios=ratios, estimators=names, options=options)

@@ -79,7 +79,6 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     numbers = {"n": n, "mean": mean, "low": low, "high": high, "nothing": nothing}
     if not mean:
         reason = f"fewer than {_FEWEST_ELEMENTS} elements asked for"
-        # judged rows are gone either because k is small or because there was one gradient
         if not any(map(unlearned, ratios.values())):
             reason = "it took its threshold from the only gradient there is"
         return numbers | {"far": math.nan, "hits": None, "reason": reason}

@@ -195,7 +195,6 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
     visible = min(test.visible for test in tests.values())
     seen = (
         f"{100 * visible:.0f}\N{NO-BREAK SPACE}% more than k"
-        # beyond 300 % a factor reads better
         if visible < 3
         else f"{1 + visible:.2g} k"
     )
@@ -204,7 +203,6 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
     named = ", ".join(LAWS[model].label for model in rejected)
     if len(rejected) == len(tests) > 1:
         named = f"all {len(tests)} laws"
-    # a single law is named, not counted
     return f"{text}, and rejects {named or 'none of them'}."
 
 
@@ -231,7 +229,6 @@ def decay_shown(
     headline = "Not shown at any step" if len(rows) > 1 else "Not shown"
     if yes:
         headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
-    # the ends of a long run say how it moved
     ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
     at = ", ".join(f"{_between(r, 'p')} at step {r['step']}" for r in ends)
     last = int(rows[0]["window"].split("-")[1])
@@ -293,7 +290,6 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
         if not r["mean"]:
             unknown.setdefault(r["reason"], []).append(r["estimator"])
     reasons = [f"{', '.join(names)}: {reason}" for reason, names in unknown.items()]
-    # one reason for all is said without their names
     if len(unknown) == 1 and not known:
         reasons = [*unknown]
     missing = f" Not judged: {'; '.join(reasons)}." if reasons else ""
@@ -428,7 +424,6 @@ def _percent(error: float) -> str:
         return "more than 100-fold"
     if error > _FAR:
         return f"{math.exp(error):.2g}-fold"
-    # no error is written as exactly 0
     return f"{100 * math.expm1(max(error, _LEAST)):.2g}\N{NO-BREAK SPACE}%"
 
 

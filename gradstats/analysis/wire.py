@@ -76,7 +76,6 @@ class Wire(Records):
         some = self._deciding(kind, layer)
         # every gradient must be within the limit, not their mean
         within = [r for r in some if r["worst"] <= limit]
-        # of formats with equal bits the one with the smaller error
         return min(within, key=lambda r: (r["bits"], r["error"])) if within else None
 
     def verdict(self, error: float = 0.01, *, kind: str | None = None) -> str:
@@ -310,7 +309,6 @@ def _ways(
                 raise unknown(what, value, known)
     for i, size in enumerate(sizes):
         sizes[i] = check_count(size, "rotations", 0, CHUNK)
-        # a power of two has a single bit
         if sizes[i] & (sizes[i] - 1):
             raise InputError(f"rotations must be powers of two, or 0 for none, not {sizes[i]}")
     for name, what in ((named, "formats"), (rounds, "roundings"), (sizes, "rotations")):

@@ -129,7 +129,6 @@ def should_compress(
         headline = f"It is sparse already: at ratio {nonzero:.2g} nothing is lost"
         costs = f"All but {_percent(nonzero)} of its elements are zero, which cost nothing to leave out."
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan}")
-    # shares by ratio over the steps
     held = {r: [by[r] for by in shares.values() if r in by] for r in next(iter(shares.values()))}
     most = max(held)
     holding = _holding(shares, held)
@@ -140,7 +139,6 @@ def should_compress(
             "better than to choose at random, which every training that was measured lost by."
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
-    # None where the optimizer is not known
     adaptive = None if optimizer is None else optimizer.lower().startswith(_ADAPTIVE)
     # of an unknown optimizer both families are told
     measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
@@ -209,7 +207,6 @@ def _ratio_of_little(measured: Sequence[Training]) -> float:
     """Return the smallest ratio at which no training without an adaptive optimizer lost more than :data:`LITTLE`."""
     plain = [t for t in measured if not t.adaptive]
     ratios = [r for t in plain for r, (_, high) in t.behind.items() if high <= LITTLE]
-    # ratios at which all of them lost little
     return min((r for r in ratios if ratios.count(r) == len(plain)), default=max(RATIOS))
 
 

@@ -245,7 +245,6 @@ def _measure(series: Series, on_progress: Callable[[], None]) -> None:
         arrays[f"params:{law}"] = np.full((*shape, parameters), math.nan)
         arrays[f"stderr:{law}"] = np.full((*shape, parameters), math.nan)
         arrays[f"tail_error:{law}"] = np.full(shape, math.nan)
-        # texts, and not an array: most are empty
         series.flags[law] = [[""] * shape[1] for _ in series.steps]
     keys = [(series.rank, series.kind, step) for step in series.steps]
     parameters_ = series.layers[1:]
@@ -361,14 +360,12 @@ def _count(
 ) -> None:
     """Fill in what every rule keeps of every gradient, counted on its elements."""
     shape = len(series.steps), len(series.layers)
-    # whole numbers: what a rule keeps is counted, not estimated
     selected = np.zeros((*shape, len(series.rules), len(ratios)), np.int64)
     design = np.full((*shape, len(ratios)), math.nan)
     step = {s: i for i, s in enumerate(series.steps)}
     layer = {name: j for j, name in enumerate(series.layers)}
     rule = {name: r for r, name in enumerate(series.rules)}
     place = {ratio: q for q, ratio in enumerate(ratios)}
-    # rules are counted on the same layers, one series at a time
     own = Subset(series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer)
     for r in (
         each_record(series.source, own, ratios, series.rules, on_progress=on_progress)
@@ -590,7 +587,6 @@ def _pack(values: NDArray[Any], scale: int | None = None, *, delta: bool = False
         if delta:
             stored = np.diff(stored, axis=-1, prepend=np.zeros_like(stored[..., :1]))
     # bytes of the same weight beside each other deflate to a third less
-    # planes: all low bytes, then all high ones
     planes = np.ascontiguousarray(stored.reshape(-1).view(np.uint8).reshape(stored.size, -1).T)
     return {
         "type": stored.dtype.str[1:],
@@ -638,5 +634,4 @@ def _together(several: Sequence[Series], ratios: Sequence[float]) -> list[dict[s
 
 
 def _of_steps(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    # records over all steps have no step
     return (record for record in records if record["step"] is not None)

@@ -139,7 +139,6 @@ def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return ranks k and σ_k over the norm, cell by cell from the largest."""
     # relative to the largest: squares neither overflow nor vanish
     kept = np.cumsum((m.weight * (m.middle / m.max) ** 2)[::-1])
-    # from the largest down, a cell at a time
     ranks = np.cumsum(m.weight[::-1])
     # where each rank falls among the cells; neighbouring ranks share large ones
     picks = np.unique(np.searchsorted(ranks, log_ranks(m.count)).clip(0, ranks.size - 1))

@@ -126,7 +126,6 @@ def darken(figure: Figure) -> None:
     """
     figure.draw_without_rendering()  # ticks are made only now
     found = []
-    # every artist of the figure, legends and ticks included
     for artist in figure.findobj():
         # a map's colours are a scale with a bar beside it
         mapped = getattr(artist, "get_array", lambda: None)() is not None
@@ -150,5 +149,4 @@ def _inverted(colour: Any) -> Any:
     rgba = to_rgba_array(colour)
     # 1 − c inverts lightness and hue; the turn brings the hue back
     rgba[:, :3] = np.clip((1 - rgba[:, :3]) @ _TURN.T, 0, 1)
-    # one colour as a tuple, as setters of single artists want it
     return rgba if np.ndim(colour) == 2 else tuple(rgba[0])

@@ -52,7 +52,6 @@ def density(
     """
     coverage = check_number(coverage, "coverage", 0, 1, "(]")
     values = as_numpy(check(x)).reshape(-1)
-    # NaN and infinities have no place in a histogram
     values = values[np.isfinite(values)]
     # zeros are a point mass, which no density shows
     nonzero = values[values != 0]
@@ -212,7 +211,6 @@ def qq(
         ax.set(xlim=limits, ylim=limits, xscale="log", yscale="log")
         plain_log(ax.xaxis)
         plain_log(ax.yaxis)
-        # made here, as the bands get one common entry
         handles, names = ax.get_legend_handles_labels()
         if bands:  # one entry, in the colours of all of them
             handles = cast("list[Artist]", [*handles, tuple(bands)])  # as HandlerTuple takes it

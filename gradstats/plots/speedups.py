@@ -54,7 +54,6 @@ def speedup(
         The axes given.
     """
     other = "workers" if at == "rate" else "rate"
-    # a figure of one number of workers, or of one rate
     fixed = records[0][other]
     curves: dict[tuple[str, float | None, int], list[Mapping[str, Any]]] = {}
     # the fastest first: curves keep the order of their first record, and the first eight are drawn

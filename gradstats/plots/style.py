@@ -255,7 +255,6 @@ def ranked(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         Magnitudes at these ranks, in the gradient's unit.
     """
     ranks = log_ranks(m.count)
-    # on a log axis the ranks between are not seen
     return ranks, np.array([m.upper_quantile(int(k)) for k in ranks])
 
 

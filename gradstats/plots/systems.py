@@ -62,7 +62,6 @@ def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) 
         across = np.array([[float(seed[i][value]) for i in points] for seed in seeds])
         # seeds do not take the same time to a point: the mean place
         where = np.mean([[float(seed[i][at]) for i in points] for seed in seeds], axis=0)
-        # hundreds of points, so lines without markers
         look = look_of(name) | {"marker": ""}
         ax.plot(where, across.mean(axis=0), lw=1.5, label=name, **look)
         if len(seeds) > 1:
@@ -159,7 +158,6 @@ def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
         The axes given.
     """
     _lines(records, "nproc", "build_up", ax, marker=True)
-    # every rank count is a tick
     ranks = sorted(_distinct(records, "nproc"))
     # without overlap n ranks send n·k elements
     ax.plot(ranks, ranks, color="0.5", lw=1, ls=(0, (1, 3)), label="no overlap")
@@ -272,7 +270,6 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     }
     least, most = (f(means["compute"]) if names else 0.0 for f in (min, max))
     middle = float(np.median(means["compute"])) if names else 0.0
-    # the same work for every compressor
     means["compute"] = [middle] * len(names)
     left = np.zeros(len(names))
     for i, (part, widths) in enumerate(means.items()):
@@ -284,7 +281,6 @@ def time_split(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
         ax.axvspan(least, most, color="0.85", zorder=0, label=label)
     ax.set(xlabel="time per step (ms)")
     ax.set_yticks(range(len(names)), list(map(visible, names)))
-    # the first compressor on top, as in the table
     ax.invert_yaxis()
     legend_below(ax)
     return tidy(ax, title)
@@ -318,7 +314,6 @@ def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
     for i, lane in enumerate(lanes):
         for record in (r for r in records if r["lane"] == lane):
             start, width = record["start"] - origin, record["end"] - record["start"]
-            # blocks may be too narrow to see without their edge
             ax.barh(i, 1e3 * width, left=1e3 * start, height=0.7, color=PALETTE[i % 10], alpha=0.6,
                     edgecolor="black", lw=0.5)  # fmt: skip
             name = str(record["layer"]) if fit else str(1 + layers.index(record["layer"]))
@@ -347,6 +342,5 @@ def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
         )
     ax.set(xlabel="time (ms)")
     ax.set_yticks(range(len(lanes)), lanes)
-    # the first lane on top
     ax.set_ylim(len(lanes) - 0.4, -0.6)
     return tidy(ax, title)

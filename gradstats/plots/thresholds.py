@@ -192,7 +192,6 @@ def latency_bars(
     ax.set(xlabel=units.get(value, "speed-up over torch.topk"), xscale="log")
     plain_log(ax.xaxis)
     ax.set_yticks(range(len(names)), names)
-    # the first compressor on top, as in the table
     ax.invert_yaxis()
     ax.legend(fontsize="small")
     return tidy(ax, title)

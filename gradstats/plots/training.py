@@ -78,12 +78,10 @@ def overview(
     above = np.array([[m.exceedances(edge) / numel for edge in edges] for m, numel in every])
     # per octave, so that the number of rows does not change the colours
     share = -np.diff(above, axis=1).T / octaves
-    # steps are side by side, each a column around its number
     borders = np.arange(len(every) + 1) - 0.5
     mesh = ax.pcolormesh(
         borders,
         edges,
-        # a cell with hardly anything stays white
         np.ma.masked_less(share, _FAINTEST),
         cmap="cividis",
         norm=LogNorm(_FAINTEST, 1),
@@ -150,7 +148,6 @@ def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None
         style = ("-", *LINES)[i % 5]
         ax.plot(middle["step"], middle, color=PALETTE[i % 10], ls=style, lw=1.2, label=label)
     ax.set(xlabel="step", ylabel=_named(array))
-    # positive and over a decade
     if float(array.min()) > 0 and float(array.max()) > 10 * float(array.min()):
         ax.set_yscale("log")
     if other:
@@ -200,7 +197,6 @@ def drift_map(
             warnings.simplefilter("ignore", RuntimeWarning)  # a layer may have no number at all
             values = values / np.exp(np.nanmean(np.log(values), axis=1, keepdims=True))
         norm, name = LogNorm(), f"{name} ÷ the layer's geometric mean"
-    # cells without a number are white
     mesh = ax.pcolormesh(np.ma.masked_invalid(values), cmap="cividis", norm=norm)
     bar = ax.figure.colorbar(mesh, ax=ax, label=name)
     if norm is not None:
@@ -269,7 +265,6 @@ def _named(array: DataArray) -> str:
 
 def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArray:
     """Return a quantity over layers and the dimensions kept, averaged over ranks if these are not kept."""
-    # all is no layer
     array = dataset[quantity].sel(layer=[name for name in dataset["layer"].values if name != "all"])
     if "rank" in array.dims and "rank" not in kept:
         array = array.mean("rank")

@@ -81,7 +81,6 @@ def write_report(
             answers.append(
                 (m, kind, first | {q: answer(m, kind) for q, answer in QUESTIONS.items()})
             )
-            # kinds after the first are not asked again
             first = {}
     if path is not None:
         runs = "".join(map(run, measured))

@@ -83,7 +83,6 @@ def atlas_page(records: Sequence[Mapping[str, Any]], pieces: Sequence[str], step
         parts += [f"## Kind `{kind}`", _READ if kind == _KINDS[0] else "", _markdown(rows)]
     parts += _rules(records)
     parts += _spread(records)
-    # parts that are empty leave no gap
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 

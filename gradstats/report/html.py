@@ -172,7 +172,6 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
     str
         HTML.
     """
-    # texts are aligned at the left, numbers at the right
     text = {name for name in columns if any(isinstance(r[name], str) for r in records)}
 
     def left(name: str) -> str:

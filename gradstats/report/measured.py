@@ -157,7 +157,6 @@ def measure(source: Source, advance: Callable[[], None]) -> Measured:
     advance()
     training = dataset_of(
         source,
-        # by layer only where there are several
         Subset(steps, [rank], per_layer=len(source.layers) > 1),
         models=[MODEL],
         ratios=[TREND_RATIO],

@@ -228,7 +228,6 @@ def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
         details("Peaks over thresholds", table(m.peaks, peaks, "Pooled, by threshold; 95 %."))
     )
     if len(m.source.layers) > 1:
-        # layers are fitted at the last step only
         last_step = [r for r in m.tails if r["step"] == m.shown[-1] and math.isfinite(r["c"])]
         caption = f"ξ of each layer's top tenth at step {m.shown[-1]}, where that is {FEWEST} elements; 95 %."
         by_layer = table(last_step, {"kind": "kind", "layer": "layer", **shapes}, caption)
@@ -238,7 +237,6 @@ def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
 
 def _models(m: Measured, captured: Sequence[Captured], reduced: dict[str, Sketch]) -> str:
     parts = ["<h3>Which model is closest?</h3>"]
-    # the first and the last step: each costs a figure
     ends = m.shown[0], m.shown[-1]
     pairs = zip(captured, reduced.values(), strict=True)
     parts += [_fits(m.source.name, c, s) for c, s in pairs if c.step in ends]
@@ -365,7 +363,6 @@ def _layers(m: Measured) -> str:
 
         caption = f"Scale{', tail and zeros' if zeros else ' and tail'} of the {kind} by layer, median and range over "
         caption += "steps; how the scale moves."
-        # as high as the names need, up to a page
         height = min(2 + 0.11 * len(m.source.layers), 9)
         title = f"{m.source.name}, {kind}"
         parts.append(figure(3 + zeros, draw, caption, title=title, width=3.4, height=height))

@@ -100,7 +100,6 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
     trace = source.trace if isinstance(source, TraceSource) else None
     settings = {} if trace is None else trace.attrs
     optimizer, ratio = settings.get("optimizer"), settings.get("ratio")
-    # steps with too few elements have no shares
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
     rows = _of(measured.ledger, kind)
     return should_compress(
@@ -211,7 +210,6 @@ def _spread(measured: Measured, kind: Kind) -> Verdict:
 def _tail(measured: Measured, kind: Kind) -> Verdict:
     """Say how heavy the tail is, and whether the layers' scales make it so."""
     rows = _of(measured.tails, kind)
-    # a fit may be without a number
     pooled = [r for r in rows if r["layer"] == "pooled" and math.isfinite(r["c"])]
     if not pooled or pooled[-1]["n"] < FEWEST:
         return Verdict("Too few elements for a tail", f"It takes {FEWEST} in the largest tenth.")
@@ -234,11 +232,9 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
             headline += (
                 ", most of it from layers of different scale" if mixed else ", in the layers too"
             )
-    # shares smaller than the tenth, where there are enough elements
     further = [r for r in _of(measured.peaks, kind) if r["step"] == step and r["ratio"] < 0.1]
     further = [r for r in further if r["n"] >= FEWEST and math.isfinite(r["c_low"])]
     if further:
-        # the smallest share that is fitted
         least = further[-1]
         headline += f"; {_heaviness(least)} in the top {_share(least)}: {_signed(least['c'])}"
         shares = ", ".join(f"{_interval(r, 'c')} in the top {_share(r)}" for r in further)
@@ -334,7 +330,6 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
         return Verdict("One step only", "Nothing to compare.")
     if "mean" not in rows:
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
-    # of the rank that is shown
     means = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).values
     headline = (
         f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
@@ -342,7 +337,6 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
     first, last = measured.steps[0], measured.steps[-1]
     numbers = f"Step {first} to {last}, between {np.nanmin(means):.2g} and {np.nanmax(means):.2g}. "
     slope = rows["mean"]["slope"]
-    # fewer steps have no trend, only ends
     if math.isnan(slope):
         numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(measured.steps)} have no power."
     else:
