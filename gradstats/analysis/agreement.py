@@ -235,7 +235,7 @@ def _record(
     if noise.mean() <= 1e-12 * abs(signal.mean()):
         reason = "the ranks hold the same gradient: captured after averaging"
     else:
-        # ‖G‖² is estimated without bias, so below zero where there is little signal
+        # ‖G‖² is estimated without bias, so it may be below zero where there is little signal
         scale = float(noise.mean() / signal.mean()) if signal.mean() > 0 else math.inf
         if labels["step"] is None:
             low, high, reason = ratio_interval(noise, signal)

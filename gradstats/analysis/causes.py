@@ -285,7 +285,7 @@ class _View:
         first, n = side * self.sizes[0], self.sizes[side]
         block = self.products[first : first + n, first : first + n]
         given = self.products[first : first + n] @ vector
-        # lstsq raises on what is not finite
+        # sums over layers may overflow, and lstsq raises on what is not finite
         if not (np.isfinite(block).all() and np.isfinite(given).all()):
             return None
         # ranks with equal gradients leave the weights open: those of least norm share alike

@@ -140,7 +140,7 @@ def _add_runs(
     for record, (runs, total, squares) in zip(records, sums, strict=True):
         design = design_effect(int(runs), total, squares)
         low, high = float("nan"), float("nan")
-        # dependence widens the interval, of a shape that has one
+        # without a design effect there is nothing to widen by
         if np.isfinite(design):
             low, high = widened_interval(record["c"], record["c_low"], record["c_high"], design)
         record |= {"design": design, "runs_low": low, "runs_high": high}

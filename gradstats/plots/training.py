@@ -286,8 +286,8 @@ def _name_steps(ax: Axes, steps: Sequence[int], offset: float) -> None:
 
 def _name_layers(ax: Axes, array: DataArray, offset: float) -> None:
     """Name every layer, or as many as are legible, from the top down."""
-    # the axes as they are now: a map's layout is made when it is drawn
     names = array["layer"].values
+    # as high as the axes are now: the layout is made only when the figure is drawn
     height = ax.get_window_extent().height / ax.figure.dpi  # inches
     # nine names an inch are legible at this size
     shown = np.arange(0, names.size, max(1, int(np.ceil(names.size / max(height * 9, 1)))))

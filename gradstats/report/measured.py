@@ -273,7 +273,7 @@ def _inspect(source: Source, rank: int, kind: Kind, step: int) -> dict[str, Any]
     values = as_numpy(source.read(rank, kind, step).values).reshape(-1)
     finite = np.isfinite(values)
     magnitudes = np.abs(values[finite & (values != 0)])
-    # sorted once for ties, the largest of them and the gap
+    # one sort gives the ties, the largest of them and the gap
     levels, counts = np.unique(magnitudes, return_counts=True)
     return {
         "zeros": int(np.count_nonzero(values == 0)),
