@@ -25,6 +25,7 @@ from gradstats.trace.sources import Source, Subset, TraceSource, layer_parts, op
 
 __all__ = ["agreement", "batch_sentence"]
 
+# noise and signal are not among them: a mean of ratios is biased, so means are taken before the ratio
 _OVER_STEPS = ("cosine", "signs", "overlap", "union", "union_low", "union_high", "explained")
 _WITH_INTERVAL = ("cosine", "overlap")
 
@@ -95,8 +96,10 @@ def agreement(
     if batch is not None:
         batch = check_count(batch, "batch")
     elif isinstance(opened, TraceSource):
+        # metadata are whatever the user wrote
         stored = opened.trace.attrs.get("batch_size")
         batch = stored if isinstance(stored, int) and stored > 0 else None
+    # 0 where no world size is known: the ranks captured then count
     trained = opened.trace.world_size if isinstance(opened, TraceSource) else 0
 
     def plan(submit: Submit, at: tuple[Kind, int]) -> Any:
@@ -107,6 +110,7 @@ def agreement(
     results = evaluate(plan, every, over["client"], "steps")
     for kind, by_step in all_steps.items():
         several: dict[str, list[dict[str, Any]]] = {}
+        # one iterator serves all kinds: by_step ends first, so zip takes no result of the next kind (strict would)
         for step, of_layers in zip(by_step, results, strict=False):
             for layer, found in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
@@ -132,6 +136,7 @@ def _together(source: Source, subset: Subset) -> dict[Kind, dict[int, list[int]]
     found: dict[Kind, dict[int, list[int]]] = {}
     for kind, by_step in ranks.items():
         whole = {rank for those in by_step.values() for rank in those}
+        # steps of fewer ranks would mix numbers of different sets of ranks in one mean
         common = {s: sorted(r) for s, r in sorted(by_step.items()) if len(r) == len(whole) > 1}
         if common:
             found[kind] = common
@@ -161,28 +166,37 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
     """Compare the ranks' gradients of one layer in one step."""
     n, numel = len(vectors), numel_of(vectors[0])
     products = gram(vectors)
+    # the diagonal has ‖g‖² of each rank
     norms = np.sqrt(np.diag(products))
+    # a gradient of zeros has no direction: its cosine is NaN, which means over steps leave out
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (products / np.outer(norms, norms))[np.triu_indices(n, 1)]
     agree, either = sign_pairs(vectors)
     k = target_count(ratio, numel)
     times = np.zeros(numel, np.int64)
     for rank, vector in enumerate(vectors):
+        # a rank's positions are distinct, so += counts each of them once
         times[_largest(vector, k, rank)] += 1
     counts = np.bincount(times, minlength=n + 1)
+    # a position that c ranks select is shared by c(c − 1) ordered pairs of them, c = 0 … n
     both = float(counts @ (np.arange(n + 1) * np.arange(-1, n))) / (n * (n - 1))
     growth = fit_union(counts)
+    # counted, or for fewer ranks than captured the exact mean over their subsets; the model only beyond
     together = float(counts[1:].sum()) if workers == n else growth(workers)
+    # up to the captured ranks the union is counted, so both bounds are it
     low, high = growth.bounds(workers) if workers > n else (together,) * 2
+    # ‖Σg‖² is the sum of all products
     squares, of_sum = float(np.sum(norms**2)), float(products.sum())
     noise, signal = noise_and_signal(squares, of_sum, n)
     return {
         "cosine": float(np.mean(cosines)),
         "signs": agree / either if either else math.nan,
         "overlap": both / k,
+        # the bounds hold without the model, so it gives way to them
         "union": min(max(together, low), high) / k,
         "union_low": low / k,
         "union_high": high / k,
+        # ‖mean‖² over the mean of ‖g‖²
         "explained": of_sum / (n * squares) if squares else math.nan,
         "noise": noise,
         "signal": signal,
@@ -195,13 +209,16 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
 
 def _largest(vector: Array, k: int, rank: int) -> NDArray[np.int64]:
     """Return where the k largest magnitudes lie; of equal ones a random choice that other ranks do not share."""
+    # candidates hold all elements tied at the k-th magnitude, so they may be more than k
     candidates = top_candidates(vector, k)[1]
     places = np.asarray(candidates.indices)
     sizes = np.abs(np.asarray(as_numpy(candidates.values), np.float64))
     if places.size <= k:
         return places
+    # the k-th largest magnitude
     least = np.partition(sizes, sizes.size - k)[sizes.size - k]
     above, tied = np.flatnonzero(sizes > least), np.flatnonzero(sizes == least)
+    # a common order, as by index, would have all ranks choose the same of the tied: an overlap made of ties
     drawn = np.random.default_rng([rank, k]).permutation(tied)[: k - above.size]
     chosen: NDArray[np.int64] = places[np.concatenate([above, drawn])]
     return chosen
@@ -214,9 +231,11 @@ def _record(
     noise, signal = (np.array([f[name] for f in found]) for name in ("noise", "signal"))
     unit = 1 if batch is None else batch
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
+    # equal gradients leave a noise of rounding, of either sign
     if noise.mean() <= 1e-12 * abs(signal.mean()):
         reason = "the ranks hold the same gradient: captured after averaging"
     else:
+        # ‖G‖² is estimated without bias, so it may be below zero where there is little signal
         scale = float(noise.mean() / signal.mean()) if signal.mean() > 0 else math.inf
         if labels["step"] is None:
             low, high, reason = ratio_interval(noise, signal)
@@ -234,6 +253,7 @@ def _record(
         "low": unit * low,
         "high": unit * high,
         **{name: found[0][name] for name in ("ranks", "workers", "ratio", "k")},
+        # a trace that knows no world size had at least the ranks that were captured
         "world": max(trained, found[0]["ranks"]),
         "batch": batch,
         "reason": reason,
@@ -253,8 +273,10 @@ def batch_sentence(record: Mapping[str, Any]) -> str:
     str
         The sentence, which claims a side only where the whole interval lies there.
     """
+    # all ranks together take one step, so the batch of a step is that of all of them
     batch, low, high = record["world"] * (record["batch"] or 1), record["low"], record["high"]
     unit = "samples" if record["batch"] else "batches of one rank"
+    # NaN is no interval; infinite is one without an upper end
     if math.isnan(low):
         return f"whether a larger batch than {batch:,} {unit} would pay is not known: {record['reason']}"
     ends = f"{format_value(low)} to {format_value(high)} {unit}"

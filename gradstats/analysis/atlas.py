@@ -71,6 +71,7 @@ def atlas_records(source: object, phases: Mapping[str, Sequence[int]]) -> Record
     for phase, steps in phases.items():
         if len(steps) < 2:
             raise InputError(f"phase {phase} needs two steps at least, to judge one by the other")
+        # kinds and ranks are those of the phase's first step
         keys = [key for key in opened.entries() if key[2] == steps[0]]
         for kind in dict.fromkeys(key[1] for key in keys):
             ranks = sorted(key[0] for key in keys if key[1] == kind)
@@ -82,16 +83,21 @@ def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int])
     """Return what one kind has in one phase."""
     first, rank = steps[0], ranks[0]
     over: dict[str, Any] = {"kinds": [kind], "ranks": [rank]}
+    # in float64, where squares of float32 neither overflow nor vanish
     values = np.asarray(source.read(rank, kind, first).values, np.float64)
     total = float(np.square(values).sum())
+    # fitted at the first step, judged at the second
     pairs = law_pairs(source, steps=steps[:2], **over)
     laws = closest_laws(pairs)
     tails = pot_records(source, _TAILS, steps=[first], **over)
+    # one layer is its own pool
     shapes = mixture_records(source, steps=[first], **over) if len(source.layers) > 1 else []
     decay = compressibility(values)
+    # all steps of the phase, in order: rules with a memory learn from one to the next
     rules = judged_rules(quality_series(source, RATIOS, steps=list(steps), **over))
     together: dict[str, Any] = {"cosine": None, "overlap": None, "noise_scale": None}
     if kind not in _ALIKE and len(ranks) > 1:
+        # the last record is that of all steps and the whole gradient
         whole = agreement(source, steps=list(steps), kinds=[kind])[-1]
         together = {name: whole[name] for name in together}
     best = wire(source, steps=[first], **over).smallest(_BITS_ERROR)
@@ -102,6 +108,7 @@ def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int])
         "by_layer": laws[0]["by_layer"] if laws else None,
         "tail_error": laws[0]["tail_error"] if laws else math.nan,
         "chance": laws[0]["chance"] if laws else math.nan,
+        # keys of JSON are texts, so those in memory are, too
         "xi": {str(r["ratio"]): r["c"] for r in tails if "ratio" in r},
         "layers": {
             r["layer"]: r["c"] for r in shapes if r["layer"] not in ("pooled", "normalised")
@@ -117,6 +124,7 @@ def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int])
 
 
 def _energy(values: NDArray[np.float64], share: float, total: float) -> float:
+    # at least one element, as k everywhere
     kept = np.asarray(topk(values, max(round(share * values.size), 1)).values)
     return float(np.square(kept).sum()) / total if total else math.nan
 
@@ -148,12 +156,15 @@ def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:
             means = {ratio: every[ratio] for ratio in enough if ratio in every}
             if rule not in COUNTING and means:
                 by = far.setdefault(rule, {})
+                # the same factor both ways: half and twice k are equally far
                 here = max(abs(math.log(quality)) for quality in means.values())
                 by[record["training"]] = max(by.get(record["training"], 0.0), here)
     trainings = sorted({t for by in far.values() for t in by})
+    # worst cases are comparable only over the same trainings
     far = {rule: by for rule, by in far.items() if len(by) == len(trainings)}
     held: dict[str, list[float]] = {rule: [] for rule in far}
     for out in trainings if len(trainings) > 1 else ():
+        # chosen without the training that is left out, then judged on it
         best = min(far, key=lambda rule: max(v for t, v in far[rule].items() if t != out))
         held[best].append(far[best][out])
     found = Records()
@@ -208,17 +219,20 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
         nested: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
         for r in records:
             shapes = np.array([c for c in r["layers"].values() if c is not None], np.float64)
+            # one layer has no variance within its phase
             if r["kind"] == kind and shapes.size > 1:
                 of = nested.setdefault(r["training"], {})
                 of.setdefault(r["optimizer"], []).append(shapes)
         trees = [list(of.values()) for of in nested.values()]
         if len(trees) < 2:
             continue
+        # trainings are what is drawn: what nests in them stays together, so the sums of each are made once
         sums = np.array([_sums(tree) for tree in trees])
         variances = _variances(sums)
         shares = variances / variances.sum()
         low = high = np.full(len(LEVELS), math.nan)
         if len(trees) >= _FEWEST_TRAININGS:
+            # a constant seed: the same records give the same page
             rng = np.random.default_rng(0)
             drawn = []
             for places in rng.integers(len(trees), size=(_DRAWS, len(trees))):
@@ -246,9 +260,11 @@ def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float
     families = [
         [(x, np.zeros(0)) for x in layers.tolist()] for phases in training for layers in phases
     ]
+    # from the bottom up: layers within phases, phases within optimizers; the last call is optimizers in the training
     for groups in (len(phases) for phases in training), (len(training),):
         squares, freedom, below, means = _within(families)
         found += [squares, freedom, *below]
+        # the mean of a family is a member of a family one level up
         members = iter(means)
         families = [[next(members) for _ in range(count)] for count in groups]
     squares, freedom, below, ((mean, error),) = _within(families)
@@ -266,21 +282,28 @@ def _within(
         errors = np.mean([error for _, error in family], axis=0)
         squares += float(np.square(values - values.mean()).sum())
         freedom += len(family) - 1
+        # families weigh by their degrees of freedom, and so do the errors in their squares
         below = below + (len(family) - 1) * errors
+        # a mean of n members has 1/n of their variance, and of all the variances below them
         means.append((float(values.mean()), np.append(errors, 1.0) / len(family)))
     return squares, freedom, below, means
 
 
 def _variances(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the variance components of some trainings, from the top; each row is one's of :func:`_sums`."""
+    # columns of _sums: 0–1 layers; 2–4 phases; 5–8 optimizers; 9 mean, 10 one, 11–13 error of the mean
     means, errors = sums[:, 9], sums[:, 11:].mean(axis=0)
     total = sums.sum(axis=0)
     freedom = len(sums) - 1
+    # layers have nothing below them: their slice is empty
     parts = [(total[0], total[1], total[2:2]), (total[2], total[3], total[4:5])]
     parts += [(total[5], total[6], total[7:9])]
     parts += [(float(np.square(means - means.mean()).sum()), freedom, freedom * errors)]
     variances: list[float] = []
     for squares, free, below in parts:
+        # from the bottom up, so what lower levels leave in these squares is known
         left = float(np.dot(below, variances))
+        # a difference of mean squares falls below zero where a level has hardly any variance
         variances.append(max(float(squares - left) / free, 0.0) if free else 0.0)
+    # LEVELS has the top first
     return np.array(variances[::-1])

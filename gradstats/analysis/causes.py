@@ -115,9 +115,12 @@ class Measured:
             Its parameters.
         """
         n_a = self.sizes[0]
+        # a padded shard is longer: zeros at its end change no product
         numel = max(v.size for v in here)
+        # absent vectors are zeros, so that every vector has its place: A, B, both a step before, the weights
         rest = [*(before or [np.zeros(0)] * len(here)), np.zeros(0) if weights is None else weights]
         vectors = [v if v.size == numel else np.pad(v, (0, numel - v.size)) for v in (*here, *rest)]
+        # every linear cause is a question about these products: elements are read only once
         self.products[layer] = gram(vectors)
         self.counts[layer] = [pair(vectors[i], vectors[n_a + j]) for i, j in self.pairs]
         self.special[layer] = [
@@ -131,6 +134,7 @@ class Measured:
     def _add_up(self, layer: str) -> None:
         """Add a layer to ``all``."""
         if "all" in self.products:
+            # a new array: that in all may be the first layer's own, which += would change
             self.products["all"] = self.products["all"] + self.products[layer]
             whole = zip(self.counts["all"], self.counts[layer], strict=True)
             self.counts["all"] = [x + y for x, y in whole]
@@ -147,6 +151,7 @@ class Measured:
         """
         self.special |= other.special
         for layer in other.products:  # in the order of the model
+            # the other's "all" would count these layers twice
             if layer != "all":
                 self.products[layer] = other.products[layer]
                 self.counts[layer] = other.counts[layer]
@@ -235,18 +240,22 @@ class _View:
 
     def mean(self, side: int) -> NDArray[np.float64]:
         """Mean over the ranks of A (0) or B (1)."""
+        # 1/n for each rank of the side: the mean, in units of the vectors that were multiplied
         total = np.zeros(len(self.products))
         total[side * self.sizes[0] :][: self.sizes[side]] = 1 / self.sizes[side]
         return total
 
     def dot(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+        # ⟨Σxᵢvᵢ, Σyⱼvⱼ⟩ = xᵀ (vᵢ·vⱼ) y
         return float(x @ self.products @ y)
 
     def norm(self, x: NDArray[np.float64]) -> float:
+        # rounding may leave a little below zero
         return math.sqrt(max(self.dot(x, x), 0.0))
 
     def cosine(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
         size = self.norm(x) * self.norm(y)
+        # each layer's products are finite, their sum over layers need not be
         return self.dot(x, y) / size if size and math.isfinite(size) else 0.0
 
     def factor(self, x: NDArray[np.float64], y: NDArray[np.float64], slack: float) -> float:
@@ -254,6 +263,7 @@ class _View:
         size = self.dot(x, x)
         if not size or not math.isfinite(size) or not self.norm(y):
             return math.nan
+        # the projection of y on x; the products also tell what it leaves
         s = self.dot(x, y) / size
         return s if self.norm(y - s * x) <= slack * self.norm(y) else math.nan
 
@@ -266,6 +276,7 @@ class _View:
         x, y = (self.b, self.a) if flip else (self.a, self.b)
         rest = self.norm(y - s * x) / (self.norm(y) or 1.0)
         square = self.dot(x, x)
+        # 1/√n, with the effective number of elements n = (Σx²)² ÷ Σx⁴
         share = min(math.sqrt(self.counts.fourth[flip]) / square, 1.0) if square else 1.0
         return rest**2 + _DEVIATIONS * rest * share
 
@@ -274,8 +285,10 @@ class _View:
         first, n = side * self.sizes[0], self.sizes[side]
         block = self.products[first : first + n, first : first + n]
         given = self.products[first : first + n] @ vector
+        # sums over layers may overflow, and lstsq raises on what is not finite
         if not (np.isfinite(block).all() and np.isfinite(given).all()):
             return None
+        # ranks with equal gradients leave the weights open: those of least norm share alike
         weights: _Vector = np.linalg.lstsq(block, given, rcond=1e-12)[0]
         total = np.zeros(len(self.products))
         total[first : first + n] = weights
@@ -290,6 +303,7 @@ class _View:
     @property
     def error(self) -> float:
         c, a = self.counts, self.norm(self.a)
+        # equal elements have no error, whatever rounding leaves in the products
         if c.same == c.numel or (not a and not self.norm(self.b)):
             return 0.0
         return self.norm(self.b - self.a) / a if a else math.inf
@@ -322,6 +336,7 @@ def explain(
             causes = _of_gradient(measured, (step, kind), at, worlds, tolerance, later)
             found[step, kind, rank] = causes
             if causes["all"]:
+                # later differences may follow from the first: the weights are no longer the same
                 first.setdefault(kind, step)
     _inherit(found)
     return found
@@ -357,12 +372,14 @@ def _of_gradient(
 
     def cause_of(layer: str, special: str) -> str:
         view = one.view(layer, at)
+        # a shape or padding may differ where no element does
         if view.error <= tolerance and view.counts.nonfinite[0] == view.counts.nonfinite[1]:
             return special
         # norms of this layer and rank over the steps of the kind: clipping shows in them
         same = [m for (_, kind), m in measured.items() if kind == key[1] and at < len(m.pairs)]
         views = [m.view(layer, at) for m in same]
         rest = _UNKNOWN if view.error < _SMALL else _REST
+        # causes come the surest first; without one, an earlier step's difference explains this one
         return next(_causes(view, special, views, worlds, tolerance), later or rest)
 
     causes = {layer: cause_of(layer, one.special[layer][at]) for layer in layers}
@@ -376,9 +393,11 @@ def _of_gradient(
         only = next(layer for layer in layers if causes[layer])
         where = only if differing == 1 else f"{differing} of {len(layers)} layers"
         return {"all": f"{named[0]} ({where})", **causes}
+    # what all differing layers say of their elements holds of the whole
     special = {one.special[layer][at] for layer in layers if causes[layer]}
     whole = cause_of("all", special.pop() if len(special) == 1 else "")
     if whole in rest and named:
+        # a cause's head names it; the numbers after the colon are one layer's
         heads = dict.fromkeys(cause.partition(":")[0] for cause in named)
         # layers of a few elements show no grid
         unnamed = sum(
@@ -400,6 +419,7 @@ def _causes(
 ) -> Iterator[str]:
     """Yield the causes that fit, the surest first."""
     if v.counts.nonfinite[0] != v.counts.nonfinite[1]:
+        # the side with more of them is named
         side = int(v.counts.nonfinite[1] > v.counts.nonfinite[0])
         most, name = v.counts.nonfinite[side], "AB"[side]
         if most == v.counts.numel:  # a capture writes NaN for what it could not see
@@ -413,6 +433,7 @@ def _causes(
     precision, slack = _precision(v)
     slack = max(slack, tolerance)
     factor = v.factor(v.a, v.b, slack)
+    # NaN without a factor, which fails both comparisons below
     doubt = max(v.doubt(factor), tolerance)
     if abs(factor - 1) <= doubt:
         if precision:
@@ -421,6 +442,7 @@ def _causes(
         yield "; ".join(filter(None, [_named(factor, steps, worlds, slack, doubt), precision]))
     yield from _over_steps(v, slack)
     yield from _over_ranks(v, slack)
+    # fingerprints are sums, equal in any order of the elements
     if v.counts.prints[0] == v.counts.prints[1]:
         yield "permuted: the same values at other places, shards in another order or padded"
     for side, name, other in ((1, "B", "A"), (0, "A", "B")):
@@ -435,8 +457,10 @@ def _causes(
 
 def _precision(v: _View) -> tuple[str, float]:
     """Return whether one side has only values of a shorter type, and the relative error that this leaves."""
+    # Pair.fine has the types in this order
     for place, (name, slack) in enumerate(_SLACK.items()):
         fine = [side[place] for side in v.counts.fine]
+        # only one side has nothing but numbers of the type: it was rounded
         if (fine[0] == 0) != (fine[1] == 0):
             return f"{name} rounding of {'AB'[fine[1] == 0]}", slack
     return "", 0.0
@@ -449,19 +473,23 @@ def _named(
     if s < 0:
         minus = "−" if abs(s + 1) <= doubt else f"{s:.4g} × "
         return f"sign: B = {minus}A"
+    # a factor and its inverse have one name, so only factors above 1 are looked for
     large = max(s, 1 / s)
     whole = round(large)
     if abs(large / whole - 1) <= doubt <= _CHANCE / 2:
         text = f"B = {whole} × A" if s > 1 else f"B = A ÷ {whole}"
+        # 0 where a world size is unknown, which no factor is
         ratio = max(worlds) / max(min(worlds), 1) if all(worlds) else 0
         if whole in {*worlds, ratio}:
             return f"world size: {text}, a sum over ranks instead of a mean"
+        # a power of two has a single bit
         if whole >= _LEAST_SCALE and whole & (whole - 1) == 0:
             return f"loss scale: {text}"
         # else a factor of any size would be a whole number too often
         if whole <= _MOST_SUMMED and 2 * doubt * whole <= _CHANCE:
             names = "accumulation" if all(worlds) else "accumulation or world size"
             return f"{names}: {text}"
+    # a quotient of world sizes that is no whole number
     if all(worlds) and abs(large * min(worlds) / max(worlds) - 1) <= doubt:
         return f"world size: B = {worlds[1]}/{worlds[0]} × A or its inverse"
     clipped = _clipped(s, steps, slack)
@@ -485,9 +513,12 @@ def _clipped(s: float, steps: Sequence[_View], slack: float) -> str:
     if not ends:
         return ""
     limit, near = float(np.mean(ends)), 1e-3
+    # clipping ends every larger norm at one limit, and leaves none above it
     if max(free, default=0.0) > limit * (1 + near) or np.ptp(ends) > near * limit:
         return ""
+    # were the norms before alike, a constant factor would end at one norm, too
     several = len(ends) > 1 and np.ptp(whole) > 10 * near * limit
+    # limits that users set are round: two digits
     round_ = abs(float(f"{limit:.1e}") / limit - 1) <= 1e-4
     # a factor in one step leaves the largest norm there in one of so many runs
     largest = len(ends) == 1 and 1 / (1 + len(free)) <= _CHANCE
@@ -501,6 +532,7 @@ def _over_ranks(v: _View, slack: float) -> Iterator[str]:
     """Yield the causes that other ranks show: no exchange, or ranks in another order."""
     for side, this, other, vector in ((1, "B", "A", v.a), (0, "A", "B", v.b)):
         n = v.sizes[side]
+        # of one rank, or of equal ones, the mean is each rank's own gradient and says nothing
         if n > 1 and v.differ(side, slack):
             factor = v.factor(v.mean(side), vector, slack)
             if abs(factor - 1) <= 2 * slack:
@@ -510,6 +542,7 @@ def _over_ranks(v: _View, slack: float) -> Iterator[str]:
     for j in range(v.sizes[1]):
         if j != v.j and abs(v.factor(v.a, v.rank(1, j), slack) - 1) <= slack:
             yield "permuted: B has A's ranks in another order"
+    # a mean over A's ranks that lacks one of them is seen in B, and the other way round
     for side, this, vector in ((0, "B", v.b), (1, "A", v.a)):
         if v.sizes[side] > 1 and v.differ(side, slack):
             yield from filter(None, [_miscounted(v, side, this, vector, slack)])
@@ -526,16 +559,20 @@ def _miscounted(v: _View, side: int, this: str, vector: NDArray[np.float64], sla
         return ""
     other, numbers, most = "AB"[side], v.numbers[side], float(np.abs(weights).max())
     zero = np.flatnonzero(np.abs(weights) <= 0.02 * most)
+    # one rank's gradient in place of a mean
     if zero.size == weights.size - 1 and abs(most - 1) <= 0.02:
         j = int(np.abs(weights).argmax())
+        # a gradient of the pair's own rank is no miscount
         own = j == (v.j if side else v.i)
         return (
             ""
             if own
             else f"a rank twice in {this}: it has the gradient of {other}'s rank {numbers[j]}"
         )
+    # the weights of a mean are equal but for the rank that is missing or counts double
     usual = float(np.median(weights))
     equal = np.abs(weights / usual - 1) <= 0.02 if usual else np.zeros(weights.size, bool)
+    # of two weights neither is the usual one
     if weights.size < 3 or equal.sum() != weights.size - 1:
         return ""
     j = int(np.flatnonzero(~equal)[0])
@@ -547,6 +584,7 @@ def _miscounted(v: _View, side: int, this: str, vector: NDArray[np.float64], sla
 
 def _over_steps(v: _View, slack: float) -> Iterator[str]:
     """Yield the causes that the step before, or the weights, show."""
+    # B against A a step before, then A against B
     for this, other, before, vector in (("B", "A", v.a_before, v.b), ("A", "B", v.b_before, v.a)):
         if abs(v.factor(before, vector, slack) - 1) <= slack:
             yield f"stale: {this} has the gradient that {other} had in the step before"
@@ -557,9 +595,11 @@ def _over_steps(v: _View, slack: float) -> Iterator[str]:
             yield f"accumulation: {name} still holds the gradient of the step before (zero_grad)"
         elif 0 < rest < 1:
             yield f"momentum: {name} adds {rest:.3g} of the step before"
+    # loose: the weights are those of one checkpoint, the gradients those of any step
     decay = v.factor(v.weights, difference, 0.1)
     if not math.isnan(decay):
         yield f"{_DECAY}: B − A = {decay:.3g} × weights"
+    # a constant difference means a constant term only where the gradient itself is not constant
     elif (
         v.cosine(difference, v.b_before - v.a_before) >= 0.95
         and abs(v.cosine(v.a, v.a_before)) <= 0.9

@@ -45,11 +45,13 @@ class _Thresholds:
     def __call__(self, labels: dict[str, Any], sketches: dict[str, Sketch]) -> list[dict[str, Any]]:
         whole, *layers = (each.magnitudes for each in sketches.values())
         finite = sketches["all"].numel - sketches["all"].moments.nonfinite
+        # a rule's k is of all finite elements, zeros included
         counts = {ratio: target_count(ratio, finite) for ratio in self.ratios}
         scale = math.exp(whole.mean_log) if whole.count else math.nan
         exact = {
             ratio: whole.upper_quantile(k) / scale
             for ratio, k in counts.items()
+            # beyond the non-zero elements the exact threshold is 0, and no law's error has a logarithm
             if _FEWEST <= k <= whole.count
         }
         laws = {}
@@ -71,6 +73,7 @@ class _Thresholds:
                     continue
                 yield (model, method, False), {r: one.threshold(r) for r in counts}
             method = self._methods(model)[0]
+            # one layer is the whole gradient again
             if len(layers) > 1 and (mixture := _by_layer(layers, model, method)):
                 yield (model, method, True), {r: mixture(k) for r, k in counts.items()}
 
@@ -85,8 +88,10 @@ class _Thresholds:
 
 def _chance(m: Magnitudes, k: int) -> float:
     """Return the half-width of the 95 % interval of the logarithm of the k-th largest of independent elements."""
+    # the law's slope d ln|g| / d ln k at rank k, from the ranks k/2 and k
     half = max(k // 2, 1)
     slope = math.log(m.upper_quantile(half) / m.upper_quantile(k)) / math.log(k / half)
+    # a count of k varies by 1/√k of itself; the slope turns that into ln|g|
     return Z95 * slope / math.sqrt(k)
 
 
@@ -102,30 +107,37 @@ def _by_layer(
     try:
         fits: list[Fit] = [fit(m, model, method) for m in each]
     except FitError:
+        # a mixture without one of its layers would be of another gradient
         return None
     if not fits:
         return None
     names = LAWS[model].parameters
     params = {name: np.array([one.params[name] for one in fits]) for name in names}
     counts = np.array([m.count for m in each], np.float64)
+    # layers too small for a fit share the laws of the others, in proportion to their elements
     counts *= 1 + sum(m.count for m in few) / counts.sum()
     law = LAWS[model].magnitude
     # of all layers at once: to freeze a distribution takes longer than to fit it
+    # where the search begins: hardly any element of any layer lies above
     top = float(np.max(law.isf(1e-12, **params)))
 
     def threshold(k: int) -> float:
+        # every non-zero element is asked for
         if k >= counts.sum():
             return 0.0
         from scipy.optimize import brentq
 
+        # on a logarithmic scale, as thresholds may span many powers of ten
         def excess(log_threshold: float) -> float:
             return float(counts @ law.sf(math.exp(log_threshold), **params)) - k
 
         low = math.log(top) - 1
+        # e^−700 is near the end of float64's range
         while excess(low) < 0 and low > -700:
             low -= 4
         high = math.log(top)
         if excess(high) > 0:
+            # more than k elements are expected above all that the search looks at
             return math.inf
         return math.exp(brentq(excess, low, high, xtol=1e-6))
 
@@ -200,6 +212,7 @@ def law_pairs(
                 labels = {"trace": trace, "rank": rank, "kind": kind}
                 labels |= {"fitted": one["step"], "judged": other["step"]}
                 labels |= {"model": model, "method": fitted_by, "by_layer": by_layer}
+                # a law is as good as its worst ratio
                 ratio = max(errors, key=lambda r: abs(errors[r]))
                 found.append(
                     labels
@@ -211,6 +224,7 @@ def law_pairs(
 
 
 def _log_ratio(threshold: float, exact: float) -> float:
+    # a threshold of 0 keeps everything: farther off than any number
     return math.log(threshold / exact) if threshold > 0 else -math.inf
 
 
@@ -225,6 +239,7 @@ def evenly(steps: Sequence[int], most: int) -> list[int]:
         Number of steps, at least 1.
     """
     places = np.linspace(0, len(steps) - 1, min(len(steps), most))
+    # truncation may give one place twice
     return [steps[i] for i in np.unique(places.astype(int))]
 
 
@@ -249,6 +264,7 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         key = tuple(record[n] for n in ("trace", "kind", "model", "method", "by_layer"))
         groups.setdefault(key, []).append(record)
     most: Counter[tuple[Any, ...]] = Counter()
+    # the number of pairs: a law that always has a fit has a row for each
     for key, rows in groups.items():
         most[key[:2]] = max(most[key[:2]], len(rows))
     found = Records()
@@ -262,9 +278,11 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         predictive = all(r["fitted"] != r["judged"] for r in rows)
         numbers = {"tail_error": float(np.median(errors)), "worst": float(errors.max())}
         numbers |= {"chance": float(np.median([r["chance"] for r in rows]))}
+        # the pair that explains best what is wrong with the law
         far = max(rows, key=lambda r: r["tail_error"])
         ratio, off = max(far["log_quantile"].items(), key=lambda item: abs(item[1]))
         at = {"off_fitted": far["fitted"], "off_judged": far["judged"], "off_ratio": ratio}
         found.append(labels | numbers | at | {"off": off, "predictive": predictive})
+    # of equal medians the one with the better worst case
     found.sort(key=lambda r: (r["trace"], r["kind"], r["tail_error"], r["worst"]))
     return found

@@ -73,6 +73,7 @@ class _Side:
         """Yield some layers of one gradient, read at once where they lie close together."""
         places = [self.places[i] for i in layers]
         first, last = min(p.start for p in places), max(p.stop for p in places)
+        # layers far apart would have all between them read, too
         together = last - first <= 2 * PIECE
         whole = as_numpy(self.source.elements(*key, first, last)) if together else None
         for p in places:
@@ -141,27 +142,32 @@ def compare(
     names, shapes, sides, unmatched = _aligned(
         open_source(a), open_source(b), {n: over[n] for n in ("steps", "ranks", "kinds")}
     )
+    # patterns match the names that both sides have, without the wrappers
     wanted = chosen(names, over["layers"], over["per_layer"], "the two sources")
     decayed = None if weights is None else _weights(open_source(weights), names, sides[0])
     measured = _measure(names, shapes, sides, decayed, over["client"], over["on_progress"])
+    # 0 where a source does not record its world size
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
     found = Comparison()
     found.unmatched = unmatched
     for (step, kind, rank), causes in explain(measured, worlds, tolerance).items():
         one = measured[step, kind]
         at = one.ranks.index(rank)
+        # all layers are explained, also those not shown: the cause of the whole follows from them
         for layer in ("all", *names):
             record: dict[str, Any] = {"step": step, "rank": rank, "kind": kind, "layer": layer}
             record |= one.numbers(layer, at) | {"cause": causes[layer]}
             if layer == "all" or layer in wanted:
                 found.append(record)
             if found.first is None and layer != "all" and causes[layer]:
+                # what explains the whole is said of its first layer, too
                 found.first = record | {"cause": causes["all"] or causes[layer]}
     return found
 
 
 def _plain_name(name: str) -> str:
     for prefix in _PREFIXES:
+        # wherever in the name: wrappers nest, and each puts its part before what it wraps
         name = name.replace(prefix, "")
     return name
 
@@ -176,6 +182,7 @@ def _aligned(
         if len(layouts[i]) == 1 < len(layouts[j]) and layouts[i][0].numel == total:
             layouts[i] = layouts[j]  # a flat vector of the other's parameters
     if len(layouts[0]) == len(layouts[1]) == 1:
+        # two single arrays are compared whatever they are called
         layouts[1] = [Layer(layouts[0][0].name, 0, layouts[1][0].shape)]
     tables = [{_plain_name(layer.name): layer for layer in layout} for layout in layouts]
     names = [name for name in tables[0] if name in tables[1]]
@@ -202,15 +209,18 @@ def _aligned(
         step = next(iter(keys[isinstance(a, ArraySource)]))[0]
         keys = [{(step, kind): v for (_, kind), v in k.items()} for k in keys]
         common = [key for key in keys[0] if key in keys[1]]
+    # in the order of steps: causes look at the step before
     sides = tuple(
         _Side(s, [table[n].slice for n in names], {key: k[key] for key in sorted(common)})
         for s, table, k in zip((a, b), tables, keys, strict=True)
     )
+    # parameters in A's order, with A's shapes
     return names, [tables[0][n].shape for n in names], sides, unmatched  # type: ignore[return-value]
 
 
 def _keys(source: Source, subset: dict[str, Any]) -> dict[tuple[int, Kind], list[Key]]:
     """Return the gradients of a source by step and kind, ranks in order; of a file the only one, whatever is chosen."""
+    # a file has one gradient, of step 0 by default, which no choice of a trace's steps is about
     chosen = dict.fromkeys(subset) if isinstance(source, ArraySource) else subset
     found: dict[tuple[int, Kind], list[Key]] = {}
     for key in sorted(source.select(**chosen)):
@@ -223,6 +233,7 @@ def _weights(source: Source, names: Sequence[str], side: _Side) -> list[NDArray[
     places = {_plain_name(layer.name): layer for layer in source.layers}
     key, found = next(iter(source.entries()), None), []
     for name, place in zip(names, side.places, strict=True):
+        # what the file lacks is zero: it explains no difference
         values = np.zeros(place.stop - place.start)
         if key is not None and name in places and places[name].numel == values.size:
             where = places[name].slice
@@ -238,6 +249,7 @@ def _groups(places: Sequence[slice]) -> Iterator[range]:
     first, size = 0, 0
     for i, place in enumerate(places):
         numel = place.stop - place.start
+        # a layer larger than a piece is a piece of its own
         if size + numel > PIECE and i > first:
             yield range(first, i)
             first, size = i, 0
@@ -259,9 +271,11 @@ def _measure(
     def plan(submit: Submit, group: range) -> Any:
         of_group = None if weights is None else [weights[i] for i in group]
         some = slice(group.start, group.stop)
+        # a group's share, as a task's arguments travel to its worker
         return submit(_measure_group, names[some], shapes[some], sides, of_group, group)
 
     for parts in evaluate(plan, _groups(sides[0].places), client, "groups of layers"):
+        # groups come in the model's order, so layers stay in it
         for at, part in parts.items():
             found[at].join(part)
         on_progress()
@@ -289,7 +303,9 @@ def _measure_group(
         vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]
         for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             here = [v[i] for v in vectors]
+            # another number of ranks would put the vectors of the step before in other places
             before = [v[i] for v in last.get(kind, ()) if len(last[kind]) == len(vectors)]
             one.add(name, shape, here, before, None if weights is None else weights[i])
+        # the step before shows what is stale or was accumulated
         last[kind] = vectors
     return found

@@ -48,14 +48,17 @@ def compression(trace: Trace | str | Path, *, per_layer: bool = False) -> Record
 def _steps(trace: Trace) -> list[dict[str, Any]]:
     records = []
     for rank in trace.ranks:
+        # empty where no compressor of this package ran
         columns = trace.compression(rank)
         scalars = trace.scalars(rank)
         for row, step in enumerate(scalars["step"].tolist() if columns else []):
             selected = int(scalars["selected"][row])
+            # −1: nothing was recorded of this step
             if selected < 0:
                 continue
             numbers: dict[str, Any] = {name: int(columns[name][row]) for name in _COUNTS}
             numbers |= {name: float(columns[name][row]) for name in _SECONDS}
+            # quotients are the record's own, so a trace says what the run said while it ran
             r = StepRecord(
                 step=step,
                 threshold=float(scalars["threshold"][row]),
@@ -83,6 +86,7 @@ def _steps(trace: Trace) -> list[dict[str, Any]]:
                     "matching_rate": float(columns["matching_rate"][row]),
                 }
             )
+    # norms of all captured ranks by step, for MiCRO's equation 1: (1/n) Σ‖eᵢ‖
     norms: dict[int, list[float]] = {}
     for record in records:
         norms.setdefault(record["step"], []).append(record["residual_norm"])
@@ -100,6 +104,7 @@ def _layers(trace: Trace) -> list[dict[str, Any]]:
                 selected, target, delta = (
                     float(columns[name][row, i]) for name in ("selected", "target", "delta")
                 )
+                # NaN in steps that were not diagnosed
                 if math.isnan(selected):
                     continue
                 records.append(

@@ -56,6 +56,7 @@ def compressibility_records(
     """
     subset = subset_of(over)
     records = Records()
+    # a dict is a set in order: controls follow the sizes of the sources, each once
     sizes: dict[int, None] = {}
     for source in sources:
         # a window of the non-zero elements lies within that of all
@@ -65,6 +66,7 @@ def compressibility_records(
             sketches = plan_sketches(submit, source, key)
             # as many again below the window, which a bootstrap's replicates need
             largest = plan_largest(submit, source, key, sketches, 2 * last)
+            # blocks of the bootstrap may be the layers
             layers = np.array([layer.offset for layer in source.layers], np.int64)
             return submit(_decay, source.labels(*key), largest, sketches, window, layers)
 
@@ -76,6 +78,7 @@ def compressibility_records(
         for name in CONTROLS:
             labels = {"trace": "control", "step": None, "rank": None, "kind": name}
             ideal = control(name, numel, window)[0]
+            # ideal samples have no neighbours that depend on one another
             records.append(labels | _fields(replace(ideal, dependence="")))
     return records
 
@@ -88,8 +91,10 @@ def _decay(
     layers: NDArray[np.int64],
 ) -> dict[str, Any]:
     m, (magnitudes, positions) = sketches["all"].magnitudes, largest
+    # the window of the non-zero elements, which may be fewer than the source's
     first, last = checked_window(window, m.count)
     if positions is not None:
+        # sketches do not know positions
         positions = positions[: 2 * last]
     decay = decay_of(magnitudes[:last], first, m)
     numel = sketches["all"].numel
@@ -97,6 +102,7 @@ def _decay(
 
 
 def _fields(decay: Compressibility) -> dict[str, Any]:
+    # without the sample, an array that asdict would copy
     fields = asdict(replace(decay, sample=None))
     del fields["sample"]
     return fields | {"window": f"{decay.window[0]}-{decay.window[1]}"}

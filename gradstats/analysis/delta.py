@@ -170,17 +170,22 @@ def delta(
         )
     common, remarks = _common(checkpoints)
     named = chosen([layer.name for layer in common], layers, per_layer, checkpoints[0].name)
+    # before any layer is compared: all are compared in one type
     compared = dtype or _shortest(checkpoints, common)
     totals: dict[tuple[int, str], _Change] = {}
     for layer in followed(common, "layers"):
+        # one layer of every checkpoint, so that all pairs come from one read
         values = [c.values(layer) for c in checkpoints]
         for i, before in enumerate(values):
             for lag, after in enumerate(values[i + 1 :], 1):
+                # in float64, where the difference of two float32 cannot overflow
                 update = _finite(after) - _finite(before)
                 change = _compare(layer, before, after, update, compared)
                 law, share = "", math.nan
+                # a rate is that of one interval between checkpoints, not of several
                 if rate is None or lag == 1:
                     law, share = _predict(update, before, compared, rate, master)
+                # counted by elements, so that a record's law is that of most of its weights
                 change.laws[law], change.predicted = layer.numel, share * layer.numel
                 for name in ("all", layer.name) if layer.name in named else ("all",):
                     totals.setdefault((lag, name), _Change()).add(change)
@@ -201,6 +206,7 @@ class _Checkpoint:
     source: Source
     key: tuple[int, Any, int]
 
+    # frozen dataclasses refuse assignment; cached_property writes into __dict__, past it
     @cached_property
     def layers(self) -> dict[str, Layer]:
         return {layer.name: layer for layer in self.source.layers}
@@ -227,6 +233,7 @@ def _checkpoints(
     sources = open_sources(given) if isinstance(given, str | Path) else [open_source(given)]
     for source in sources:
         kinds = {kind for _, kind, _ in source.entries()}
+        # files do not say what they hold: their kind is gradient
         weights: Any = ["weight"] if "weight" in kinds else None
         if isinstance(source, TraceSource) and weights is None:
             raise InputError(
@@ -267,11 +274,13 @@ def _common(checkpoints: Sequence[_Checkpoint]) -> tuple[list[Layer], list[str]]
             f"{first.name} and {checkpoints[1].name} have no layer in common: the first has {some(shapes[0])}, the "
             f"other {some(shapes[1])}"
         )
+    # sources of several checkpoints repeat their remark for each
     return common, list(dict.fromkeys(remarks))
 
 
 def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> str:
     """Return the shortest type of which all weights are numbers."""
+    # bfloat16 first: numbers that are of both types, such as zeros, are called that
     left = ["bf16", "fp16"]
     for layer in layers:
         for checkpoint in checkpoints:
@@ -285,6 +294,7 @@ def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> st
 def _fits(values: Vector, dtype: str) -> bool:
     """Tell whether numbers are of a type of 16 bits."""
     if dtype == "bf16":
+        # bfloat16 is the upper half of float32
         return not np.any(np.ascontiguousarray(values).view(np.uint32) & 0xFFFF)
     with np.errstate(over="ignore", under="ignore"):
         return np.array_equal(values.astype(np.float16).astype(np.float32), values, equal_nan=True)
@@ -321,6 +331,7 @@ def _compare(
     """Compare one layer of two checkpoints."""
     from gradstats.primitives import deltas
 
+    # bits are compared, as bits are sent: −0 differs from 0, and NaN equals the same NaN
     a, b = (deltas.words_of(x, dtype) for x in (before, after))
     differs = a != b
     rows = layer.shape[0] if layer.shape else 1
@@ -328,6 +339,7 @@ def _compare(
     change.rows_changed = int(np.count_nonzero(differs.reshape(rows, -1).any(1)))
     short = [deltas.words_of(x, "bf16") for x in (before, after)]
     change.changed_bf16 = int(np.count_nonzero(short[0] != short[1]))
+    # one scale for both, or a new largest weight would change the words of all others, too
     largest = float(np.max(np.abs(before), initial=0.0, where=np.isfinite(before)))
     eight = [deltas.rounded_words(x, largest) for x in (before, after)]
     change.changed_fp8 = int(np.count_nonzero(eight[0] != eight[1]))
@@ -350,6 +362,7 @@ def _predict(
     """Return an update's law and the share of a layer's weights that change by it; NaN if no law is known."""
     if rate is not None:
         return "rate", _share(_laplace(rate), before, dtype, master)
+    # in 16 bits the update is rounded to the weights' grid, so its law cannot be seen
     if dtype != "fp32":
         return "", math.nan
     if not update.any():
@@ -360,15 +373,21 @@ def _predict(
 
 def _share(law: Fit, before: Vector, dtype: str, master: bool) -> float:
     """Return the share of a layer's weights that updates of a law change in 16 bits; NaN if no weight is finite."""
+    # exponent bits of float32 say how far apart neighbouring numbers are
     bits = np.ascontiguousarray(before).view(np.uint32)
     exponents = ((bits >> 23) & 0xFF).astype(np.int64)
+    # 255 marks NaN and infinities
     counts = np.bincount(exponents[exponents < 255], minlength=255)
     if not counts.any():
         return math.nan
+    # fraction bits and smallest normal exponent of the type
     mantissa, emin = (10, -14) if dtype == "fp16" else (7, -126)
     there = np.flatnonzero(counts)
+    # below the smallest normal number the spacing stays the same
     ulp = np.exp2(np.maximum(there - 127.0, emin) - mantissa)
+    # in 16 bits alone an update counts once it is rounded away from the old number: beyond half a spacing
     share = _crossing(law, ulp) if master else law.magnitude.sf(ulp / 2)
+    # updates of exactly zero, a point mass beside the law, change nothing
     return (1 - law.zero_fraction) * float(counts[there] @ share) / float(counts.sum())
 
 
@@ -377,6 +396,7 @@ def _law(update: NDArray[np.float64]) -> Fit:
     reduced = sketch(update)
     fits = fit_all(reduced, LAWS)
     if not fits:
+        # the maximum-likelihood scale of a Laplace distribution around 0
         return _laplace(float(np.abs(update).mean()))
     return min(zip(fits, fits.goodness, strict=True), key=lambda pair: pair[1].ks)[0]
 
@@ -388,10 +408,12 @@ def _laplace(scale: float) -> Fit:
 
 def _crossing(law: Fit, ulp: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean of min(1, |u|/ulp), which is ∫ P(|u| > t) dt from 0 to ulp, over ulp."""
+    # of a narrow law the rest up to ulp is empty, and the points would miss the law
     end = np.minimum(ulp, float(law.magnitude.isf(_LEAST)))
     nodes, weights = _nodes()
     v = (nodes + 1) / 2
     # closer points towards 0, where a law may be steep
+    # t = end·v²: ∫ P(|u| > t) dt = end · ∫ 2v P(|u| > end·v²) dv, v = (node + 1)/2
     inner: NDArray[np.float64] = law.magnitude.sf(end[:, None] * v**2) @ (weights * v)
     return np.minimum(inner * end / ulp, 1.0)
 

@@ -105,8 +105,10 @@ class _Measuring:
             "mean": m.mean,
             "rms": math.sqrt(m.mean_square) if m.count else math.nan,
             "max": m.max,
+            # at least one element: an empty gradient has a threshold, too, which is 0
             "threshold": [m.upper_quantile(max(target_count(r, finite), 1)) for r in self.ratios],
         }
+        # the decay and the fits cost more than the sums: only those asked for are made
         if self.quantities.intersection(_OF_DECAY):
             decay = compressibility(reduced)
             found |= {name: getattr(decay, name) for name in _OF_DECAY}
@@ -119,6 +121,7 @@ class _Measuring:
         try:
             fitted = fit(reduced, model, self.method or law_of(model).default_method)
         except FitError:
+            # no number, and not no record: the array has a place for every gradient
             return dict.fromkeys(_BY_MODEL, math.nan)
         measured = dict.fromkeys(_BY_MODEL, math.nan)
         measured |= {"shape": fitted.shape, "scale": fitted.params["scale"]}
@@ -240,6 +243,7 @@ def dataset_of(
             coords["rank"].index(rank),
             coords["kind"].index(kind),
         )
+        # sketches come in the order of the layer coordinate: all, then the parameters
         for i, values in enumerate(found.values()):
             for name, value in values.items():
                 arrays[name][(*place, i)] = value
@@ -248,6 +252,7 @@ def dataset_of(
     attributes: dict[str, Any] = {"source": source.name}
     if isinstance(source, TraceSource):
         data |= _scalars(source, coords)
+        # nested settings have no place among attributes of files that xarray writes
         attributes |= {
             k: v for k, v in source.trace.attrs.items() if isinstance(v, str | int | float)
         }
@@ -269,6 +274,7 @@ def _scalars(
     arrays = {name: np.full(shape, math.nan) for name in names}
     for j, rank in enumerate(coords["rank"]):
         columns = source.trace.scalars(rank)
+        # a rank may lack steps that others have
         rows = {int(s): row for row, s in enumerate(columns["step"])}
         for i, step in enumerate(coords["step"]):
             if step in rows:
@@ -378,6 +384,7 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
     for name in names:
         if name not in dataset or "layer" not in dataset[name].dims:
             raise unknown("quantity", name, [str(v) for v in dataset if "layer" in dataset[v].dims])
+        # the number of tests to correct for is that of one quantity, not of all
         array, first = dataset[name], len(records)
         other = [str(d) for d in array.dims if d in ("ratio", "model")]
         stacked = array.stack(case=["kind", "layer", *other])
@@ -396,10 +403,13 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
     """Describe one quantity, whose values are by step and rank."""
     finite = values[np.isfinite(values)]
     known = np.isfinite(values).any(axis=1)
+    # ranks of a step share its weights, so they are averaged before time is looked at
     series = np.array([np.mean(row[np.isfinite(row)]) for row in values[known]])
     at = steps[known].astype(np.float64)
+    # logarithms are taken of all values or of none
     relative = bool((series > 0).all())
     low, high = inner_90(finite)
+    # of equally common distances the smallest, as np.unique sorts them
     gaps, times = np.unique(np.diff(at), return_counts=True)
     spacing = float(gaps[times.argmax()]) if gaps.size else math.nan
     record: dict[str, Any] = {
@@ -419,24 +429,31 @@ def _trend(
 ) -> dict[str, float]:
     fields = ("slope", "slope_low", "slope_high", "slope_p", "slope_p_holm", "acf1", "adf_p")
     result = dict.fromkeys((*fields, "kpss_p", "change_low", "change_high", *_TOTAL), math.nan)
+    # a constant series has no variance, by which the tests divide
     if y.size < FEWEST_STEPS or np.ptp(y) == 0:
         return result
     from statsmodels.tsa.stattools import acf, adfuller, kpss
 
+    # successive changes are comparable only over the same distance
     even = np.diff(at) == spacing
+    # slopes per 100 steps
     *bounds, result["slope_p"] = (slope if even.all() else uneven_slope)(at / 100, y)
+    # a slope of logarithms is a rate of growth: e^slope − 1
     result |= dict(
         zip(fields[:3], map(float, np.expm1(bounds) if relative else bounds), strict=True)
     )
+    # the whole run, in units of 100 steps as the slope is
     over_all = np.array(bounds) * (at[-1] - at[0]) / 100
     ends = np.exp(over_all) if relative else over_all
     result |= dict(zip(_TOTAL, map(float, ends), strict=True))
     result["acf1"] = float(acf(y, nlags=1, fft=False)[1])
     changes = np.diff(y)[even]
+    # quantiles of 1 % of fewer changes lie at the very ends anyway
     if changes.size >= FEWEST_STEPS:
         ends = np.quantile(changes, [0.01, 0.99])
         ends = np.exp(ends) if relative else ends
         result["change_low"], result["change_high"] = map(float, ends)
+    # lags of these tests count values, not steps: they mean a time only where steps are even
     if even.all():
         with warnings.catch_warnings():
             # both tests warn where p lies beyond their tables; they then return the table's end
@@ -476,5 +493,6 @@ def movement(record: Mapping[str, Any]) -> str:
     if math.isnan(low):
         return f"{name}: no trend is told; what the line ({size}) leaves wanders like a random walk, or nearly"
     text = f"{sign}{format_uncertain(change, low, high)} from the first step to the last, fitted"
+    # no change is a factor of 1, or a difference of 0
     none = float(record["relative"])
     return f"{name} {text}" if not low <= none <= high else f"{name}: no trend is told, {text}"

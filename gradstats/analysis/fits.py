@@ -64,12 +64,15 @@ class _Fitting:
         ]
         for layer in sketches:
             here = [r for r in records if r["layer"] == layer]
+            # NaN where a fit is not by likelihood: such a fit is above no other
             least = min((r["aic"] for r in here if not math.isnan(r["aic"])), default=math.nan)
             for record in here:
                 record["delta_aic"] = record["aic"] - least
         if self.replicates:
+            # the whole gradient is no further test: its elements are the layers'
             layers = (r for r in records if r["layer"] != "all")
             add_holm(layers, "p_value", "p_holm", ("model",))
+            # with fewer replicates even the smallest p-value is above the level once corrected
             if self.replicates < fewest_replicates(len(sketches) - 1):
                 for record in records:
                     record["p_holm"] = math.nan
@@ -89,13 +92,16 @@ class _Fitting:
             numbers = dict.fromkeys(_DISTANCES, nan)
             record |= {"params": {}, "stderr": {}, **numbers, "log_quantile": {}, "quality": {}}
             record |= {"criteria": ""} | UNJUDGED
+            # every record of a table has the same fields
             if self.replicates:
                 record |= UNTESTED
+            # a law that cannot describe a layer is a result, not an error
             return record | {"status": str(error)}
         distances = measured(fitted, reduced, wasserstein=self.wasserstein)
         record |= {
             "params": dict(fitted.params),
             "stderr": dict(fitted.stderr),
+            # asdict takes fields, and tail_error is a property
             "tail_error": distances.tail_error,
             **asdict(distances),
             **_tail(fitted, distances.quality, reduced),
@@ -128,6 +134,7 @@ def fewest_replicates(layers: int) -> int:
     layers : int
         Number of layers.
     """
+    # the smallest p-value of r replicates is 1/(r + 1): times the layers it must not exceed the level
     return math.ceil(max(layers, 1) / LEVEL) - 1
 
 
@@ -136,7 +143,9 @@ def _tail(fitted: Fit, quality: Mapping[float, float], reduced: Sketch) -> dict[
     judged = [ratio for ratio in RATIOS if ratio in quality]
     if not judged:
         return UNJUDGED
+    # the smallest ratio is the farthest in the tail
     ratio = min(judged)
+    # the k of a rule: zeros count, non-finite elements do not
     k = target_count(ratio, reduced.numel - reduced.moments.nonfinite)
     test = tail_test(fitted, ratio, k, quality[ratio])
     return {"tail_ratio": ratio, "tail_k": k, "p_tail": test.p_value, "visible": test.visible}

@@ -31,8 +31,10 @@ def describe(source: TraceSource) -> dict[str, str]:
         Of run, compressor, training, loss, gradient, captured, size, made and versions those that are known.
     """
     trace, a = source.trace, source.trace.attrs
+    # ranks of a sharded model are read under one of them
     captured = len(set().union(*map(trace.shard_ranks, trace.ranks)))
     optimizer = a.get("optimizer")
+    # metadata may be anything, also a text
     optimizer = optimizer if isinstance(optimizer, Mapping) else {}
     facts = {
         "run": _joined([a.get("model"), f"on {a['data']}" if "data" in a else None], " "),
@@ -78,6 +80,7 @@ def _joined(parts: list[Any], between: str = ", ") -> str:
 
 def _ends(source: TraceSource, name: str) -> str:
     """Return a recorded number at the first and the last step that the first rank has it of."""
+    # none where nothing was captured
     for rank in source.trace.ranks[:1]:
         columns = source.trace.scalars(rank)
         steps, values = columns["step"].tolist(), columns[name].tolist()
@@ -123,6 +126,7 @@ def info_records(source: Source) -> Records:
         record = source.labels(rank, kind, step) | {"numel": source.numel}
         if rank in scalars:
             columns = scalars[rank]
+            # the row of the step: gradients and numbers of a rank are of the same steps
             row = int((columns["step"] == step).argmax())
             selected = int(columns["selected"][row])
             record |= {
@@ -132,6 +136,7 @@ def info_records(source: Source) -> Records:
                 "loss": float(columns["loss"][row]),
                 "learning_rate": float(columns["learning_rate"][row]),
                 "threshold": float(columns["threshold"][row]),
+                # −1: no compressor recorded it
                 "selected": None if selected < 0 else selected,
             }
         records.append(record)

@@ -91,13 +91,16 @@ def shares(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     callable
         Decorator.
     """
+    # TypedDict keeps its annotations, those inherited too, as forward references, whose text is shown
     names = {n: getattr(a, "__forward_arg__", a) for n, a in options.__annotations__.items()}
     shared = {n: default for each, _, default in _MEANINGS for n in each if n in names}
+    # names that share a line of the docstring are shown only where the function has all of them
     texts = (f"{', '.join(n)} : {text}\n" for n, text, _ in _MEANINGS if names.keys() >= set(n))
     meanings = "".join(texts)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
+        # **over itself gives way to the names behind it
         own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY
         added = [
@@ -109,8 +112,10 @@ def shares(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
+                # bind refuses unknown and missing names, as Python does for written parameters
                 given: dict[str, Any] = shared | shown.bind(*args, **kwargs).arguments
             except TypeError as error:
+                # bind does not know the function's name, with which Python's own message begins
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(**given)  # type: ignore[call-arg]
 
@@ -133,4 +138,5 @@ def subset_of(over: Gradients) -> Subset:
         Shared options.
     """
     fields = ("steps", "ranks", "kinds", "layers", "per_layer")
+    # some functions have no choice of layers
     return Subset(**{name: over[name] for name in fields if name in over})  # type: ignore[literal-required]

@@ -68,6 +68,7 @@ class _Peaks:
             excesses = mean_excess(m, self.ratios)
             fits = parameter_stability(m, self.ratios, self.method)
         except FitError as error:
+            # one record says why, in place of one for each threshold
             record = labels | dict.fromkeys(_NUMBERS, float("nan")) | {"n": 0, "status": str(error)}
             return [record | (_UNCHOSEN if self.replicates else {})]
         records = [
@@ -101,11 +102,13 @@ class _Peaks:
             )
             found = {c.ratio: c for c in choice.candidates}
             for record in records:
+                # ratios that the choice never looked at keep these
                 record |= _UNCHOSEN
                 by = choice.splits.count(record["ratio"])
                 record |= {"chosen_by": by, "splits": len(choice.splits)}
                 if candidate := found.get(record["ratio"]):
                     record |= {"p_value": candidate.p_value, "p_stable": candidate.p_stable}
+                # one ratio alone has the estimate from elements that the choice did not see
                 if choice.estimate and record["ratio"] == choice.ratio:
                     unseen = {f"unseen_{f}": getattr(choice.estimate, f) for f in _UNSEEN}
                     record |= {"chosen": True} | unseen
@@ -116,11 +119,13 @@ def _count_runs(
     source: Source, key: Key, start: int, stop: int, records: list[dict[str, Any]]
 ) -> NDArray[np.float64]:
     """Return the runs of a piece, and over them sums of the elements beyond each threshold, and of their squares."""
+    # a piece holds a whole number of runs: only the last elements of a gradient are in none
     runs = (stop - start) // RUN
     magnitudes = np.abs(as_numpy(source.elements(*key, start, start + runs * RUN)))
     rows = magnitudes.reshape(runs, RUN)
     sums = []
     for record in records:
+        # NaN, the threshold where nothing was fitted, is reached by no element
         counts = np.count_nonzero(rows >= record["threshold"], axis=1)
         sums.append((runs, counts.sum(), np.square(counts).sum()))
     return np.array(sums, float)
@@ -130,10 +135,12 @@ def _add_runs(
     records: list[dict[str, Any]], parts: list[NDArray[np.float64]]
 ) -> list[dict[str, Any]]:
     """Add the design effect beyond each threshold, and the interval of ξ that allows for it."""
+    # from sketches there are no pieces: no runs, and a design effect of NaN
     sums = np.sum(parts, axis=0) if parts else np.zeros((len(records), 3))
     for record, (runs, total, squares) in zip(records, sums, strict=True):
         design = design_effect(int(runs), total, squares)
         low, high = float("nan"), float("nan")
+        # without a design effect there is nothing to widen by
         if np.isfinite(design):
             low, high = widened_interval(record["c"], record["c_low"], record["c_high"], design)
         record |= {"design": design, "runs_low": low, "runs_high": high}
@@ -191,9 +198,11 @@ def pot(
     ``gradstats.pot("run.zarr", steps=[100]).to_dataframe()``
     """
     opened = open_source(source)
+    # pot_records knows no layers, and mixture_records takes these by name
     layers, per_layer = over.pop("layers"), over.pop("per_layer")
     given: dict[str, Any] = {"method": method, **over}
     if per_layer or layers is not None:
+        # an empty list of ratios counts as none given
         at = _TAIL if ratios is None else [*check_ratios(ratios), _TAIL][0]
         return mixture_records(opened, at, layers=layers, **given)
     return pot_records(opened, ratios, replicates=replicates, size=size, seed=seed, **given)
@@ -249,6 +258,7 @@ def pot_records(
         If a ratio is outside (0, 1], or nothing matches.
     """
     asked = tuple(check_ratios(_RATIOS if ratios is None else ratios))
+    # an unknown method is refused before anything is read
     law_of(MODEL).solver(method)
     check_count(replicates, "replicates", 0)
     work = _Peaks(asked, method, replicates, check_count(size, "size", 2), check_seed(seed))
@@ -256,6 +266,7 @@ def pot_records(
 
     def plan(submit: Submit, key: Key) -> Any:
         found = submit(work, source.labels(*key), plan_sketches(submit, source, key))
+        # sketches do not say where elements lie
         pieces = () if source.sketched(*key[:2]) else range(0, source.numel, PIECE)
         parts = [
             submit(_count_runs, source, key, start, min(start + PIECE, source.numel), found)
@@ -313,8 +324,10 @@ def mixture_records(
     if not per_layer:
         shown = []
     work = partial(_mixture, at=at, method=method, shown=("pooled", "normalised", *shown))
+    # sketches of all layers, as the pooled shapes are of all
     subset = replace(subset_of(over), per_layer=True)
     records = each_sketched(source, subset, work, over["client"], over["on_progress"])
+    # the pooled shapes are no further tests of layers
     each = (r for r in records if r["layer"] not in ("pooled", "normalised"))
     add_holm(each, "p_value", "p_holm", ("step", "rank", "kind"))
     return records
@@ -329,6 +342,7 @@ def _mixture(
 ) -> list[dict[str, Any]]:
     layers = {n: s for n, s in sketches.items() if n != "all"}
     try:
+        # the two pooled shapes alone need no fit of each layer
         if len(shown) > 2:
             found = mixture(layers, at, method)
             rows = {"pooled": found.pooled, "normalised": found.normalised, **found.layers}

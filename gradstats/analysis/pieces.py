@@ -114,19 +114,23 @@ def evaluate(
     object
         What the last step of the plan returned.
     """
+    # one gradient at a time is in memory, and none is read before it is asked for
     if client is None:
         for key in followed(keys, title):
             yield plan(_call, key)
         return
 
     def submit(function: Callable[..., Any], *arguments: Any) -> Any:
+        # pure tasks are named by a hash of their arguments, and equal calls would share one result
         return client.submit(function, *arguments, pure=False)
 
+    # all are submitted before the first is waited for, or workers would idle
     futures = [plan(submit, key) for key in keys]
     try:
         for i in followed(range(len(futures)), title):
             yield futures[i].result()
             futures[i] = None  # lets the cluster forget it
+    # a reader that stops early, or an error, leaves tasks that nobody waits for
     finally:
         client.cancel([future for future in futures if future is not None])
 
@@ -176,6 +180,7 @@ def _pieces(source: Source, per_layer: bool) -> list[list[tuple[int, int, int]]]
         stop = min(start + PIECE, source.numel)
         spans = [(0, start, stop)]
         if per_layer:
+            # a layer may go on in the next piece, and a piece hold several layers
             spans = [
                 (i, max(start, la.offset), min(stop, la.offset + la.numel))
                 for i, la in enumerate(source.layers)
@@ -189,6 +194,7 @@ def _sketch_piece(
     source: Source, key: Key, spans: list[tuple[int, int, int]], bits: int
 ) -> list[tuple[int, Sketch]]:
     start, stop = spans[0][1], spans[-1][2]
+    # one read for all layers of the piece
     values = source.elements(*key, start, stop)
     return [(layer, sketch(values[a - start : b - start], bits)) for layer, a, b in spans]
 
@@ -197,6 +203,7 @@ def _put_together(
     parts: list[list[tuple[int, Sketch]]], wanted: list[str | None], bits: int
 ) -> dict[str, Sketch]:
     flat = [piece for part in parts for piece in part]
+    # merge takes one sketch at least, and a gradient or a layer may have no elements
     empty = sketch(np.empty(0, np.float32), bits)
     result = {"all": merge([s for _, s in flat] or [empty])}
     for i, name in enumerate(wanted):
@@ -257,6 +264,7 @@ def _beginning(sketches: dict[str, Sketch], count: int) -> float:
 
 
 def _collect(source: Source, key: Key, start: int, stop: int, low: float) -> Located:
+    # at least count magnitudes of the whole gradient are this large; a piece may have none
     kept = select(source.elements(*key, start, stop), low)
     magnitude: NDArray[np.float64] = np.abs(as_numpy(kept.values)).astype(np.float64)
     return magnitude, as_positions(kept.indices) + start

@@ -93,6 +93,7 @@ def fitted_floor(k: int, ratio: float, cluster: float = 1.0) -> float:
     float
         1.96 √(cluster (1 − δ − δ ln²δ)/k), the interval is 1 ± this; infinite for k = 0.
     """
+    # rounding at a ratio of 1, where nothing is left to chance
     left = max(1 - ratio - ratio * math.log(ratio) ** 2, 0.0)
     return noise_floor(k, cluster) * math.sqrt(left)
 
@@ -215,6 +216,7 @@ def series_of(
         Records as in :func:`quality_series`.
     """
     if client is not None:
+        # a generator would be empty after the first task
         names = None if estimators is None else check_several(estimators, "estimators")
         work = partial(series_of, ratios=ratios, estimators=names, options=options)
         return _spread(work, source, subset, client, on_progress)
@@ -233,6 +235,7 @@ def _spread(
     on_progress: Callable[[], None],
 ) -> Records:
     """Return the records of a source, where each rank and kind is a task: rules learn from step to step."""
+    # counts how often to report progress; a Counter keeps the order of the keys
     gradients = Counter((rank, kind) for rank, kind, _ in subset.keys(source))
 
     def plan(submit: Submit, series: tuple[int, Kind]) -> Any:
@@ -285,6 +288,7 @@ def each_record(
     """
     best: _BestK | None = None
     for played in _replay(source, subset, ratios, estimators, options, on_progress, fresh=fresh):
+        # all rules and ratios get one array for a gradient: what its k largest hold is found once
         if best is None or best.values is not played.values:
             best = _BestK(played.values)
         kept, k = len(played.selection), played.estimate.k
@@ -340,21 +344,26 @@ def _replay(
         for layer, values in layer_parts(source, captured, parameters):
             for name in names:
                 for ratio in ratios:
+                    # a layer is a series of its own: rules remember thresholds, which differ between layers
                     key, given = (name, ratio, rank, kind, layer), (options or {}).get(name, {})
                     if key not in live:
                         live[key] = make_estimator(name, **given)
                     labels = where | {"layer": layer, "estimator": name, "ratio": ratio}
+                    # the rule with its past goes on; the one without is made anew each time
                     estimate, selection = live[key].select(values, ratio)
                     anew = len(selection)
+                    # the first gradient is new to every rule: nothing to run twice
                     if fresh and seen[key] and _remembers(live[key]):
                         anew = len(make_estimator(name, **given).select(values, ratio)[1])
                     yield _Played(labels, values, estimate, selection, seen[key], anew)
+                    # after the record, so that seen counts the gradients before
                     seen[key] += 1
         on_progress()
 
 
 def _remembers(rule: Estimator) -> bool:
     """Tell whether what a rule does depends on the gradients that it has seen."""
+    # a random generator's state is no memory of gradients
     return bool(rule.state_dict()) and not isinstance(rule, RandomEstimator)
 
 
@@ -377,6 +386,7 @@ class _BestK:
 
     def __init__(self, values: Array) -> None:
         self.values = values
+        # the sum of logarithms is not needed
         self._total = moments(values, log=False).sum_squares
         self._kept: dict[int, float] = {}
         self._design: dict[int, float] = {}
@@ -386,8 +396,10 @@ class _BestK:
         self._look(k)
         kept = _energy(as_numpy(selection.values).astype(np.float64))
         best = self._total - self._kept[k]
+        # also false for NaN; k may be all non-zero elements, which leaves nothing
         if not best > 1e-12 * self._total:
             return float("nan")
+        # more than k elements may hold nearly all of the energy
         error = math.sqrt(max(self._total - kept, 0.0) / best) - 1
         return 0.0 if abs(error) < _ROUNDING else error
 
@@ -405,6 +417,7 @@ class _BestK:
         largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
         self._kept[k], self._design[k] = _energy(largest), math.nan
         if chosen is not None and (runs := numel_of(self.values) // RUN):
+            # the last run is shorter than the others, and not counted
             counts = np.bincount(as_positions(chosen.indices) // RUN, minlength=runs)[:runs]
             sums = float(counts.sum()), float(np.square(counts).sum())
             self._design[k] = design_effect(runs, *sums)
@@ -507,6 +520,7 @@ def unlearned(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     records : sequence of dict
         Records of :func:`quality_series` of one rule.
     """
+    # estimators from outside may not say
     learns = getattr(ESTIMATORS.get(records[0]["estimator"]), "learns_first", False)
     return [r for r in records if r["seen"] or not learns]
 
@@ -525,12 +539,14 @@ def log_quality(record: dict[str, Any]) -> float:
 
 
 def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
+    # a trace of one gradient has no other to judge such a rule by
     records = unlearned(series) or series
     values = np.array([r["quality"] for r in records])
     designs = [r["design"] for r in records if math.isfinite(r["design"])]
     k = records[0]["k"]
     low, high = inner_90(values)
     floor = noise_floor(k)
+    # ranks of a step are not independent, so blocks are of steps
     over = mean_interval(by_step(records, "quality"))
     return {
         "trace": records[0]["trace"],
@@ -574,6 +590,7 @@ def by_step(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]
     steps: dict[int, list[float]] = {}
     for record in records:
         steps.setdefault(record["step"], []).append(record[name])
+    # blocks of neighbours need the order of time
     return np.array([np.mean(steps[step]) for step in sorted(steps)])
 
 
@@ -607,6 +624,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for record in series:
         key = tuple(record[label] for label in ("trace", "ratio", "kind", "layer"))
+        # by half an element where none was kept: ln 0 would swallow every mean
         far = record | {"error": abs(log_quality(record))}
         groups.setdefault(key, {}).setdefault(record["estimator"], []).append(far)
     if any(versus not in rules or len(rules) < 2 for rules in groups.values()):
@@ -617,6 +635,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
             if name == versus:
                 continue
             kept, error = (
+                # step by step: both rules saw the same gradient
                 mean_interval(by_step(records, field) - by_step(rules[versus], field))
                 for field in ("quality", "error")
             )
@@ -696,9 +715,11 @@ def _stages(
     records = Records()
     for played in _replay(source, subset, ratios, estimators, options, on_progress):
         stages = played.estimate.details.get("stages", [])
+        # what enters each stage, and last what leaves the final one
         counts = [stage["count"] for stage in stages] + [len(played.selection)]
         shares = [after / before for before, after in pairwise(counts)]
         factors = [got / stage["ratio"] for got, stage in zip(shares, stages, strict=True)]
+        # a stage that keeps nothing is infinitely far off
         far = [abs(math.log(factor)) if factor else math.inf for factor in factors]
         for i, stage in enumerate(stages):
             found = {"stage": i + 1, "asked": stage["ratio"], "got": shares[i]}

@@ -55,6 +55,7 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     for (trace, kind, layer, estimator), ratios in groups.items():
         labels = {"trace": trace, "kind": kind, "layer": layer, "estimator": estimator}
         found.append(labels | _judged(ratios))
+    # rules that cannot be judged come last: NaN has no place in an order
     found.sort(key=lambda r: (r["trace"], r["kind"], r["layer"], math.isnan(r["far"]), r["far"]))
     return found
 
@@ -64,6 +65,7 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     mean, low, high, nothing = {}, {}, {}, {}
     n, hits = 0, []
     for ratio, rows in ratios.items():
+        # a threshold taken from a gradient hits it by construction; of a few elements the count is chance
         judged = [r for r in unlearned(rows) if r["k"] >= _FEWEST_ELEMENTS]
         if not judged:
             continue
@@ -72,6 +74,7 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
         nothing[ratio] = sum(r["selected"] == 0 for r in judged)
         within = low[ratio] >= 1 / TOLERANCE and high[ratio] <= TOLERANCE
         outside = high[ratio] < 1 / TOLERANCE or low[ratio] > TOLERANCE
+        # a mean near k is no hit where one gradient was sent empty
         hits.append(True if within and not nothing[ratio] else False if outside else None)
     numbers = {"n": n, "mean": mean, "low": low, "high": high, "nothing": nothing}
     if not mean:
@@ -79,7 +82,9 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
         if not any(map(unlearned, ratios.values())):
             reason = "it took its threshold from the only gradient there is"
         return numbers | {"far": math.nan, "hits": None, "reason": reason}
+    # infinite: a rule that sent nothing once is behind all that never did
     far = max(math.inf if nothing[r] else abs(math.log(mean[r])) for r in mean)
+    # one ratio outside decides; one undecided leaves it open
     verdict = False if False in hits else None if None in hits else True
     return numbers | {"far": far, "hits": verdict, "reason": ""}
 
@@ -88,6 +93,7 @@ def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Return the geometric mean of k̂/k with its 95 % interval."""
     logs = by_step([r | {"log": log_quality(r)} for r in rows], "log")
     mean = float(logs.mean())
+    # a series that wanders like a random walk has no such interval, and falls through to the range
     if logs.size >= FEWEST_IN_SERIES and not (over := mean_interval(logs)).reason:
         return tuple(math.exp(v) for v in (mean, over.low, over.high))  # type: ignore[return-value]
     if _FEWEST_FOR_INTERVAL <= logs.size < FEWEST_IN_SERIES:
@@ -95,6 +101,9 @@ def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
 
         half = float(stdtrit(logs.size - 1, 0.975) * logs.std(ddof=1) / math.sqrt(logs.size))
         return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    # the widest: the range has no other allowance for dependence
     design = max((r["design"] for r in rows if math.isfinite(r["design"])), default=1.0)
+    # a design effect below 1 makes no range narrower
     chance = noise_floor(rows[0]["k"], max(design, 1.0))
+    # of so few steps the range, widened by what chance does to one gradient
     return math.exp(mean), math.exp(logs.min() - chance), math.exp(logs.max() + chance)

@@ -36,8 +36,11 @@ def worst_stages(budget: Iterable[dict[str, Any]]) -> Records:
     found = Records()
     for key, gradients in rules.items():
         each = [*gradients.values()]
+        # adaptive rules change their number of stages from gradient to gradient
         counts = sorted({len(stages) for stages in each})
+        # ties go to the first stage that is farthest off
         blamed = Counter(next(s["stage"] for s in stages if s["blame"]) for stages in each)
+        # the most blamed; of equally blamed the earliest, as later ones build on it
         worst, times = min(blamed.items(), key=lambda item: (-item[1], item[0]))
         factors = [
             s["factor"] for stages in each for s in stages if s["blame"] and s["stage"] == worst
@@ -46,6 +49,7 @@ def worst_stages(budget: Iterable[dict[str, Any]]) -> Records:
             dict(zip(names, key, strict=True))
             | {
                 "n": len(each),
+                # one number where all are equal
                 "stages": " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))),
                 "quality": float(np.mean([stages[-1]["quality"] for stages in each])),
                 "blame": worst,

@@ -90,6 +90,7 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     if chance > _POWERLESS:
         numbers = f"Chance alone moves the exact threshold of {best['k']:,} elements by {_percent(chance)}."
         return Verdict("Too few elements to tell laws apart", numbers)
+    # laws without a fit in most pairs have an infinite error
     known = [r for r in laws if math.isfinite(r["tail_error"])]
     off = f"{_percent(best['tail_error'])}"
     if best["pairs"] > 1:
@@ -123,8 +124,10 @@ def named_law(
     known = [r for r in laws if math.isfinite(r["tail_error"])]
     if not known:
         return None, []
+    # nothing can be judged finer than chance lets exact thresholds be known
     allowed = max(FITS, known[0]["chance"])
     fitting = [r for r in known if r["tail_error"] <= allowed and r["worst"] <= 2 * allowed]
+    # one law for all before one a layer, fewer parameters before more, a law's own method before another
     return (min(fitting, key=_parameters) if fitting else known[0]), fitting
 
 
@@ -177,10 +180,12 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
     designs : mapping of float to float
         By ratio, the design effect of the elements beyond it, where it is known.
     """
+    # controls are known to be wrong
     judged = [r for r in fits if math.isfinite(r["p_tail"]) and not LAWS[r["model"]].control]
     if not judged:
         return ""
     ratio, k = judged[0]["tail_ratio"], judged[0]["tail_k"]
+    # a design effect below 1 makes no test sharper
     design = max(designs.get(ratio, 1.0), 1.0)
     tests = {}
     for r in judged:
@@ -216,6 +221,7 @@ def decay_shown(
     rows = [r for r in decay if math.isfinite(r["p"])]
     if not rows:
         return Verdict("No power", "Fewer ranks than an exponent takes.")
+    # too few or too wide a window is no verdict of the data
     judged = [r for r in rows if r["reason"] not in (Ruling.TOO_FEW, Ruling.TOO_WIDE)]
     if not judged:
         return Verdict("No power", f"No verdict: {rows[0]['reason']}.")
@@ -238,6 +244,7 @@ def decay_shown(
         at = f"Step {those[0]['step']}" if len(those) == 1 else f"{len(those)} of {len(rows)} steps"
         of = "" if len(those) == 1 else f"at step {those[-1]['step']} "
         numbers += f"{at}: {reason} ({of}p = {_by_window(those[-1])}). "
+    # a control that passes means that the test does not reject what it must
     passing = [r["kind"] for r in controls if r["compressible"]]
     listed = ", ".join(f"{_CONTROLS.get(r['kind'], r['kind'])} {r['p']:.2f}" for r in controls)
     numbers += f"Controls: {listed}"
@@ -259,6 +266,7 @@ def _between(record: Mapping[str, Any], name: str) -> str:
 
 
 def _rounded(value: float) -> str:
+    # adding 0.0 makes a negative zero plain
     return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
@@ -290,6 +298,7 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     hitting = [r for r in known if r["hits"]]
     # one that is more than twofold off in the mean is named for that, however few the gradients
     unsure = [r for r in known if r["hits"] is None and r["far"] <= _FAR]
+    # records come nearest first; a rule known to hit k beats a nearer one that is not
     best = (hitting or known)[0]
     span = f"k̂/k = {_span(best)}"
     ratios = _listed(best["mean"])
@@ -314,6 +323,7 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     empty = [f"{r['estimator']} ({_nothing(r)})" for r in known if any(r["nothing"].values())]
     if empty:
         numbers += f" Kept nothing: {', '.join(empty)}."
+    # by the worst ratio: means over ratios may cancel
     worst = max(known, key=lambda r: max(abs(math.log(m)) for m in r["mean"].values()))
     if worst is not best:
         numbers += f" Farthest off: {worst['estimator']}, {_span(worst)}."
@@ -328,7 +338,9 @@ def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
     series : sequence of dict
         Records of :func:`gradstats.quality_series` of one trace and kind.
     """
+    # ln 0 is not defined: records that kept nothing are said elsewhere
     rows = [r for r in series if r["estimator"] in COUNTING and r["k"] >= 1 and r["selected"]]
+    # a threshold of 0 keeps all that is not zero, and it is still fewer than k
     short = [r for r in rows if r["selected"] < r["k"] and r["threshold"] == 0]
     rest = [r for r in rows if r not in short]
     said = ""
@@ -342,6 +354,7 @@ def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
         return f"{said} Rules that count elements keep k exactly."
     worst = max(rest, key=lambda r: abs(math.log(r["quality"])))
     of = "" if worst["k"] >= 100 else f" (k = {worst['k']})"
+    # exact counts to k, so only ties can make it more
     if worst["estimator"] == "exact":
         return f"{said} Even rules that count elements are up to {_percent(off)} off{of}: magnitudes are tied."
     return f"{said} Rules that count elements keep within {_percent(off)} of k{of}."
@@ -386,6 +399,7 @@ def _names(rules: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _span(rule: Mapping[str, Any]) -> str:
+    # nothing in every gradient: the half element of the mean was only for the logarithm
     means = [0.0 if rule["nothing"][r] == rule["n"] else m for r, m in rule["mean"].items()]
     low, high = min(means), max(means)
     ends = [_short(low), _short(high)]
@@ -405,6 +419,7 @@ def _short(value: float) -> str:
 
 def _percent(error: float) -> str:
     """Return an error of a logarithm in per cent."""
+    # e⁵ is 148; an infinite error is said so, too
     if error > 5:
         return "more than 100-fold"
     if error > _FAR:

@@ -74,6 +74,7 @@ class Wire(Records):
         """
         limit = check_number(error, "error", 0, math.inf, "()")
         some = self._deciding(kind, layer)
+        # every gradient must be within the limit, not their mean
         within = [r for r in some if r["worst"] <= limit]
         return min(within, key=lambda r: (r["bits"], r["error"])) if within else None
 
@@ -93,12 +94,14 @@ class Wire(Records):
             The sentence.
         """
         best, some = self.smallest(error, kind=kind), self._deciding(kind, "all")
+        # a gradient of zeros has no error
         known = [r for r in some if not math.isnan(r["worst"])]
         if not known:
             return "no format changes a gradient that is zero"
         shown = best or min(known, key=lambda r: r["worst"])
         what = f"the sum of {shown['ranks']} ranks" if shown["ranks"] > 1 else "the gradient"
         bits = f"{format_value(shown['bits'])} bits an element"
+        # where not all is sent, what is left out is an error no format can lower
         if shown["ratio"] < 1:
             return (
                 f"{shown['ratio']:g} of the elements in {_named(shown)}, for {bits} of the gradient with positions, "
@@ -124,6 +127,7 @@ class Wire(Records):
         some = [r for r in self if r["kind"] == (kind or kinds[0]) and r["layer"] == layer]
         if not some:
             raise unknown("layer", layer, dict.fromkeys(r["layer"] for r in self))
+        # a sum of ranks is what the training gets; one by one they are only its parts
         ranks = max(r["ranks"] for r in some)
         return [r for r in some if r["ranks"] == ranks]
 
@@ -233,9 +237,11 @@ def wire(
     ):
         for layer, way, measured in found:
             several.setdefault((at[0], layer, way, measured.ranks), []).append(measured)
+        # progress is counted in gradients, of which a step has one a rank
         for _ in ranks:
             over["on_progress"]()
     # gradients one by one before their sum
+    # sorting is stable: within each, formats stay in the order in which they were asked for
     order = sorted(several, key=lambda key: key[3])
     labels = {"trace": opened.name, "ratio": kept}
     return Wire(_record(labels, key, several[key]) for key in order)
@@ -255,14 +261,17 @@ def _measured(
     """Round what all ranks have of one step, in every way."""
     from gradstats.primitives.rounding import Message, measure
 
+    # the sum over ranks needs all of them at once
     vectors = [dict(layer_parts(source, source.read(r, kind, step), parameters)) for r in ranks]
     found = []
     for layer in vectors[0]:
         sent = []
         for rank, vector in zip(ranks, vectors, strict=True):
             values, chosen = vector[layer], None
+            # an empty layer has nothing to choose from
             if ratio < 1 and numel_of(values):
                 chosen = make_estimator(estimator).select(values, ratio)[1]
+            # each rank and step rounds with random numbers of its own, the same in every run
             sent.append(Message(values, (seed, step, rank), chosen))
         found += [(layer, way, measured) for way in ways for measured in measure(way, sent, seed)]
     return found
@@ -306,8 +315,10 @@ def _ways(
         if not name:
             raise InputError(f"{what} must name at least one")
     for form in dict.fromkeys(as_format(name) for name in named):
+        # formats of microscaling have their blocks, and 16 bits need no scale
         choice = ["none" if form.scale == "none" else "block"]
         if form.scale == "float32":
+            # without exponents, integers of one scale spend their range on the largest element: only on request
             choice = list(
                 dict.fromkeys(given or (("tensor", "block") if form.mantissa else ("block",)))
             )
@@ -325,6 +336,7 @@ def _record(
     kind, layer, way, ranks = key
     means = {}
     for name in _MEANS:
+        # NaN comes of a gradient that is zero
         known = [v for m in measured if not math.isnan(v := getattr(m, name))]
         means[name] = float(np.mean(known)) if known else math.nan
     errors = [m.error for m in measured if not math.isnan(m.error)]

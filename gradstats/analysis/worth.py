@@ -140,11 +140,13 @@ def should_compress(
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
     adaptive = None if optimizer is None else optimizer.lower().startswith(_ADAPTIVE)
+    # of an unknown optimizer both families are told
     measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
     costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()
     small = _ratio_of_little(measured)
     if advice:
         headline = advice[0].partition(". ")[0].rstrip(".")
+        # a plan knows the network, not what a training loses
         if adaptive and "don't compress" not in headline:
             headline += f"; but behind {optimizer} it cost much"
         following = (
@@ -153,6 +155,7 @@ def should_compress(
         following += f"gradstats quality {name}"
     elif adaptive:
         headline = f"Not behind {optimizer}, by what was measured"
+        # local steps leave each worker’s optimizer its dense gradients
         following = f"{plan} --local-steps 20"
     else:
         headline = f"If the network is slow: topk with error feedback, at ratio {small:g}"
@@ -189,6 +192,7 @@ def _cost(measured: Sequence[Training], adaptive: bool, own: float | None) -> st
         unit = "" if listed else " nats above dense training"
         listed.append(f"{span}{unit} at {ratio:g}{' (this run’s ratio)' if ratio == own else ''}")
     of = _joined([t.name for t in family])
+    # the smallest ratio is behind most, and soonest
     early = max(t.early[ratios[-1]] for t in family)
     text = (
         f"Trained by {family[0].optimizer}, topk with error feedback ended {_joined(listed)} "
@@ -207,10 +211,12 @@ def _ratio_of_little(measured: Sequence[Training]) -> float:
 
 
 def _percent(share: float) -> str:
+    # two digits of 99.5 and more would be 1e+02
     return (f"{100 * share:.2g}" if share < 0.995 else "100") + _UNIT
 
 
 def _signed(value: float) -> str:
+    # adding 0.0 makes a negative zero plain
     return f"{value + 0.0:.2f}".replace("-", "−")
 
 

@@ -66,6 +66,7 @@ def explore(
     ``view = gradstats.explore("run.zarr")``
     """
     try:
+        # anywidget is an extra: only the widget needs it
         from gradstats.explorer.widget import Explorer
     except ImportError:
         raise GradstatsError(
@@ -113,6 +114,7 @@ def write_explorer(
         If a rule or law is unknown, a ratio is outside (0, 1], or nothing matches.
     """
     several, ratios = _gathered(sources, ratios, estimators, models, layers, over)
+    # two kinds or ranks of a source have one name
     names = ", ".join(dict.fromkeys(s.source.name for s in several))
     text = page(f"Gradients: {names}", payload(several, ratios, client=over["client"]))
     try:
@@ -131,14 +133,18 @@ def _gathered(
     over: SpreadGradients,
 ) -> tuple[list[Series], Sequence[float]]:
     """Measure every source under one bar."""
+    # a mapping or an array is one source; only lists and tuples are several
     given = sources if isinstance(sources, list | tuple) else [sources]
     asked = subset_of(over)
+    # every layer by itself: the strips show them side by side
     subset = Subset(asked.steps, asked.ranks, asked.kinds, layers, per_layer=True)
     choice: dict[str, Any] = {"steps": asked.steps, "ranks": asked.ranks, "kinds": asked.kinds}
+    # a value that no source has is refused here, before the work; sources without any of it are left out
     opened = matching([open_source(source) for source in given], layers=layers, **choice)
     several: list[Series] = []
     with progress_bar() as bar:
         total = sum(len(subset.keys(source)) for source in opened)
+        # each gradient is measured and counted
         task = bar.add_task("explore", total=2 * total)
 
         def advance() -> None:

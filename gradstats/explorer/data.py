@@ -141,6 +141,7 @@ def needs_elements(rule: str) -> bool:
     bool
         True if it finds another threshold for the same magnitudes with other signs and in another order.
     """
+    # shifted, so that signs matter; sorted and without signs the magnitudes are the same
     values = np.random.default_rng(0).laplace(0.3, 1.0, 1 << 17).astype(np.float32)
     once, again = (
         make_estimator(rule).estimate(x, 0.01).threshold for x in (values, np.sort(np.abs(values)))
@@ -197,11 +198,13 @@ def gather(
     sizes = {la.name: la.numel for la in source.layers}
     found = []
     keys = subset.keys(source)
+    # groupby takes neighbours, so those of a series must stand together
     for (rank, kind), several in itertools.groupby(
         sorted(keys, key=_place(keys)), lambda key: key[:2]
     ):
         steps = [step for _, _, step in several]
         counted = names
+        # made-up signs and positions would be counted as if they were the run's
         if source.sketched(rank, kind):
             counted = [name for name in names if not needs_elements(name)]
         series = Series(
@@ -224,6 +227,7 @@ def _place(
 
 
 def _laws(models: Sequence[str] | None) -> list[str]:
+    # controls are fitted where they are chosen
     if models is None:
         return [name for name in DRAWN if not LAWS[name].control]
     laws = [law_of(name).name for name in check_several(models, "models")]
@@ -272,6 +276,7 @@ def _reduced(sketches: dict[str, Sketch], laws: Sequence[str]) -> list[_Row]:
     for sketch in sketches.values():
         m, sums = sketch.magnitudes, sketch.moments
         row = {"magnitudes": _at_ranks(m), "zeros": sums.zeros, "nonfinite": sums.nonfinite}
+        # the shape is shown also where this law is not among those asked for
         row |= {"norm": math.sqrt(sums.sum_squares), "xi": _fit(sketch, _SHAPE)["params"][0]}
         fits = {law: _fit(sketch, law) for law in laws}
         for law, one in fits.items():
@@ -284,13 +289,16 @@ def _alarms(series: Series) -> NDArray[np.float64]:
     """Return what a Monitor of these steps says of each norm: NaN before it can, 0, or a number of :data:`ALARMS`."""
     norms, names = series.arrays["norm"], series.layers[1:]
     found = np.zeros(norms.shape)
+    # a Monitor needs so many norms before it judges
     found[:SURE] = math.nan
     spikes = Spikes(names, WINDOW, LIMIT)
     for i, (norm, *of_layers) in enumerate(norms.tolist()):
         values, _ = spikes.find(norm, dict(zip(names, of_layers, strict=True)))
         if spikes.doubtful:
             del values["spike"]  # the z of the whole, which is no alarm
+        # in this order a later alarm overwrites an earlier one
         for name, number in ALARMS.items():
+            # the whole gradient has no name in a Monitor's keys
             for j, layer in enumerate(("", *names)):
                 if f"{name}/{layer}".rstrip("/") in values:
                     found[i, j] = number
@@ -301,6 +309,7 @@ def _at_ranks(m: Magnitudes) -> NDArray[np.float64]:
     """Return the magnitudes at the ranks that travel; zeros where there is none."""
     if not m.count:
         return np.zeros(RANKS)
+    # rounding may put the last rank above the number of magnitudes
     ranks = np.minimum(m.count ** (np.arange(RANKS) / (RANKS - 1)), m.count)
     return np.array([m.upper_quantile(float(rank)) for rank in ranks])
 
@@ -354,6 +363,7 @@ def fitted(series: Series, step: int, layer: str, law: str) -> dict[str, Any]:
         if one not in known:
             raise unknown(what, str(one), [str(name) for name in known])
     key = (series.rank, series.kind, step)
+    # a submit that calls at once: one gradient, in this process
     sketches = plan_sketches(
         lambda work, *given: work(*given), series.source, key, parameters=[layer]
     )
@@ -398,6 +408,7 @@ def _counted(
     step, layer, rule, place = (
         {name: i for i, name in enumerate(names)} for names in (steps, layers, rules, ratios)
     )
+    # no rule at all is a choice, too; each_record would take it for a mistake
     if rules:
         for r in each_record(source, own, ratios, rules, on_progress=advance):
             i, j, q = step[r["step"]], layer[r["layer"]], place[r["ratio"]]
@@ -441,15 +452,19 @@ def payload(
     """
     if not several:
         raise InputError("there is nothing to explore")
+    # a view names its run, kind and rank: the names must tell series apart
     names = [(s.source.name, s.kind, s.rank) for s in several]
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)[0]
         raise InputError(f"two sources are called {twice}: rename one, so that a view can name it")
     ratios = check_ratios(ratios)
+    # before steps are left out: ranks are compared at all of them
     together = _together(several, ratios, client)
     every, notes = 1, _notes(several)
     packed = [_pack_series(s, ratios, every) for s in several]
+    # until it fits, or two steps are left
     while (size := len(json.dumps(packed))) > most and every < max(len(s.steps) for s in several):
+        # size falls about in proportion to the steps; at least one step in more is left out each time
         every = max(every + 1, math.ceil(every * size / most))
         packed = [_pack_series(s, ratios, every) for s in several]
     if every > 1:
@@ -458,6 +473,7 @@ def payload(
             "Rules were counted over all of them."
         )
     rules = list(dict.fromkeys(name for s in several for name in s.rules))
+    # with Python behind the page any law can be fitted, else only those that were
     laws = list(DRAWN) if on_demand else list(dict.fromkeys(n for s in several for n in s.models))
     return json.dumps(
         {
@@ -475,6 +491,7 @@ def payload(
             "agreement": together,
             "on_demand": on_demand,
         },
+        # JSON has no NaN: better an error here than in the browser
         allow_nan=False,
         separators=(",", ":"),
     )
@@ -511,6 +528,7 @@ def _look(look: dict[str, Any]) -> dict[str, str]:
     """Return a line of a figure as SVG draws it."""
     dash, marker = look["ls"], look.get("marker", "")
     if not isinstance(dash, str):
+        # a figure's dashes are in widths of its line, which is about two pixels here
         dash = " ".join(str(2 * length) for length in dash[1])
     return {
         "color": "#" + "".join(f"{round(255 * part):02x}" for part in look["color"]),
@@ -522,28 +540,37 @@ def _look(look: dict[str, Any]) -> dict[str, str]:
 def _pack_series(s: Series, ratios: Sequence[float], every: int) -> dict[str, Any]:
     """Return a series with every n-th step, and the last one."""
     last = len(s.steps) - 1
+    # the last step ends every strip
     rows = [i for i in range(len(s.steps)) if i % every == 0 or i == last]
     of = {name: array[rows] for name, array in s.arrays.items()}
     k = np.array([[target_count(ratio, n) if n else 0 for ratio in ratios] for n in s.numel])
     with np.errstate(divide="ignore", invalid="ignore"):
+        # k̂ = 0 becomes −∞, which has its own number below
         sizes, off = np.log2(of["magnitudes"]), np.log2(of["selected"] / k[None, :, None, :])
     losses = s.losses
     arrays = {
+        # 1/200 of an octave is 0.35 %; int16 reaches 2^±163, beyond all of float32
         "magnitudes": _pack(sizes, 200, delta=True),
         "zeros": _pack(of["zeros"]),
+        # counts take all bits: an error of one is an error
         "nonfinite": _pack(of["nonfinite"]),
         "norm": _pack(of["norm"], 0),
+        # 1/4096 resolves ξ, and int16 reaches ±8
         "xi": _pack(of["xi"], 4096),
         "alarm": _pack(of["alarm"], 1),
+        # 1/1024 of an octave is 0.07 % of k̂/k, and int16 reaches 2^±32
         "off": _pack(off, 1024),
+        # 1/64, up to 512: about the most that counts in runs of 512 can vary
         "design": _pack(of["design"], 64),
     }
     fits = {}
     for law in s.models:
         texts = [[s.flags[law][i][j] for j in range(len(s.layers))] for i in rows]
+        # few texts come many times: they travel once, by number
         flags = list(dict.fromkeys(["", *itertools.chain.from_iterable(texts)]))
         params = of[f"params:{law}"]
         with np.errstate(divide="ignore", invalid="ignore"):
+            # of a standard error only the size matters: its logarithm, to 1/256
             relative = np.log2(of[f"stderr:{law}"] / np.abs(params))
         fits[law] = {
             "params": _pack(params, 0),
@@ -591,9 +618,11 @@ def _pack(values: NDArray[Any], scale: int | None = None, *, delta: bool = False
         stored = values.astype("<f4")
     else:
         with np.errstate(invalid="ignore"):
+            # the two numbers below are taken: NaN and minus infinity
             whole = np.clip(np.rint(values * scale), _LEAST + 1, -_LEAST)
         whole = np.where(np.isneginf(values), _LEAST, np.where(np.isnan(values), _NAN, whole))
         stored = whole.astype("<i2")
+        # differences wrap around in int16, and sums of them wrap back
         if delta:
             stored = np.diff(stored, axis=-1, prepend=np.zeros_like(stored[..., :1]))
     # bytes of the same weight beside each other deflate to a third less
@@ -613,19 +642,23 @@ def _together(
     """Return what the ranks of each source and kind have in common, where several were captured in full."""
     found = []
     groups: dict[tuple[int, Kind], list[Series]] = {}
+    # names of sources may be equal, objects are not
     for s in several:
         groups.setdefault((id(s.source), s.kind), []).append(s)
     for (_, kind), mates in groups.items():
         common = sorted(set(mates[0].steps).intersection(*(s.steps for s in mates)))
+        # a rank alone has nothing in common, and sketches do not know positions
         if len(mates) < 2 or not common or any(s.sketched for s in mates):
             continue
         ranks = [s.rank for s in mates]
         shape = len(common), len(mates[0].layers), len(ratios)
         arrays = {name: np.full(shape, math.nan) for name in _QUANTITIES}
+        # overlap and union are of one ratio each
         for q, ratio in enumerate(ratios):
             records = agreement(
                 mates[0].source,
                 ratio=ratio,
+                # the union of these ranks is counted, not predicted
                 workers=len(ranks),
                 steps=common,
                 ranks=ranks,

@@ -33,9 +33,11 @@ def page(title: str, payload: str) -> str:
     """
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     licences = files(__package__).joinpath("explorer.LICENSES.txt").read_bytes()
+    # string.Template: braces are all over the styles and scripts
     return Template(template).substitute(
         title=html.escape(visible(title)),
         version=version("gradstats"),
+        # in base64, as a licence may have any character
         licences=base64.b64encode(licences).decode(),
         payload=payload.replace("<", "\\u003c"),  # no name of a layer ends the script
         script=MODULE.read_text(encoding="utf-8"),

@@ -64,6 +64,7 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
     last = traitlets.Int(None, allow_none=True).tag(sync=True)
 
     def __init__(self, several: Sequence[Series], ratios: Sequence[float]) -> None:
+        # by the name that the page sends back
         self._series = {f"{s.source.name}/{s.kind}/{s.rank}": s for s in several}
         self._ratios = list(ratios)
         run, first = next(iter(self._series.items()))
@@ -71,8 +72,10 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
             payload=payload(several, ratios, on_demand=True),
             run=run,
             step=first.steps[-1],
+            # the stop nearest to the ratio that papers use most
             ratio=min(ratios, key=lambda ratio: abs(ratio - 0.001)),
             laws=first.models,
+            # a few at first: all would hide each other
             rules=[name for name in _RULES if name in first.rules] or first.rules[:4],
         )
         self.on_msg(self._answer)
@@ -96,6 +99,7 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
     def _known(self, proposal: Any) -> Any:
         """Refuse what there is not, in one line that says what there is."""
         name, value = proposal["trait"].name, proposal["value"]
+        # the run chosen says which steps, layers and rules there are
         series = self._series.get(self.run)
         if series is None:
             raise unknown("run", self.run, self._series)
@@ -115,6 +119,7 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
                 *(f"rule:{rule}" for rule in series.rules),
             ],
         }
+        # laws and rules are lists, the others single values
         for one in value if isinstance(value, list) else [value]:
             if one not in known[name]:
                 raise unknown(name, str(one), [str(each) for each in known[name]])
@@ -122,6 +127,7 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
 
     def _answer(self, _: Any, question: dict[str, Any], __: Any) -> None:
         """Fit the law that the page asks for."""
+        # what fails is said on the page: nobody sees an error of a message
         try:
             series = self._series[question["run"]]
             found = fitted(series, question["step"], question["layer"], question["law"])
@@ -136,4 +142,5 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
+    # v − v is NaN for NaN and infinities, and 0 for every other number
     return None if isinstance(value, float) and value - value != 0 else value

@@ -66,15 +66,19 @@ def magnitude_decay(
         The axes given.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    # controls need two elements, also where all vectors are empty
     numel = max([2, *(m.count for m in each.values())])  # size of the controls
     checked_window(window, numel)
     for i, (label, m) in enumerate(each.items()):
         ranks, magnitudes = ranked(m)
         if ranks.size:
+            # relative to the largest, so that gradients of any scale share the axes
             ax.plot(ranks, magnitudes / m.max, color=PALETTE[i % 10], lw=2, label=label)
     for i, name in enumerate(CONTROLS):
+        # the whole sample, drawn at log-spaced ranks
         _, magnitudes = control(name, numel, (1, numel))
         ranks = log_ranks(magnitudes.size)
+        # ranks begin at 1, places at 0
         relative = magnitudes[ranks - 1] / magnitudes[0]
         ax.plot(ranks, relative, color="0.5", ls=LINES[i], label=f"control: {label_of(name)}")
     ranks = log_ranks(numel)
@@ -124,6 +128,7 @@ def best_k_error(
 
 def _controls(each: Mapping[str, Magnitudes]) -> Iterator[tuple[Any, str, Magnitudes]]:
     """Yield line style, label and ideal sample of every control, of the largest vector's size."""
+    # the window of a control is its whole sample
     numel = max([2, *(m.count for m in each.values())])
     for i, name in enumerate(CONTROLS):
         ideal = Magnitudes.from_values(control(name, numel, (1, numel))[1])
@@ -132,10 +137,13 @@ def _controls(each: Mapping[str, Magnitudes]) -> Iterator[tuple[Any, str, Magnit
 
 def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return ranks k and σ_k over the norm, cell by cell from the largest."""
+    # relative to the largest: squares neither overflow nor vanish
     kept = np.cumsum((m.weight * (m.middle / m.max) ** 2)[::-1])
     ranks = np.cumsum(m.weight[::-1])
+    # where each rank falls among the cells; neighbouring ranks share large ones
     picks = np.unique(np.searchsorted(ranks, log_ranks(m.count)).clip(0, ranks.size - 1))
     left = np.sqrt(np.maximum(1 - kept[picks] / kept[-1], 0.0))
+    # below 1e-6 the difference of two sums is rounding
     return np.rint(ranks[picks]).astype(np.int64), np.where(left > 1e-6, left, np.nan)
 
 
@@ -170,6 +178,7 @@ def local_exponent(
 
     def estimate(m: Magnitudes) -> _Points:
         found = local_exponents(m, per_decade)
+        # the middle of a range on a logarithmic axis
         return [math.sqrt(e.first * e.last) for e in found], found
 
     _exponents(ax, each, estimate)
@@ -201,6 +210,7 @@ def window_exponent(
         The axes given.
     """
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
+    # the share of a window is what different sizes of gradients have in common
     shares = np.geomspace(1e-4, 0.1, 13).tolist()
 
     def estimate(m: Magnitudes) -> _Points:
@@ -229,6 +239,7 @@ def _exponents(
             color=colour,
             label=label,
         )
+        # controls have no chance in them, and so no interval
         bounds = [e.p_low for e in found], [e.p_high for e in found]
         ax.fill_between(at, *bounds, color=colour, alpha=0.2)
     for style, label, ideal in _controls(each):

@@ -26,6 +26,7 @@ _EMBEDDED: dict[Any, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "gradstats",
 }
+# a date in the file would make two equal figures differ
 _UNDATED: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 _ENDINGS = (".pdf", ".svg", ".png")
 _PARTS = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
@@ -74,6 +75,7 @@ def styled(style: str = "ticks", context: str = "paper") -> Iterator[Figure]:
     settings = {
         n: value for n, value in settings.items() if n not in ("font.family", "font.sans-serif")
     }
+    # restored when the figure is left: the user's own settings stay
     with matplotlib.rc_context(settings):
         figure = Figure(layout="constrained")
         yield figure
@@ -125,6 +127,7 @@ def darken(figure: Figure) -> None:
     figure.draw_without_rendering()  # ticks are made only now
     found = []
     for artist in figure.findobj():
+        # a map's colours are a scale with a bar beside it
         mapped = getattr(artist, "get_array", lambda: None)() is not None
         for part in () if mapped else _PARTS:
             get, put = (getattr(artist, f"{verb}_{part}", None) for verb in ("get", "set"))
@@ -140,8 +143,10 @@ def _inverted(colour: Any) -> Any:
     """Return a colour, or several, with the other lightness and the same hue."""
     from matplotlib.colors import to_rgba_array
 
+    # words that matplotlib resolves itself when it draws
     if isinstance(colour, str) and colour in ("none", "auto", "inherit", "face"):
         return colour
     rgba = to_rgba_array(colour)
+    # 1 − c inverts lightness and hue; the turn brings the hue back
     rgba[:, :3] = np.clip((1 - rgba[:, :3]) @ _TURN.T, 0, 1)
     return rgba if np.ndim(colour) == 2 else tuple(rgba[0])

@@ -53,19 +53,23 @@ def density(
     coverage = check_number(coverage, "coverage", 0, 1, "(]")
     values = as_numpy(check(x)).reshape(-1)
     values = values[np.isfinite(values)]
+    # zeros are a point mass, which no density shows
     nonzero = values[values != 0]
     # a float64 limit makes float64 bins: float32 overflows on the range of the largest and merges the smallest
     limit = np.quantile(np.abs(nonzero), coverage) if nonzero.size else 1.0
     limit = np.float64(np.clip(np.float64(limit), 1 / _LARGEST, _LARGEST))
+    # the same range for both signs, so that asymmetry can be seen
     counts, edges = np.histogram(nonzero, bins=150, range=(-limit, limit))
     widths = np.diff(edges)
     centres = (edges[:-1] + edges[1:]) / 2
+    # over all elements, zeros included: the area is the share that is not zero
     ax.fill_between(
         centres, counts / (max(values.size, 1) * widths), step="mid", color="0.8", label="captured"
     )
     for i, fitted in enumerate(fits):
         ax.plot(
             centres,
+            # a law describes the elements that are not zero
             (1 - fitted.zero_fraction) * fitted.dist.pdf(centres),
             ls=LINES[i % len(LINES)],
             color=PALETTE[i % 10],
@@ -73,6 +77,7 @@ def density(
         )
     ax.set(xlabel="gradient element (gradient's unit)", ylabel="density (1 ÷ gradient's unit)")
     ax.locator_params(axis="x", nbins=5)
+    # nothing was drawn that a logarithm could show
     if nonzero.size:
         ax.set_yscale("log")
         plain_log(ax.yaxis)
@@ -105,24 +110,29 @@ def tail(
         The axes given.
     """
     m = as_magnitudes(x)
+    # all finite elements, of which the magnitudes are those that are not zero
     n, total = m.count, m.count / (1 - m.zero_fraction) if m.count else 1.0
     picks, magnitudes = ranked(m)
     ax.plot(magnitudes, picks / total, color="0.2", lw=2, label="captured")
     if n:
         low, high = _beyond(picks, n)
+        # shares of the non-zero elements become shares of all
         band = ax.fill_between(magnitudes, low * n / total, high * n / total, color="0.75", lw=0)
         band.set(zorder=0.5, label=_BAND)
+        # a factor of two to see where laws go on beyond the largest element
         right = min(float(magnitudes[0]) * 2, _LARGEST)
         grid = np.geomspace(magnitudes[-1], right, 300)
         for i, fitted in enumerate(fits):
             survival = (1 - fitted.zero_fraction) * fitted.magnitude.sf(grid)
             ax.plot(
                 grid,
+                # a logarithmic axis has no place for 0: the line ends
                 np.where(survival > 0, survival, np.nan),
                 ls=LINES[i % len(LINES)],
                 color=PALETTE[i % 10],
                 label=label_of(fitted.model),
             )
+        # the smallest fifth would take most of the axis
         ax.set_xlim(m.upper_quantile(0.8 * n), right)
     for ratio in RATIOS:
         ax.axhline(ratio, color="0.7", lw=0.7, zorder=0)
@@ -131,6 +141,7 @@ def tail(
         ylabel="share of elements ≥ |g|",
         xscale="log" if n else "linear",
         yscale="log",
+        # half an element: the last one is drawn above it
         ylim=(0.5 / max(total, 1), 1.5),
     )
     plain_log(ax.xaxis)
@@ -184,13 +195,16 @@ def qq(
         low, high = _beyond(ranks, m.count)
         bands = []
         for i, fitted in enumerate(fits):
+            # rank k of n is expected at the share (k − ½)/n
             expected, top, bottom = (
                 fitted.magnitude.isf(share) for share in ((ranks - 0.5) / m.count, low, high)
             )
+            # a low share beyond is a large magnitude, so the bounds change places
             band = ax.fill_between(expected, bottom, top, color=PALETTE[i % 10], alpha=0.2, lw=0)
             bands.append(band)
             style = {"ls": LINES[i % len(LINES)], "color": PALETTE[i % 10]}
             ax.plot(expected, magnitudes, label=label_of(fitted.model), **style)
+        # the model may expect more than the largest captured
         right = min(float(magnitudes[0]) * 3, _LARGEST)
         limits = m.upper_quantile(0.8 * m.count), right
         ax.plot(limits, limits, color="0.3", lw=0.8, label="equal")
@@ -267,6 +281,7 @@ def parameter_stability(
     matplotlib.axes.Axes
         The axes given.
     """
+    # a threshold with too few excesses has no shape
     rows = [r for r in pot.parameter_stability(x) if np.isfinite(r.c)]
     colour = next_colour(ax)
     ratios = [r.ratio for r in rows]
@@ -278,6 +293,7 @@ def parameter_stability(
     ax.set(xlabel="share of elements beyond the threshold", ylabel="shape ξ of the excesses")
     if rows:
         ax.set(xscale="log")
+        # thresholds rise to the right, as in the mean excess beside it
         ax.xaxis.set_inverted(True)
     ax.legend(fontsize="small")
     return tidy(ax, title)

@@ -56,12 +56,15 @@ def speedup(
     other = "workers" if at == "rate" else "rate"
     fixed = records[0][other]
     curves: dict[tuple[str, float | None, int], list[Mapping[str, Any]]] = {}
+    # the fastest first: curves keep the order of their first record, and the first eight are drawn
     for record in sorted(records, key=lambda r: -r["speedup"]):
         steps = _local(record)
+        # dense is the unit; dense with local steps is a way of its own
         if record["compressor"] != "none" or steps:
             curves.setdefault((record["compressor"], record["ratio"], steps), []).append(record)
     ways = {(ratio, steps) for _, ratio, steps in curves if ratio is not None or steps}
     there = [r for r in measured if r[other] == fixed]
+    # dense of the same place on the axis, without local steps, is what points are divided by
     dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none" and not _local(r)}
     drawn = min(len(curves), _MOST_LINES)
     for i, ((name, ratio, steps), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
@@ -78,6 +81,7 @@ def speedup(
         # bands of eight lines, all in the same place, add up to one colour that is none of theirs
         places = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_BARS))
         some = [rows[j] for j in np.unique(places.astype(int))]
+        # bars of several lines at one place stand side by side, each 1 % of the axis from the next
         beside = (x[-1] / x[0]) ** (0.01 * (i - (drawn - 1) / 2))
         low, high = ([r[bound] for r in some] for bound in ("speedup_low", "speedup_high"))
         ax.vlines([r[at] * beside for r in some], low, high, color=colour, lw=1, alpha=0.7)
@@ -89,6 +93,7 @@ def speedup(
             and r[at] in dense
         ]
         if points:
+            # a label with an underscore is in no legend: the line's own entry says it
             ax.plot(*zip(*points, strict=True), ls="", marker=MARKERS[i], color=colour,
                     mec="black", label=f"_{label}, measured")  # fmt: skip
     ax.axhline(1, color="0.3", lw=0.8)

@@ -46,6 +46,7 @@ _CONTRAST = 3.0
 
 
 def _luminance(colour: Sequence[float]) -> float:
+    # sRGB to linear light (WCAG 2.1, relative luminance)
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
@@ -54,6 +55,7 @@ def _dark_enough(colour: tuple[float, float, float]) -> tuple[float, float, floa
     """Return a colour, darker if it would not stand out from white."""
     while 1.05 / (_luminance(colour) + 0.05) < _CONTRAST:
         red, green, blue = colour
+        # darker by 3 % at a time: the hue stays
         colour = (0.97 * red, 0.97 * green, 0.97 * blue)
     return colour
 
@@ -114,10 +116,12 @@ def look_of(name: str) -> dict[str, Any]:
     dict
         ``color``, ``marker`` and ``ls`` of :meth:`matplotlib.axes.Axes.plot`.
     """
+    # a fixed list: a rule has its colour whatever else is drawn
     known = ["exact", *(rule for rule in ESTIMATORS.own if rule != "exact"), *_OTHERS]
     rule = {"topk": "exact"}.get(name, name)
     # what others add has a place of its own that does not depend on what is drawn beside it
     place = known.index(rule) if rule in known else len(known) + crc32(name.encode()) % 60
+    # the line changes with every ten, so that a colour that comes again has another line
     line = ("-", *LINES)[(place + place // 10) % (1 + len(LINES))]
     return {
         "color": PALETTE[place % 10],
@@ -139,6 +143,7 @@ def next_colour(ax: Axes) -> tuple[float, float, float]:
     tuple of float
         Red, green and blue, in [0, 1].
     """
+    # lines without a label are decoration, and take no colour of the ten
     return PALETTE[sum(not str(line.get_label()).startswith("_") for line in ax.lines) % 10]
 
 
@@ -161,6 +166,7 @@ def legend_below(ax: Axes) -> None:
     ax : matplotlib.axes.Axes
         Axes with labelled artists, ticks and a label of the horizontal axis.
     """
+    # in points, so that the legend clears ticks and label on axes of any height
     down = ScaledTranslation(0, -_BELOW / 72, ax.figure.dpi_scale_trans)
     ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False,
               bbox_transform=ax.transAxes + down)  # fmt: skip
@@ -186,6 +192,7 @@ def tidy(ax: Axes, title: str | None) -> Axes:
     plain = (
         matplotlib.rcParams["axes.axisbelow"] == "line"
     )  # no style: seaborn's say whether there is a grid
+    # seaborn's styles decide about the grid themselves
     ax.grid(**{"alpha": 0.3} if plain else {"visible": matplotlib.rcParams["axes.grid"]})
     ax.spines[["top", "right"]].set_visible(False)
     _plain_text([ax])
@@ -225,8 +232,10 @@ def plain_log(axis: Axis) -> None:
     low, high = axis.get_view_interval()
     if low <= 0:  # nothing drawn
         return
+    # less than two and a half decades have room for labels between powers of ten
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_major_formatter("{x:g}")
+    # minor ticks would be labelled between
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -264,6 +273,7 @@ def log_ranks(n: int) -> NDArray[np.int64]:
     """
     if n == 0:
         return np.empty(0, np.int64)
+    # small ranks come several times as whole numbers
     return np.unique(np.geomspace(1, n, min(n, _MOST_POINTS)).astype(np.int64))
 
 
@@ -292,13 +302,16 @@ def png(figure: Figure, *, dpi: int = 110, optimize: bool = True) -> bytes:
     _plain_text(figure.axes)
     _plain(figure.texts)
     before = figure.dpi
+    # the figure is the user's: its resolution is put back below
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]  # once; savefig draws twice for the layout's sake
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    # 256 colours have no transparency, and pages are white
     image = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
     figure.set_dpi(before)
     small = io.BytesIO()
+    # the same bytes every time: the median cut has no random start
     colours = image.quantize(256, Image.Quantize.MEDIANCUT)
     colours.save(small, format="png", optimize=optimize)
     return small.getvalue()

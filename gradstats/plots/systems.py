@@ -58,7 +58,9 @@ def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) 
         mine = [r for r in records if r["compressor"] == name]
         seeds = [[r for r in mine if r["seed"] == seed] for seed in _distinct(mine, "seed")]
         points = range(min(map(len, seeds)))  # one that diverged, or was interrupted, ends early
+        # runs are compared point by point, so all end with the shortest
         across = np.array([[float(seed[i][value]) for i in points] for seed in seeds])
+        # seeds do not take the same time to a point: the mean place
         where = np.mean([[float(seed[i][at]) for i in points] for seed in seeds], axis=0)
         look = look_of(name) | {"marker": ""}
         ax.plot(where, across.mean(axis=0), lw=1.5, label=name, **look)
@@ -112,6 +114,7 @@ def training_curves(
     _bands(records, by, value, ax)
     ax.set(xlabel=_SPENT[by], ylabel=_MEASURED[value])
     low, high = ax.dataLim.intervaly
+    # only where all is positive and spans a decade
     if 0 < 10 * low < high:
         ax.set_yscale("log")
         plain_log(ax.yaxis)
@@ -119,6 +122,7 @@ def training_curves(
         ax.axhline(1, color="0.3", lw=0.8)
         floor = max((r["floor"] for r in records if "floor" in r), default=0)
         if floor:
+            # the widest floor, of the smallest k, holds for all
             ax.axhspan(1 - floor, 1 + floor, color="0.88", zorder=0, label="noise floor")
     if by == "megabytes":
         ax.set_xscale("log")
@@ -155,10 +159,12 @@ def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
     """
     _lines(records, "nproc", "build_up", ax, marker=True)
     ranks = sorted(_distinct(records, "nproc"))
+    # without overlap n ranks send n·k elements
     ax.plot(ranks, ranks, color="0.5", lw=1, ls=(0, (1, 3)), label="no overlap")
     ax.axhline(1, color="0.3", lw=0.8)
     ax.set(xlabel="ranks", ylabel="union of the selections ÷ k", xscale="log", yscale="log")
     ax.set_xticks(ranks, [str(n) for n in ranks])
+    # ticks between whole numbers of ranks mean nothing
     ax.xaxis.set_minor_locator(NullLocator())
     plain_log(ax.yaxis)
     ax.legend(fontsize="small")
@@ -186,6 +192,7 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     few = len(layers) <= _FEW_LAYERS
     for i, layer in enumerate(layers):
         points = sorted((r["step"], r["delta"]) for r in records if r["layer"] == layer)
+        # one entry in the legend stands for all grey lines
         style: dict[str, Any] = {"color": "0.6", "lw": 0.7, "label": "_" if i else "each layer"}
         if few:
             style = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5], "label": layer}
@@ -198,7 +205,9 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     beyond = sum(r["delta"] > 1 for r in records)
     label = f"assumption fails: {beyond} of {len(records)}"
     ax.axhline(1, color="black", lw=1)
+    # the axis reaches beyond 1 even where all is well, so that the line is seen
     ax.set_ylim(0, max(1.2, ax.get_ylim()[1]))
+    # up to the end of the axis, after it was set
     ax.axhspan(1, ax.get_ylim()[1], color="0.92", zorder=0, label=label)
     ax.set(xlabel="step", ylabel="δ of the layer")
     legend_below(ax)
@@ -308,11 +317,13 @@ def timeline(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
             ax.barh(i, 1e3 * width, left=1e3 * start, height=0.7, color=PALETTE[i % 10], alpha=0.6,
                     edgecolor="black", lw=0.5)  # fmt: skip
             name = str(record["layer"]) if fit else str(1 + layers.index(record["layer"]))
+            # a number that does not fit stands above its block
             inside = fit or width > 0.012 * span * len(name)
             middle = 1e3 * (start + width / 2), i if inside else i - 0.42
             ax.text(*middle, name, ha="center", va="center", fontsize=7)
     if not fit:
         names = [f"{n}  {visible(str(layer))}" for n, layer in enumerate(layers, 1)]
+        # a key of texts alone: its handles draw nothing
         nothing = [Line2D([], [], ls="") for _ in names]
         key = {
             "title": "layers",

@@ -63,6 +63,7 @@ def quality_bars(
     for i, name in enumerate(names):
         look = look_of(name)
         for record in (r for r in records if r["estimator"] == name):
+            # rules of one ratio stand side by side, around its tick
             position = ratios.index(record["ratio"]) + (i - (len(names) - 1) / 2) * width
             mean = max(record["mean"], _LEAST)
             if record["low"] <= 0:
@@ -71,16 +72,19 @@ def quality_bars(
                 position,
                 mean,
                 yerr=[
+                    # a whisker has no negative length: the mean may be outside of low and high where it was raised
                     [max(mean - max(record["low"], _LEAST), 0)],
                     [max(record["high"] - mean, 0)],
                 ],
                 fmt=look["marker"],
                 color=look["color"],
                 capsize=3,
+                # one entry for each rule, not for each ratio
                 label=name if record["ratio"] == ratios[0] else None,
             )
     for j, ratio in enumerate(ratios):
         record = next(r for r in records if r["ratio"] == ratio)
+        # the floor of few elements reaches below zero, which this axis does not have
         floor = (max(record["floor_low"], 1e-3), record["floor_high"])
         ax.fill_between(
             [j - 0.45, j + 0.45], *floor, color="0.85", zorder=0, label=None if j else _FLOOR
@@ -120,6 +124,7 @@ def quality_over_steps(
         points: dict[int, list[float]] = {}
         for record in series:
             if record["estimator"] == name:
+                # nothing kept is drawn at the end of the axis, and marked
                 points.setdefault(record["step"], []).append(max(record["quality"], _LEAST))
         steps = sorted(points)
         means = [float(np.mean(points[step])) for step in steps]
@@ -128,6 +133,7 @@ def quality_over_steps(
             if mean <= _LEAST:
                 _mark_nothing(ax, step, look["color"])
     if series:
+        # k is the same for all rules at one ratio
         floor = Z95 / np.sqrt(max(series[0]["k"], 1))
         ax.axhspan(max(1 - floor, 1e-3), 1 + floor, color="0.88", zorder=0, label=_FLOOR)
     ax.axhline(1, color="0.3", lw=0.8)
@@ -171,6 +177,7 @@ def latency_bars(
         # a bar's length says nothing on a logarithmic axis, which has no zero to begin at
         ax.plot(
             [scale * x for x in rows.values()],
+            # ratios of one compressor stand side by side, around its tick
             [names.index(n) + (j - (len(ratios) - 1) / 2) * height for n in rows],
             ls="",
             marker=MARKERS[j % len(MARKERS)],
@@ -178,6 +185,7 @@ def latency_bars(
             color=PALETTE[j % 10],
             label=f"ratio {ratio:g}",
         )
+    # seconds have no natural unit: one read of the data, or top-k, is 1
     if value != "seconds":
         ax.axvline(1, color="0.3", lw=0.8)
     units = {"seconds": "latency (ms)", "streams": "latency (reads of the data)"}

@@ -65,14 +65,18 @@ def overview(
 
     ratios = check_ratios(ratios)
     order = sorted(steps)
+    # the number of all elements: shares are of these, zeros included
     every = [(steps[step].magnitudes, steps[step].numel) for step in order]
     if not any(m.count for m, _ in every):
         raise InputError("there is nothing to draw: no step has an element that is not zero")
     # the smallest hundredth of the elements would take half of the picture
     low = min(m.upper_quantile(0.99 * m.count) for m, _ in every if m.count)
+    # a little above the largest, so that it lies inside the last row
     edges = np.geomspace(low, max(m.upper_quantile(1) for m, _ in every) * 1.05, _BINS + 1)
     octaves = np.log2(edges[1] / edges[0])
+    # counts above an edge, whose differences are the rows
     above = np.array([[m.exceedances(edge) / numel for edge in edges] for m, numel in every])
+    # per octave, so that the number of rows does not change the colours
     share = -np.diff(above, axis=1).T / octaves
     borders = np.arange(len(every) + 1) - 0.5
     mesh = ax.pcolormesh(
@@ -85,6 +89,7 @@ def overview(
     ax.figure.colorbar(mesh, ax=ax, label="share per octave")
     at = np.arange(len(every))
     for ratio, style in zip(ratios, itertools.cycle(("-", *LINES[:3])), strict=False):
+        # a threshold of 0 keeps everything, and has no place on a logarithmic axis
         line = [m.upper_quantile(target_count(ratio, numel)) or np.nan for m, numel in every]
         for colour, width in (("white", 3.0), ("black", 1.2)):  # legible on any ground
             label = f"largest {ratio:g}" if colour == "black" else None
@@ -95,6 +100,7 @@ def overview(
     plain_log(ax.yaxis)
     _name_steps(ax, order, 0.0)
     legend_below(ax)
+    # a grid over a map hides it
     tidy(ax, title).grid(visible=False)
     return ax
 
@@ -183,6 +189,7 @@ def drift_map(
     name = _long_name(array)
     norm: Normalize | None = None
     known = values[np.isfinite(values)]
+    # only positive quantities have a geometric mean
     if relative and known.size and (known > 0).all():
         from matplotlib.colors import LogNorm
 
@@ -228,6 +235,7 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     array = _by_layer(dataset, quantity, ("step", "rank"))
     rows = array.transpose("layer", ...).values.reshape(array.sizes["layer"], -1)
     place, known = np.arange(len(rows)), [row[np.isfinite(row)] for row in rows]
+    # by layer, as layers may lack steps
     low, middle, high = (
         [float(f(row)) if row.size else np.nan for row in known]
         for f in (np.min, np.median, np.max)
@@ -236,9 +244,11 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     ax.plot(middle, place, "o", ms=3.5, color=PALETTE[0])
     _name_layers(ax, array, 0.0)
     ax.set(xlabel=_named(array))
+    # scales of layers differ by powers of ten
     if quantity in ("mean", "rms", "max", "scale", "threshold"):
         ax.set_xscale("log")
     if quantity == "zero_fraction":
+        # all shares, with room for points at the ends
         ax.set_xlim(-0.03, 1.03)
     return tidy(ax, title)
 
@@ -277,7 +287,10 @@ def _name_steps(ax: Axes, steps: Sequence[int], offset: float) -> None:
 def _name_layers(ax: Axes, array: DataArray, offset: float) -> None:
     """Name every layer, or as many as are legible, from the top down."""
     names = array["layer"].values
+    # as high as the axes are now: the layout is made only when the figure is drawn
     height = ax.get_window_extent().height / ax.figure.dpi  # inches
+    # nine names an inch are legible at this size
     shown = np.arange(0, names.size, max(1, int(np.ceil(names.size / max(height * 9, 1)))))
     ax.set_yticks(shown + offset, [visible(name) for name in names[shown]], fontsize=6.5)
+    # the first layer on top, as in the model
     ax.set_ylim(names.size - 0.5 + offset, -0.5 + offset)

@@ -64,6 +64,7 @@ def write_report(
     GradstatsError
         If a source cannot be read or holds nothing, or the page cannot be written.
     """
+    # a mapping or an array is one source; only lists and tuples are several
     several = sources if isinstance(sources, list | tuple) else [sources]
     opened = [open_source(source) for source in several]
     with progress_bar() as bar:
@@ -79,6 +80,7 @@ def write_report(
         name = f"{m.source.name}: "
         named = [text.removeprefix(name) for text in advice if text.startswith(name)]
         mine = named or ([] if i else list(advice))  # what names no source is of the first
+        # whether to compress is asked of a source, not of each of its kinds
         first = {SHOULD: should(m, m.kinds[0], mine)}
         for kind in m.kinds:
             answers.append(
@@ -90,11 +92,13 @@ def write_report(
         body = "\n".join([_first_screen(measured, answers), *sections, runs, _provenance(measured)])
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            # an interrupted report leaves the old page whole
             replace_file(Path(path), page("Gradient report", body))
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from error
     return Records(
         {"source": m.source.name, "kind": kind, "question": question, "answer": v.headline}
+        # a field of a record is one line; the answer has a line a sentence
         | {"numbers": v.numbers.replace("\n", " "), "warn": v.warn}
         for m, kind, found in answers
         for question, v in found.items()
@@ -107,7 +111,9 @@ class _Report(ModuleType):
     __call__ = staticmethod(write_report)
 
 
+# Python looks up __call__ on the class of what is called: the module's own class is replaced
 sys.modules[__name__].__class__ = _Report
+# help and completion ask for the signature where they find no function
 __signature__ = inspect.signature(write_report)
 
 
@@ -133,7 +139,9 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
         f'<a href="#{escape(m.source.name)}">{escape(m.source.name)}</a>' for m in measured
     )
     sources = (argument_of(m.source) for m in measured)
+    # paths with spaces stay one argument
     around = shlex.join(["gradstats", "explore", *sources, "-o", "explore.html"])
+    # only the first kind of a source has this answer
     worth = "".join(
         _worth(m.source.name, found[SHOULD]) for m, _, found in answers if SHOULD in found
     )
@@ -165,6 +173,7 @@ independent elements; those of a gradient depend on one another, so the true int
 
 def _provenance(measured: Sequence[Measured]) -> str:
     program = Path(sys.argv[0])
+    # python -m gradstats has the file __main__.py as its program
     name = "gradstats" if program.stem == "__main__" else program.name
     packages = ("gradstats", "numpy", "scipy", "torch", "statsmodels", "zarr")
     versions = ", ".join(f"{package} {version(package)}" for package in packages)

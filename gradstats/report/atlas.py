@@ -61,6 +61,7 @@ def atlas_page(records: Sequence[Mapping[str, Any]], pieces: Sequence[str], step
     str
         The page, which lists the pieces that have no records.
     """
+    # in the order of the list of pieces, not of the file: pieces are measured in any order
     done = [piece for piece in pieces if any(r["piece"] == piece for r in records)]
     missing = [piece for piece in pieces if piece not in done]
     trainings = list(dict.fromkeys(piece.split("/")[0] for piece in done))
@@ -105,12 +106,14 @@ def _training(piece: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
+    # None where a number has no meaning, as the cosine of a kind that all ranks share
     known = [v for v in values if v is not None]
     return float(np.median(known)) if known else None
 
 
 def _one(piece: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the row of one piece and kind."""
+    # a law is the same in a phase only if it is fitted in the same way, once or by layer
     laws = Counter(r["law"] + (" by layer" if r["by_layer"] else "") for r in rows if r["law"])
     law, times = laws.most_common(1)[0] if laws else ("–", 0)
     error = _middle([r["tail_error"] for r in rows])
@@ -118,13 +121,16 @@ def _one(piece: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "training": piece,
         "law": f"{law}, {times} of {len(rows)}",
+        # errors are logarithms in the records and factors on the page
         "tail error": None if error is None else float(np.exp(error)),
     }
+    # keys of JSON are texts
     for share in ("0.1", "0.01", "0.001"):
         found[f"ξ {100 * float(share):g} %"] = _middle([r["xi"].get(share) for r in rows])
     for share in ("0.01", "0.001"):
         found[f"energy {100 * float(share):g} %"] = _middle([r["energy"][share] for r in rows])
     found |= {n: _middle([r[n] for r in rows]) for n in ("zeros", "p")}
+    # kinds that all ranks share have no such columns
     if any(r["cosine"] is not None for r in rows):
         found |= {"cosine": _middle([r["cosine"] for r in rows])}
         found |= {"noise scale": _middle([r["noise_scale"] for r in rows])}
@@ -140,9 +146,11 @@ def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:
         for ratio in ("0.1", "0.01", "0.001"):
             here = [q[ratio] for r in records if ratio in (q := r["rules"].get(rule, {}))]
             if here:
+                # k̂/k is a factor, so its middle is that of the logarithms
                 typical = float(np.exp(np.median(np.log(here))))
                 row[ratio] = f"{typical:.2f} ({min(here):.2g} to {max(here):.2g})"
         rows.append(row)
+    # counting rules come first: the text below speaks of the first four
     rows.sort(key=lambda r: (r["rule"] not in COUNTING, r["rule"]))
     parts = [
         "## Rules",
@@ -156,6 +164,7 @@ def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:
         return parts
     count = judged[0]["trainings"]
     chosen = [r for r in judged if r["chosen"]]
+    # the worst of the choices, each on the training that it was made without
     held = max((r["held_out"] for r in chosen), default=None)
     sentence = (
         f"Of the rules that estimate, `{judged[0]['estimator']}` has the best worst case over {count} kinds of "
@@ -190,6 +199,7 @@ def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:
     optimizers: dict[str, set[str]] = {}
     for record in records:
         optimizers.setdefault(record["training"], set()).add(record["optimizer"])
+    # only trainings with several optimizers say how optimizers differ
     several = sum(len(each) > 1 for each in optimizers.values())
     return [
         "## What varies",

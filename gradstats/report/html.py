@@ -35,6 +35,7 @@ def escape(text: str) -> str:
     str
         HTML.
     """
+    # html.escape leaves control characters as they are
     return html.escape(visible(text))
 
 
@@ -54,6 +55,7 @@ def page(title: str, body: str) -> str:
         HTML.
     """
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    # str.format would take the braces of CSS and scripts for its own
     return Template(template).substitute(title=escape(title), body=body)
 
 
@@ -124,12 +126,15 @@ def figure(
 
     from gradstats import plots
 
+    # without pyplot, which keeps figures and chooses a backend for the whole process
     canvas = Figure(figsize=(width * panels, height), layout="constrained")
     if title:
         canvas.suptitle(title)
     axes = list(canvas.subplots(1, panels, squeeze=False)[0])
     draw(axes)
+    # after drawing: only then an axis knows its range
     _lighten(axes)
+    # without optimization, which costs six times the time for a page that is read once
     data = base64.b64encode(plots.png(canvas, optimize=False)).decode()
     text = escape(caption)
     return (
@@ -144,6 +149,7 @@ def _lighten(axes: Sequence[Axes]) -> None:
 
     for ax in axes:
         for axis in (ax.xaxis, ax.yaxis):
+            # an axis may be inverted
             low, high = sorted(axis.get_view_interval())
             if axis.get_scale() == "log" and 0 < 10 * low < high:
                 axis.set_minor_locator(NullLocator())
@@ -178,6 +184,7 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
     rows = "".join(
         "<tr>"
         + "".join(
+            # the cell's text is rounded, so sorting goes by the value itself
             f'<td{left(name)} data-value="{escape(_sortable(record[name]))}">'
             f"{escape(shown[name][i])}</td>"
             for name in columns
@@ -193,6 +200,7 @@ def table(records: Sequence[Record], columns: Mapping[str, str], caption: str) -
 
 def _shown(name: str, values: Sequence[Any]) -> list[str]:
     """Return the cells of a column: decimals alike, a minus as wide as a digit, and no p that is too small to mean."""
+    # ratios are what users typed: 0.001, not 1.00e-03
     if name in ("ratio", "tail_ratio"):
         return [f"{value:g}" for value in values]
     cells = alike(values, [format_value(value) for value in values])
@@ -212,5 +220,6 @@ def _sortable(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool | int | float):
+        # Number() of JavaScript knows Infinity, not inf
         return repr(float(value)).replace("inf", "Infinity")
     return format_value(value)

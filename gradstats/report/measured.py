@@ -138,6 +138,7 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
     Measured
         Records of all tables.
     """
+    # steps of the first rank, the one that figures show
     rank = source.select()[0][0]
     steps = evenly(sorted({step for _, _, step in source.select(ranks=[rank])}), MOST_STEPS)
     keys = source.select(ranks=[rank], steps=steps)
@@ -152,8 +153,10 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
     tails += mixture_records(source, **last)
     peaks = pot_records(source, **here)
     advance()
+    # a control is no candidate, so controls come last; sorting keeps the others in order
     names = sorted(LAWS, key=lambda name: LAWS[name].control)
     fits = fit_records(source, names, wasserstein=False, **here)
+    # all looked at, not only those shown: pairs of neighbouring steps judge the laws
     laws = closest_laws(law_pairs(source, **here | {"steps": steps}))
     advance()
     series = series_of(source, Subset(steps), client=client)
@@ -167,6 +170,7 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
         client=client,
     )
     advance()
+    # a list keeps the dimension, by which drift_records tells its series
     drift = drift_records(training.sel(layer=["all"]), ["mean", "threshold"])
     advance()
     facts, losses, live = _run(source, rank)
@@ -205,6 +209,7 @@ def _energy(source: Source, rank: int, steps: Sequence[int], client: Any) -> lis
 
 def _shares(source: Source, key: Key) -> dict[float, float]:
     m = as_magnitudes(source.read(*key).values)
+    # squares beyond the range of float64 sum to infinity, of which nothing has a share
     if not (m.count and (total := m.count * m.mean_square) < math.inf):
         return {}
     counts = {ratio: target_count(ratio, source.numel) for ratio in RATIOS}
@@ -226,6 +231,7 @@ def _run(
         return {}, [], []
     columns = source.trace.scalars(rank)
     losses = zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True)
+    # a loss that is not a number has no place on an axis
     known = sorted((int(step), float(loss)) for step, loss in losses if np.isfinite(loss))
     live = compression(source.trace)
     ratio = source.trace.attrs.get("ratio")
@@ -246,6 +252,7 @@ def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str,
     """
     groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
     recorded = {(r["rank"], r["kind"], r["step"]): r for r in info_records(source)}
+    # of a long series only the steps looked at are read whole
     keys = [key for key in recorded if key[-1] in steps]
     found = evaluate(lambda submit, key: submit(_inspect, source, key), keys, client)
     looked_at = dict(zip(keys, found, strict=True))
@@ -274,16 +281,20 @@ def _inspect(source: Source, key: Key) -> dict[str, Any]:
     if source.sketched(rank, kind):
         sketches = zip(source.layers, source.stored_sketches(rank, kind, step), strict=True)
         constant = [la.name for la, s in sketches if la in layers and s.moments.zeros == s.numel]
+        # a sketch tells zeros exactly, not whether other elements are equal
         return {"constant": constant}
     values = as_numpy(source.read(rank, kind, step).values).reshape(-1)
     finite = np.isfinite(values)
     magnitudes = np.abs(values[finite & (values != 0)])
+    # one sort gives the ties, the largest of them and the gap
     levels, counts = np.unique(magnitudes, return_counts=True)
     return {
         "zeros": int(np.count_nonzero(values == 0)),
         "nonfinite": int(values.size - np.count_nonzero(finite)),
         "tied": float(counts[counts > 1].sum() / max(magnitudes.size, 1)),
         "largest_tie": int(counts.max(initial=0)),
+        # of different magnitudes: a tie of the two largest is no gap
         "gap": float(levels[-1] / levels[-2]) if levels.size > 1 else 0.0,
+        # NaN equals nothing, so a layer of NaN is not constant
         "constant": [la.name for la in layers if (values[la.slice] == values[la.slice][0]).all()],
     }

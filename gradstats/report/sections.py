@@ -58,6 +58,7 @@ def section(m: Measured) -> str:
 def _capture(m: Measured) -> str:
     parts = []
     if isinstance(m.source, TraceSource):
+        # these two describe the file, not the run
         attributes = {
             k: v for k, v in m.source.trace.attrs.items() if k not in ("layout", "format")
         }
@@ -163,6 +164,7 @@ def _decay(m: Measured, reduced: dict[str, Sketch]) -> str:
     from gradstats import plots
 
     def draw(axes: Sequence[Axes]) -> None:
+        # one element has no window of ranks
         plots.magnitude_decay(
             reduced, axes[0], window=default_window(m.source.numel) if m.source.numel > 1 else None
         )
@@ -200,12 +202,14 @@ def _tail(m: Measured, reduced: dict[str, Sketch]) -> str:
     from gradstats import plots
 
     last = {kind: reduced[f"{kind}, step {m.shown[-1]}"] for kind in m.kinds}
+    # of fewer elements no tail is fitted
     some = {kind: s for kind, s in last.items() if s.magnitudes.count >= FEWEST}
     parts = ["<h3>How heavy is its tail?</h3>"]
     if some:
 
         def draw(axes: Sequence[Axes]) -> None:
             for label, each in some.items():
+                # kinds of different scale share the axes
                 relative = each.magnitudes.scaled(1 / each.magnitudes.mean)
                 plots.mean_excess(relative, axes[0], label=label)
                 plots.parameter_stability(each, axes[1], label=label)
@@ -283,7 +287,9 @@ def _fits(name: str, captured: Captured, reduced: Sketch) -> str:
 def _thresholds(m: Measured) -> str:
     from gradstats import plots
 
+    # those that count would be a line at 1
     quality = [r for r in m.quality if r["estimator"] not in COUNTING]
+    # the smallest ratio is the farthest in the tail
     series = [r for r in m.series if r["estimator"] not in COUNTING and r["ratio"] == min(RATIOS)]
 
     def bars(axes: Sequence[Axes]) -> None:
@@ -342,12 +348,14 @@ def _layers(m: Measured) -> str:
         zeros = bool((data["zero_fraction"] > 0).any())  # else there is nothing to see
 
         def draw(axes: Sequence[Axes], data: Any = data, zeros: bool = zeros) -> None:
+            # the last axes are those of the map, so there is one more than quantities
             for ax, quantity in zip(
                 axes, ("mean", "shape", "zero_fraction")[: 2 + zeros], strict=False
             ):
                 plots.layer_map(data, quantity, ax)
             plots.drift_map(data, "mean", axes[-1])
             for ax in axes[1:]:
+                # all axes have the same layers in the same order
                 ax.tick_params(labelleft=False)
 
         caption = f"Scale{', tail and zeros' if zeros else ' and tail'} of the {kind} by layer, median and range over "

@@ -47,6 +47,7 @@ def missing_ranks(measured: Measured) -> list[int]:
     if not isinstance(measured.source, TraceSource):
         return []
     trace = measured.source.trace
+    # a sharded gradient is read under one rank, and held by several
     return sorted({*range(trace.world_size)}.difference(*map(trace.shard_ranks, trace.ranks)))
 
 
@@ -108,6 +109,7 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         optimizer=optimizer.get("name") if isinstance(optimizer, Mapping) else None,
         ratio=ratio if isinstance(ratio, int | float) else None,
         nonzero=1 - max(r["zeros"] for r in rows) / source.numel,
+        # one step is enough: the sum over workers passes NaN on to all
         sound=not any(r["nonfinite"] for r in rows),
         advice=advice,
     )
@@ -116,6 +118,7 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
 def _even(numel: int, ratio: float) -> float:
     """Return the share of Σg² that the largest elements of a normal vector hold."""
     k = target_count(ratio, numel)
+    # a standard normal vector has Σg² = numel
     return float(np.square(control("halfnorm", numel, (1, k))[1]).sum()) / numel
 
 
@@ -127,6 +130,7 @@ def _live(measured: Measured, kind: Kind) -> Verdict:
             "Not recorded", f"The run had {said}." if said else "No compressor is known."
         )
     rows, d = measured.live, measured.source.numel
+    # NaN means that nothing was recorded
     known = [r["quality"] for r in rows if math.isfinite(r["quality"])]
     headline = f"{said or 'The compressor'}"
     if known:
@@ -139,7 +143,9 @@ def _live(measured: Measured, kind: Kind) -> Verdict:
         ("communicate", "communicate {:.3g} ms", 1000),
     ):
         values = [r[name] for r in rows if math.isfinite(r[name])]
+        # medians: single slow steps say nothing of the usual one
         numbers += f"; {text.format(unit * np.median(values))}" if values else ""
+    # of the mean: single steps may be far off by chance
     far = bool(known) and abs(float(np.mean(known)) - 1) > _CLOSE
     return Verdict(headline, numbers + ".", far)
 
@@ -154,11 +160,13 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
     rows, d = _of(measured.ledger, kind), measured.source.numel
     found: list[str] = []
     harmless: list[str] = []
+    # any NaN is bad; zeros are usual in small numbers
     for name, text, bad in (("nonfinite", "NaN or infinite", 0.0), ("zeros", "zero", _SOUND)):
         most = max(r[name] for r in rows)
         if most:
             said = f"{most:,} elements {text} in one step ({_percent(most / d, 2)})"
             (found if most >= bad * d else harmless).append(said)
+    # two elements of one magnitude are usual: float32 alone ties some
     tie = max((r["largest_tie"] or 0 for r in rows), default=0)
     if tie > max(1, _TIED * d):
         found.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
@@ -167,6 +175,7 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
         found.append(f"{len(constant)} constant layer{'s' * (len(constant) > 1)}")
     if _spiky(rows):
         found.append("one element is more than a hundred times the next")
+    # the ledger has a row for each rank
     counts = {r["steps"] for r in rows}
     if len(counts) > 1:
         found.append(f"ranks have {min(counts)} to {max(counts)} steps")
@@ -205,6 +214,7 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
     if not pooled or pooled[-1]["n"] < FEWEST:
         return Verdict("Too few elements for a tail", f"It takes {FEWEST} in the largest tenth.")
     last = pooled[-1]
+    # one spike decides the shape of any tail that it is in
     if _spiky(_of(measured.ledger, kind)):
         numbers = f"Of the top tenth, step {last['step']}, with it: {_interval(last, 'c')}."
         return Verdict("Cannot be told: one element is far beyond all others", numbers)
@@ -217,6 +227,7 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
         own = normalised[0]
         numbers += f"; with every layer divided by its mean {_interval(own, 'c')}"
         if word == "heavy":
+            # half of the shape or more gone once each layer has its own scale
             mixed = own["c"] < c / 2
             headline += (
                 ", most of it from layers of different scale" if mixed else ", in the layers too"
@@ -228,6 +239,7 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
         headline += f"; {_heaviness(least)} in the top {_share(least)}: {_signed(least['c'])}"
         shares = ", ".join(f"{_interval(r, 'c')} in the top {_share(r)}" for r in further)
         numbers += f". Other shares have other shapes: {shares}"
+    # ratios are of all elements, the tenth is of those that are not zero: alike where few are zero
     design = _designs(measured, kind, step).get(_TENTH, math.nan)
     if design >= 1.5 and math.isfinite(last["c_low"]):
         ends = widened_interval(c, last["c_low"], last["c_high"], design)
@@ -247,6 +259,7 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
 
 def _heaviness(record: dict[str, Any]) -> str:
     """Return what the interval of a shape says of the tail."""
+    # without an interval a shape above −½ cannot be told from that of an exponential tail
     if record["c_low"] <= 0 <= record["c_high"] or (
         math.isnan(record["c_low"]) and record["c"] > -0.5
     ):
@@ -274,6 +287,7 @@ def _percent(share: float, digits: int = 0) -> str:
 
 
 def _signed(value: float) -> str:
+    # adding 0.0 makes a negative zero plain
     return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
@@ -295,6 +309,7 @@ def _designs(measured: Measured, kind: Kind, step: int) -> dict[float, float]:
     """Return the design effect of the elements beyond each ratio at a step, where it is known."""
     return {
         r["ratio"]: r["design"]
+        # the design effect is the gradient's, the same in every rule's record
         for r in _of(measured.series, kind)
         if (r["rank"], r["step"], r["estimator"]) == (measured.rank, step, "exact")
         and math.isfinite(r["design"])
