@@ -102,8 +102,8 @@ class BackwardWatch:
         """
         # in place, for the hooks hold this dict
         self._versions.clear()
+        # weakly, so that gradients that are set to None are freed
         self._known = {
-            # weakly, so that gradients that are set to None are freed
             id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None
         }
 
