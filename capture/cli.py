@@ -362,7 +362,6 @@ def demo(  # numpydoc ignore=PR01
             error_feedback=error_feedback,
             seed=seed,
             out=out / f"{name}.zarr",
-            # some twenty steps, however long the run
             every=max(1, steps // 20),
             overwrite=True,
         )

@@ -259,7 +259,6 @@ class RunConfig:
 
     def _epochs(self, count: int) -> int:
         """Return the number of steps in epochs of the whole data set."""
-        # rounded up
         return -(-count * self.info.epoch // (self.setting("batch_size") * self.nproc))
 
     def setting(self, name: Literal["steps", "batch_size", "hidden", "vocab"]) -> int:

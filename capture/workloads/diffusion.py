@@ -73,7 +73,6 @@ class UNet(nn.Module):
             y = smaller(kept[-1])
         y = self.middle(y, time)
         for block in self.up:
-            # the nearest pixel, twice in each direction
             larger = y.repeat_interleave(2, 2).repeat_interleave(2, 3)
             y = block(torch.cat([larger, kept.pop()], 1), time)
         noise: Tensor = self.last(F.silu(self.norm(y)))

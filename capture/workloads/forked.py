@@ -12,6 +12,5 @@ for name in (
     "torch.onnx",
 ):
     import_module(name)
-# compiled, or loaded from the cache, before the ranks are forked
 warm_up()
 import_module("sklearn.datasets")  # last, for it may be missing

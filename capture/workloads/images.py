@@ -201,7 +201,6 @@ def load_digits() -> ImageSet:
         ) from None
 
     digits = sklearn_digits()
-    # scikit-learn's digits have values from 0 to 16
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     images = F.interpolate(images, size=(16, 16), mode="bilinear", align_corners=False)
     images = torch.cat([images, *torch.gradient(images, dim=(2, 3))], dim=1)
@@ -266,7 +265,6 @@ def _cifar(files: list[Path], unseen: Path, labels: int, classes: int, side: int
     images, numbers = torch.cat([i for i, _ in parts]), torch.cat([n for _, n in parts])
     if side != 32:
         images = F.adaptive_avg_pool2d(images, side)
-        # no test set stays none
         test = test and (F.adaptive_avg_pool2d(test[0], side), test[1])
     # four of 32 pixels, and as large a part of smaller images
     return _normalised(images, numbers, test, shift=side // 8, flip=True)

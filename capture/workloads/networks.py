@@ -260,7 +260,6 @@ def vgg(
     inputs = 3
     for stage, count in enumerate(_VGG[depth]):
         for _ in range(count):
-            # the fifth stage is as wide as the fourth
             outputs = min(64 << stage, 512)
             layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
             layers += [nn.BatchNorm2d(outputs)] if norm else []

@@ -83,7 +83,6 @@ class DeepSpeech(nn.Module):
         self.lstms = nn.ModuleList(
             [nn.LSTM(hidden if i else features, hidden) for i in range(layers)]
         )
-        # each feature by itself
         self.ahead = nn.Conv1d(hidden, hidden, _AHEAD + 1, groups=hidden, bias=False)
         self.out = nn.Linear(hidden, len(LABELS), bias=False)
 
@@ -372,7 +371,6 @@ def example(config: RunConfig) -> tuple[Tensor, Tensor]:
     tuple of tensor
         Spectrograms and their lengths.
     """
-    # 250 hops of 10 ms
     size, frames = config.setting("batch_size"), 250
     features = _BANDS if _small(config) else 161
     return torch.randn(size, features, frames), torch.full((size,), frames)
@@ -444,7 +442,6 @@ def make_task(config: RunConfig, rank: int) -> Task:
             for first in range(0, len(unseen), size):
                 part = unseen[first : first + size]
                 logs, lengths = scores(network, part)
-                # without the padding
                 texts = (decode(log[:n]) for log, n in zip(logs, lengths.tolist(), strict=True))
                 found += [(text, truth) for text, (_, truth) in zip(texts, part, strict=True)]
         network.train()
