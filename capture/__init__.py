@@ -30,6 +30,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'capture' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
+    # kept, so that this function is not called for it again
     globals()[name] = value
     return value
 

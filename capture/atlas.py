@@ -113,6 +113,7 @@ def run_piece(config: RunConfig, phases: dict[str, Sequence[int]]) -> list[dict[
 
     assert config.out is not None
     losses = run(config).losses
+    # a tenth of the steps at either end: losses of single batches scatter
     few = max(len(losses) // 10, 1)
     ends = {"first_loss": sum(losses[:few]) / few, "last_loss": sum(losses[-few:]) / few}
     return [record | ends for record in atlas_records(config.out, phases)]
@@ -140,7 +141,9 @@ def _short(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _short(v) for k, v in value.items()}
     if isinstance(value, float):
+        # JSON has neither NaN nor infinity; NaN is not below infinity
         return float(f"{value:.5g}") if abs(value) < float("inf") else None
+    # integers and truth values of NumPy
     return value.item() if hasattr(value, "item") else value
 
 
@@ -178,6 +181,7 @@ def atlas(  # numpydoc ignore=PR01
         try:
             settings = settings_of(piece, data_dir)
         except InputError as error:
+            # what is asked for by name fails; a run of everything leaves it out
             if only:
                 raise
             note(f"{piece} is left out: {error}")
@@ -196,6 +200,7 @@ def atlas(  # numpydoc ignore=PR01
         # a piece is recorded whole, or not at all
         replace_file(file, "".join(json.dumps(r) + "\n" for r in records))
         if not keep:
+            # after the records are on the disk: without them the piece is trained again
             shutil.rmtree(trace)
         note(f"  loss {found[0]['first_loss']:.3f} → {found[0]['last_loss']:.3f}")
     if page is not None:

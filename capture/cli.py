@@ -216,6 +216,7 @@ def capture(  # numpydoc ignore=PR01
             fragments=fragments,
             delay=delay,
             average=average,
+            # fsdp exchanges no gradient that could be compressed
             compressor=compressor or (DENSE if parallel == "fsdp" else "topk"),
             ratio=ratio,
             indices=indices,
@@ -246,6 +247,7 @@ def _run(config: RunConfig) -> RunResult:
     config.check()
     if config.out is not None:
         refuse_address(config.out)
+    # with a checkpoint the same command goes on, and its trace gets a number
     kept = config.overwrite or config.checkpoint is not None
     if config.out is not None and config.out.exists() and not kept:
         raise InputError(f"{config.out} exists; choose another name or give --overwrite")
@@ -310,6 +312,7 @@ def workloads(  # numpydoc ignore=PR01
 
         values, layers = backward_pass(workload, batch_size=batch_size, seed=seed)
         try:
+            # a stream, because savez() adds .npz to a name that has another ending
             with gradient.open("wb") as stream:
                 np.savez(stream, **{n: v.numpy() for n, v in values.items()})  # type: ignore[arg-type]
         except OSError as error:
@@ -347,6 +350,7 @@ def demo(  # numpydoc ignore=PR01
     """
     started = time.monotonic()
     traces, losses = [], []
+    # in this order: the answer compares the first loss with the second
     for error_feedback in (False, True):
         name = "topk-ef" if error_feedback else "topk"
         refuse_address(out)
@@ -412,6 +416,7 @@ def _tables(out: Path) -> None:
     from gradstats.trace.sources import open_sources
 
     steps = sorted({key[2] for source in open_sources(out) for key in source.select()})
+    # a set, for a short run may have captured a single step
     few = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     DECAY.emit(
         analyse("decay", out, decay.compressibility_records, steps=few, ranks=[0]), "table", None

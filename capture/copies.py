@@ -43,6 +43,7 @@ class Copies:
             if module is not None:
                 self._streams[device] = module.Stream(device=device)
         self._used: set[torch.device] = set()
+        # one vector holds all parameters: on several devices there is no place for it but the host
         self._home = next(iter(self._streams)) if stay and len(self._streams) == 1 else None
 
     def zeros(self, size: int) -> Values:
@@ -57,6 +58,7 @@ class Copies:
             return torch.zeros(size, device=self._home)
         if not self._streams:
             return np.zeros(size, np.float32)
+        # shares the pinned memory, and keeps it
         pinned: NDArray[np.float32] = _pinned(size).numpy()
         return pinned
 
@@ -82,22 +84,31 @@ class Copies:
             Return when it is there.
         """
         values = gradient.detach()
+        # sparse gradients: the trace is dense
         if values.layout != torch.strided:
             values = values.to_dense()
         if values.is_complex():
+            # view_as_real() refuses a tensor whose conjugation is still to be done
             values = real_view(values.resolve_conj())
+        # in logical order whatever the strides; a copy only where they need one
         values = values.reshape(-1)
         if scale != 1:
+            # widened first: float16 divided by a large scale loses its small
+            # elements. 1 / scale is exact for powers of two
             values = values.to(torch.promote_types(values.dtype, torch.float32)) * (1 / scale)
         if isinstance(place, torch.Tensor):  # on the device, in the order of the training
             place.copy_(values)
             return
         target = torch.from_numpy(place)
+        # a device without a stream here is the CPU, or one that no parameter was on when the capture was opened
         stream = None if wait else self._streams.get(values.device)
+        # the plain copy_() is on the current stream, and returns when the values are there
         if stream is None:
             target.copy_(values)
             return
+        # without a clone the training could overwrite the gradient before it is copied; a scaled one is a copy already
         module, held = streaming(values.device), values.clone() if scale == 1 else values
+        # the clone is made on the training's stream, and must not be read before
         stream.wait_stream(module.current_stream(values.device))
         with module.stream(stream):
             target.copy_(held, non_blocking=True)
@@ -116,8 +127,10 @@ class Copies:
         scale : float
             What the loss was multiplied by.
         """
+        # no backward pass has reached it
         if parameter.grad is None:
             place[...] = 0
+        # a rank may hold no row of a sharded parameter
         elif place.shape[0]:
             self.copy(local_part(parameter.grad), place, scale)
 
@@ -131,20 +144,25 @@ class Copies:
         """
         if not isinstance(value, torch.Tensor):
             return float(value)
+        # float() refuses a tensor of several elements, on any device
         if value.device not in self._streams or value.numel() != 1:
             return float(value.detach())
+        # as a gradient is copied: float() would make the host wait for the device
         place = self.zeros(1)
         self.copy(value, place)
         return place
 
     def mark(self) -> Callable[[], None] | None:
         """Return what waits for the copies so far, in any thread; None where there is nothing to wait for."""
+        # devices without a copy since the last mark have nothing to wait for
         events = [(device, self._streams[device]) for device in self._used]
         self._used.clear()
+        # copies that stay on the device are on the training's own stream
         if self._home is not None:
             events = [(self._home, streaming(self._home).current_stream(self._home))]
         if not events:
             return None
+        # events, not streams: to wait for a stream would be to wait for the copies of later steps, too
         marks = [(streaming(device).Event(), stream) for device, stream in events]
         for event, stream in marks:
             event.record(stream)

@@ -31,6 +31,7 @@ _LATE_S = 10.0
 """Longest that a file system shared by machines takes to show a new file to all."""
 _SUFFIX = ".zarr"
 
+# captures of a group so far: counted alike on its ranks, they give each meeting keys of its own
 _meetings: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -64,6 +65,7 @@ def vacant(path: Path) -> tuple[Path, bool]:
             return candidate, False
         if not _has_steps(candidate):
             return candidate, True
+    # unreachable: without it the function would seem to return None
     raise AssertionError("names do not end")
 
 
@@ -112,23 +114,28 @@ def create_on_all(
     distributed = dist.is_available() and dist.is_initialized()
     if distributed:
         _meet(process_group, rank)
+    # what failed; the name that was taken; the digest of what was made
     message: list[Any] = [None, None, None]
     interrupt: BaseException | None = None
+    # the first of the group, whether it captures or not
     if rank == 0:
         try:
             made = create()
             message = [None, made.name, _digest(made)]
         except GradstatsError as error:
             message[0] = str(error)
+        # sent like any other failure: the others would wait in the broadcast
         except BaseException as error:
             message[0] = f"cannot create {str(path)!r}: {type(error).__name__}: {first_line(error)}"
             interrupt = None if isinstance(error, Exception) else error
+    # a collective: rank 0 comes here whatever happened above
     if distributed:
         dist.broadcast_object_list(message, group=process_group, group_src=0)
     if interrupt is not None:
         raise interrupt
     if message[0] is not None:
         raise TraceError(message[0])
+    # the name alone comes from rank 0: the folder may be mounted elsewhere here
     made = path.with_name(message[1])
     if distributed:
         _look(made, message[2], rank, process_group, writes)
@@ -144,7 +151,9 @@ def _meet(group: dist.ProcessGroup | None, rank: int) -> None:
     name = members.group_name
     key = f"gradstats/capture/{name}/{next(_meetings[name])}"
     try:
+        # each by its name, so that those who are missing can be told
         store.set(f"{key}/{rank}", "here")
+        # the last one to come releases all
         if store.add(f"{key}/ranks", 1) == world:
             store.set(f"{key}/all", "here")
     except (RuntimeError, NotImplementedError):  # a store that keeps nothing, of a simulated group
@@ -153,6 +162,7 @@ def _meet(group: dist.ProcessGroup | None, rank: int) -> None:
         "make the Capture on every rank, not under `if rank == 0`; ranks=[0] captures rank 0 alone"
     )
     began, longest = time.monotonic(), store.timeout.total_seconds()
+    # a short wait, for an early warning, and then as long as the group waits for anything
     for seconds in (min(_PATIENCE_S, longest), longest):
         try:
             store.wait([f"{key}/all"], timedelta(seconds=seconds))
@@ -172,11 +182,13 @@ def _look(
 ) -> None:
     """Raise on every rank if one that writes does not find the trace: each machine may have a disk of its own."""
     problem, deadline = None, time.monotonic() + _LATE_S
+    # a shared disk shows a new file late; rank 0 has made it, and who writes nothing need not see it
     while writes and rank and _digest(path) != digest:
         if time.monotonic() > deadline:
             problem = f"rank {rank} on {platform.node()}"
             break
         time.sleep(0.1)
+    # a collective: ranks that write nothing take part
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     blind = [p for p in problems if p is not None]
@@ -191,6 +203,7 @@ def _look(
 def _digest(path: Path) -> str:
     """Return what tells a trace from another that was at the same path; nothing if there is none."""
     try:
+        # this file holds the time of creation, which tells a trace from an older one at the same place
         return hashlib.sha256((path / "zarr.json").read_bytes()).hexdigest()
     except OSError:
         return ""

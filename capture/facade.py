@@ -204,6 +204,7 @@ class Capture(Facts):
         self._ddp = None if ddp is None else weakref.ref(ddp)
         if process_group is None and ddp is not None:
             process_group = ddp.process_group
+        # numbers are those within the captured group, here and in the trace
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if distributed else 0
         ranks = None if ranks is None else set(ranks)
@@ -217,6 +218,7 @@ class Capture(Facts):
                     "schedule"
                 )
             self._sharding = Sharding(self._layout, process_group, ranks)
+            # of a sharded model a rank also writes its part of a gradient that another rank stands for
             active = bool(self._sharding.kinds(self._kinds or usual_kinds(self._sharding.hook)))
         elif "local" in (self._kinds or ()):
             raise InputError(
@@ -236,12 +238,14 @@ class Capture(Facts):
         if optimizers:
             layers = self._layout.names, self._layout.parameters
             places = self._layout.slots if self._sharding is None else self._sharding.places
+            # the function must not hold the capture, which could then never be collected
             watch = self._watch
             self._recorder.updates = Updates(optimizers, layers, places, lambda: watch.fired)
         world_size = dist.get_world_size(process_group) if distributed else 1
         if restarted() and not overwrite:
             overwrite = "number"
 
+        # rank 0 alone calls it; the others are told what it has decided
         def create() -> Path:
             path, over = (
                 vacant(self.path) if overwrite == "number" else (self.path, bool(overwrite))
@@ -260,24 +264,29 @@ class Capture(Facts):
             return path
 
         self.path = create_on_all(create, self.path, self.rank, process_group, active)
+        # nothing has been opened yet, and the path may have got a number
         self._recorder.storage = replace(storage, path=self.path)
+        # ranks that the user names need not exist
         captured = sorted(range(world_size) if ranks is None else ranks & {*range(world_size)})
         if captured and captured[0] == self.rank:  # one of them says what all take
             self._recorder.room = Room(
                 len(captured),
                 thinned=kept is not None or not (isinstance(schedule, int) and schedule == 1),
             )
+        # other ranks look at nothing, and get no hooks
         self._watch.start(self._layout.parameters if active else ())
         if self._layout.ignored and active:
             why = (
                 "DDP keeps out of its buckets" if ddp is not None else "fully_shard() leaves alone"
             )
             warn(f"not captured: {several(self._layout.ignored)}, which {why}")
+        # from here on there is something to close
         self._closed = False
         updates = self._recorder.updates
         if updates is not None and active:
             recorder = self._recorder
             updates.start(
+                # weakly: the optimizers must not keep the capture alive
                 weakref.WeakMethod(self._before_update),
                 weakref.WeakMethod(recorder.submit_waiting),
                 recorder.warn_once,
@@ -337,6 +346,7 @@ class Capture(Facts):
             raise InputError(
                 "DDP(mixed_precision=…) averages in a hook of its own, and takes no other: use torch.autocast instead"
             )
+        # parameters may have been replaced since the Capture was made
         adopted = self._layout.adopt()
         self._watch.add(adopted if self.active else ())
         name_parameters(state, self._layout.model.named_parameters())
@@ -344,6 +354,8 @@ class Capture(Facts):
             self._recorder, self._layout, self._kinds, self._watch, self._ddp, state, hook
         )
         self._tap = tap
+        # a function at the top of a module: DDP refuses callable objects and
+        # partials, and a hook is pickled by its name
         return self, capture_hook
 
     def _continue_in(self, later: "Capture") -> None:
@@ -383,6 +395,7 @@ class Capture(Facts):
             raise InputError(
                 "kind 'local' is of every step, and these are of many: take 'gradient', that of the last one"
             )
+        # a step is an exchange here, and local backward passes tell nothing of it
         self._watch.stop()
         tap = ExchangeTap(
             self._recorder,
@@ -394,6 +407,7 @@ class Capture(Facts):
             self._ddp,
         )
         self._tap = tap
+        # a copy of a capture, or one that is finished, is not called
         if not self._closed:
             local_steps.watch(tap.before, tap.after)
 
@@ -427,6 +441,7 @@ class Capture(Facts):
             If `model` lacks a parameter of the trace; if the hook on the DDP model is not the wrapped one; if the
             scaler has unscaled the gradients already; or within a backward pass.
         """
+        # the training may go on after close()
         if self._closed:
             return
         if backward_pass() >= 0:
@@ -434,6 +449,7 @@ class Capture(Facts):
                 "capture.step() is called within a backward pass, which has computed a part of the gradient: call it "
                 "after backward()"
             )
+        # on every rank, captured or not, so that all of them raise
         self._tap.check()
         if self.active:
             self._tap.end(model, loss, learning_rate)
@@ -447,9 +463,11 @@ class Capture(Facts):
             self._closed = True
             self._watch.stop()
             self._tap.close()
+        # not only the first time: Ctrl-C may have cut that short
         self._recorder.close()
 
     def __del__(self) -> None:
+        # the constructor may have failed before it set this
         if getattr(self, "_closed", True):
             return
         # not close(), which waits for a slow disk: garbage is collected in any place
@@ -489,6 +507,7 @@ def capture_hook(state: Capture, bucket: GradBucket) -> torch.futures.Future[tor
 
 def _closed_copy(path: Path, rank: int, storage: Storage) -> Capture:
     """Return a capture that records nothing: the trace, its thread and its hooks are the original's."""
+    # without the constructor, which creates a trace
     copy = object.__new__(Capture)
     copy._closed = True
     copy.path, copy.rank, copy.schedule = path, rank, as_schedule(1)
@@ -498,6 +517,7 @@ def _closed_copy(path: Path, rank: int, storage: Storage) -> Capture:
 
 def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None:
     """Refuse values that these options do not have."""
+    # a string is a sequence, too
     if kinds is not None and (isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS)):
         raise InputError(f"kinds must be a list of {', '.join(KINDS)}, not {kinds!r:.100}")
     if store not in STORES:

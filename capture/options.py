@@ -244,6 +244,7 @@ def run_config(
     RunConfig
         The settings; they have not been checked.
     """
+    # defaults are left out: exchanges that have no codec take no such option
     coded = {"indices": indices} if indices != "plain" else {}
     coded |= {"values": values} if values != "float32" else {}
     if coded:
@@ -269,6 +270,7 @@ def signals_end_the_command() -> Iterator[None]:
     except SignalException as error:  # torchrun's agent has stopped the processes
         if messages().is_terminal:
             messages().print()  # below the progress bar
+        # what a shell reports of a process that a signal has ended
         raise typer.Exit(128 + error.sigval) from error
     finally:
         messages().show_cursor()  # a process that was stopped left it hidden

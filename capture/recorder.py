@@ -206,17 +206,25 @@ class Recorder:
         wanted : bool
             What :meth:`wanted` has answered.
         """
+        # taps end a step before they begin another: a second begin() would lose a borrowed snapshot
         assert self.phase is Phase.IDLE
         self.phase = Phase.OPEN
+        # before updates.begin(), which forgets the copies that the waiting step still needs
         self.submit_waiting()
+        # not before the first recorded step: a hook, and with it the kinds, may come after the constructor
         if wanted and self._background is None:
             self._open(contents())
+        # the writer's thread cannot raise in the training; its failure is looked for here
         self._check()
+        # _open() or _check() may have stopped the capture
         if wanted and self.active and self._background is not None:
             self._snapshot = self._background.borrow(self._on_wait)
             arrays = self._snapshot.arrays
+            # the others are written by Updates, when the optimizers have stepped
             self._arrays = {kind: a for kind, a in arrays.items() if kind not in OF_PARAMETERS}
+            # the scale that this backward pass carries: scaler.update() comes after it
             self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        # also where the step is not recorded: optimizers' steps are assigned to steps of the trace by their order
         if self.updates is not None:
             self.updates.begin(
                 None if self._snapshot is None else self._snapshot.arrays, self.copies
@@ -276,7 +284,9 @@ class Recorder:
         """
         array: Any = self.arrays.get(kind)
         if array is not None:
+            # the sum reads what is there: copies on their way must have come
             self._settle()
+            # a vector of its own, because copy() overwrites
             values = self.copies.zeros(array[place].shape[0])
             self.copies.copy(gradient, values, self.scale, wait=True)
             array[place] += values
@@ -337,7 +347,9 @@ class Recorder:
                         self._put_number(scalars, name, value)
             snapshot.scalars = scalars
             snapshot.step = self._step
+            # after the scalars: a loss on a device is copied like a gradient, and has to have arrived, too
             snapshot.arrived = self.copies.mark()
+        # also where nothing is recorded: numbers are those of the training
         self._step += 1
         self._forget()
         self._waiting = snapshot
@@ -351,6 +363,7 @@ class Recorder:
         snapshot, self._waiting = self._waiting, None
         if snapshot is None or self._background is None:
             return
+        # finish() copies what no optimizer has changed: one more event to wait for
         if self.updates is not None:
             self.updates.finish()
             snapshot.arrived = _both(snapshot.arrived, self.copies.mark())
@@ -378,9 +391,11 @@ class Recorder:
         """Forget a step that failed; it does not count."""
         snapshot, opened = self._snapshot, self.phase is not Phase.IDLE
         self._forget()
+        # in phase IDLE the copies in Updates are of the step that waits, and are needed
         if self.updates is not None and opened:
             self.updates.clear()
         if snapshot is not None and self._background is not None:
+            # even though nobody reads it: the buffer is handed out again
             snapshot.arrived = self.copies.mark()
             snapshot.wait()  # what is still on its way would come into another step
             self._background.give_back(snapshot)
@@ -428,11 +443,13 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is queued, and finish the trace."""
+        # it may wait for optimizers' steps that never come
         self.submit_waiting()
         if self.updates is not None:
             self.updates.close()
         if self._background is not None:
             self._background.close(on_interrupt=self._on_interrupt)
+            # what failed while the rest was being written
             self._check()
         self.active = False
 
@@ -445,18 +462,22 @@ class Recorder:
         if background is None:
             return
         if not background.close(_PATIENCE_S):
+            # the thread is a daemon, which the interpreter would end in the middle of a step
             at_exit(lambda: background.close)
+        # not active: stop() has told of it already
         elif background.error is not None and self.active:
             warn(f"{path} was not closed, and lacks its last steps: {background.error}")
 
     def _open(self, contents: Contents) -> None:
         """Open this rank's writer."""
         storage, expected = self.storage, None
+        # a user's function is asked in the step itself, never ahead of it
         if storage.total_steps is not None and self._schedule.known:
             expected = self._schedule.count(storage.total_steps)
         make: Callable[..., TraceWriter] = TraceWriter
         if storage.keep is not None:
             make = partial(ThinningWriter, keep=storage.keep)
+        # whatever the disk or the options refuse ends the capture, not the training
         try:
             writer = make(
                 storage.path,
@@ -479,6 +500,7 @@ class Recorder:
                 said = self.room.problem(storage.path, self.bytes, expected)
                 if said:
                     warn(said)
+            # sketches are made on the device, and bring only counts to the host
             self.copies = Copies(contents.devices, stay=storage.store == "sketches")
             self._background = BackgroundWriter(
                 writer, contents.kinds, storage.buffers, self.copies
@@ -539,6 +561,7 @@ def at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
     """
 
     def finish() -> None:
+        # asked for now: what is weakly held may be gone
         method = close()
         if method is not None:
             method()

@@ -51,6 +51,7 @@ class Room:
             The warning; empty if there is room, or nobody can tell.
         """
         each = size * self.ranks
+        # who thins the steps has thought of the disk
         if not self.thinned and each >= _LITTLE:
             of = f" of {self.ranks} ranks" if self.ranks > 1 else ""
             messages().print(

@@ -99,6 +99,7 @@ def at(steps: Iterable[int]) -> Schedule:
     InputError
         If a step is negative.
     """
+    # one look-up a step, however many steps are listed
     chosen = frozenset(steps)
     if any(s < 0 for s in chosen):
         raise InputError(f"steps count from 0; got {min(chosen)}")
@@ -132,8 +133,11 @@ def logarithmic(per_decade: int = 10) -> Schedule:
         raise InputError(f"per_decade must be at least 1, not {per_decade}")
 
     def includes(step: int) -> bool:
+        # a step of 0 has no logarithm, and belongs to the set
         if step <= 0:
             return step == 0
+        # round trip: a step belongs to the set if the nearest point of the log axis rounds to it; in the first decade
+        # several points may share a step
         exponent = round(math.log10(step) * per_decade)
         return round(10 ** (exponent / per_decade)) == step
 
@@ -158,6 +162,7 @@ class Retention:
     @property
     def description(self) -> str:
         """Text for the trace's metadata."""
+        # the description of an empty list is "at ": nothing is left of it
         old = self.before.description.removeprefix("at ")
         return f"the last {self.last} steps" + (f"; of those before, {old}" if old else "")
 
@@ -206,6 +211,7 @@ def recent(last: int, before: Schedule | int | Iterable[int] = ()) -> Retention:
 
     last = check_count(last, "last")
     schedule = as_schedule(before)
+    # a user's function answers for the step in progress, and is asked here about steps long past
     if not schedule.known:
         raise InputError("before= is a schedule, N for every N-th step, or a list of steps")
     return Retention(last, schedule)

@@ -96,6 +96,7 @@ class _Partial:
         self._corrected = getattr(state, "corrected", None)
         self._residual = getattr(state, "residual", None)
         adds = self._corrected is not None or self._residual is not None
+        # a state that has something to add is taken to add it, unless it denies it
         self.error_feedback = adds and bool(getattr(state, "error_feedback", True))
         self.last: StepRecord | None = getattr(state, "last", None)
         self.diagnosis: Diagnosis | None = getattr(state, "diagnosis", None)
@@ -115,6 +116,7 @@ class _PowerSGD:
         self.error_feedback = bool(state.use_error_feedback)
         self._residuals: dict[int, torch.Tensor] = {}
         flat = None
+        # there is none until PowerSGD compresses for the first time
         if bucket is not None and self.error_feedback:
             flat = state.error_dict.get(bucket.index())
         if bucket is not None and flat is not None:
@@ -265,6 +267,7 @@ def unnamed(state: ObservedState, layers: Sequence[str]) -> bool:
         True if there is a diagnosis, and all it names are numbers unknown to the trace.
     """
     names = () if state.diagnosis is None else state.diagnosis.layers
+    # a ParameterList names its parameters by numbers, too; those the trace knows
     return len(names) > 0 and all(n.isdecimal() and n not in layers for n in names)
 
 
@@ -288,13 +291,16 @@ def step_columns(state: ObservedState, layers: Sequence[str]) -> dict[str, Any]:
     record, diagnosis = state.last, state.diagnosis
     if record is None:
         return {}
+    # a user's state may report some of these only
     step = {name: getattr(record, name) for name in COMPRESSION if hasattr(record, name)}
     columns: dict[str, Any] = {
         "threshold": record.threshold,
         "selected": record.selected,
         "compression": step,
     }
+    # a diagnosis stays until the next one, steps later
     if diagnosis is not None and diagnosis.step == record.step:
+        # in place: columns holds this dict already
         step |= {name: getattr(diagnosis, name) for name in ("residual_norm", "matching_rate")}
         places = {name: i for i, name in enumerate(diagnosis.layers)}
         rows = [places.get(name, places.get(f"module.{name}")) for name in layers]

@@ -54,6 +54,7 @@ def optimizers_of(given: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.
     several = list(given) if isinstance(given, list | tuple) else [given]
     found = [innermost_optimizer(each) for each in several]
     for each in found:
+        # private, but it is what register_step_pre_hook() fills: without it there are no hooks
         if not hasattr(each, "_optimizer_step_pre_hooks"):
             raise InputError(
                 f"optimizer= takes torch.optim.Optimizers, and {type(each).__name__} has none of their hooks"
@@ -122,6 +123,7 @@ class Updates:
             Takes what a warning is about, and the warning.
         """
         self._opens, self._submits, self._warns = opens, submits, warns
+        # weakly: optimizers outlive a capture, and would keep its buffers
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(_Weak(before)))
@@ -151,6 +153,7 @@ class Updates:
         self.clear()
         self._state.open = True
         self._arrays, self._copies = arrays, copies
+        # over all steps: close() warns only if updates were to be written at all
         self._state.recorded |= arrays is not None
         for optimizer in self._optimizers:  # a closure computes the gradient within the step
             if id(optimizer) in self._state.within:
@@ -173,12 +176,15 @@ class Updates:
             for name, parameter in zip(*self._layers, strict=True):
                 if id(parameter) in self._state.settled:
                     continue
+                # copied before an optimizer's step that did not end: what it has changed until then
                 if id(parameter) in self._state.before:
                     self._settle(parameter)
                     continue
                 place, now = self._places[id(parameter)], local_part(parameter.detach())
                 if "update" in arrays:
+                    # its optimizer took no step, as where GradScaler skips one: nothing was applied
                     arrays["update"][place] = 0 if id(parameter) in held else torch.nan
+                # a rank may hold nothing of a sharded parameter
                 if "weight" in arrays and place.stop > place.start:
                     self._copies.copy(now, arrays["weight"][place])
                 if id(parameter) not in held:
@@ -220,6 +226,7 @@ class Updates:
             if new and opens is not None:
                 opens()
             elif not waits or stepped:
+                # every optimizer has stepped, and this is one step more
                 if state.done and not fired:
                     self._warns(
                         "again",
@@ -234,6 +241,7 @@ class Updates:
         state = self._state
         state.within.discard(id(optimizer))
         state.ever = True
+        # not recorded, or an optimizer of other parameters
         if self._arrays is None or not any(id(p) in state.before for p in parameters_of(optimizer)):
             return
         for parameter in parameters_of(optimizer):
@@ -241,8 +249,11 @@ class Updates:
                 self._settle(parameter)
         state.stepped.add(id(optimizer))
         submits = self._submits()
+        # capture.step() came before, and this was the last optimizer's step:
+        # nothing more belongs to the step of the trace
         if not state.open and self.complete and submits is not None:
             submits()
+            # of the new state: submits() has ended the one above
             self._state.done = True
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
@@ -250,10 +261,13 @@ class Updates:
             return
         for parameter in parameters_of(optimizer):
             if id(parameter) in self._places:
+                # a further step before the next gradient: what is written is out of date
                 self._state.settled.discard(id(parameter))
+                # the first copy stays, for several steps are one update
                 if id(parameter) not in self._state.before:
                     copied = "update" in self._arrays
                     part = local_part(parameter.detach())
+                    # weights are read after the step, and need no copy
                     self._state.before[id(parameter)] = part.clone() if copied else part
 
     def _settle(self, parameter: torch.Tensor) -> None:
@@ -286,6 +300,7 @@ class _State:
     def next(self) -> _State:
         """Return the state at the beginning of another step of the trace."""
         state = _State()
+        # what is known of the training goes on; `within` is the same set, for a closure may begin a step of the trace
         state.within, state.recorded = self.within, self.recorded
         state.ever, state.later = self.ever, self.later
         return state

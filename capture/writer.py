@@ -81,8 +81,10 @@ class ThinningWriter(TraceWriter):
         **scalars : object
             What else :meth:`gradstats.trace.TraceWriter.append` takes.
         """
+        # written first, removed then: a process killed in between leaves a step too many, never one too few
         super().append(step, arrays, **scalars)
         self._recent.append(step)
+        # never empty: the step just written is newer than any limit. Each step is looked at once, when it becomes old
         while self._recent[0] <= step - self._keep.last:
             old = self._recent.popleft()
             if self._keep.outdated(old, step):
@@ -110,6 +112,7 @@ class Effort:
     @property
     def short_of_processor(self) -> bool:
         """Whether work and waiting for a core took most of the time."""
+        # waiting for a core counts as work here, and the rest is waiting for the disk
         return self._wall > 0 and self._busy > 0.5 * self._wall
 
 
@@ -118,6 +121,7 @@ def _on_a_core() -> float:
     try:
         file = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         with open(file, encoding="ascii") as stream:
+            # time on a core and time in the queue for one, in nanoseconds; the third number counts time slices
             return sum(map(int, stream.read().split()[:2])) / 1e9
     except (OSError, ValueError):
         return time.thread_time()
@@ -151,6 +155,7 @@ class BackgroundWriter:
         copies: Copies,
     ) -> None:
         self._writer, self._copies = writer, copies
+        # SimpleQueues, for a finaliser puts something into them too, perhaps in the middle of another put()
         self._free: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         for _ in range(buffers):
             # Zeros, because a step writes nothing for parameters that it does not reach.
@@ -162,6 +167,7 @@ class BackgroundWriter:
         self.error: Exception | None = None
         self._started, self._waited = time.monotonic(), 0.0
         self._effort = Effort()
+        # a daemon: a second Ctrl-C gives up what is queued, and the interpreter must be able to end
         self._thread = threading.Thread(target=self._run, name="gradstats-capture", daemon=True)
         self._thread.start()
 
@@ -189,6 +195,7 @@ class BackgroundWriter:
         except queue.Empty:
             began = time.monotonic()
         try:
+            # a limit, so that the warning comes while the training waits, and not after
             found = self._free.get(timeout=PATIENCE_S)
         except queue.Empty:
             on_wait()
@@ -238,8 +245,10 @@ class BackgroundWriter:
         bool
             Whether the thread has ended.
         """
+        # nobody waits again after a second Ctrl-C, not at interpreter exit either
         if self._given_up:
             return False
+        # the end of the queue: what came before is written first; a second one is never read
         self._full.put(None)
         if threading.current_thread() is self._thread:  # garbage is collected in any thread
             return False
@@ -249,6 +258,7 @@ class BackgroundWriter:
             try:
                 if on_interrupt is not None:
                     on_interrupt()
+                # without the limit: only another Ctrl-C cuts this short
                 self._done.wait()
             except BaseException:
                 self._given_up = True
@@ -258,17 +268,21 @@ class BackgroundWriter:
     def _run(self) -> None:
         try:
             while (snapshot := self._full.get()) is not None:
+                # after a failure snapshots are handed back unwritten, or borrow() would wait for ever
                 if self.error is None:
                     try:
+                        # outside of the effort: this is waiting for the device
                         snapshot.wait()
                         with self._effort, self._copies.reading():
                             scalars = dict(snapshot.scalars)
+                            # a loss on a device comes as an array of one number, which has arrived
                             if not isinstance(loss := scalars.get("loss", 0.0), float):
                                 scalars["loss"] = float(loss[0])
                             self._writer.append(snapshot.step, snapshot.arrays, **scalars)
                     except Exception as error:
                         self.error = error
                 self._free.put(snapshot)
+            # after a failure the trace stays as the last good step has left it
             if self.error is None:
                 try:
                     self._writer.close()

@@ -112,11 +112,13 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
         """Create the trace, and register the hook if there is one."""
         self._unhook()  # of a training that failed, and begins again
         parallel = PartialState().distributed_type
+        # FSDP2 counts among these, and leaves sharded tensors, which can be captured
         if parallel in _SHARDED and not is_sharded(model):
             raise InputError(
                 f"gradients sharded by {parallel.value} cannot be captured; use DDP, or FSDP2 (fsdp_version: 2)"
             )
         self._open(
+            # `model` is the bare one; DDP is around model_wrapped
             model if self._trainer is None else self._trainer.model_wrapped,
             state.global_step,
             None if self._trainer is None else self._trainer.accelerator.scaler,
@@ -130,10 +132,12 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
 
     def _follow(self, trainer: Trainer) -> None:
         """Note the loss that each training step of a trainer returns, its share of the accumulated one."""
+        # something else may have put one on this trainer, above the class's
         original, own = trainer.training_step, vars(trainer).get("training_step")
 
         def training_step(*arguments: Any, **options: Any) -> torch.Tensor:
             loss: torch.Tensor = original(*arguments, **options)
+            # detached, or the graph of every micro-batch would be kept
             self._losses.append(loss.detach())
             return loss
 
@@ -141,12 +145,14 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
             del trainer.training_step  # the class's own is seen again
             if own is not None:
                 trainer.training_step = own
+            # nothing is left to restore, should it be called again
             self._unhook = lambda: None
 
         trainer.training_step, self._unhook = training_step, restore
 
     def _note_output(self, model: torch.nn.Module, _: object, output: object) -> None:
         loss = getattr(output, "loss", None)
+        # an evaluation calls the same model
         if model.training and isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
 
@@ -206,6 +212,7 @@ class MonitorCallback(TrainerMonitor, TrainerCallback):  # type: ignore[misc]
         parallel = PartialState().distributed_type
         names = (str(n) for n, _ in model.named_parameters())
         if parallel in _SHARDED and (
+            # FSDP1's name for what it flattens
             parallel != DistributedType.FSDP or any("_flat_param" in n for n in names)
         ):
             raise InputError(

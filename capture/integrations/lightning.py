@@ -94,12 +94,14 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
                 "fully_shard()"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # the strategy's model: DDP or sharded, where pl_module is bare
         self._open(trainer.strategy.model, trainer.global_step, scaler, list(trainer.optimizers))
 
     def on_before_backward(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
         """Add up the loss of the step."""
+        # detached, or the graph of every micro-batch would be kept
         self._loss = self._loss + loss.detach()
 
     def on_before_optimizer_step(  # numpydoc ignore=PR01

@@ -98,7 +98,9 @@ def gradient_values(x: Array, name: str = "gradient") -> dict[str, float | Bins]
         return values
     values |= {f"{name}/mean": m.mean, f"{name}/max": m.max}
     for ratio in _QUANTILES:
+        # k as everywhere: at least one element
         values[f"{name}/threshold_{ratio:g}"] = m.upper_quantile(max(1, round(ratio * m.count)))
+    # bits=0: a bin for each power of two
     counts, edges = histogram(x, bits=0).counts, bin_edges(0)
     first, last = np.flatnonzero(counts)[[0, -1]]
     bins = Bins(np.asarray(counts[first : last + 1], np.int64), edges[first : last + 2])
@@ -130,10 +132,12 @@ def dataset_values(dataset: xarray.Dataset) -> Iterator[tuple[int, dict[str, flo
         raise InputError(
             f"no dimension 'step' in the dataset; it has {', '.join(map(str, dataset.dims))}"
         )
+    # by step first: quantities may have different steps, and loggers want them in order
     found: dict[int, dict[str, float]] = {}
     for name, quantity in dataset.items():
         if "step" not in quantity.dims:
             continue
+        # the step last, so that what comes before it are labels
         series = quantity.transpose(..., "step").to_series().dropna().reset_index()
         for *labels, step, value in series.itertuples(index=False, name=None):
             found.setdefault(int(step), {})["/".join(map(str, (name, *labels)))] = float(value)
@@ -164,6 +168,7 @@ class WandbLogger:
         """
         shown: dict[str, Any] = dict(values)
         for name, value in values.items():
+            # imported only where there is a histogram: numbers need no wandb
             if isinstance(value, Bins):
                 import wandb
 

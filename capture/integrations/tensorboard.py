@@ -47,6 +47,7 @@ class TensorBoardLogger:
         """
         for name, value in values.items():
             if isinstance(value, Bins):
+                # sums are not known of a histogram: those of the middles of its bins stand for them
                 middle = (value.edges[:-1] + value.edges[1:]) / 2
                 self._writer.add_histogram_raw(
                     name,
@@ -55,6 +56,7 @@ class TensorBoardLogger:
                     num=int(value.counts.sum()),
                     sum=float(middle @ value.counts),
                     sum_squares=float(np.square(middle) @ value.counts),
+                    # upper ends
                     bucket_limits=value.edges[1:].tolist(),
                     bucket_counts=value.counts.tolist(),
                     global_step=step,
@@ -78,6 +80,7 @@ def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
     InputError
         If the dataset has no dimension ``step``.
     """
+    # before there is a file: the dataset may be refused
     found = list(dataset_values(dataset))
     with SummaryWriter(str(log_dir)) as writer:
         log = TensorBoardLogger(writer)

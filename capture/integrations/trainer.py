@@ -57,6 +57,7 @@ class TrainerCapture:
         comm_state: Any = None,
         **options: Any,
     ) -> None:
+        # "number" comes before the options: the user's own choice wins
         self._arguments = {"path": path, "schedule": schedule, "overwrite": "number", **options}
         # A misspelt option is an error here, and not only when the model and the data have been loaded.
         inspect.signature(Capture).bind(model=None, start_step=0, **self._arguments)
@@ -76,12 +77,15 @@ class TrainerCapture:
         scaling = {"scaler": scaler} if hook is not None else {}
         self._close()  # of a training that failed, and begins again
         moved = set(self._arguments.get("kinds") or ()) & set(OF_PARAMETERS)
+        # a Capture refuses an optimizer that no kind needs
         given = {"optimizer": optimizers} if moved and optimizers else {}
         earlier, options = self.capture, scaling | given | self._arguments
         if hook is None or ddp is None:
             self.capture = Capture(model=model, start_step=start_step, **options)
         elif earlier is not None and any(state is earlier for _, state in comm_hooks(ddp)):
+            # of ddp.module alone the capture would not know the group
             options = {"process_group": ddp.process_group, **options}
+            # not of the DDP model, on which a Capture finds the earlier hook and refuses it
             self.capture = Capture(model=ddp.module, start_step=start_step, **options)
             self.capture.wrap(self._comm_state, hook)
             earlier._continue_in(self.capture)
@@ -123,6 +127,7 @@ class TrainerMonitor:
         every: int = 1,
         **options: Any,
     ) -> None:
+        # a misspelt option is an error here, before model and data are loaded
         inspect.signature(Monitor).bind(model=None, start_step=0, **options)
         self._log, self._every, self._options = log, every, options
         self.monitor: Monitor | None = None

@@ -36,6 +36,7 @@ _OURS = re.compile(rf"{_PREFIX}\d+-(?:hub|\d+)")
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
 _LOCK = Path("/run/gradstats-lab.lock")
 _SUBNET = "198.18.0"  # in the block for benchmarks (RFC 2544): no name server has such an address
+# from linux/sched.h
 _CLONE_NEWNET = 0x40000000
 # The bytes that an idle link saves up pass at once, so there are few, or small messages would be free. They must hold
 # the largest segment, or the kernel cuts all segments into packets, which keeps a core busy at 1 Gbit/s. The queue is
@@ -116,12 +117,14 @@ def shaped_network(
     if burst < _SMALLEST_BURST:
         raise InputError(f"a burst must be at least {_SMALLEST_BURST} bytes, not {burst}")
     up, down = rate if isinstance(rate, tuple) else (rate, rate)
+    # the lock first: what is found below is then nobody's
     with _only_one(), signals_raise():
         _remove_all()
         try:
             yield _build(nproc, up, down, burst)
         finally:
             with suppress(ValueError):  # only the main thread has handlers
+                # handlers are put back by signals_raise()
                 for number in SIGNALS:  # a second Ctrl-C must not leave half of the network
                     signal.signal(number, lambda *_: None)
             _remove_all()
@@ -164,6 +167,7 @@ def _check(nproc: int) -> None:
 def _only_one() -> Iterator[None]:
     """Hold this machine's lock; the kernel releases it with the process, however that ends."""
     try:
+        # not mode "w": the number in the file is another lab's until the lock is ours
         descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise LabError(f"cannot write {_LOCK}: {error.strerror}") from error
@@ -174,6 +178,7 @@ def _only_one() -> Iterator[None]:
             raise InputError(
                 f"another network lab is running, process {file.read()}; wait for it"
             ) from None
+        # of an earlier lab: the lock is released with the process, the file stays
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -183,6 +188,7 @@ def _only_one() -> Iterator[None]:
 def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
     prefix = f"{_PREFIX}{os.getpid()}-"
     hub, ranks = f"{prefix}hub", tuple(f"{prefix}{rank}" for rank in range(nproc))
+    # smaller than the bucket, whatever the user makes of that
     segment, bucket = min(_LARGEST_SEGMENT, burst * 9 // 10), f"burst {burst} {_QUEUE}"
     _run("ip netns add", hub)
     _run("ip -n", hub, "link add bridge type bridge")
@@ -194,6 +200,7 @@ def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
         _run("ip -n", hub, "link add", port, "type veth peer name", INTERFACE, "netns", name)
         _run("ip -n", name, "link set", INTERFACE, f"gso_max_size {segment}")
         _run("ip -n", name, f"address add {_SUBNET}.{rank + 1}/24 dev", INTERFACE)
+        # an interface shapes what it sends: the bridge's end sets what the rank receives
         for namespace, interface, rate in ((hub, port, down), (name, INTERFACE, up)):
             _run("tc -n", namespace, "qdisc add dev", interface, f"root tbf rate {rate}bit", bucket)
         _run("ip -n", hub, "link set", port, "master bridge up")
@@ -206,6 +213,7 @@ def _remove_all() -> None:
     problems = []
     for namespace in sorted(p.name for p in _NAMESPACES.glob("*") if _OURS.fullmatch(p.name)):
         try:
+            # a process within would keep the network alive after its name is gone
             for pid in _run("ip netns pids", namespace).split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)

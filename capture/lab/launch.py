@@ -42,6 +42,7 @@ def launch(cluster: Cluster, function: Callable[..., T], *args: Any) -> list[T]:
 
 
 def _rank(cluster: Cluster, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    # before anything opens a socket or starts a thread: those stay where they are made
     enter(cluster.ranks[int(os.environ["RANK"])])
     # The ranks meet at rank 0, inside the lab: torchrun's agent and its store are outside.
     os.environ |= {"MASTER_ADDR": cluster.address, "TORCHELASTIC_USE_AGENT_STORE": "False"}

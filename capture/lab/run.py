@@ -127,10 +127,12 @@ def bench_network(
     check(config, compressors, local_steps)
     records = []
     with shaped_network(config.nproc, rate, burst) as cluster:
+        # in the same network and before the runs, which are compared with it
         computing = train_without_exchange(config, cluster)
         if on_network is not None:
             # a plan compares what was measured: the simplest compressor always is
             trained = [name.removeprefix(RULE) for name in compressors if name not in BASELINES]
+            # each once, in the order in which they were given
             select = list(dict.fromkeys([*trained, "topk"]))
             on_network(measure_network(cluster, computing.numel, config.ratio, select, label))
         for steps in dict.fromkeys(local_steps):
@@ -159,6 +161,7 @@ def check(config: RunConfig, compressors: Sequence[str], local_steps: Sequence[i
     InputError
         If a run cannot work, or is too short.
     """
+    # all of them, before the first of them runs
     for name, steps in product(compressors, local_steps):
         _with(config, name, steps).check()
     if not any(local_steps):
@@ -169,6 +172,7 @@ def check(config: RunConfig, compressors: Sequence[str], local_steps: Sequence[i
 
 def _with(config: RunConfig, name: str, local_steps: int) -> RunConfig:
     """Return the settings with another compressor; PyTorch's exchanges send what they send, without a codec."""
+    # both are refused without local steps
     if not local_steps:
         config = config.replace(fragments=1, delay=0)
     given = dict(config.options)
@@ -229,11 +233,13 @@ def measure_network(
     Network
         Lines fitted to the measured times.
     """
+    # bits to bytes
     at_rate = int(_LONGEST_MESSAGE_S * cluster.rate / 8)
     found = launch(
         cluster,
         _measure,
         {
+            # whole elements of float32
             "largest": max(_SMALLEST_SWEEP, min(4 * numel, at_rate)) // 4 * 4,
             "largest_numel": max(_SMALLEST_SWEEP, numel),
             "ratio": ratio,
@@ -273,6 +279,7 @@ def train(
     steps, settling, local = config.setting("steps"), _settling(config), config.local_steps
     if local:
         steps, settling = -(-steps // local) * local, local
+    # on top: as many steps are counted as of any other compressor
     run = config.replace(evaluate=False, steps=settling + steps)
     results, sent = zip(*launch(cluster, _train, run), strict=True)
     recorded = bool(results[0].records)  # a hook of PyTorch's does not say what it spends where
@@ -290,8 +297,10 @@ def train(
     def measured(name: str) -> float:
         if not recorded:
             return math.nan
+        # the same steps as in per_step()
         counted = first if local else first + WARM_UP
         each = (median(r[name] for r in result.records[counted:]) for result in results)
+        # a record is of an exchange, and an exchange of several steps
         return fmean(each) / (local or 1)
 
     select = 0.0 if config.compressor == DENSE else measured("select_seconds")
@@ -300,6 +309,7 @@ def train(
     computing = max(0.0, min(compute, rest))
     losses = [fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     losses = losses[:steps]  # as many as any other compressor has
+    # at least one, of a short run too
     last = math.ceil(len(losses) / 10)
     record = {
         "compressor": config.compressor,
@@ -310,6 +320,7 @@ def train(
         "local_steps": local,
         "fragments": config.fragments,
         "delay": config.delay,
+        # PyTorch's exchanges have no ratio; with a delay local steps keep no records, and have one
         "ratio": config.ratio if (recorded or local) and config.compressor != DENSE else math.nan,
         "seconds": seconds,
         "utilisation": computing / seconds,
@@ -322,6 +333,7 @@ def train(
         "loss": fmean(losses[-last:]),
         "compute_alone": compute,
     }
+    # a synchronous step takes as long as its slowest rank
     slowest = [max(step) for step in zip(*(result.seconds for result in results), strict=True)]
     return record, losses, slowest[settling:]
 
@@ -350,10 +362,13 @@ def _train(config: RunConfig) -> tuple[RunResult, list[int]]:
 
     from capture.workloads.training import worker
 
+    # before the first step, whose bytes are the first difference
     before = _bytes_sent()
     counts: dict[int, list[int]] = defaultdict(list)  # an outer optimizer steps, too
+    # after an optimizer's step the exchange before it is over
     register_optimizer_step_post_hook(lambda each, *_: counts[id(each)].append(_bytes_sent()))
     result = worker(config)
+    # the inner optimizer steps most often
     found = [before, *max(counts.values(), key=len)]
     return result, [after - before for before, after in pairwise(found)]
 
@@ -379,8 +394,10 @@ def _measure(options: Mapping[str, Any], label: str) -> Network:
 
 
 def _bytes_sent() -> int:
+    # thread-self: enter() moves a thread into a namespace, and self is the main thread
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
+            # after eight numbers of what was received: bytes sent
             return int(numbers.split()[8])
     raise LookupError(f"no interface {INTERFACE}")

@@ -36,6 +36,7 @@ class Accumulation:
         self.exchanged = False
         self.carried = False
         self.ended = False
+        # smallest first: the values of one gradient are kept, and compared
         self._parameters = sorted((p for p in parameters if p.numel()), key=torch.Tensor.numel)
         self._result: _Result | None = None
         self._pass = -1
@@ -55,11 +56,14 @@ class Accumulation:
             Whether it is a new one, and adds to exchanged gradients.
         """
         number = backward_pass()
+        # every parameter comes here, and the first of a pass decides
         if number == self._pass:
             return False
         self._pass, self.ended = number, False
         self.carried = self.exchanged and self._result is not None and self._result.stands()
+        # what does not stand any more has been used up, or zeroed
         self.exchanged = self.carried
+        # after DDP's own callback: only then are the results in the gradients
         after_backward(leave)
         return self.carried
 
@@ -76,12 +80,14 @@ class Accumulation:
         first = bucket.index() == 0 if number < 0 else number != self._exchanging
         self._exchanging = number
         self.exchanged = True
+        # a pass that adds to an exchange goes on with its step
         return first and not (self.carried and number == self._pass)
 
     def leave(self) -> bool:
         """End a backward pass: its results are in the gradients. Return whether it has exchanged them."""
         self.ended = True
         if self.exchanged:
+            # one stands for all: what zeroes gradients, or drops them, does so with every one
             self._result = next(
                 (_Result(p, p.grad) for p in self._parameters if p.grad is not None), None
             )
@@ -93,8 +99,10 @@ class _Result:
 
     def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         self._parameter = parameter
+        # weakly: zero_grad(set_to_none=True) is to free the memory
         self._gradient = weakref.ref(gradient)
         self._version = version(gradient)
+        # a copy, for DDP may move the gradient into another bucket, where only its values tell
         self._values = gradient.detach().clone()
 
     def stands(self) -> bool:
@@ -102,6 +110,7 @@ class _Result:
         gradient = self._parameter.grad
         if gradient is None:
             return False
+        # the version counts writes in place, such as zeroing and clipping
         if gradient is self._gradient():
             return version(gradient) == self._version
         # DDP has made new buckets, and moved the gradients into them; zeros say nothing

@@ -88,11 +88,11 @@ class BucketTap(Tap):
         self._accumulation = Accumulation(layout.parameters)
         self._applied = Applied()
         self._applied.watch(layout.parameters)
-        self._late = False
-        self._follows_update = False
-        self._user_ends = False
-        self._reached = False
-        self._passed = 0
+        self._late = False  # the pass adds to a gradient that an optimizer has taken
+        self._follows_update = False  # the step began with a pass after an optimizer's step
+        self._user_ends = False  # whether capture.step() is ever called
+        self._reached = False  # whether the hook was ever called
+        self._passed = 0  # backward passes that ended without the hook
         if recorder.scaler is None:
             recorder.scaler = scaler_of(state)
         if recorder.active:
@@ -113,9 +113,11 @@ class BucketTap(Tap):
             What the hook returned.
         """
         try:
+            # before the copy: where there is no step in progress there is nowhere to copy to
             if self._accumulation.exchange(bucket):
                 self._begin_step()
             self._check_sync()
+            # before the hook, which may change the bucket in place
             if self._recorder.arrays and not self._late:
                 self._copy(bucket)
             future = self._hook(self._state, bucket)
@@ -123,9 +125,11 @@ class BucketTap(Tap):
                 self._futures.append(future)
             if bucket.is_last():
                 self._recorder.sent()
+        # Ctrl-C, too: a step that is cut short must not be recorded
         except BaseException:
             self._recorder.drop()
             self._futures.clear()
+            # what .grad holds is not the result of an exchange
             self._accumulation.exchanged = False
             raise
         return future
@@ -136,18 +140,23 @@ class BucketTap(Tap):
         Where that holds the result of an exchange, the bucket will hold the sum of both, and this rank's own gradient
         is seen here alone.
         """
+        # once a pass, at the first parameter that it reaches
         if self._accumulation.enter(self._leave):
             ended = self._recorder.phase is Phase.IDLE  # by the user, in between
+            # an optimizer has taken the step in progress, which only one that was seen can tell
             taken = not ended and self._applied.known and self._applied.stepped
+            # a user who ends steps would have ended this one: the pass belongs to none. Else it begins the next
             self._late = taken and self._user_ends
             if self._late:
                 self._recorder.warn_once(_LATE, _LATE)
             elif ended or taken:
                 self._begin_step()
                 self._follows_update = taken
+                # the buffer holds an earlier step, and gradients are added to it
                 for array in self._recorder.arrays.values():
                     array[...] = 0
             else:
+                # the step goes on: DDP sends its sum again
                 self._recorder.reopen()
         if self._accumulation.carried and not self._late:
             slot = self._layout.slots.get(id(parameter))
@@ -167,6 +176,7 @@ class BucketTap(Tap):
     ) -> None:
         """Commit the step with its loss and learning rate."""
         self._user_ends = True
+        # the last backward pass ended without an exchange, under no_sync: more is to come
         goes_on = self._recorder.phase is Phase.OPEN and self._accumulation.ended
         if self._recorder.phase is not Phase.IDLE and not goes_on:
             if self._unapplied and self._follows_update:
@@ -178,6 +188,7 @@ class BucketTap(Tap):
             self._recorder.misplaced()
         else:  # a backward pass under no_sync: the step goes on; or one that failed
             self._passed += 1
+        # without parameters: DDP's buckets tell new gradients from old, not the watch
         self._watch.restart(())
 
     def check(self) -> None:
@@ -186,6 +197,7 @@ class BucketTap(Tap):
         if ddp is None:
             return
         hooks = comm_hooks(ddp)
+        # without any hook only once a pass has run: until then it may still be registered
         if (not hooks and self._watch.fired) or any(hook is self._hook for hook, _ in hooks):
             name = getattr(self._hook, "__name__", "hook")
             raise InputError(
@@ -254,12 +266,14 @@ class BucketTap(Tap):
 
     def _arrived(self) -> bool:
         try:
+            # value() raises the error of an exchange that failed
             return all(f.done() and [f.value()] for f in self._futures)
         except Exception:  # the training has it already
             return False
 
     def _mark_absent(self) -> None:
         """Mark what no bucket has shown; what no backward pass reached is zero."""
+        # once for both loops: going through a large model takes long
         named = dict(self._layout.model.named_parameters())
         replaced = {layer.name for layer, _ in self._layout.replaced(named)}
         unseen = []
@@ -272,6 +286,7 @@ class BucketTap(Tap):
                 self._recorder.absent(layer.slice)
                 unseen.append(layer.name)
             else:
+                # written, because the buffer holds an earlier step
                 for array in self._recorder.arrays.values():
                     array[layer.slice] = 0
         self._absent(sorted(replaced), _REPLACED)
@@ -283,6 +298,7 @@ class BucketTap(Tap):
 
     def _copy(self, bucket: GradBucket) -> None:
         """Copy a bucket of a step that is recorded."""
+        # anew for each bucket, by whose index PowerSGD keeps its residuals
         observed = observe(self._state, bucket)
         self._seen.update(map(id, bucket.parameters()))
         arrays = self._recorder.arrays
@@ -314,6 +330,7 @@ class BucketTap(Tap):
         """
         buffer = bucket.buffer()
         in_memory = all(isinstance(array, np.ndarray) for array in arrays.values())
+        # what is left is one copy from memory to memory, without a scale
         if not in_memory or self._recorder.scale != 1 or buffer.is_sparse:
             return False
         copy = self._copies.get(bucket.index())
@@ -358,6 +375,7 @@ class _BucketCopy:
         correct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Copy the gradients, or what a function makes of each, to their places in an array."""
+        # the writer's buffers are few and come back in turn: each gets its views once
         if id(array) not in self._targets:
             whole = torch.from_numpy(array)
             # what a function makes is flat, or of the parameter's shape; flat is less to do, if it is so already
@@ -365,9 +383,11 @@ class _BucketCopy:
                 whole[slot] if correct else whole[slot].view(p.shape)
                 for slot, (p, _) in zip(self._slots, self._pairs, strict=True)
             ]
+            # with the array, so that its id is not given to another
             self._targets[id(array)] = array, views
         targets, sources = self._targets[id(array)][1], self._sources
         if correct is not None:
+            # called for each parameter all the same, but copied in one call
             sources = [correct(p, gradient).reshape(-1) for p, gradient in self._pairs]
         with torch.no_grad():
             copy_all(targets, sources)

@@ -70,6 +70,7 @@ class ExchangeTap(Tap):
         recorder = self._recorder
         if not recorder.active:
             return
+        # fragments take turns: those of an interval are one step of the trace
         if recorder.phase is Phase.IDLE:
             self._seen.clear()
             self._begin(recorder.wanted())
@@ -78,6 +79,7 @@ class ExchangeTap(Tap):
         corrects = "corrected" in recorder.arrays
         places = self._places
         for parameter, pseudogradient in pairs:
+            # before the place is looked for: what is exchanged is not absent, wherever it lies
             self._seen.add(id(parameter))
             slot = places.get(id(parameter))
             if slot is None:
@@ -85,10 +87,12 @@ class ExchangeTap(Tap):
                 continue
             if slot.start == slot.stop:  # another rank's
                 continue
+            # differences of parameters carry no loss scale
             recorder.copy("pseudogradient", slot, pseudogradient, 1.0)
             if corrects:
                 corrected = self._state.corrected(parameter, pseudogradient)
                 recorder.copy("corrected", slot, corrected, 1.0)
+            # the optimizer has used it, and so it is unscaled
             recorder.put("gradient", slot, parameter, 1.0)
 
     def after(self) -> None:

@@ -67,8 +67,10 @@ class Layout:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
+            # fnmatchcase, because fnmatch ignores case on some systems
             if patterns is not None and not any(fnmatch.fnmatchcase(name, p) for p in patterns):
                 continue
+            # after the patterns: only what they match is reported as left out
             if id(parameter) in ignored:
                 self.ignored.append(name)
                 continue
@@ -83,9 +85,11 @@ class Layout:
             raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
         self.names = [layer.name for layer in self.layers]
         self.parts = Parts(units, self.layers)
+        # the same order as named_parameters(), which also has a shared parameter once
         self.parameters: list[torch.Tensor] = [
             p for p in self.model.parameters() if id(p) in self.slots
         ]
+        # what requires a gradient now and has no slot is left out on purpose
         self._trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
 
     def replaced(
@@ -113,6 +117,7 @@ class Layout:
             if parameter is None or _shape(parameter) != layer.shape:
                 continue
             i = self.names.index(layer.name)
+            # another tensor may get the identity of this one
             del self.slots[id(self.parameters[i])]
             self.parameters[i] = parameter
             self.slots[id(parameter)] = layer.slice
@@ -169,6 +174,7 @@ def _ignored(model: object, inner: torch.nn.Module) -> set[int]:
         # as DDP has it, a parameter of the model itself is that of a module with an empty name
         return {id(p) for name, p in named if {name, f".{name}"} & ddp.parameters_to_ignore}
     trained = [p for p in inner.parameters() if p.requires_grad]
+    # sharded, and yet all are plain: they are gathered now, which Sharding refuses
     if not is_sharded(inner) or all(local_part(p) is p for p in trained):
         return set()
     units(inner)  # refuses gathered ones, which look the same
@@ -176,6 +182,7 @@ def _ignored(model: object, inner: torch.nn.Module) -> set[int]:
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    # real and imaginary parts
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 

@@ -66,13 +66,18 @@ class Parts:
             if not rows:
                 found.append(shard)
                 continue
+            # rows of the parameter that this rank holds
             begin, end = shard.offset[0], shard.offset[0] + shard.shape[0]
             for i in range(layer.shape[0] // rows):
+                # those of part i among them: none if low >= high
                 low, high = max(begin, i * rows), min(end, (i + 1) * rows)
                 offset, shape = shard.offset[1:], shard.shape[1:]
+                # a part of several rows, or of a vector, keeps dimension 0
                 if len(_shape(layer.shape, rows)) == len(layer.shape):
                     held = max(0, high - low)
+                    # the offset is within the part
                     offset, shape = (low - i * rows if held else 0, *offset), (held, *shape)
+                # a part of one row has lost dimension 0: the rank holds the shard's other dimensions of it, or nothing
                 elif low >= high:
                     offset, shape = (0,) * len(offset), (0,) * len(shape)
                 found.append(Shard(f"{layer.name}[{i}]", offset, shape))
@@ -93,6 +98,7 @@ def _counts(units: UnitsOption | None, layers: Sequence[Layer]) -> list[int]:
         )
     for pattern, how in (units or {}).items():
         dim, count = how if isinstance(how, tuple) and len(how) == 2 else (how, None)
+        # not isinstance(): a bool is an int, too
         counted = count is None or (type(count) is int and count > 0)
         if type(dim) is not int or not counted:
             raise InputError(

@@ -72,18 +72,22 @@ class PlainTap(Tap):
         # of a step that a tap of the exchange has begun, the schedule was asked
         begun = recorder.phase is not Phase.IDLE
         wanted = recorder.records if begun else recorder.wanted()
+        # going through the model takes long: only if it is recorded, or if no known
+        # parameter was reached, which may have been replaced
         if source is self._layout.model and (wanted or not self._watch.fired):
             self._take_replaced()
             slots = self._layout.slots
         # an optimizer's step has begun it, and no gradient is asked for
         updated = begun and wanted and not recorder.arrays
         if updated or self._has_gradient(source, slots, wanted):
+            # before the step begins: it may refuse
             self._check_scaler()
             try:
                 if not begun:
                     self._begin(wanted)
                 if recorder.arrays:
                     self._copy(source, slots)
+                # there is no exchange to wait for: .grad is its result
                 recorder.sent()
                 self._conclude(loss, learning_rate)
             except BaseException:
@@ -92,6 +96,7 @@ class PlainTap(Tap):
                 raise
         else:
             recorder.misplaced()
+            # a backward pass without a gradient to record: the step counts, for numbers are those of the training
             if self._watch.fired:
                 recorder.skip()
             else:
@@ -130,6 +135,7 @@ class PlainTap(Tap):
 
     def _check_scaler(self) -> None:
         """Refuse gradients that the scaler has unscaled."""
+        # what is unscaled already would be divided by the scale once more
         if any(stage != "READY" for stage in scaler_stages(self._recorder.scaler)):
             raise InputError(
                 "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
@@ -147,10 +153,12 @@ class PlainTap(Tap):
                     self._note_absent(parameter)
                 continue
             seen.add(name)
+            # a gradient was there and is gone: its place gets NaN, not the zeros of an unused parameter
             if parameter.grad is None and own and self._watch.reached(parameter):
                 taken.append(name)
                 self._recorder.absent(slot)
                 continue
+            # also without a gradient: put() then writes zeros
             for kind in kinds:
                 self._recorder.put(kind, slot, parameter)
         self._absent(taken, TAKEN)

@@ -68,6 +68,7 @@ class Sharding:
         captured: Iterable[int] | None = None,
     ) -> None:
         self.units, parameters = units(layout.model), layout.parameters
+        # FSDP2's own: what tensor parallelism shards is not among them
         known = {id(p.sharded_param) for unit in self.units for p in unit.parameters}
         sharded = [p for p in parameters if local_part(p) is not p]
         if not sharded or any(id(p) not in known for p in sharded):
@@ -89,6 +90,7 @@ class Sharding:
         )
         self._wanted = None if captured is None else set(captured)
         self._rank = dist.get_rank(process_group)
+        # shard_ranks() gives global ranks, self.ranks may be a group's
         holds = dist.get_rank() == ranks[0]
         held = [shard_of(name, p, holds) for name, p in zip(layout.names, parameters, strict=True)]
         self.shards = layout.parts.shards(held, layout.layers)
@@ -99,6 +101,7 @@ class Sharding:
 
     def _find_hook(self) -> ShardHook | None:
         for unit in self.units:
+            # shard_hook() registers a partial of a ShardHook's method
             hook = getattr(all_reduce_hook(unit.group), "func", None)
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ShardHook):
@@ -118,6 +121,7 @@ class Sharding:
         tuple of Kind
             Some of `kinds`.
         """
+        # WHOLE kinds are this rank's own; of the others a rank holds a part, and all of a replica write theirs or none
         whole = self._wanted is None or self._rank in self._wanted
         part = self._writes and (self._wanted is None or self.ranks[0] in self._wanted)
         return tuple(kind for kind in kinds if (whole if kind in WHOLE else part))
@@ -136,6 +140,7 @@ class Sharding:
             Some of the kinds, with the shards where there are any.
         """
         kinds = self.kinds(contents.kinds)
+        # nothing that is in shards: this rank's kinds are whole vectors
         if set(kinds) <= set(WHOLE):
             return replace(contents, kinds=kinds)
         return replace(contents, kinds=kinds, shards=self.shards, shard_ranks=self.ranks)
@@ -188,6 +193,7 @@ class ShardTap(PlainTap):
         self._units: set[int] = set()  # that have shown gradients of the step
         if recorder.scaler is None and sharding.hook is not None:
             recorder.scaler = sharding.hook.scaler
+        # what this rank does not write it need not look at
         written = sharding.kinds(kinds or usual_kinds(sharding.hook))
         # weakly, for the model holds what sees its exchanges
         exchanged, reduced = (
@@ -226,11 +232,13 @@ class ShardTap(PlainTap):
                 "nothing was seen of the exchange: fully_shard(), shard_hook() and set_custom_reduce_scatter() come "
                 "before the Capture"
             )
+        # with a hook they were seen on the way, and 'local' in either case
         kept = [kind for kind in arrays if hook is None and kind not in WHOLE]
         replaced, taken = {layer.name for layer, _ in self._layout.replaced()}, []
         for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
             place = self._sharding.places[id(parameter)]
             if name in replaced:
+                # shards lie in the vector of this rank's parts, whole gradients in that of the model
                 self._recorder.absent(place, [kind for kind in arrays if kind not in WHOLE])
                 self._recorder.absent(self._layout.slots[id(parameter)], WHOLE)
             elif kept and parameter.grad is None and self._watch.reached(parameter):
@@ -260,23 +268,27 @@ class ShardTap(PlainTap):
         """Copy what a unit's replicas are about to exchange."""
         recorder = self._recorder
         self._open_step()
+        # .grad has the result of an earlier micro-step: the unit exchanges again
         if id(state) in self._units and parameters[0].grad is not None:
             recorder.warn_once(
                 "exchanges",
                 "the shard hook exchanges on every micro-step, and the last is recorded: call "
                 "model.set_requires_all_reduce(False) before all but the last",
             )
+        # recorded or not: it tells exchanges of a step apart
         self._units.add(id(state))
         if not recorder.arrays:
             return
         corrects = "corrected" in recorder.arrays
-        scale = None if state.scaler is None else state.scaler.get_scale()  # of FSDP2 too
+        # the loss scale times what FSDP2 is going to divide by after the hook
+        scale = None if state.scaler is None else state.scaler.get_scale()
         for parameter, (shard, gradient) in zip(parameters, pairs, strict=True):
             place = self._sharding.places.get(id(parameter))
             if place is None:
                 continue
             recorder.copy("gradient", place, gradient, scale)
             if corrects:
+                # the state has taken the scale out
                 recorder.copy("corrected", place, state.corrected(shard, gradient), 1.0)
 
     def _on_reduce(self, unit: Unit, buffer: torch.Tensor) -> None:
@@ -288,17 +300,21 @@ class ShardTap(PlainTap):
             return
         try:
             local: Any = recorder.arrays["local"]
+            # FSDP2 has divided what is in the buffer already; dividing by scale / divided puts that right, too
             divided = unit.factors[0]
             for parameter, gradient in unit.unreduced(buffer):
                 place = self._layout.slots.get(id(parameter.sharded_param))
                 if place is None:
                     continue
+                # a vector of its own, to which earlier micro-steps are added
                 values = recorder.copies.zeros(local[place].shape[0])
                 recorder.copies.copy(gradient, values, recorder.scale / divided, wait=True)
+                # they are in FSDP2's partial sum where it does not average over replicas yet, else in .grad
                 waits = other_micro_steps(unit.group) is not None
                 if waits or parameter.sharded_param.grad is not None:
                     values += local[place]
                 local[place] = values
+        # the buffer lacks a parameter: the capture ends, the training goes on
         except InputError as error:
             recorder.drop()
             recorder.stop(error)
@@ -321,6 +337,7 @@ def _see_reductions(
             )
         if not hasattr(unit.module, "set_custom_reduce_scatter"):
             raise InputError("kind 'local' needs a newer PyTorch, with set_custom_reduce_scatter()")
+        # what is registered already, or FSDP2's own, goes on reducing
         inner = reduce_scatter(unit.group)
         unit.module.set_custom_reduce_scatter(_ReduceScatter(inner, unit, on_reduce))
 
@@ -336,6 +353,7 @@ class _ReduceScatter:
         self._on_reduce = on_reduce
 
     def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        # FSDP2 takes the memory for the result from the same object
         return self._inner.allocate(*arguments, **options)  # type: ignore[no-any-return]
 
     def __call__(

@@ -148,6 +148,7 @@ class Tap(ABC):
         return Contents(tuple(kinds), devices, records_steps(self._state))
 
     def _begin(self, wanted: bool) -> None:
+        # first: what the state reports from here on is of this step
         self._reports.begin()
         self._recorder.begin(self.contents, wanted)
 
@@ -157,6 +158,7 @@ class Tap(ABC):
         """Commit the step if its gradients were sent, and arrived; else drop it."""
         if self._recorder.phase is Phase.SENT and self._arrived():
             columns = {}
+            # both go through all layers: only for a step that is written
             if self._recorder.records:
                 columns = self._columns()
                 self._mark_absent()
@@ -179,6 +181,7 @@ class Tap(ABC):
                 "the hook's state numbers its parameters, so that its diagnosis of layers cannot be recorded: "
                 "give it named_parameters=model.named_parameters()",
             )
+        # the trace's layers: parts of a parameter are unknown to the state, and get NaN
         return step_columns(observed, [layer.name for layer in self._layout.parts.layers])
 
     def _mark_absent(self) -> None:  # noqa: B027

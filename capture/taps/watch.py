@@ -49,6 +49,7 @@ class BackwardWatch:
 
         def notice(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
+            # reached all the same: an optimizer in the backward pass has taken it
             versions[id(parameter)] = -1 if gradient is None else version(gradient)
 
         for parameter in parameters:
@@ -99,7 +100,9 @@ class BackwardWatch:
         parameters : iterable of torch.Tensor
             Parameters, whose gradients are old from now on.
         """
+        # in place, for the hooks hold this dict
         self._versions.clear()
+        # weakly, so that gradients that are set to None are freed
         self._known = {
             id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None
         }
@@ -124,6 +127,7 @@ class BackwardWatch:
         else:  # set by hand, perhaps
             present = [p for p in present if not self._old(p)]
             new = False
+        # values last: on a device each look waits for it
         return new or any(bool(_values(p).any()) for p in present)
 
     def stop(self) -> None:
@@ -146,6 +150,7 @@ class BackwardWatch:
         assert parameter.grad is not None
         reference, before = self._known.get(id(parameter), (None, -1))
         return (
+            # the same tensor, and not written to since
             reference is not None
             and reference() is parameter.grad
             and before == version(parameter.grad)

@@ -61,6 +61,7 @@ class TorchTopK(TopK):
         Selection
             The k elements, in ascending order of positions.
         """
+        # sorted by position below, so that their order of magnitude is of no use
         largest = torch.topk(gradient.abs(), self.target(gradient.numel()), sorted=False)
         indices = largest.indices.sort().values
         return Selection(indices, gradient[indices])
@@ -83,6 +84,7 @@ def waiting_hook(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     Future
         The bucket as it is.
     """
+    # once a step: other buckets of the pass are not waited for
     if bucket.is_last():
         dist.barrier()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -109,6 +111,7 @@ def bf16_hook(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Ten
 
 
 def _powersgd(config: RunConfig) -> Exchange:
+    # the user's options win
     options = {"start_powerSGD_iter": _FIRST_COMPRESSED} | dict(config.options)
     state = PowerSGDState(None, use_error_feedback=config.error_feedback, **options)
     return Exchange(state, powerSGD_hook, _ONE_BUCKET_MB)

@@ -246,10 +246,12 @@ class RunConfig:
         """Return a setting as given, or else as the recipe or the workload has it; None where none of them does."""
         value = getattr(self, name)
         if value is None:
+            # before the recipe: an optimizer that is asked for comes with settings of its own
             value = settings_with(self.optimizer, self.info.optimizer).get(name)
         if value is None:
             recipe = self._recipe
             value = recipe.get(name)
+            # of steps there is "epochs", of other settings "lr_warm_up_epochs" and the like
             epochs = recipe.get("epochs" if name == "steps" else f"{name}_epochs")
             if epochs is not None:
                 value = self._epochs(epochs)
@@ -278,6 +280,7 @@ class RunConfig:
     def initial_learning_rate(self) -> float:
         """The learning rate the run starts with, of a recipe that scales it as many samples take part in a step."""
         rate = float(self._chosen("learning_rate"))
+        # a rate that is given is taken as it is
         if self.learning_rate is None and self.optimizer is None and "rate_per" in self._recipe:
             rate *= self.setting("batch_size") * self.nproc / self._recipe["rate_per"]
         return rate
@@ -320,12 +323,14 @@ class RunConfig:
         factor: float = {
             "constant": 1.0,
             "step": 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4)),
+            # in ninths, as whole numbers: exact for any number of steps
             "thirds": 0.1 ** sum(9 * step >= part * steps for part in (3, 6, 8)),
             "milestones": 0.1 ** sum(step >= m * steps for m in self._recipe.get("milestones", ())),
             "cosine": (1 + math.cos(math.pi * step / steps)) / 2,
             "linear": 1 - step / steps,
             "annealed": 1.01 ** -(150 * step // steps),
         }[self.decay]
+        # step + 1, so that the first step has a rate above zero
         rise = min(1.0, (step + 1) / max(1, int(self._chosen("lr_warm_up"))))
         return self.initial_learning_rate * rise * factor
 
@@ -344,6 +349,7 @@ class RunConfig:
             momentum = _SYSTEM_MOMENTUM if system else self._chosen("momentum")
         nesterov = self.nesterov
         if nesterov is None:
+            # the published form needs a momentum, which may be switched off
             published = system and system.nesterov and momentum > 0
             nesterov = "dgc" if published else self._chosen("nesterov") or "none"
         warm_up = self._chosen("warm_up")
@@ -353,6 +359,7 @@ class RunConfig:
             momentum=momentum,
             nesterov=None if nesterov == "none" else nesterov,
             weight_decay=self._chosen("weight_decay") or 0.0,
+            # 0 switches clipping off
             clip=self._chosen("clip") or None,
             clip_kind=self.clip_kind or ("local" if system else "averaged"),
             warm_up=warm_up,
@@ -377,6 +384,7 @@ class RunConfig:
         InputError
             If a setting has a wrong value, or the data folder lacks the files.
         """
+        # here, because names and defaults are to load without torch
         from gradstats.compressors import COMPRESSORS, RULE, make_compressor
         from gradstats.hooks.systems import make_state
         from gradstats.primitives.ratio import check_ratio
@@ -402,6 +410,7 @@ class RunConfig:
                     f"{self.compressor} is a whole system and has a memory: use {RULE}{self.compressor.split('-')[0]} "
                     "for its rule alone"
                 )
+            # made to be thrown away: the constructor checks ratio and options
             make_state(self.compressor, self.ratio, (), compressor_options=dict(self.options))
         else:
             make_compressor(self.compressor, self.ratio, **self.options)
@@ -420,6 +429,7 @@ class RunConfig:
         for name in ("steps", "batch_size"):
             if self.setting(name) < 1:
                 raise InputError(f"{name} must be at least 1, not {self.setting(name)}")
+        # 0 in the workload means that it has no such setting
         if any(getattr(info, name) and self.setting(name) < 2 for name in ("hidden", "vocab")):
             raise InputError("hidden and vocab must be at least 2")
         if self.size is not None and (not info.size or self.size not in get_args(Size)):
@@ -434,6 +444,7 @@ class RunConfig:
                 raise InputError(
                     f"{self.workload} reads {info.files[0]}, …: name their folder with --data-dir"
                 )
+            # one is enough: CIFAR-10 may be there in part
             if not any((self.data_dir / name).exists() for name in info.files):
                 raise InputError(f"{self.data_dir} holds none of {', '.join(info.files)}")
 
@@ -451,6 +462,7 @@ class RunConfig:
         for kind in self.kinds or ():
             if kind not in KINDS:
                 raise unknown("kind", kind, KINDS)
+            # asked for, and not there
             if (kind == "pseudogradient") > bool(self.local_steps):
                 raise InputError("kind pseudogradient is of local steps: give local_steps too")
             if kind in OF_PARAMETERS and self.local_steps:
@@ -487,6 +499,7 @@ class RunConfig:
             )
         if training.nesterov and not training.momentum:
             raise InputError("Nesterov's momentum needs a momentum: set it, or leave nesterov out")
+        # the first of the baselines, torch-topk, runs in this project's hook, which can
         if self.clip_kind == "local" and self.compressor in (DENSE, NO_EXCHANGE, *BASELINES[1:]):
             raise InputError(f"{self.compressor} cannot clip locally: use clip_kind=averaged")
         if training.warm_up and self.compressor in BASELINES[1:]:
@@ -550,6 +563,7 @@ class RunConfig:
             raise InputError(
                 "fsdp is one replica, which has nobody to exchange local steps with: use parallel=hsdp"
             )
+        # two replicas of at least two shards
         if self.parallel == "hsdp" and (self.nproc < 4 or self.nproc % 2):
             raise InputError(
                 f"hsdp shards each of two replicas: give an even nproc, at least 4, not {self.nproc}"
@@ -577,6 +591,7 @@ class RunConfig:
             Settings that describe the run to a reader of its trace.
         """
         info, training = self.info, self.training()
+        # it has a compressor of its own, whatever `compressor` says
         sparseloco = self.local_steps > 0 and self.outer == "sparseloco"
         dense = self.compressor == DENSE and not sparseloco
         return {
@@ -592,11 +607,13 @@ class RunConfig:
                 **{
                     k: v
                     for k, v in asdict(training).items()
+                    # zeros are what a trace without the entry means
                     if v and (k != "clip_kind" or training.clip)
                 },
             },
             **({"parallel": self.parallel} if self.parallel != "ddp" else {}),
             "compressor": "sparseloco" if sparseloco else self.compressor,
+            # SparseLoCo sends 64 elements of each chunk of 4,096
             "ratio": 64 / 4096 if sparseloco else 1.0 if dense else self.ratio,
             **(
                 {

@@ -25,6 +25,7 @@ def _view(images: Tensor, random: torch.Generator) -> Tensor:
     """Return images of another contrast, each without a square, and with noise."""
     n, _, side, _ = images.shape
     contrast = 0.5 + torch.rand(n, 1, 1, 1, generator=random)
+    # of each image's square the first row and the first column
     first = torch.randint(side - _ERASED + 1, (2, n, 1), generator=random)
     place = torch.arange(side)
     rows, columns = (place >= first) & (place < first + _ERASED)
@@ -37,13 +38,16 @@ def make_task(config: RunConfig, rank: int) -> Task:
     """Build the model and this rank's share of the images."""
     images = load_images(config.info, config.data_dir)
     size = check_batch(config, len(images), "images")
+    # the other view of image i is i + size, of 2 size in all
     partner = torch.arange(2 * size).roll(size)
 
     def loss(network: nn.Module, step: int) -> Tensor:
         batch, _ = images.batch(step, size, rank, config.nproc, config.seed)
+        # 1: other numbers than those of the augmentation, which has seed, step and rank + 1 alone
         random = generator(config.seed, step, rank + 1, 1)
         codes = F.normalize(network(torch.cat([_view(batch, random), _view(batch, random)])))
         alike = codes @ codes.t() / _TEMPERATURE
+        # a view is not compared with itself, with which it is most alike
         itself = torch.eye(2 * size, dtype=torch.bool)
         return F.cross_entropy(alike.masked_fill(itself, -torch.inf), partner)
 

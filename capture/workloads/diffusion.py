@@ -63,6 +63,7 @@ class UNet(nn.Module):
         tensor, shape (n, 1, h, w)
             Noise.
         """
+        # the step as sines and cosines of falling frequencies, as transformers tell positions
         rates = torch.exp(-math.log(1e4) * torch.arange(_TIME // 2) / (_TIME // 2))
         angles = step[:, None] * rates
         time = self.time(torch.cat([angles.sin(), angles.cos()], 1))
@@ -93,12 +94,16 @@ def make_task(config: RunConfig, rank: int) -> Task:
     """Build the model and this rank's share of the images."""
     images = load_images(config.info, config.data_dir)
     size = check_batch(config, len(images), "images")
+    # equation 17 of Nichol and Dhariwal, with s = 0.008: the share of the signal is f(t) / f(0), f a squared cosine
     angle = (torch.arange(_STEPS) / _STEPS + 0.008) / 1.008 * math.pi / 2
+    # its root is what an image is multiplied by, and what is left of 1 belongs to the noise
     signal = (angle.cos() / angle[0].cos())[:, None, None, None]
     noise_size = (1 - signal**2).sqrt()
 
     def loss(network: nn.Module, step: int) -> Tensor:
+        # the digit itself, without the differences in the other channels
         clean = images.batch(step, size, rank, config.nproc, config.seed)[0][:, :1]
+        # 1: other numbers than those of the augmentation, which has seed, step and rank + 1 alone
         random = generator(config.seed, step, rank + 1, 1)
         noise = torch.randn(clean.shape, generator=random)
         at = torch.randint(_STEPS, (size,), generator=random)

@@ -114,15 +114,18 @@ class _Windows:
     """Windows of a text, in an order of their own in each pass over it."""
 
     def __init__(self, ids: Tensor, context: int) -> None:
+        # the last word of a window is predicted, and followed by none
         count = (len(ids) - 1) // context
         if count < 1:
             raise InputError(f"a text of {len(ids)} words is shorter than a window of {context}")
+        # windows overlap by that word: it is the first of the next one
         rows = torch.arange(count)[:, None] * context + torch.arange(context + 1)
         self.rows = ids[rows]
 
     def batch(self, config: RunConfig, rank: int, size: int, step: int) -> Tensor:
         whole = size * config.nproc
         per_pass = len(self.rows) // whole
+        # alike on all ranks, of which each takes its part of the order
         shuffle = torch.Generator().manual_seed(config.seed + step // per_pass)
         order = torch.randperm(len(self.rows), generator=shuffle)
         first = step % per_pass * whole + rank * size
@@ -248,6 +251,7 @@ def text_task(config: RunConfig, rank: int, model: GPT, seen: Tensor, other: Ten
         with torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
             outputs = network(rows[:, :-1])
         scores, added = outputs if isinstance(outputs, tuple) else (outputs, None)
+        # the loss in float32, where scores come in bfloat16 under autocast
         return F.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten()), added
 
     def loss(network: nn.Module, step: int) -> Tensor:
@@ -258,6 +262,7 @@ def text_task(config: RunConfig, rank: int, model: GPT, seen: Tensor, other: Ten
         assert unseen is not None
         with torch.no_grad():
             parts = torch.split(unseen.rows[:_UNSEEN_WINDOWS], config.setting("batch_size"))
+            # the last part may be smaller: each counts by its windows
             losses = sum(float(predicted(network, rows)[0]) * len(rows) for rows in parts)
         return {"perplexity": math.exp(losses / sum(map(len, parts)))}
 

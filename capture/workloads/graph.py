@@ -63,12 +63,17 @@ def _graph(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     truth = torch.arange(_NODES) % _BLOCKS
     pairs = _NODES * _DEGREE // 2
     a, b = torch.randint(_NODES, (2, pairs), generator=random)
+    # an end drawn at random is inside with chance 1 / _BLOCKS anyhow: these make it _INSIDE in all
     inside = torch.rand(pairs, generator=random) < (_INSIDE - 1 / _BLOCKS) / (1 - 1 / _BLOCKS)
+    # to the node of a's community in the same row of six: 3,000 is a multiple of 6, and none falls outside
     b = torch.where(inside, b - b % _BLOCKS + a % _BLOCKS, b)
     self_edges = torch.arange(_NODES)
+    # each edge in both directions, and each node to itself
     ends = torch.stack([torch.cat([a, b, self_edges]), torch.cat([b, a, self_edges])])
+    # what was drawn twice is one edge
     places = torch.unique(ends, dim=1)
     degrees = torch.bincount(places[0], minlength=_NODES).float()
+    # 1 / sqrt(degree · degree): Kipf and Welling's symmetric normalisation
     weights = (degrees[places[0]] * degrees[places[1]]).rsqrt()
     edges = torch.sparse_coo_tensor(
         places, weights, (_NODES, _NODES), check_invariants=True
@@ -96,6 +101,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
     epochs = Epochs(len(seen))
 
     def loss(network: nn.Module, step: int) -> Tensor:
+        # the whole graph goes through the network on every rank; the loss is of the rank's nodes
         nodes = seen[epochs.drawn(step, size, rank, config.nproc, config.seed)]
         return F.cross_entropy(network(features, edges)[nodes], truth[nodes])
 

@@ -72,9 +72,11 @@ class Epochs:
             Numbers of the samples.
         """
         epoch, position = divmod(step, self._count // (size * world_size))
+        # a permutation takes longer than a batch: kept for the epoch
         if (seed, epoch) != self._epoch:
             self._order = torch.randperm(self._count, generator=generator(seed, epoch))
             self._epoch = (seed, epoch)
+        # ranks take neighbouring parts of what all of them draw in a step
         first = (position * world_size + rank) * size
         return self._order[first : first + size]
 
@@ -143,6 +145,7 @@ class ImageSet:
             Their classes.
         """
         chosen = self._epochs.drawn(step, size, rank, world_size, seed)
+        # rank + 1: SeedSequence fills up with zeros, so that (seed, step, 0) would be a permutation's (seed, epoch)
         images = self._augment(self._padded[chosen], generator(seed, step, rank + 1))
         return images, self._labels[chosen]
 
@@ -168,12 +171,14 @@ class ImageSet:
 
     def _augment(self, padded: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         n, size = len(padded), self._size
+        # the images have a border of `shift` pixels on each side
         top, left = torch.randint(2 * self._shift + 1, (2, n), generator=generator)
         rows = (top[:, None] + torch.arange(size))[:, :, None]
         columns = (left[:, None] + torch.arange(size))[:, None, :]
         if self._flip:
             mirrored = torch.rand(n, generator=generator) < 0.5
             columns = torch.where(mirrored[:, None, None], columns.flip(2), columns)
+        # indices around a slice put the channels last
         return padded[torch.arange(n)[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
 
 
@@ -202,6 +207,7 @@ def load_digits() -> ImageSet:
     images -= images.mean(dim=(0, 2, 3), keepdim=True)
     images /= images.std(dim=(0, 2, 3), keepdim=True)
     labels = torch.from_numpy(digits.target).long()
+    # a digit seen in a mirror is none
     return ImageSet(images, labels, shift=1, flip=False)
 
 
@@ -249,6 +255,7 @@ def load_cifar100(folder: Path) -> ImageSet:
     InputError
         If there is no training file, a file is not whole records, or a label is not 0–99.
     """
+    # a coarse label comes before the fine one
     return _cifar([folder / "train.bin"], folder / "test.bin", labels=2, classes=100)
 
 
@@ -259,6 +266,7 @@ def _cifar(files: list[Path], unseen: Path, labels: int, classes: int, side: int
     if side != 32:
         images = F.adaptive_avg_pool2d(images, side)
         test = test and (F.adaptive_avg_pool2d(test[0], side), test[1])
+    # four of 32 pixels, and as large a part of smaller images
     return _normalised(images, numbers, test, shift=side // 8, flip=True)
 
 
@@ -320,7 +328,9 @@ def load_mnist(folder: Path) -> ImageSet:
 
     def read(part: str) -> tuple[torch.Tensor, torch.Tensor]:
         file = folder / f"{part}-images-idx3-ubyte"
+        # after the header of an IDX file: four numbers of four bytes, here magic, images, rows, columns
         pixels = torch.from_numpy(_read_bytes(file)[16:])
+        # two numbers: magic, labels
         labels = torch.from_numpy(_read_bytes(folder / f"{part}-labels-idx1-ubyte")[8:]).long()
         if not len(labels) or pixels.numel() != 784 * len(labels) or labels.max() > 9:
             raise InputError(f"{file} and its labels are not MNIST's files; copy them again")
@@ -351,6 +361,7 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path, side: int, classes: int) -> None:
+        # sorted, for all ranks and runs must number the classes alike
         names = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
         if len(names) > classes:
             raise InputError(
@@ -361,6 +372,7 @@ class ImageFolder:
             [
                 (file, label)
                 for label, name in enumerate(names)
+                # sorted: a file system's own order differs from machine to machine
                 for file in sorted((folder / part / name).glob("*"))
                 if file.suffix.lower() in _SUFFIXES
             ]
@@ -440,11 +452,14 @@ class ImageFolder:
             raise InputError(f"cannot read {file}: {error}") from None
         width, height = image.size
         if rng is None:
+            # 224 of 256 pixels, as ImageNet's networks are tested
             across = down = 0.875 * min(width, height)
             left, top = (width - across) / 2, (height - down) / 2
         else:
             area = rng.uniform(0.08, 1) * width * height
+            # evenly in the logarithm: 3:4 is as likely as 4:3
             ratio = np.exp(rng.uniform(-1, 1) * np.log(4 / 3))
+            # an area that is nearly the whole does not fit in another shape
             across = min(width, np.sqrt(area * ratio))
             down = min(height, np.sqrt(area / ratio))
             left, top = rng.uniform(0, width - across), rng.uniform(0, height - down)
@@ -453,6 +468,7 @@ class ImageFolder:
         pixels = np.array(image.resize(side, Image.Resampling.BILINEAR, box=box))
         if rng is not None and rng.random() < 0.5:
             pixels = pixels[:, ::-1]
+        # copied, for torch takes no negative strides
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).float() / 255
 
 

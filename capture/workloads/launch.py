@@ -60,6 +60,7 @@ def launch(config: RunConfig) -> RunResult:
 def _over_loopback(config: RunConfig) -> RunResult:
     from capture.workloads.training import worker
 
+    # a user's own choice stays
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return worker(config)
 
@@ -105,10 +106,12 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
                 max_nodes=1,
                 nproc_per_node=nproc,
                 run_id=uuid.uuid4().hex,
+                # torchrun's rendezvous on a free port of the loopback interface
                 rdzv_backend="c10d",
                 rdzv_endpoint="127.0.0.1:0",
                 local_addr="127.0.0.1",
                 start_method="forkserver" if forked else "spawn",
+                # a failure is reported, not tried again
                 max_restarts=0,
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
@@ -116,10 +119,12 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
             _rank,
         )
         try:
+            # signals_raise() outermost, because the agent leaves handlers of its own behind
             with signals_raise(), _ctrl_c_spares_children():
                 parent = os.getpid() if forked else None
                 results: dict[int, T] = launcher(parent, loaded_files(), function, args)
         except ChildFailedError as error:
+            # the first one: other ranks fail because they have lost it
             rank, failure = error.get_first_failure()
             why = _last_line(failure.message)
             if (
@@ -127,6 +132,7 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
             ):  # it did not come to the function
                 why = 'it ended before it began; call this in a file, below if __name__ == "__main__":'
             raise RunFailedError(f"rank {rank} failed: {why}") from error
+    # in the order of ranks, whatever the order in which they ended
     return [results[rank] for rank in range(nproc)]
 
 
@@ -145,7 +151,9 @@ def _rank(
 
 def _end_with(process: int) -> None:
     """End this process when the process of a pidfd ends, however it ends."""
+    # a pidfd becomes readable when its process has ended
     select.select([process], [], [])
+    # not sys.exit(), which ends a thread alone
     os._exit(1)
 
 
@@ -187,6 +195,7 @@ def signals_raise(*, last: bool = False) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # not within another such context: nothing has been raised yet
     if signal.getsignal(signal.SIGINT) is not _raise:
         _raise.last = -math.inf
     # that of a library in C cannot be put back, and stays
@@ -197,6 +206,7 @@ def signals_raise(*, last: bool = False) -> Iterator[None]:
             signal.signal(each, _raise)
         yield
     except SignalException:
+        # set here, too, for a handler of the agent's may have raised it
         _raise.last = time.monotonic()
         if last:
             handlers = dict.fromkeys(handlers, lambda *_: None)

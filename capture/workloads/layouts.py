@@ -34,6 +34,7 @@ def layout(workload: str, **settings: Any) -> list[dict[str, Any]]:
     records, offset = [], 0
     with torch.device("meta"):
         for name, parameter in module.make_model(config).named_parameters():
+            # frozen parameters have no gradient, and no place in it
             if not parameter.requires_grad:
                 continue
             numel = parameter.numel()
@@ -70,6 +71,7 @@ def backward_pass(
     module = importlib.import_module(config.info.module)
     delivered: list[tuple[str, int, float]] = []
     passes: list[list[LayerTime]] = []
+    # a caller's random numbers stay as they are
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model, inputs = module.make_model(config), module.example(config)
@@ -77,14 +79,18 @@ def backward_pass(
             if not parameter.requires_grad:
                 continue
             parameter.register_post_accumulate_grad_hook(
+                # bound now, for the loop goes on
                 lambda p, name=name: delivered.append((name, p.numel(), time.perf_counter()))
             )
+        # one more, which warms up
         for _ in range(repeats + 1):
             model.zero_grad()
             delivered.clear()
             outputs = model(*inputs)
+            # the scores come first, lengths or a state follow
             scores = outputs[0] if isinstance(outputs, tuple) else outputs
             loss = -scores.log_softmax(-1)[..., 0].mean()
+            # the time before the first layer's gradient is that layer's
             last = time.perf_counter()
             torch.autograd.backward(loss)
             layers = []
@@ -92,6 +98,7 @@ def backward_pass(
                 layers.append(LayerTime(name, numel, now - last))
                 last = now
             passes.append(layers)
+    # of whole passes: medians layer by layer would be of no pass
     middle = sorted(passes[1:], key=lambda p: sum(layer.backward for layer in p))[repeats // 2]
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return gradient, middle

@@ -36,11 +36,13 @@ class _Adapter(nn.Module):
 
 
 def _adapted(model: gpt.GPT) -> gpt.GPT:
+    # before the adapters come, which are trained
     model.requires_grad_(False)
     for layer in model.layers:
         assert isinstance(layer, nn.TransformerEncoderLayer)
         attention = layer.self_attn
         for owner, name in (
+            # the matrices of a layer; norms and biases stay as they are
             (attention, "in_proj_weight"),
             (attention.out_proj, "weight"),
             (layer.linear1, "weight"),
@@ -65,6 +67,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
     ids, unseen = gpt.texts(config)
     half = len(ids) // 2
     model = gpt.make_model(config)
+    # as if there were one rank, so that all of them train alike, and need no exchange
     alone = config.replace(nproc=1)
     first = gpt.text_task(alone, 0, model, ids[:half], None)
     optimizer = torch.optim.AdamW(model.parameters(), _FIRST_RATE)
@@ -72,5 +75,6 @@ def make_task(config: RunConfig, rank: int) -> Task:
         optimizer.zero_grad()
         torch.autograd.backward(first.loss(model, step))
         optimizer.step()
+    # what is frozen from here on must not keep a gradient
     model.zero_grad()
     return gpt.text_task(config, rank, _adapted(model), ids[half:], unseen)

@@ -72,21 +72,25 @@ class _Reader:
 
     def __init__(self, ids: Tensor, columns: int, first: int, total: int) -> None:
         length = len(ids) // total
+        # a window needs one word more, which is predicted last
         self.windows = (length - 1) // _WINDOW
         if self.windows < 1:
             raise InputError(
                 f"a text of {len(ids)} words is too short for {total} columns of {_WINDOW} words; lower --batch-size"
             )
+        # a column is a stretch of the text, so that each window goes on where the one before ended
         self._columns = ids[: length * total].view(total, length)[first : first + columns].t()
         self._state: tuple[Tensor, Tensor] | None = None
 
     def loss(self, network: nn.Module, step: int) -> Tensor:
         window = step % self.windows
+        # the text begins again, and no state leads there
         if window == 0:
             self._state = None
         rows = slice(window * _WINDOW, (window + 1) * _WINDOW + 1)
         words = self._columns[rows]
         logits, state = network(words[:-1], self._state)
+        # cut off: backpropagation ends at the window's beginning
         self._state = (state[0].detach(), state[1].detach())
         return F.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
 
@@ -145,6 +149,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
     reader = _Reader(words_to_ids(words, vocab), columns, rank * columns, config.nproc * columns)
     unseen = None
     if load and folder and any((folder / name).is_file() for name in _VALIDATION):
+        # numbered as in the text that is trained on
         ids = words_to_ids(load(folder, "valid"), vocab, words)
         unseen = _Reader(ids, _UNSEEN_COLUMNS, 0, _UNSEEN_COLUMNS)
 

@@ -38,9 +38,11 @@ class _Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             # an expert that no word chose runs on none: its gradient is zero, not missing, as DDP needs it
             word, place = (chosen == number).nonzero(as_tuple=True)
+            # under autocast experts answer in bfloat16
             mixed = mixed.index_add(
                 0, word, (weights[word, place, None] * expert(words[word])).to(mixed.dtype)
             )
+        # f of Switch's equation 4; counts have no gradient, which comes through the probabilities
         share = F.one_hot(chosen, _EXPERTS).float().mean((0, 1))
         return mixed.view_as(x), _EXPERTS * (share * scores.float().softmax(1).mean(0)).sum()
 

@@ -51,6 +51,7 @@ class _Block(nn.Module):
         for i, (a, b, size, step) in enumerate(sizes, 1):
             self.add_module(f"conv{i}", nn.Conv2d(a, b, size, step, size // 2, bias=False))
             self.add_module(f"bn{i}", nn.BatchNorm2d(b))
+        # half of the channels that lack go before, half after
         self.count, self.stride, self.padding = len(sizes), stride, (outputs - inputs) // 2
         self.shortcut: nn.Module | None = None
         if project and (stride > 1 or inputs != outputs):
@@ -62,10 +63,12 @@ class _Block(nn.Module):
         y = x
         for i in range(1, self.count + 1):
             y = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(y))
+            # the last one's comes after the sum
             y = F.relu(y) if i < self.count else y
         if self.shortcut is not None:
             x = self.shortcut(x)
         elif self.padding:
+            # from the last dimension to the first: width, height, channels
             around = (0, 0, 0, 0, self.padding, self.padding)
             x = F.pad(x[:, :, :: self.stride, :: self.stride], around)
         return F.relu(x + y)
@@ -87,6 +90,7 @@ class _SqueezeBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(x))
+        # the block is pre-activated, and its shortcut begins after the activation
         x = x if self.shortcut is None else self.shortcut(y)
         y = self.conv2(F.relu(self.bn2(self.conv1(y))))
         weight = self.fc2(F.relu(self.fc1(y.mean((2, 3), keepdim=True))))
@@ -173,7 +177,9 @@ def small_resnet(depth: int, classes: int, project: bool = False) -> ResNet:
         Network.
     """
     n = (depth - 2) // 6
+    # one more of the first width, for the first convolution's outputs
     widths = [16] * (n + 1) + [32] * n + [64] * n
+    # a wider stage begins with half the size
     blocks = [_Block(i, o, 1 if i == o else 2, project=project) for i, o in pairwise(widths)]
     return ResNet(blocks, 16, 64, classes)
 
@@ -262,9 +268,11 @@ def vgg(
         layers.append(nn.MaxPool2d(2))
     widths = (512 * size * size, *hidden)
     for a, b in pairwise(widths):
+        # dropout between the layers of 4,096 alone
         layers += [nn.Linear(a, b), nn.ReLU(), *([nn.Dropout()] if size > 1 else [])]
     network = nn.Sequential(*layers, nn.Linear(widths[-1], classes))
     first = next(i for i, layer in enumerate(network) if isinstance(layer, nn.Linear))
+    # before the first linear layer, wherever that is
     network.insert(first, nn.Flatten())
     _initialise(network, "fan_in", linear=True)
     return network
@@ -292,9 +300,11 @@ def alexnet(classes: int, *, channels: int = 3, large: bool = False) -> nn.Seque
     second = nn.Conv2d(64, 192, 5, padding=2) if large else nn.Conv2d(64, 192, 3, padding=1)
     layers: list[nn.Module] = [first, nn.ReLU(), nn.MaxPool2d(window, 2), second, nn.ReLU()]
     layers.append(nn.MaxPool2d(window, 2))
+    # from the second convolution's width on
     for a, b in pairwise((192, 384, 256, 256)):
         layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()]
     layers += [nn.MaxPool2d(window, 2), nn.Flatten()]
+    # dropout stands before the layer, not after it as in VGG
     for a in (256 * side * side, 4096):
         layers += [nn.Dropout(), nn.Linear(a, 4096), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(4096, classes))
@@ -341,6 +351,7 @@ def _conv(
         step = stride if i == len(sizes) else 1
         padding = (height // 2, width // 2) if pad and step == 1 else 0
         layers.append(nn.Conv2d(a, b, (height, width), step, padding, bias=bias))
+        # GoogLeNet's convolutions have a bias, and torch's eps; those of Inception-v4 have neither
         layers += [nn.BatchNorm2d(b, eps=1e-5 if bias else 1e-3), nn.ReLU()]
     return nn.Sequential(*layers)
 
@@ -365,6 +376,7 @@ def googlenet(classes: int) -> nn.Sequential:
         return Branches(
             _conv(inputs, one, sizes=[1], bias=True),
             _conv(inputs, reduced3, three, sizes=[1, 3], bias=True),
+            # two 3×3 stand for the paper's 5×5, as in pytorch-cifar
             _conv(inputs, reduced5, five, five, sizes=[1, 3, 3], bias=True),
             nn.Sequential(pool, _conv(inputs, pooled, sizes=[1], bias=True)),
         )
@@ -404,6 +416,7 @@ def inception_v4(classes: int) -> nn.Sequential:
     across, down = (1, 7), (7, 1)
 
     def pooled(inputs: int, outputs: int) -> nn.Module:
+        # zeros of the border are not averaged
         pool = nn.AvgPool2d(3, 1, padding=1, count_include_pad=False)
         return nn.Sequential(pool, _conv(inputs, outputs, sizes=[1]))
 

@@ -41,6 +41,7 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
     if name == "Muon":
         matrices = _matrices(model)
         chosen = {id(p) for p in matrices}
+        # by identity: == compares elements
         rest = [p for p in trained if id(p) not in chosen]
         adamw = [torch.optim.AdamW(rest, betas=_BETAS, **decayed)] if rest else []
         return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decayed), *adamw]
@@ -48,6 +49,7 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
     decay = training.weight_decay if outside else 0.0
     groups: list[Any] = [*trained]
     if decay and not config.decays_vectors:
+        # biases, and scales and shifts of normalisation
         vectors = [p for p in groups if p.ndim < 2]
         groups = [
             {"params": [p for p in groups if p.ndim > 1]},
@@ -74,6 +76,7 @@ def _matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     every = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
     inner = [p for p in every if id(p) not in embeddings]
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    # the last linear layer is taken for the output
     outputs = {id(linear[-1].weight)} if linear else set()
     hidden = [p for p in inner if id(p) not in outputs]
     return hidden or inner or every

@@ -51,11 +51,14 @@ class Policy(nn.Module):
 
 def _moved(states: Tensor, right: Tensor) -> Tensor:
     """Return the states of carts a fiftieth of a second after they are pushed."""
+    # the place has no part in the equations
     speed, angle, turning = states[:, 1:].unbind(1)
     sine, cosine, mass = angle.sin(), angle.cos(), _CART + _POLE
     pushed = (_FORCE * (2 * right - 1) + _POLE * _HALF * turning**2 * sine) / mass
+    # of the angle and of the cart, without friction; _HALF is half of the pole's length
     turn = (_GRAVITY * sine - cosine * pushed) / (_HALF * (4 / 3 - _POLE * cosine**2 / mass))
     push = pushed - _POLE * _HALF * turn * cosine / mass
+    # one step of Euler's method
     return states + _SECONDS * torch.stack([speed, push, turning, turn], 1)
 
 
@@ -81,17 +84,21 @@ def make_task(config: RunConfig, rank: int) -> Task:
         pushes, alive = [], []
         while up.any() and len(states) < _LONGEST:
             with torch.no_grad():
+                # not in DDP: episodes end at different steps, and ranks pass here in different numbers
                 right = torch.rand(count, generator=random) < model(state).softmax(1)[:, 1]
             states.append(state)
             pushes.append(right.long())
             alive.append(up)
             state = _moved(state, right.float())
+            # carts that have ended stay in the batch, and count nothing
             up = up & (state[:, 0].abs() < _FAR) & (state[:, 2].abs() < _TILT)
         still, to_come = torch.stack(alive).float(), torch.zeros(count)
         returns = torch.empty_like(still)
+        # from the end: a return is the reward and what follows it, discounted
         for i in reversed(range(len(states))):
             to_come = still[i] + _DISCOUNT * to_come
             returns[i] = to_come
+        # over the states that were reached
         baseline = (returns * still).sum() / still.sum()
         deviation = (((returns - baseline) ** 2 * still).sum() / still.sum()).sqrt()
         advantage = (returns - baseline) / (deviation + 1e-6) * still

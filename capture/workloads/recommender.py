@@ -57,6 +57,7 @@ class Recommender(nn.Module):
         dense = self.bottom(numbers)
         vectors = [dense, *(t(values[:, i]) for i, t in enumerate(self.tables))]
         stacked = torch.stack(vectors, 1)
+        # each pair once, and no vector with itself
         rows, columns = torch.triu_indices(len(vectors), len(vectors), 1)
         products = (stacked @ stacked.transpose(1, 2))[:, rows, columns]
         logits: Tensor = self.top(torch.cat([dense, products], 1))
@@ -71,6 +72,7 @@ class _Clicks:
         self.biases = [0.5 * torch.randn(rows, generator=random) for rows in _ROWS]
         self.hidden = [0.5 * torch.randn(rows, 4, generator=random) for rows in _ROWS]
         self.slopes = 0.5 * torch.randn(_DENSE, generator=random)
+        # Zipf's law: the n-th value is n times as rare as the first
         self.chances = [1 / torch.arange(1, rows + 1.0) for rows in _ROWS]
 
     def draw(self, count: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,6 +82,7 @@ class _Clicks:
         )
         numbers = torch.randn(count, _DENSE, generator=random)
         drawn = torch.stack([h[v] for h, v in zip(self.hidden, values.t(), strict=True)])
+        # products of all pairs of hidden vectors: half of what the square of a sum has more than the sum of squares
         logits = numbers @ self.slopes + (drawn.sum(0) ** 2 - (drawn**2).sum(0)).sum(1) / 2
         logits = logits + sum(b[v] for b, v in zip(self.biases, values.t(), strict=True)) - 1
         clicks = torch.rand(count, generator=random) < logits.sigmoid()
@@ -105,6 +108,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
         return F.binary_cross_entropy_with_logits(network(numbers, values)[:, 0], clicked)
 
     def accuracy(network: nn.Module) -> dict[str, float]:
+        # the same samples whenever it is asked, on all ranks
         numbers, values, clicked = clicks.draw(_UNSEEN, generator(config.seed, 10))
         with torch.no_grad():
             right = (network(numbers, values)[:, 0] > 0) == (clicked > 0)

@@ -268,6 +268,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
         _images(
             "vgg16-cifar10",
             "VGG16 on CIFAR-10, binary version, 14,982,987 parameters",
+            # 11 outputs, and no normalisation: so the 14,982,987 parameters of SIDCo's table 1 come about
             "vgg16-small", 14_982_987, 11, learning_rate=0.02, momentum=0.9, lr_warm_up=50,
             papers={"SIDCo": "14,982,987", "LAGS": ""}, recipe=_SIDCO_CIFAR,
             program=_SIDCO_PROGRAM_CIFAR,
@@ -288,6 +289,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             _images(
                 f"{model.lower().replace('-', '')}-{data}",
                 f"{model} on {'CIFAR-' + data[5:]}, binary version",
+                # 90 classes more, each with a weight for every feature and a bias
                 network, count + {"cifar10": 0, "cifar100": 90 * (features + 1)}[data], int(data[5:]),
                 papers={"MiCRO": ""}, recipe=_MICRO, program=_MICRO_PROGRAM,
             )
@@ -310,6 +312,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
             recipe=_LAGS_IMAGENET | {"learning_rate": 0.1, "batch_size": 96, "nesterov": "none"},
         ),
         _images(
+            # 1,001 outputs, with which SIDCo counts its parameters
             "resnet50-imagenet", f"ResNet-50 {_ON_IMAGENET}", "resnet50", 25_559_081, 1001,
             papers={"SIDCo": "25,559,081", "RedSync": "103 MB", "LAGS": "", "Marsit": "25 M"}, recipe=_SIDCO_IMAGENET,
             program=_SIDCO_PROGRAM_IMAGENET,
@@ -358,6 +361,7 @@ WORKLOADS: dict[str, WorkloadInfo] = {
         _transformer(
             "gpt-ptb",
             "Transformer on the words of the Penn Treebank, up to 129 M parameters",
+            # this transformer's windows are of 64 words
             844_160, vocab=10_000, steps=1000, files=("ptb.train.txt",), epoch=929_589 // 64,
         ),
         _transformer(

@@ -68,6 +68,7 @@ class Checkpoint:
         """
         every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(every, _steps(self._folder, dist.get_rank()))
+        # a rank may have been stopped before it saved: the step must be there on all
         common = set.intersection(*map(set, every))
         if not common:
             return 0
@@ -80,6 +81,7 @@ class Checkpoint:
         self._model.load_state_dict(content["model"])
         for state, saved in zip(self._states, content["states"], strict=True):
             state.load_state_dict(saved)
+        # after the model and the optimizers are there: making them takes random numbers
         torch.set_rng_state(content["random"])
         for name, value in content["result"].items():
             setattr(self._result, name, value)
@@ -102,8 +104,10 @@ class Checkpoint:
             "random": torch.get_rng_state(),
             "result": asdict(self._result),
         }
+        # as a whole or not at all, should the process end here
         with replacing(_file(self._folder, step, rank)) as partial:
             torch.save(content, partial)
+        # all ranks have the new one: from here on nobody needs the old
         dist.barrier()
         for old in _steps(self._folder, rank):
             if old != step:
@@ -122,6 +126,7 @@ def _steps(folder: Path, rank: int) -> list[int]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
+        # weights_only, because a pickle may run anything
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except Exception as error:  # whatever damaged bytes raise
         raise InputError(

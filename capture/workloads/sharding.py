@@ -44,12 +44,15 @@ def shard(config: RunConfig, model: nn.Module) -> DeviceMesh:
 
     hybrid = config.parallel == "hsdp"
     shape = (REPLICAS, config.nproc // REPLICAS) if hybrid else (config.nproc,)
+    # of a single dimension the name is "shard"
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     # of PyTorch, about in-place operations that our models do not have
     warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
+    # with the replicas in its mesh FSDP2 would average over them, and leave nothing to compress
     averages = config.compressor == DENSE and not config.local_steps
+    # the parts before the model, which then takes what they leave
     for module in (*_parts(model), model):
         fully_shard(module, mesh=mesh if averages else mesh["shard"])
     return mesh
@@ -78,6 +81,7 @@ def compress(
     """
     if config.compressor == DENSE:
         return None
+    # one compressor is made only to be asked
     memory = ErrorFeedback if config.error_feedback and compressor().feedback else NoMemory
     training = config.training()
     return shard_hook(
@@ -93,6 +97,7 @@ def compress(
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the parts of a model that are called as modules, and share no parameter with others."""
+    # with duplicates: a shared parameter comes once for each place
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
     def within(module: nn.Module) -> Iterator[nn.Module]:
@@ -116,6 +121,7 @@ def clip_gradients(model: nn.Module, bound: float) -> None:
         Largest norm.
     """
     parameters = list(model.parameters())
+    # of sharded gradients it is a partial norm until the ranks have added it up
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     nn.utils.clip_grads_with_norm_(parameters, bound, whole(norm))
 

@@ -103,14 +103,18 @@ class DeepSpeech(nn.Module):
         lengths : int64 tensor, shape (n,)
             Frames of each that are valid.
         """
+        # the first convolution takes every second frame, the second takes all
         lengths = (lengths + 1) // 2
         y = self.conv[:3](x[:, None])
         valid = torch.arange(y.shape[3]) < lengths[:, None]  # what comes after the end stays zero
+        # the second convolution would carry what the first one's bias leaves after the end into the utterance
         y = self.conv[3:](y * valid[:, None, None]).flatten(1, 2).permute(2, 0, 1)
         valid = valid.t()[:, :, None]  # frames, utterances, features
         y = y * valid
         for i, lstm in enumerate(self.lstms):
+            # batch normalisation wants features in the second dimension
             y = lstm(self.norms[i - 1](y.transpose(1, 2)).transpose(1, 2) if i else y)[0] * valid
+        # zeros after the end, which the last frames look ahead into
         y = F.hardtanh(self.ahead(F.pad(y.permute(1, 2, 0), (0, _AHEAD))), 0, 20)
         y = self.out(self.norms[-1](y).transpose(1, 2))
         return F.log_softmax(y, dim=2), lengths
@@ -129,6 +133,7 @@ class BidirectionalLSTM(nn.Module):
 
     def __init__(self, hidden: int = 128, layers: int = 2) -> None:
         super().__init__()
+        # without a bias: batch normalisation follows
         self.conv = nn.Conv1d(_BANDS, hidden, 5, _STRIDE, 2, bias=False)
         widths = [hidden, *[2 * hidden] * (layers - 1)]
         self.norms = nn.ModuleList([nn.BatchNorm1d(width) for width in widths])
@@ -153,6 +158,7 @@ class BidirectionalLSTM(nn.Module):
             Frames of each that are valid.
         """
         lengths = (lengths + _STRIDE - 1) // _STRIDE
+        # not sorted by length: PyTorch does that, and undoes it
         packed = nn.utils.rnn.pack_padded_sequence(
             self.conv(x).permute(2, 0, 1), lengths, enforce_sorted=False
         )
@@ -180,6 +186,7 @@ def spectrogram(samples: np.ndarray) -> Tensor:
     spectrum = torch.stft(
         wave, _WINDOW, _HOP, window=torch.hamming_window(_WINDOW), return_complex=True
     )
+    # 1 is added, because silence has no logarithm
     values = torch.log1p(spectrum.abs())
     return (values - values.mean()) / values.std()
 
@@ -202,6 +209,7 @@ def mel_spectrogram(samples: np.ndarray) -> Tensor:
         wave, _MEL_FFT, _HOP, _MEL_WINDOW, torch.hamming_window(_MEL_WINDOW), return_complex=True
     )
     nyquist = 8000.0
+    # natural logarithms and without O'Shaughnessy's factor, which even distances do not feel
     mels = np.linspace(0, np.log1p(nyquist / 700), _BANDS + 2)
     corners = torch.from_numpy(700 * np.expm1(mels)).float()[:, None]  # of all triangles, in Hz
     hertz = torch.linspace(0, nyquist, _MEL_FFT // 2 + 1)
@@ -210,8 +218,10 @@ def mel_spectrogram(samples: np.ndarray) -> Tensor:
         (corners[2:] - hertz) / (corners[2:] - corners[1:-1]),
     )
     triangles = torch.minimum(rising, falling).clamp(min=0)
+    # power, and 1 added for silence
     values = torch.log(triangles @ spectrum.abs().square() + 1)
     mean, deviation = values.mean(1, keepdim=True), values.std(1, keepdim=True)
+    # a band may be silent all the time
     return (values - mean) / (deviation + 1e-3)
 
 
@@ -244,6 +254,7 @@ def load_an4(
     splits: dict[str, list[tuple[str, _Utterance]]] = {"train": [], "test": []}
     try:
         with manifest.open(encoding="utf-8", newline="") as stream:
+            # no quoting: an apostrophe or a quote belongs to the text
             for row in csv.DictReader(stream, delimiter="\t", quoting=csv.QUOTE_NONE):
                 text = row["transcript"].upper()
                 if set(text) - set(LABELS[1:]):
@@ -262,6 +273,7 @@ def load_an4(
     train, test = splits["train"], splits["test"]
     if not train:
         speakers = sorted({speaker for speaker, _ in test})
+        # counted from the beginning: [-0:] would be all of them
         held = speakers[len(speakers) - len(speakers) // _HELD_OUT :]
         train = [each for each in test if each[0] not in held]
         test = [each for each in test if each[0] in held]
@@ -283,11 +295,13 @@ def decode(scores: Tensor) -> str:
     str
         Transcript.
     """
+    # repeats first, then blanks: two equal signs with a blank between them are two
     return "".join(LABELS[sign] for sign, _ in groupby(scores.argmax(1).tolist()) if sign)
 
 
 def _distance(found: Sequence[Hashable], truth: Sequence[Hashable]) -> int:
     """Return the least number of insertions, deletions and replacements between two sequences."""
+    # Levenshtein's table, of which one row is kept
     row = list(range(len(truth) + 1))
     for i, a in enumerate(found, 1):
         above, row = row, [i]
@@ -387,6 +401,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
     size = check_batch(config, len(seen), "utterances")
     world = size * config.nproc
     epochs = Epochs(len(seen) // world if _small(config) else len(seen))
+    # by number where lengths are equal, so that all ranks sort alike
     by_length = sorted(range(len(seen)), key=lambda i: (seen[i][0].shape[1], i))
 
     def drawn(step: int) -> list[int]:
@@ -394,9 +409,11 @@ def make_task(config: RunConfig, rank: int) -> Task:
             return epochs.drawn(step, size, rank, config.nproc, config.seed).tolist()
         # a batch of all ranks is of neighbours in length, so that little of it is padding
         batch = int(epochs.drawn(step, 1, 0, 1, config.seed))
+        # every nproc-th, so that the ranks' parts are of equal lengths, too
         return by_length[batch * world + rank : (batch + 1) * world : config.nproc]
 
     def scores(network: nn.Module, utterances: Sequence[_Utterance]) -> tuple[Tensor, Tensor]:
+        # padding is along the first dimension, which is then time
         spectra = [spectrum.t() for spectrum, _ in utterances]
         padded = nn.utils.rnn.pad_sequence(spectra, batch_first=True).transpose(1, 2)
         return network(padded, torch.tensor([len(s) for s in spectra]))  # type: ignore[no-any-return]
@@ -405,17 +422,20 @@ def make_task(config: RunConfig, rank: int) -> Task:
         utterances = [seen[i] for i in drawn(step)]
         logs, lengths = scores(network, utterances)
         targets = [torch.tensor([LABELS.index(sign) for sign in text]) for _, text in utterances]
+        # a sum, because CTC's own mean would divide each utterance by the length of its transcript
         total = F.ctc_loss(
             logs.transpose(0, 1),
             torch.cat(targets),
             lengths,
             torch.tensor([len(t) for t in targets]),
             reduction="sum",
+            # a transcript longer than the frames has no alignment, and an infinite loss
             zero_infinity=True,
         )
         return total / size
 
     def rates(network: nn.Module) -> dict[str, float]:
+        # batch normalisation uses its running statistics
         network.eval()
         found = []
         with torch.no_grad():

@@ -77,5 +77,7 @@ def generator(*entropy: int) -> torch.Generator:
     torch.Generator
         Generator on the CPU.
     """
+    # hashed, so that neighbouring seeds, steps and ranks have nothing in common
     state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
+    # into the positive half of a signed number
     return torch.Generator().manual_seed(int(state[0]) >> 1)

@@ -27,8 +27,10 @@ def load_pydoc() -> list[str]:
     from pydoc_data.topics import topics
 
     words: list[str] = []
+    # sorted: the order of topics is no promise of CPython's
     for name in sorted(topics):
         for line in topics[name].splitlines():
+            # words, numbers, and each other sign by itself
             if found := re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", line.lower()):
                 words += [*found, _END]
     return words
@@ -109,6 +111,7 @@ def words_to_ids(words: list[str], vocab: int, corpus: list[str] | None = None) 
         Numbers below `vocab`.
     """
     counts = Counter(words if corpus is None else corpus)
+    # its number is 0 in any case
     counts.pop(_UNKNOWN, None)
     ranked = sorted(counts, key=lambda w: (-counts[w], w))[: vocab - 1]
     ids = {word: i + 1 for i, word in enumerate(ranked)}

@@ -54,7 +54,9 @@ def worker(config: RunConfig) -> RunResult:
         Losses, times and records of this rank.
     """
     torch.set_num_threads(thread_count(config.nproc))
+    # a run is to have the same checksum whenever it is repeated
     torch.use_deterministic_algorithms(True)
+    # before the model is made: all ranks begin with the same weights
     torch.manual_seed(config.seed)
     dist.init_process_group("gloo")
     _GROUPS.append(dist.group.WORLD)
@@ -86,6 +88,7 @@ def _train(config: RunConfig) -> RunResult:
     network: torch.nn.Module = task.model
     local: LocalSteps | None = None
     compression: CompressionState | LocalSteps | ShardHook | None = None
+    # before the optimizers: fully_shard() puts other parameters in the places of the model's
     mesh = None if config.parallel == "ddp" else shard(config, network)
     result, checkpoint, first = RunResult(), None, 0
     if config.local_steps:
@@ -98,6 +101,7 @@ def _train(config: RunConfig) -> RunResult:
     elif mesh is not None:
         compression = compress(config, network, mesh, lambda: _make_compressor(config))
         optimizers = make_optimizers(config, network)
+        # after compress(): a Capture looks for the hook when it is made
         capture = _make_capture(config, network, optimizers)
     else:
         state, hook, bucket_mb = _make_exchange(config, task.model)
@@ -107,6 +111,7 @@ def _train(config: RunConfig) -> RunResult:
         if config.checkpoint is not None:
             states = [*optimizers, *([] if compression is None else [compression])]
             checkpoint = Checkpoint(config, ddp, states, result)
+            # after the optimizers and the state are made, and before the Capture, which numbers its steps from here
             first = checkpoint.load()
         capture = _make_capture(config, ddp, optimizers, first)
         if capture is not None:
@@ -131,6 +136,7 @@ def _train(config: RunConfig) -> RunResult:
             loss = task.loss(network, step)
             torch.autograd.backward(loss)
             if capture is not None:
+                # before clipping and the optimizer, which change .grad
                 capture.step(loss=loss, learning_rate=learning_rate)
             if clip is not None:
                 clip_gradients(network, clip)
@@ -138,6 +144,7 @@ def _train(config: RunConfig) -> RunResult:
                 each.step()
             result.losses.append(loss.item())
             result.seconds.append(time.perf_counter() - started)
+            # with local steps most steps exchange nothing, and leave the last record where it is
             if compression is not None and compression.last not in (None, recorded):
                 recorded = compression.last
                 result.records.append(asdict(recorded))
@@ -146,6 +153,7 @@ def _train(config: RunConfig) -> RunResult:
                     diagnosed = found
                     result.diagnoses.append(_scalars(found))
             if checkpoint is not None and (step + 1) % config.checkpoint_every == 0:
+                # the others wait in save()
                 if task.evaluate is not None and config.evaluate and rank == 0:
                     measured = task.evaluate(task.model)
                     result.evaluations += [{"step": step + 1, **measured}] if measured else []
@@ -153,11 +161,13 @@ def _train(config: RunConfig) -> RunResult:
             progress.advance(result.losses[-1])
     if capture is not None:
         capture.close()
+    # a sharded model is gathered by all ranks together
     if task.evaluate is not None and config.evaluate and (rank == 0 or config.parallel != "ddp"):
         for name, value in task.evaluate(task.model).items():
             setattr(result, name, value)
     if isinstance(compression, CompressionState):
         result.timeline = [asdict(activity) for activity in compression.compressor.timeline]
+    # whole() is a collective: all ranks add up
     result.checksum = sum(float(whole(p.detach()).double().sum()) for p in network.parameters())
     return result
 
@@ -185,6 +195,7 @@ def _make_local_steps(
         options["error_feedback"] = config.error_feedback and compressor.feedback
     if config.outer == "diloco":
         return diloco(model, optimizer, steps, learning_rate=rate, compressor=compressor, **options)
+    # the mean of the parameters is a step of 1 by the mean pseudo-gradient
     outer = torch.optim.SGD(model.parameters(), lr=rate)
     return LocalSteps(model, optimizer, outer, steps, compressor, **options)
 
@@ -224,6 +235,7 @@ def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
             ratio_at=(lambda step: 1.0 if step < warm_up else None) if warm_up else None,
             **options,
         )
+    # what streams sends each bucket as it comes
     bucket_mb = _STREAMED_BUCKET_MB if state.compressor.streams else None
     return Exchange(state, compression_hook, bucket_mb)
 
