@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Two thread pools on two cores stall each other, and every worker process would bring its own. Read where NumPy loads.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 import pytest
 
@@ -16,6 +13,8 @@ DATA = ROOT / "data"
 # Data sets that are not in the repository; tests that read them are skipped where they are missing.
 DATA_SETS = Path(os.environ.get("GRADSTATS_DATA", ROOT.parent / "shared" / "data"))
 
+# Two thread pools on two cores stall each other, and every worker process would bring its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's kernels run in its interpreter, on CPU tensors: it is chosen when Triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
