@@ -51,7 +51,7 @@ def messages() -> rich.console.Console:
     """
     from rich.console import Console
 
-    # names of layers and files hold brackets, which markup would take for styles
+    # names of layers and files may hold brackets, which markup would take for styles
     return Console(stderr=True, highlight=False, markup=False)
 
 
@@ -89,10 +89,10 @@ def progress_bar() -> rich.progress.Progress:
         said = console.quiet or visible
 
         def start(self) -> None:
-            # in a notebook the bar comes with `advance`, if the work is long
+            # in a notebook `advance` shows the bar, and only if the work takes long
             if not notebook:
                 super().start()
-            # timers, since one piece of work may outlast both moments, and `advance` comes only after it
+            # timers, because one piece of work may outlast both moments and `advance` is only called after it
             self.timers = [
                 threading.Timer(s, self._say, [s == LATEST_S]) for s in (SOON_S, LATEST_S)
             ]
@@ -112,7 +112,7 @@ def progress_bar() -> rich.progress.Progress:
                 if not self.said:
                     self._say()
                 elif notebook:
-                    # does nothing if it is there already
+                    # does nothing where the bar is already shown
                     super().start()
 
         def _say(self, anyway: bool = False) -> None:
@@ -160,7 +160,7 @@ def followed(items: Iterable[T], title: str) -> Iterator[T]:
     if not messages().is_jupyter:
         yield from items
         return
-    items = list(items)  # a bar has to know how many there are
+    items = list(items)  # a bar needs their number
     with progress_bar() as bar:
         task = bar.add_task(title, total=len(items))
         for item in items:

@@ -102,7 +102,7 @@ def of_the_machine(error: BaseException) -> bool:
     # libraries wrap the system's error in one of their own: it may be anywhere in the chain
     each: BaseException | None = error
     while each is not None:
-        # MemoryError is no OSError, and has no number
+        # MemoryError is not an OSError and has no errno
         if isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno in _MACHINE):
             return True
         each = each.__cause__ or each.__context__
@@ -176,7 +176,7 @@ def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
     shown = f"of type {type(given).__name__}"
     if isinstance(given, str):
         shown = repr(given) if len(given) <= _LONGEST_NAME else f"{given[:_LONGEST_NAME]!r}…"
-        # cut, for matching takes quadratic time in the length of what was given
+        # cut, because matching takes time quadratic in the length
         near = get_close_matches(given[:_LONGEST_NAME], names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
     listed = ", ".join(names)

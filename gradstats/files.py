@@ -81,18 +81,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
     refuse_address(path)
     # to where a link leads: the link stays, and its target is replaced
     path = Path(os.path.realpath(path))
-    # cut, as a name may have 255 bytes at most; unique, as several processes may write the same file
+    # cut, because file systems allow 255 bytes; unique, because several processes may write the same file
     partial = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
     try:
         yield partial
-        # a new file has the permissions of the umask, not those of the file in whose place it comes
+        # a new file gets its permissions from the umask; keep those of the file that it replaces
         if path.exists():
             partial.chmod(stat.S_IMODE(path.stat().st_mode))
-        # synced before the rename: after a power failure the name must not lead to an empty file
+        # synced before the rename, so that after a power failure the name does not lead to an empty file
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(path)
-    # an interruption, too, must leave no partial file behind
+    # an interruption must not leave a partial file behind either
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

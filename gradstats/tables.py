@@ -143,9 +143,9 @@ class Shown:
         values = [_in_ms(record) for record in self._rows()]
         # milliseconds, as in the cells of `rows`
         columns = [
-            # an interval in the cell has settled the digits already
             alike([v[n] for v in values], [row[n] for row in rows])
             if f"{n}_low" not in values[0]
+            # a cell with its interval has its digits already
             else [row[n] for row in rows]
             for n in names
         ]
@@ -302,7 +302,7 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
     [{'p': '0.834 (0.814 to 0.854)', 'n': '12'}]
     """
     found = []
-    # in milliseconds first: the interval decides the digits, and has the same unit
+    # converted first, since a number and its interval must have the same unit
     for record in map(_in_ms, records):
         ends = {
             n: (f"{n}_low", f"{n}_high")
@@ -355,7 +355,7 @@ def format_uncertain(value: Any, low: Any, high: Any) -> str:
     # one power of ten for all three numbers, from 10^4 on and below 10^-3, as in format_value
     size = math.floor(math.log10(max(finite)))
     power = size if not -3 <= size < 4 else 0
-    # the width's second digit is the last; a float64 has no more than 15
+    # down to the second digit of half the width; a float64 has 15 digits
     digits = min(max(1 - math.floor(math.log10(half)) + power, 0), 15)
     shown, *ends = (f"{v / 10.0**power:.{digits}f}" for v in numbers)
     return f"{shown} ({' to '.join(ends)})" + (f"·10^{power}" if power else "")
@@ -422,7 +422,7 @@ def render(
         heading += [said] if said else []
     cells = [_column(n, [r[n] for r in records]) for n in names]
     rows = [list(row) for row in zip(*cells, strict=True)]
-    # by the values, as None is a dash in a column of numbers
+    # decided by the values: None is shown as a dash, and leaves a column numeric
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     heads = [_header(name, names) for name in names]
     if format == "markdown":
@@ -561,7 +561,7 @@ def alike(values: Sequence[Any], cells: Sequence[str]) -> list[str]:
         if isinstance(v, Real) and not isinstance(v, Integral) and math.isfinite(v) and v != 0
     }
     sizes = [abs(v) for v in numbers.values()]
-    # decimals of numbers that are written out; one with a power of ten has none to share
+    # only decimals of numbers without an exponent can be made equal
     written = {len(cells[i].partition(".")[2]) for i in numbers if "e" not in cells[i]}
     if len(written) < 2 or max(sizes) > _ALIKE * min(sizes):
         return list(cells)
@@ -719,7 +719,7 @@ def _tex(text: str) -> str:
     """Return a text for LaTeX, which shows it as it is; of numbers the sign is a minus, and a power of ten a power."""
     pieces, at = [], 0
     for found in _NUMBER.finditer(text):
-        # numbers are handled apart: the braces and dollars of a power are for LaTeX
+        # text between numbers is escaped, numbers are not: the braces and dollars of a power are LaTeX's own
         pieces.append(_SPECIAL.sub(lambda c: _TEX[c[0]], text[at : found.start()]))
         at, power = found.end(), found["times"] or found["power"]
         number = found["number"] or ""
@@ -755,7 +755,7 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
-    # headers first: the widths are those of whole columns
+    # each column with its header first, as _layout takes it
     widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
     # SIMPLE_HEAD itself puts one blank between columns
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
@@ -769,7 +769,7 @@ def _terminal(
         file=stream,
         width=width,
         force_jupyter=False,
-        force_terminal=color,  # a stream is no terminal: rich would drop the colours
+        force_terminal=color,  # rich takes the stream for no terminal, and would drop the colours
         no_color=not color,
         highlight=False,
         markup=False,
@@ -793,7 +793,7 @@ def _layout(columns: Sequence[Sequence[str]], width: int) -> tuple[list[int], in
     def longest(texts: Sequence[str]) -> int:
         return max((len(word) for text in texts for word in text.split()), default=0)
 
-    # three widths of each column: all in one line; cells in one line and headers broken; cells broken, too
+    # three widths: nothing broken; headers broken between words; cells broken between words as well
     natural = [max(map(len, column)) for column in columns]
     whole = [max(longest([head]), *map(len, cells), 0) for head, *cells in columns]
     broken = [max(longest([head]), min(longest(cells), _LONGEST)) for head, *cells in columns]

@@ -86,14 +86,14 @@ def _describe(source: TraceSource, everything: bool) -> str:
     trace, width = source.trace, shutil.get_terminal_size().columns
     facts = describe(source)
     indent = 3 + max(map(len, facts))
-    # the path as it is: textwrap would break it
+    # not through textwrap, which would break a long path
     lines = [f"{trace.path}"]
     for name, text in facts.items():
         first = f"  {name:<{indent - 2}}"
         lines += textwrap.wrap(
             visible(text), width, initial_indent=first, subsequent_indent=" " * indent
         )
-    # ranks that ended before the others: killed, or still writing
+    # a rank has fewer steps if it was killed, or still writes
     steps = {rank: trace.steps(rank) for rank in trace.ranks}
     most = max(map(len, steps.values()), default=0)
     fewer = [

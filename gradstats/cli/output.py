@@ -143,7 +143,7 @@ def emit(
     for record in records:
         key = tuple(record[name] for name in group_by) if format == "table" else ()
         groups.setdefault(key, []).append(record)
-    # rich knows what NO_COLOR and a terminal are
+    # rich decides, by NO_COLOR among others
     terminal = Console()
     color = output is None and terminal.is_terminal and not terminal.no_color
     width = shutil.get_terminal_size().columns
@@ -237,7 +237,6 @@ def worst_first(records: Records, name: str, first: Sequence[str] = ("all",)) ->
         The records shown, gradient by gradient.
     """
     gradients: dict[tuple[Any, ...], Records] = {}
-    # layers are compared within one gradient
     for record in records:
         key = tuple(record[label] for label in ("trace", "step", "rank", "kind"))
         gradients.setdefault(key, []).append(record)
@@ -266,7 +265,7 @@ def given(**options: Any) -> dict[str, Any]:
     dict
         Those that were.
     """
-    # 0 and False are given
+    # 0 and False count as given
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
@@ -346,7 +345,7 @@ def analyse(
 
     known = cast("Sequence[Kind] | None", kinds)  # --kind has checked them
     sources = matching(open_sources(source), steps=steps, ranks=ranks, kinds=known, layers=layers)
-    # what is looked at in each source, whose number the bar needs
+    # the gradients to look at, whose number the progress bar needs
     held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
     if last and not steps:
         steps = sorted({max(step for _, _, step in keys) for keys in held.values()})
@@ -356,7 +355,7 @@ def analyse(
         if source_of.remark:
             note(f"{source_of.remark[0].upper()}{source_of.remark[1:]}.")
     rough = dict.fromkeys(s.name for s, (rank, kind, _) in keys if s.sketched(rank, kind))
-    # said once for every source, before the work that takes long
+    # once for each source, and before the work, which may take long
     if rough:
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")
     given: dict[str, Any] = {"steps": steps, "ranks": ranks, "kinds": known}

@@ -186,7 +186,7 @@ def plan(  # numpydoc ignore=PR01
     if (indices, values) != ("plain", "float32"):
         columns += ["bytes"] if local else ["bytes", "codec_pays"]
     advise = network.local_advice if local else network.advice
-    # records are ordered by workers and rate, as groupby takes them
+    # groupby needs equal keys to be adjacent: plan orders records by workers and rate
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:
@@ -198,7 +198,7 @@ def plan(  # numpydoc ignore=PR01
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
-            # names such as sidco-e stay in one piece
+            # so that names such as sidco-e stay whole
             typer.echo("\n" + textwrap.fill(advise(each), width, break_on_hyphens=False) + "\n")
     else:
         title = "Steps, predicted, in ms"
@@ -216,7 +216,7 @@ def plan(  # numpydoc ignore=PR01
         note("?: by the prediction alone; at this rate it cannot be told from dense.")
     if link is not None:
         note(assumed_link(cluster))
-    # measured steps have the wait for the slowest in them
+    # measured steps include the wait for the slowest
     if any(math.isnan(r["slowest"]) for r in records) and not measured:
         note("How long all wait for the slowest worker is not known from one --compute.")
     held, known = network.HELD
@@ -329,7 +329,7 @@ def cluster_of(
     selects = [name for name in compressors or COMPRESSORS if name != "none"]
     return replace(
         usual,
-        # nothing but the links is assumed: local work is timed here
+        # only the links are assumed; local work is timed on this machine
         lines=usual.lines + time_local(numel, (ratios or [0.001])[0], selects, coded=coded),
     )
 
@@ -349,8 +349,8 @@ def assumed_link(usual: Network) -> str:
     """
     # a hop is one message: its line is α and β themselves
     alpha, beta = (each.value for each in usual.link("hop"))
-    (low, high), (fast, slow) = usual.about["range"].values()
     # latency and slower, in the order in which network.link puts them
+    (low, high), (fast, slow) = usual.about["range"].values()
     return (
         f"{usual.about['link']} was not measured: a message takes {1e3 * alpha:.3g} ms ({1e3 * low:.3g} to "
         f"{1e3 * high:.3g}) and {beta * usual.rate / 8:.3g} times its bytes at the link's rate ({fast:.3g} to "

@@ -203,7 +203,7 @@ def _records(
 ) -> Drawing:
     """Return records that have some fields: of a file of JSON, or of what compressors did in traces."""
     chosen = options(asked)
-    # what is drawn by choice must be there as well
+    # the fields that options choose must be there as well
     fields = [*fields, *(v for n, v in chosen.items() if n in ("value", "by", "at"))]
     if path.suffix in _FILES:
         records = _from_file(path, of)

@@ -154,7 +154,7 @@ def quality(  # numpydoc ignore=PR01
         table, records_of = BY_STAGE, quality.stage_budget
     elif versus:
         table = DIFFERENCES
-    # differences need the series of both rules
+    # differences need the series of the other rule, too
     if estimator and versus and versus not in estimator:
         estimator = [*estimator, versus]
     asked = given(ratios=ratio, estimators=estimator)
@@ -310,7 +310,7 @@ def bench(  # numpydoc ignore=PR01
     before = None if compare is None else _earlier(compare)
     gradients = None
     if source is not None:
-        # one more than is measured: the first round warms up
+        # one more than is measured, since the first round warms up
         gradients = _gradients(source, step, rank, kind, per_layer, repeats + 1)
     layouts = {name: _sizes(name) for name in layout or ()}
     numels = numel or (() if gradients or layouts else bench.NUMELS)

@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace, device: str) -> None:
         device=device,
         on_progress=_report if first else lambda _: None,
     )
-    # before --check, which takes minutes, too, and may fail
+    # saved before --check, which takes minutes as well and may fail
     _on_first(lambda: network.save(options.output))
     if first:
         print(_table(network))
@@ -201,7 +201,7 @@ def _run(options: argparse.Namespace, device: str) -> None:
         )
         if first:
             print(f"\n{render(records, title='A step, predicted and measured, in seconds')}")
-    # no rank may leave the group while another is in a collective of it
+    # no rank leaves the group while another is still in one of its collectives
     dist.barrier()
 
 
@@ -213,7 +213,7 @@ def _on_first(action: Callable[[], object]) -> None:
             action()
         except InputError as error:
             said[0] = str(error)
-    # all ranks come here, whether rank 0 raised or not: alone they would wait for it
+    # reached by all ranks even where rank 0 raised, or the others would wait for ever
     dist.broadcast_object_list(said)
     if said[0] is not None:
         raise InputError(said[0])

@@ -48,7 +48,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
             )
         other = others[0]
         text += f"; {_label(other)}, the fastest alternative, {_duration(other)}, limited by {other['limit']}"
-        # predicted to be faster, and yet not recommended: the sentence says why
+        # predicted to be faster, but not recommended: say why
         if other["seconds"] < dense["seconds"]:
             text += f": {_speedup(other)}, {_DOUBT if other['speedup_low'] <= 1 else _LITTLE}"
         return f"{text}. {_worth(other)}"
@@ -58,7 +58,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     )
     if best["basis"] == "trace":
         text += f" It keeps {best['quality']:.3g} of the k asked for."
-    # what keeps less than k may be faster as it is, and is not recommended for that
+    # a rule that keeps less than k may be faster, but is not recommended for that
     if others[0]["seconds"] < best["seconds"]:
         text += f" {_label(others[0])} ({_duration(others[0])}) is no faster, within the interval"
         few = others[0]["quality"] < 1

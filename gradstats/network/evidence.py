@@ -141,10 +141,10 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     replayed = quality(source, question.ratios, rules, options=options, kinds=[_kind(source)])
     found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
-        # of a message without bytes the logarithm is infinite
+        # the logarithm of an empty message would be infinite
         name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
         run: Any = (name, source.trace.attrs.get("ratio"))
-        # what the run recorded counts more than a replay, which sees the captured steps alone
+        # preferred to a replay, which only sees the captured steps
         recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
         if recorded:
             found[run] = float(np.mean(recorded))
@@ -157,12 +157,12 @@ def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[in
         return {}
     trace, kind = source.trace, _kind(source)
     common = set.intersection(*(set(trace.steps(rank)) for rank in trace.ranks))
-    # sketches have no positions, of which a union consists
+    # a union needs positions, which sketches do not have
     if not common or not all(trace.has_gradients(rank, kind) for rank in trace.ranks):
         return {}
 
     def mean(ratio: float) -> Callable[[int], float]:
-        # outside of the function, which is asked for every number of workers
+        # measured once: the function is called for every number of workers
         growths = union_growth(trace, ratio, kind=kind)
         return lambda world: float(np.mean([growth(world) for growth in growths]))
 

@@ -110,7 +110,7 @@ def link(name: str, rtt: float | None = None, local: Mapping[str, float] | None 
         raise InputError(
             f"a link is one of {', '.join(LINKS)} or a rate like 2.5gbit, not {name!r}"
         ) from None
-    # a rate without a name is taken for a cable, not for a link between sites
+    # a bare rate is taken for a cable, not for a link between sites
     wired = [each for key, each in LINKS.items() if key != "wan"]
     usual = known or min(wired, key=lambda each: abs(math.log(each.rate / rate)))
     low, alpha, high = usual.latency

@@ -58,7 +58,7 @@ def _geometric(largest: int) -> list[int]:
 
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
-        # what keeps less than k may be faster as it is, and is not recommended for that
+        # a rule that keeps less than k may be faster, but is not recommended for that
         torch.cuda.synchronize(device)
 
 
@@ -90,16 +90,16 @@ def _swept(
         # the first call connects, allocates and compiles
         call()
         _synchronise(device)
-        # the slowest rank's time, which all know: every rank must make the same number of calls
+        # of the slowest rank, the same on all: every rank must make the same number of calls
         (once,) = _slowest([_timed(call, 1, device)], group, device)
         times.append(max(1, min(_MOST, math.ceil(_SHORTEST_S / once))))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for of_size, call, n in zip(seconds, calls, times, strict=True):
-            # all begin together, as the wait for a late rank would be timed
+            # all begin together, or waiting for a late rank would be timed, too
             dist.barrier(group)
             of_size.append(_timed(call, n, device))
-    # one reduction of all repeats, so that none comes between those that are timed
+    # reduced once at the end, so that no reduction comes between timed calls
     return [_slowest(of_size, group, device) for of_size in seconds]
 
 
@@ -191,14 +191,14 @@ def measure(
     everybody = dist.get_world_size()
     worlds = sorted(set(worlds or [everybody]))
     _check(worlds, everybody, largest, largest_numel, repeats, ratio, select)
-    # loops are compiled here and not within what is timed
+    # compiles loops now, so that compiling is not timed
     warm_up()
     # every rank has to make every group, in the same order, whether it is in it or not
     alone = [dist.new_group([rank]) for rank in range(everybody)][dist.get_rank()]
     lines: list[Line] = []
     for world in worlds:
         lines += _collectives(world, largest, repeats, device, on_progress)
-    # ranks outside of the worlds wait here, so that all begin with local work together
+    # ranks outside of the groups wait here, so that all begin local work together
     dist.barrier()
     lines += _local(select, ratio, largest_numel, repeats, device, alone, on_progress)
     about = {
@@ -310,7 +310,7 @@ def _local(  # what both of the above take
     for name in dict.fromkeys(select):
         if name != "none":
             on_progress(f"selection by {name}")
-            # each rank exchanges with itself: selections are timed on all ranks at once, and nothing is sent
+            # each rank exchanges with itself: all select at once, as in training, and nothing is sent
             local[f"select:{name}"] = _selecting(name, ratio, gradients, repeats, alone)
     for operation, seconds in local.items():
         # nobody sends a whole gradient as positions and values

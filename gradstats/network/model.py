@@ -140,7 +140,7 @@ class Line:
         """
         if not self.bends:
             return 1.0
-        # of a message without bytes the logarithm is infinite
+        # the logarithm of an empty message would be infinite
         logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
         return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
 
@@ -222,17 +222,17 @@ def fit_line(
     y = np.median(repeats, axis=1)
     if np.unique(x).size < 3 or not (np.isfinite(y) & (y > 0)).all():
         raise InputError(f"{operation}: a line needs positive times of at least three sizes")
-    # the measured times are the first estimate of what the weights are made of
+    # the first weights come from the measured times themselves
     columns, expected = [0, 1], y
     for _ in range(_ROUNDS):
         design = np.stack([np.ones_like(x), x], axis=1)[:, columns]
         fitted = sm.WLS(y, design, weights=expected**-2.0).fit()
         if min(fitted.params) < 0:
-            # no time is negative: fitted again without that term, by the same weights
+            # no time is negative: refitted without that term, with the same weights
             columns = [c for c, p in zip(columns, fitted.params, strict=True) if p >= 0]
             continue
         before, expected = expected, fitted.fittedvalues
-        # relative, as lines of microseconds and of seconds have the same tolerance
+        # relative, so that microseconds and seconds have the same tolerance
         if np.abs(expected / before - 1).max() < _SIGNIFICANT:
             break
     coefficients, covariance = np.zeros(2), np.zeros((2, 2))
@@ -249,7 +249,7 @@ def fit_line(
         slope=float(coefficients[1]),
         covariance=((a, b), (c, d)),
         degrees=int(fitted.df_resid),
-        # weights of 1/ŷ² make the residuals relative, and their scale the square of a relative deviation
+        # with weights 1/ŷ² the scale of the residuals is the square of a relative deviation
         spread=math.sqrt(fitted.scale),
         noise=float(np.median(error / y)),
         sizes=tuple(x.tolist()),
@@ -317,7 +317,7 @@ class Network:
             If there is no such algorithm.
         """
         network = cls((), algorithms or {}, {"assumed": True})
-        # all lines are among two workers, whom Network.line scales to any number
+        # every line is for two workers; Network.line scales it to any number
         lines = [Line("hop", 2, latency, seconds_per_byte)]
         for operation in ALGORITHMS.keys() - {"hop"}:
             messages, volume = network._terms(operation, 2)
@@ -358,10 +358,10 @@ class Network:
         measured = [line for line in self.lines if line.operation == operation]
         if not measured:
             if self.about.get("assumed"):
-                # what was not named of an assumed network costs nothing
+                # in an assumed network, work that is not named costs nothing
                 return Line(operation, 1, 0.0, 0.0)
             raise InputError(f"the network was measured without {operation!r}; measure it again")
-        # near by quotient, as quotients of numbers of workers are what scales a line
+        # nearest by quotient, which is what lines are scaled by
         nearest = min(measured, key=lambda line: abs(math.log(line.world / world)))
         # work on a rank's own data is the same among any number of workers
         if nearest.world == world or (operation not in ALGORITHMS and nearest.world == 1):
@@ -378,7 +378,7 @@ class Network:
             fixed=nearest.fixed * a,
             slope=nearest.slope * b,
             covariance=((aa * a * a, ab * a * b), (ab * a * b, bb * b * b)),
-            seconds=(),  # nobody measured them among so many
+            seconds=(),  # not measured with so many workers
         )
 
     def knows(self, operations: Iterable[str]) -> bool:
@@ -569,7 +569,7 @@ def _sound(line: Line) -> bool:
     return (
         isinstance(line.operation, str)
         and isinstance(line.world, int)
-        # a collective among one has no messages or bytes to scale by
+        # a collective of one worker has no messages or bytes to scale from
         and (line.world > 1 or line.operation not in ALGORITHMS)
         and isinstance(line.degrees, int)
         and np.shape(line.covariance) == (2, 2)
@@ -577,7 +577,7 @@ def _sound(line: Line) -> bool:
         and all(abs(n) < _MOST for n in (line.fixed, line.slope, line.spread, line.noise))
         and bool(np.isfinite(line.covariance).all())
         and curve == (len(line.bends),) * 2
-        # np.interp takes ascending sizes, and does not look whether they are
+        # np.interp needs ascending sizes, and does not check them
         and list(line.sizes) == sorted(line.sizes)
     )
 

@@ -48,7 +48,7 @@ def _all_reduce(size: int, device: torch.device, group: Group) -> Call:
 
 def _all_gather(size: int, device: torch.device, group: Group) -> Call:
     message = torch.zeros(size // 4, dtype=torch.int32, device=device)
-    # made once, as the time of an exchange does not include them
+    # allocated once: allocation is not part of what is timed
     gathered = message.new_empty(dist.get_world_size(group) * message.numel())
     return lambda: all_gather(gathered, message, group)
 
@@ -127,7 +127,7 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
     memory = ErrorFeedback()
     memory.allocate(size, device)
 
-    # at random: coded gaps take the room and the time that real ones do
+    # drawn at random, because evenly spaced gaps would all be coded alike
     drawn = np.random.default_rng(0).choice(numel, size, replace=False, shuffle=False)
     positions = torch.from_numpy(np.sort(drawn)).to(device)
 
@@ -138,7 +138,7 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
 
     def remembering() -> None:
         memory.add(gradient, slice(0, size))
-        # the hook's look for what is not finite reads the whole gradient once
+        # the hook checks for NaN in one pass over the whole gradient
         torch.isfinite(memory.corrected.sum())
         # the hook copies the average back into the gradients
         total.copy_(gradient)
@@ -158,7 +158,7 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
 def _coding(positions: torch.Tensor, values: torch.Tensor, numel: int) -> dict[str, Call]:
     """Return the calls in which positions and values are coded and decoded."""
     calls: dict[str, Call] = {}
-    # plain positions are copied as they are, which "pack" has
+    # plain positions need no coding beyond what "pack" times
     for codec in (Codec(name) for name in INDICES if name != "plain"):
         stream = codec.pack_indices(positions, numel)
         # bound now, as the loop goes on

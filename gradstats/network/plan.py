@@ -196,7 +196,7 @@ def _table(question: Question, known: Evidence) -> Plan:
             }
             for group in groups:
                 seconds = [
-                    # the very same array, by which `predicted` knows the baseline
+                    # the same array object, by which `predicted` recognises the baseline
                     dense_seconds if row.sender is dense else here.seconds(row.sender)
                     for row in group
                 ]
@@ -207,7 +207,7 @@ def _table(question: Question, known: Evidence) -> Plan:
                 best = _recommended(found, seconds)
                 for i, record in enumerate(found):
                     record |= {"recommended": i == best, "left_out": ", ".join(question.left_out)}
-                # NaN has no place in an order: what was not measured comes last
+                # what was not measured has NaN, which does not sort, and comes last
                 records += sorted(found, key=lambda r: (not r["measured"], r["seconds"]))
     return records
 
@@ -292,7 +292,7 @@ def _recommended(records: Sequence[Record], steps: Sequence[Seconds]) -> int:
     fastest = min(timed, key=lambda i: records[i]["seconds_at_k"])
 
     def alike(i: int) -> bool:
-        # drawn from the same networks, so that what both depend on cancels
+        # both were drawn from the same networks, so that what they share cancels
         low, _ = drawn_interval(scaled[i] / scaled[fastest])
         return low <= 1 + ALIKE
 

@@ -80,7 +80,7 @@ class Draws:
             Question of a plan.
         """
         network, draws = question.network, question.draws
-        # one seed: plans of the same question agree to the bit
+        # a fixed seed: the same question gives the same plan
         generator = np.random.default_rng(0)
         drawn = [network.drawn(generator) for _ in range(draws)]
 
@@ -93,7 +93,7 @@ class Draws:
         # each system errs by itself, and the same at every rate
         by_training = {
             (*each, steps): errors(steps)
-            # 0 too, for the baseline is without local steps
+            # 0 always, since the baseline has no local steps
             for steps in dict.fromkeys((0, *question.local_steps))
             for each in question.choices()
         }
@@ -112,7 +112,7 @@ class Draws:
         if n < 2:
             return self
         generator = np.random.default_rng(1)  # the same for every number: more workers wait longer
-        # what a few measured times leave open of the spread (χ²) and of the median
+        # what a few measured times leave open: the spread (χ²), and below the median
         spread = log_spread(self.times) * np.sqrt((n - 1) / generator.chisquare(n - 1, draws))
         middle = generator.standard_normal(draws) / math.sqrt(n)
         # a quantile of the largest of `world` normal numbers, for each draw
@@ -143,7 +143,7 @@ class Draws:
         pairs = list(zip(self.networks, self.slower, strict=True))
         if all(pair == pairs[0] for pair in pairs):  # nothing of an assumed network differs
             pairs = pairs[:1]
-        # once for an assumed network without doubt, and then repeated
+        # one value, repeated below, where all draws are equal
         seconds = np.array([settled.timeline(n, slower).seconds for n, slower in pairs])
         seconds = np.broadcast_to(seconds, len(self.networks))
         return self.errors[sender.name, sender.ratio, sender.steps] * self.trained(seconds)

@@ -156,7 +156,7 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     times = [check_number(each, "compute", 0, math.inf, hint=", seconds") for each in given]
     if not times:
         raise InputError("compute must be seconds of a step, not an empty list")
-    # not >, which NaN fails as well
+    # negated, so that NaN is refused as well
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
     # shaped links may have two rates; others have one
@@ -166,7 +166,7 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     if baseline not in BASELINES:
         raise InputError(f"baseline must be {' or '.join(BASELINES)}, not {shown(baseline)}")
     for name in compressors:
-        # dense averaging takes no codec, and is no contradiction beside those that do
+        # dense averaging uses no codec, but may be named beside compressors that do
         check_codec(codec, name, ("indices", "values") if name == "none" else codecs(name))
     return Question(
         network=network,

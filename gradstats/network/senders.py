@@ -187,7 +187,7 @@ class OneMessage(Sender):
         """Return it without its codec, with as many elements selected."""
         e = self.exchange
         selected = round(e.selected)
-        # a codec changes what an element takes, and not which are sent
+        # a codec changes how elements are encoded, not which are sent
         one = exchange(self.name, e.numel, self.ratio or 1.0, self.world, selected=selected)
         return replace(self, exchange=one, codec=PLAIN)
 
@@ -237,7 +237,7 @@ class Layerwise(Sender):
             codec=self.codec,
             single=self.single,
         )
-        # passes go over all elements: a message has a share by its own
+        # each message has its share of the passes, by its number of elements
         share = self.memory(network) / self.numel
         return [replace(m, select=m.select + share * m.numel) for m in found]
 
@@ -318,7 +318,7 @@ class Local(OneMessage):
             numel=self.exchange.numel,
             sent=self.exchange.selected,
             backward=0.0,
-            # means over the local steps: memory() is one already, of all fragments together
+            # means over the local steps; memory() is one already, for all fragments together
             select=select / self.steps + memory / self.fragments,
             communicate=sum(split.values()) / self.steps,
             bytes_sent=round(self.exchange.bytes_sent),
@@ -335,7 +335,7 @@ class Local(OneMessage):
         one, compute = self.messages(network)[0], slower * self.forward
         # with a delay these passes stay in the thread that trains, as if a step took longer
         own = self.memory(network) * _OWN_PASSES / _OUTER_PASSES if self.delay else 0.0
-        # of one fragment, in the thread that exchanges
+        # of one fragment, without what the training thread does itself
         exchanged = self.steps * (one.select + one.communicate - own / self.fragments)
         interval = local_interval(compute + own, exchanged, self.steps, self.fragments, self.delay)
         end = interval / self.steps - compute
@@ -374,13 +374,13 @@ def sender(
     kept = known.qualities.get((name, ratio))
     codec = PLAIN if ddp else question.codec.only(codecs(name))
     slowest = question.slowest(world)
-    # unknown of a single time: then nobody waits
+    # one measured time says nothing about waiting: none is assumed
     slowest = 1.0 if math.isnan(slowest) else slowest  # whom all wait for
     common: dict[str, Any] = {
         "name": name,
         "ratio": ratio,
         "world": world,
-        # all wait for the slowest, whose backward pass this is
+        # the slowest worker's backward pass, since all wait for it
         "layers": [each._replace(backward=slowest * each.backward) for each in known.times],
         "forward": slowest * (question.compute - question.backward),
         "codec": codec,
@@ -388,13 +388,13 @@ def sender(
 
     def one(numel: int) -> Exchange:
         k = target_count(ratio, numel) if ratio else numel
-        # a rule may find more than there is to send of a small gradient
+        # a rule may keep more than k, but not more than there is
         selected = None if kept is None else min(numel, round(kept * k))
         sent_as = "none" if ddp else name
         return exchange(sent_as, numel, ratio or 1.0, world, selected=selected, codec=codec)
 
     if steps:
-        # nothing hides behind a backward pass: the exchange follows a step
+        # the exchange follows a whole step: nothing hides behind the backward pass
         common["layers"] = [each._replace(backward=0.0) for each in known.times]
         common["forward"] = slowest * question.compute
         # rounded up: the largest fragment

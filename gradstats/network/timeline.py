@@ -186,12 +186,12 @@ def deliveries(
                 lengths = [*lengths, 4 * dense]
                 works.append(Work("all_reduce", 4 * dense))
                 local.append(Work("average", dense))
-            # dense layers are not searched
+            # layers that are sent whole need no selection
             select = network.seconds((Work(f"select:{selection}", n) for *_, n in parts), world)
         exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
         if network.crowded and local:
             # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
-            # a message without bytes: what it takes on a core, and not on the wire
+            # the cost of an empty message is paid on a core, not on the wire
             handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
             select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
         found.append(
@@ -328,7 +328,7 @@ def lags_way(
         simulate(deliveries(network, sent, world, ratios, **options), forward).seconds
         for sent, ratios in found
     ]
-    # one prediction of each: without draws there is no confidence to ask for
+    # a single prediction of each way, where a run has several measured rounds
     return found[preferred(known, [[s] for s in seconds], reference(known, seconds))]
 
 
@@ -366,7 +366,7 @@ def local_interval(
     events = sorted(
         (begun + late, fragment, late == 0)
         for fragment, offset in enumerate(offsets)
-        # as many intervals to come into a steady state as are averaged
+        # the first half reaches the steady state, the second is averaged
         for begun in (n * steps + offset for n in range(2 * _INTERVALS))
         for late in (0, delay)
     )
@@ -377,7 +377,7 @@ def local_interval(
         if not sent:
             now = max(now, arrives[fragment])
             continue
-        # one thread exchanges: not before it is free, and not before there is something
+        # begins when the one background thread is free, and not before the step that sends it
         free = arrives[fragment] = max(now, free) + exchange
         if fragment == fragments - 1:
             if step == _INTERVALS * steps:

@@ -58,7 +58,7 @@ def union_growth(
         for rank in trace.ranks:
             gradient = trace.read(step, rank=rank, kind=kind)
             selection = top_candidates(gradient, target_count(ratio, trace.numel))[1]
-            # positions of one selection differ, so that a fancy index counts each of them
+            # += counts each index once, and the positions of a selection are distinct
             times[np.asarray(selection.indices)] += 1
         counts = np.bincount(times, minlength=len(trace.ranks) + 1).astype(np.int64)
         found.append(fit_union(counts))

@@ -79,7 +79,7 @@ class Dumps(Source):
     def __init__(self, dumps: Sequence[_Dump], name: str, kind: Kind = "gradient") -> None:
         self.name, self._kind = name, kind
         self._dumps: dict[tuple[int, int], _Dump] = {}
-        # entries() promises ascending steps within a rank, whatever the names' order is
+        # entries() promises ascending steps, and names sort step_10 before step_2
         for dump in sorted(dumps, key=lambda d: d.key):
             if dump.key in self._dumps:
                 rank, step = dump.key
@@ -104,7 +104,7 @@ class Dumps(Source):
     def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
         """Read one dump."""
         source = self._open((rank, step))
-        # a dump's own source holds one gradient, under the labels that any array has
+        # the dump's own source holds a single gradient, under default labels
         return Captured(self.name, step, rank, kind, source.read(0, "gradient", 0).values)
 
     def elements(
@@ -157,7 +157,7 @@ def dumps_of(
     places = [place for path in paths for place in _places(path)]
     if not places:
         raise InputError(f"nothing to import in {', '.join(map(str, paths))}")
-    # a list numbers its steps itself, which makes sense only where it is the one file
+    # a list numbers its own steps from 0, so that two of them would collide
     listed = [_from_list(p, lists) for p in places] if len(places) == 1 else [None]
     if listed[0] is not None:
         return listed[0]
@@ -273,7 +273,7 @@ def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
         return None
     tensors = [isinstance(each, torch.Tensor) for each in loaded]
     if all(tensors):
-        # tensors of several shapes are layers; those of one shape may be layers or steps
+        # tensors of different shapes must be layers; those of one shape may be either
         if lists is None and len({tuple(each.shape) for each in loaded}) == 1 < len(loaded):
             raise InputError(
                 f"{path} holds {len(loaded)} tensors of one shape, which may be steps or layers: add --list steps or "
@@ -366,14 +366,14 @@ def _load_dcp(folder: Path) -> Contents:
         about: Metadata = found
         items = about.state_dict_metadata.items()
         tensors = {n: m for n, m in items if isinstance(m, TensorStorageMetadata)}
-        # the index is believed only up to what lies on the disk: nothing larger is allocated
+        # the index is not trusted: nothing larger than the files on the disk may be allocated
         held = sum(file.stat().st_size for file in folder.glob("*.distcp"))
         asked = [
             math.prod(m.size) * m.properties.dtype.itemsize
             for m in tensors.values()
             if m.properties.dtype.is_floating_point
         ]
-        # a size below 0 would make room for another tensor in the sum
+        # a negative size would offset another tensor's in the sum
         if min(asked, default=0) < 0 or sum(asked) > held:
             raise InputError(f"{folder}: its index says more than its files hold")
         # DCP joins these names to the folder: none may lead out of it

@@ -250,7 +250,7 @@ def _check_packed(path: Path, members: Iterable[zipfile.ZipInfo]) -> None:
         total += member.file_size
         small = member.compress_size * _RATIO
         packed = member.compress_type != zipfile.ZIP_STORED
-        # the sum decides, as many small members unpack to much, too; stored members take what the file takes
+        # the running total decides, since many small members add up; a stored member is as large as in the file
         if packed and total > _INFLATED and member.file_size > small:
             raise InputError(
                 f"{path}: {member.filename} unpacks {member.compress_size:,} bytes to {member.file_size:,}; save it "
@@ -282,7 +282,7 @@ def check_expanded(path: Path, tensors: Mapping[str, Any]) -> None:
             continue
         if tensor.is_nested or tensor.device.type == "meta":
             continue  # refused later, with a reason of its own
-        # the storage is in the file; strides of 0 repeat it without taking room
+        # the file holds the storage; a stride of 0 repeats it without taking room
         whole, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
         total += whole
         if total > _INFLATED and whole > held * _RATIO:

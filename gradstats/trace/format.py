@@ -76,7 +76,7 @@ LAYER_COMPRESSION = tuple(column.name for column in OF_LAYERS)
 
 FORMAT = "gradstats-trace"
 RESERVED = ("format", "schema", "world_size", "numel", "layout")
-# 16 MiB of float32: what is read at least of a gradient, and written in one go
+# 16 MiB of float32: the least that is read of a gradient, and what one file holds
 CHUNK = 1 << 22
 # rows laid out where nobody says how many steps come
 GROW = 64
@@ -195,7 +195,7 @@ class Shard:
         ValueError
             If the part does not lie within the parameter.
         """
-        # `last` becomes the last dimension that is cut: within the dimensions behind it the part is in one piece
+        # `last` becomes the last dimension that is cut; from that dimension on the part is contiguous
         last, start, numel = 0, 0, 1
         for i, (o, n, total) in enumerate(zip(self.offset, self.shape, whole, strict=True)):
             # from JSON, where True is a whole number for isinstance, too
@@ -207,7 +207,7 @@ class Shard:
             start, numel = start * total + o, numel * n
         if not numel:
             return np.empty((0, 2), np.int64)
-        # each combination of indices before the last cut dimension begins a stretch
+        # one stretch for each combination of indices before the last cut dimension
         pieces = math.prod(self.shape[:last])
         if pieces > _RUNS:
             raise ValueError(f"a shard of {self.name} is in too many pieces")
@@ -218,7 +218,7 @@ class Shard:
         starts: NDArray[np.int64] = np.zeros((), np.int64)
         for i in range(len(whole)):
             stride = math.prod(whole[i + 1 :])
-            # a stretch takes the cut dimension and those behind it from the part's own offset on
+            # from the cut dimension on, a stretch begins at the part's own offset
             indices = np.arange(self.shape[i]) if i < last else np.zeros(1, np.int64)
             # in row-major order, so that the starts ascend
             starts = np.add.outer(starts, (self.offset[i] + indices) * stride)
@@ -308,9 +308,9 @@ class ArraySpec:
                 "configuration": {"chunk_shape": [self.rows, *self.chunk]},
             },
             "chunk_key_encoding": key_encoding(self.separator),
-            # JSON has no NaN: zarr has it as a text
+            # zarr writes NaN as a string, since JSON has none
             "fill_value": "NaN" if self.fill != self.fill else int(self.fill),
-            # the checksum is the last codec, of the bytes on the disk: damage is found before Blosc decodes it
+            # the checksum comes last, over the bytes on the disk, so that damage is found before Blosc decodes it
             "codecs": [*codecs, {"name": "crc32c"}],
             "dimension_names": list(self.dimensions),
             "attributes": self.attributes,
@@ -362,7 +362,7 @@ def array_specs(
         An :class:`ArraySpec` by name.
     """
     nan, found = float("nan"), []
-    # longer chunks make fewer files, and each step writes its chunk anew
+    # a compromise: longer chunks make fewer files, but every step rewrites its chunk
     rows = min(max(expected, GROW), _ROWS)
 
     def scalar(name: str, column: Column) -> None:
@@ -400,7 +400,7 @@ def array_specs(
                 )
             )
         else:
-            # shards are stored as this rank has them; what is not reduced is whole on every rank
+            # an unreduced gradient is whole on every rank, even where the model is sharded
             whole = held is None or kind in WHOLE
             size = numel if whole or held is None else held
             found.append(
@@ -563,7 +563,7 @@ def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _place(path: Path, root: bytes) -> None:
     """Put an empty trace at a path, where there is nothing, an empty directory, or a trace to replace."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # what an earlier call left when it was interrupted
+    # leftovers of an earlier call that was interrupted
     _clear(path)
     unique = f".{path.name[:200]}.{uuid.uuid4().hex[:8]}"
     fresh, old = path.with_name(f"{unique}.partial"), path.with_name(f"{unique}.replaced")
@@ -578,16 +578,16 @@ def _place(path: Path, root: bytes) -> None:
             replace_file(path / "zarr.json", root)
             return
     try:
-        # complete beside its place first, so that there is never a directory without metadata in it
+        # completed beside its place, so that the path never leads to a directory without metadata
         fresh.mkdir()
         (fresh / "zarr.json").write_bytes(root)
-        # a rename does not replace a directory that holds something: the old trace goes out of the way
+        # a rename cannot replace a non-empty directory, so that the old trace is moved away first
         if path.exists():
             path.rename(old)
         fresh.rename(path)
     except BaseException:
         _remove(fresh)
-        # what was there comes back, as the new one did not get into its place
+        # the second rename failed: put the old trace back
         if old.exists() and not path.exists():
             old.rename(path)
         raise
@@ -596,7 +596,7 @@ def _place(path: Path, root: bytes) -> None:
 
 def _clear(path: Path) -> None:
     """Remove a trace that was replaced, and what is left of others whose removal was interrupted."""
-    # without a trace at the path, what was renamed away may be all that is left of one
+    # without a trace at the path, the one that was moved away may be the only copy
     replaced = (path / "zarr.json").exists()
     pattern = f".{glob.escape(path.name[:200])}.????????.replaced"
     for left in path.parent.glob(pattern):
@@ -656,12 +656,12 @@ def read_metadata(file: Path, within: Path) -> dict[str, Any]:
         If it is not a regular file in that directory, too large, or holds no JSON object.
     """
     real = os.path.realpath(file)
-    # inside the trace links are in order: metadata files are links while a trace grows
+    # links within the trace are allowed: metadata files are links while it grows
     if real != str(file) and not Path(real).is_relative_to(os.path.realpath(within)):
         raise ValueError(f"{file.name} is a link that leads out of the trace")
     handle = os.open(real, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
     with os.fdopen(handle, "rb") as stream:
-        # asked of what was opened, as the name may lead elsewhere by now
+        # of the open file, since the name may lead elsewhere by now
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{file.name} is not a regular file")

@@ -65,7 +65,7 @@ def import_dumps(
         steps = [step for r, _, step in keys if r == rank]
         there = set(trace.steps(rank)) if rank in trace.ranks else set()
         missing = [step for step in steps if step not in there]
-        # a writer only appends: a step between those that are there has no place
+        # a writer only appends, and cannot insert a step before one that is there
         if missing and there and missing[0] < max(there):
             raise InputError(
                 f"step {missing[0]} of rank {rank} comes before step {max(there)}, which {out} holds: choose "

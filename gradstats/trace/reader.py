@@ -311,18 +311,18 @@ class Trace(Shown):
         size = array.chunk[1]
         try:
             first, last = start // size, -(-stop // size)
-            # by the names of files, as zarr reads a missing chunk as NaN, which gradients may hold
+            # checked by file name: zarr reads a missing chunk as NaN, which a gradient may hold, too
             present = {i for i in array.chunks(row) if first <= i < last}
             if len(present) < last - first:
                 raise self._damaged(kind, step, rank, "chunks are missing")
-            # before zarr decodes it: a chunk says itself how much memory that takes
+            # checked before zarr decodes it, which takes as much memory as the chunk itself claims
             for i in present:
                 array.holds(row, i)
             values = np.asarray(array.zarr[row, start:stop])
             values = from_bfloat16(values) if values.dtype == np.uint16 else values
         except TraceError:
             raise
-        # codecs and file systems have errors of their own for what is damaged
+        # zarr, codecs and file systems each raise errors of their own for damage
         except Exception as error:
             raise self._damaged(kind, step, rank, error) from error
         return values
@@ -473,17 +473,17 @@ class Trace(Shown):
         # the model is not sharded, or every rank has all elements of this kind
         if len(holders := found.holders(kind)) == 1:
             return self._part(step, rank, kind, start, stop)
-        # every element belongs to exactly one shard: RankGroup.join has checked it
+        # filled completely: RankGroup.join has checked that every element is in exactly one shard
         values = np.empty(stop - start, np.float32)
         for holder, mate in zip(found.shard_ranks, holders, strict=True):
             # stretches of the flat gradient, and where each begins in the vector of this rank's shards
             firsts, lengths = mate.pieces.T
             lasts, owns = firsts + lengths, lengths.cumsum() - lengths
-            # stretches ascend, so that those which meet [start, stop) are neighbours
+            # stretches ascend, so that those that overlap [start, stop) are adjacent
             here = slice(np.searchsorted(lasts, start, "right"), np.searchsorted(firsts, stop))
             begins, ends = np.maximum(firsts[here], start), np.minimum(lasts[here], stop)
             if begins.size:
-                # what is wanted of them is one stretch of the rank's own vector, too: it is read once
+                # in the rank's own vector they are contiguous, and are read at once
                 owns = owns[here] + begins - firsts[here]
                 low, high = int(owns[0]), int(owns[-1] + ends[-1] - begins[-1])
                 part = self._part(step, holder, kind, low, high)
@@ -495,11 +495,11 @@ class Trace(Shown):
         """Return elements [start, stop) of what one rank holds of a gradient."""
         array = self._rank(rank).array(kind)
         size, numel = array.chunk[1], array.shape[1]
-        # whole chunks, but for the last, which the array's end cuts
+        # widened to whole chunks; the array's end cuts the last
         first, last = start // size * size, min(-(-stop // size) * size, numel)
         values = self._elements(step, rank, kind, first, last)
         whole = (first, last) == (start, stop)
-        # copied: a view would keep all of the chunks in memory
+        # a copy, because a view would keep the whole chunks in memory
         return values if whole else values[start - first : stop - first].copy()
 
     def sketches(self, step: int, rank: int = 0, kind: Kind = "gradient") -> list[Sketch]:
@@ -547,7 +547,7 @@ class Trace(Shown):
             if self.layers and not summed.holds(row // summed.chunk[0], 0, 0):
                 raise self._damaged(what, step, rank, "chunks are missing")
             moments = np.asarray(summed.zarr[row])
-            # a missing chunk of counts stands for zeros; those that are there are checked before they are decoded
+            # for its check alone: a missing chunk of counts means zeros
             for i in range(-(-stored.shape[2] // stored.chunk[2])):
                 stored.holds(row, 0, i)
             counts = np.asarray(stored.zarr[row])
@@ -560,7 +560,7 @@ class Trace(Shown):
         sizes = [la.numel for la in self.layers] if kind in WHOLE else found.sizes
         for size, number, sums in zip(sizes, counts, moments.tolist(), strict=True):
             bins = np.flatnonzero(number > 0)  # ten times as fast as of the numbers
-            # counts are uint32 on the disk, which sums over ranks and steps exceed
+            # uint32 on the disk; sums over ranks and steps may exceed it
             occupied = number[bins].astype(np.int64)
             # A chunk that has gone missing reads as NaN moments, or as counts of zero: the sums tell.
             if sum(sums[:3]) != size or occupied.sum() != sums[0]:
@@ -666,7 +666,7 @@ class Trace(Shown):
             pd.DataFrame({"rank": rank, **self.scalars(rank), **self.compression(rank)})
             for rank in self.ranks
         ]
-        # pandas has no concatenation of nothing
+        # pd.concat refuses an empty list
         every = pd.concat(frames) if frames else pd.DataFrame({"rank": [], "step": []})
         return every.set_index(["rank", "step"]).sort_index()
 
@@ -686,7 +686,7 @@ class Trace(Shown):
         import xarray
 
         try:
-            # chunks={}: dask's chunks are those on the disk; there is no consolidated metadata, as a trace grows
+            # chunks={}: the chunks on the disk; a trace that grows has no consolidated metadata
             return xarray.open_datatree(self.path, engine="zarr", chunks={}, consolidated=False)
         except Exception as error:
             raise TraceError(f"{self.path} {unread(error)}") from error

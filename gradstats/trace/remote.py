@@ -43,13 +43,13 @@ def local(path: str | Path) -> Path:
     """
     address = address_of(path)
     if address is None:
-        # asks only whether this can be a path: whoever opens it says that nothing is there
+        # only whether this can be a path at all: whoever opens it reports that nothing is there
         try:
             os.lstat(path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:  # a name too long, a null character
-            # any other error is that of opening it
+            # any other error is reported by whoever opens it
             if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
                 raise InputError(
                     f"no path of a source: {shown(str(path))}: {first_line(error)[:80]}"
@@ -63,7 +63,7 @@ def local(path: str | Path) -> Path:
 def _fetch(address: str) -> Path:
     """Copy what an address holds."""
     file, key = address, ""
-    # what is behind the file is a name in it, and no part of the address
+    # what follows the file's name is a name within it, and not part of the address
     head, colon, tail = address.rpartition(":")
     if colon and head.endswith((".pt", ".pth")) and "/" not in tail:
         file, key = head, f":{tail}"
@@ -116,6 +116,6 @@ def _copy_folder(system: Any, inner: str, home: Path) -> None:
         task = bar.add_task(f"fetching {home.name}", total=len(pairs))
         for start in range(0, len(pairs), _AT_ONCE):
             batch = pairs[start : start + _AT_ONCE]
-            # a list of files goes to the file system in one call, which makes its requests at the same time
+            # a list, because the file system can then make the requests concurrently
             system.get([source for source, _ in batch], [target for _, target in batch])
             bar.advance(task, len(batch))

@@ -243,7 +243,7 @@ class ArraySource(Source):
     ) -> None:
         self.name, self.remark = name, remark
         self._path, self._key = path, key
-        # tells this source from another one of the same file, in the caches of workers
+        # tells this source from a later one of the same file in a worker's cache
         self._token = uuid.uuid4().hex
         self.layers, offset = [], 0
         checked = {n: check(a) for n, a in layers.items()}
@@ -281,7 +281,7 @@ class ArraySource(Source):
         return self._values[start:stop]
 
 
-# a few, so that a worker does not keep the files of all analyses
+# few, so that a worker does not keep the gradients of past analyses
 @lru_cache(maxsize=8)
 def _reread(path: str, token: str) -> ArraySource:
     """Read a file in a worker, once for each analysis."""
@@ -301,7 +301,7 @@ def _flatten(arrays: list[Array], numel: int) -> Array:
     flat = np.empty(numel, np.float64 if double else np.float32)
     position = 0
     for array in arrays:
-        # in chunks: widening a layer takes no copy of its size
+        # in chunks, so that widening a layer needs no copy of its size
         for offset, chunk in flat_chunks(array):
             flat[position + offset : position + offset + chunk.size] = chunk
         position += numel_of(array)

@@ -83,7 +83,7 @@ class Subset:
                 several = check_several(given, name)
                 if name == "layers" and not all(isinstance(pattern, str) for pattern in several):
                     raise InputError("layers must be patterns of parameter names, as texts")
-                # frozen, but an iterator would be used up by its first reader
+                # kept as a list, because a first reader would use up an iterator
                 object.__setattr__(self, name, several)
 
     def keys(self, source: Source) -> list[tuple[int, Kind, int]]:
@@ -205,7 +205,7 @@ class TraceSource(Source):
         self.trace = trace
         self.name = trace.name
         self.layers = trace.layers
-        # a new one for every source, so that workers open what has changed since the last analysis again
+        # new for every source, so that workers reopen a trace that has grown since the last analysis
         self._token = uuid.uuid4().hex
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
     rng = np.random.default_rng(0)
     parts = []
     for s in sketches:
-        # magnitudes and NaN go to the front of zeros; then signs and places are drawn
+        # magnitudes and NaN first, zeros behind them; signs and places are drawn afterwards
         values = np.zeros(s.numel, np.float32)
         values[: s.magnitudes.count] = s.magnitudes.largest(s.numel)
         values[s.magnitudes.count :][: s.moments.nonfinite] = np.nan

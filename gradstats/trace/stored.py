@@ -36,7 +36,7 @@ __all__ = ["RankGroup", "StoredArray"]
 
 _CHECKSUM = 4  # bytes
 
-# a kind that every rank has whole has the whole's counts on every rank: nothing to join
+# kinds that every rank has whole are left out: their counts need no joining
 _SCALARS = {column.name: column for column in OF_RUN} | {
     f"{kind}_{column.name}": column for kind in KINDS if kind not in WHOLE for column in COUNTS
 }
@@ -80,7 +80,7 @@ class StoredArray:
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
         order = about["codecs"][0]["configuration"]["endian"]
-        # chunk files are read past zarr (chunk_rows, holds_beyond), which relies on all of this
+        # chunk_rows and holds_beyond read chunk files without zarr, and rely on all of this
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
@@ -97,7 +97,7 @@ class StoredArray:
             raise ValueError("it is of another type than traces hold")
         if tuple(shape[1:]) != spec.shape:
             raise ValueError("it does not fit the parameter layout")
-        # zarr decodes a chunk whole: its size must not be any that a file may claim
+        # a chunk is decoded whole, so that the size that a file claims for it must be bounded
         if math.prod(grid) > max(CHUNK, spec.rows * math.prod(spec.chunk)):
             raise ValueError("its chunks are larger than any that are written")
         self.shape: tuple[int, ...] = tuple(shape)
@@ -143,7 +143,7 @@ class StoredArray:
             return False
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("a chunk is not a regular file")
-        # uncompressed chunks have this size; of a compressed one it is what its header says that it becomes
+        # of an uncompressed chunk the file's size, of a compressed one the length that its header claims
         size = math.prod(self.chunk) * np.dtype(self.dtype).itemsize
         if self._packed:
             # bytes 4 to 7 of it are the length after decoding
@@ -310,14 +310,14 @@ class RankGroup:
                 raise ValueError(f"it is that of rank {shown(about['attributes']['rank'])}")
             held = self._find_shards(about["attributes"], layers)
             self._specs = _known_specs(len(layers), self._numel, held)
-            # lost arrays are known by this list: a folder may lack some
+            # by the list in the metadata: a lost array has no folder to be found by
             self.names = {*about["attributes"]["arrays"], "step"}
             if not self._specs.keys() >= self.names:
                 raise ValueError("its list of arrays is not that of a trace")
             self._find_steps()
         except TraceError as error:
             self.lost = str(error)
-        # whatever lies in one rank's folder, the others stay readable
+        # whatever one rank's folder holds, the other ranks must stay readable
         except Exception as error:
             self.lost = f"{folder} {unread(error)}"
 
@@ -386,7 +386,7 @@ class RankGroup:
             self.rows = {}
             return
         lost = next((mate.lost for mate in found if mate.lost), "")
-        # together the pieces must be the flat gradient: in order, each begins where the one before ends
+        # sorted, the pieces must cover the flat gradient: each begins where the one before ends
         pieces = np.concatenate([mate.pieces for mate in found])
         pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
         ends = np.concatenate([[0], pieces.sum(axis=1)])
@@ -405,7 +405,7 @@ class RankGroup:
             )
         else:
             self.mates = found
-            # a step is known only if it is known on all
+            # a step whose number one rank has lost may be committed on all
             self.gaps = [gap for mate in found for gap in mate.gaps]
             common = set.intersection(*(set(mate.rows) for mate in found))
             # in the order of this rank's rows, which is that of the steps
@@ -475,7 +475,7 @@ class RankGroup:
         for i in sorted(expected):
             low, high = i * size, min((i + 1) * size, steps.shape[0])
             try:
-                # first of all, as a length that lost digits makes `high` fall below `low`
+                # checked first: where the length is too small, `high` may fall below `low`
                 if steps.holds_beyond(i):
                     raise ValueError(f"there are steps beyond its length, {steps.shape[0]}")
                 if high <= low:
@@ -487,7 +487,7 @@ class RankGroup:
                 rows = f"rows {low} to {max(high - 1, low)}: "
                 self.gaps.append(str(self.damaged("step", error, rows)))
                 continue
-            # -1: laid out, and not committed or removed
+            # -1: not committed, or removed
             self.rows |= {s: low + row for row, s in enumerate(numbers) if s >= 0}
 
     def column(self, name: str, rows: Sequence[int] | None = None) -> NDArray[Any]:
@@ -524,7 +524,7 @@ class RankGroup:
                     raise ValueError("a chunk is missing")
                 values[places] = array.chunk_rows(i)[wanted[places] - i * size]
             except Exception as error:
-                # the error names steps, as people know them by these
+                # for the error: users know steps, not rows
                 numbers = [s for s, row in self.rows.items() if row // size == i]
                 where = f"steps {min(numbers)} to {max(numbers)}: "
                 raise self.damaged(name, error, where) from error
@@ -552,7 +552,7 @@ class RankGroup:
         if (name in _TABLES or (one and one.of_compressor)) and self.shard_ranks[0] != self._rank:
             # of some shards alone: the whole is read under another rank
             return np.full_like(self.column(name), one.fill if one else np.nan)
-        # every rank has the whole's number, or one rank has all shards
+        # there is one rank, or every rank has the whole's number already
         if len(self.mates) == 1 or not (name in _TABLES or (one and one.joined)):
             return self.column(name)
         parts: NDArray[Any] = np.stack(

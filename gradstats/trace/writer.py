@@ -135,7 +135,7 @@ class TraceWriter:
         self._rows = 0
         self._last = -1
         # of each row the step that it was for, and whether it is not committed, or no longer
-        # flat arrays: nine bytes for each step of a run of any length
+        # flat arrays take nine bytes a step, however long the run
         self._steps, self._void = array("q"), bytearray()
         self._capacity = expected_steps or GROW
         self._specs = array_specs(
@@ -166,7 +166,7 @@ class TraceWriter:
             about["shards"] = [
                 {"name": s.name, "offset": list(s.offset), "shape": list(s.shape)} for s in shards
             ]
-        # until here nothing has been written: wrong arguments leave no group behind
+        # nothing has been written until here, so that wrong arguments leave no group behind
         try:
             if not (resume and self._group.exists()):
                 _lay_out(self._group, self._specs, self._capacity, about)
@@ -178,7 +178,7 @@ class TraceWriter:
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
-        # the chunk that is being filled lives in memory, so that its rows are read back, once
+        # the chunk being filled is kept in memory: its committed rows are read back, once
         if resume and self._rows:
             for name, column in self._columns.items():
                 column.take_up(self._rows, self._group / name)
@@ -203,7 +203,7 @@ class TraceWriter:
             lengths[name] = stored["shape"][0]
             rows, *chunk = stored["chunk_grid"]["configuration"]["chunk_shape"]
             self._specs[name] = replace(spec, rows=rows, chunk=tuple(chunk))
-        # a writer that was killed in mid-growth leaves several lengths: the longest holds all rows
+        # a writer killed in mid-growth may leave different lengths; the longest covers every row
         self._capacity = max(lengths.values())
         # killed within `_resize`: what is still a link becomes a file before anything is added
         if (self._group / "step" / "layout").is_symlink():
@@ -213,15 +213,15 @@ class TraceWriter:
         import zarr
 
         numbers = np.asarray(zarr.open_array(self._group / "step", mode="r")[:])
-        # rows behind the last committed one were not finished, and are used again
+        # rows after the last committed one were never finished, and are used again
         self._last = int(numbers.max(initial=-1))
         self._rows = int(np.flatnonzero(numbers >= 0).max(initial=-1)) + 1
-        # a lost chunk of steps reads as -1, and its rows would be written over
+        # a lost chunk of step numbers reads as -1: its rows would be taken for unused
         for chunk in range(-(-self._rows // self._specs["step"].rows)):
             if not (self._group / "step" / "c" / str(chunk)).exists():
                 raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
         numbers = numbers[: self._rows]
-        # a row that is not committed takes the step before it, so that steps ascend for bisect
+        # an uncommitted row gets the step before it, so that the list stays sorted for bisect
         self._steps = array("q", np.maximum.accumulate(numbers).tolist())
         self._void = bytearray((numbers < 0).tolist())
         self._sweep()
@@ -280,14 +280,14 @@ class TraceWriter:
         """
         for kind in self.kinds:
             values = arrays[kind]
-            # by the name, which NumPy's and torch's type have in common
+            # by name, since the array may be NumPy's or torch's
             if values.shape != (self.size(kind),) or "float32" not in str(values.dtype):
                 raise TraceError(
                     f"expected float32 ({self.size(kind)},), got {values.dtype} {values.shape}"
                 )
         if step <= self._last:
             raise InputError(f"step {step} does not come after step {self._last}")
-        # otherwise what the compressor said would be lost without a word
+        # refused, because the columns would be dropped silently
         if (compression or layer_compression) and "compression" not in self._columns:
             raise InputError("open the TraceWriter with compression=True to store compression")
         row = self._rows
@@ -341,7 +341,7 @@ class TraceWriter:
         of up to 1024 stay. A process killed here leaves the step whole, or no step and files that nobody reads, which
         the next writer deletes. A reader opened before finds the step damaged: it has to open the trace again.
         """
-        # where a step failed and was written again, the later of its rows is the committed one
+        # of a step that failed and was written again, the last row is the committed one
         row = bisect_right(self._steps, step) - 1
         if row < 0 or self._steps[row] != step or self._void[row]:
             raise InputError(f"{self._group} has no step {step} to remove")
@@ -366,7 +366,7 @@ class TraceWriter:
             elif spec.shape:
                 first = row - row % spec.rows
                 beside = self._void[first : first + spec.rows]
-                # a chunk that is not full may get further rows
+                # a chunk that is not full yet will get further rows
                 if len(beside) == spec.rows and all(beside):
                     shutil.rmtree(self._group / name / "c" / str(row // spec.rows), True)
 
@@ -461,7 +461,7 @@ class _Column:
         chunk = row // self._spec.rows
         if chunk != self._chunk:
             self._values[...] = self._spec.fill
-            # on the disk before its first row: a missing file is then damage, and no row that was never written
+            # written before its first row, so that a missing file always means damage
             self._write(chunk)
             self._chunk = chunk  # last: after a failed write the next call tries again
 
@@ -482,7 +482,7 @@ class _Column:
         self.turn_to(row)
         place, fill = row % self._spec.rows, self._spec.fill
         self._values[place] = value
-        # as it is stored: in the array's type
+        # compared as stored, in the array's dtype
         given = self._values[place]
         # NaN equals nothing, not even itself
         if (np.isnan(given) if fill != fill else given == fill).all():
@@ -505,7 +505,7 @@ class _Column:
         try:
             self._write(chunk, held)
         except BaseException:
-            # memory must not differ from the disk: the next row's write takes all of it there
+            # memory must match the disk, since the next row's write replaces the whole chunk
             held[place] = before
             raise
 
@@ -550,7 +550,7 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
         from numcodecs import Blosc  # type: ignore[import-untyped]
 
         name, level, shuffle, block = spec.codec
-        # Blosc takes the width of an element, which its shuffle needs, from the array
+        # Blosc takes the element's width, which its shuffle needs, from the array
         codec = Blosc(name, level, getattr(Blosc, shuffle.upper()), block)
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
@@ -641,7 +641,7 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
 
     Returns whether :func:`_settle` has something to do: there are file systems without links.
     """
-    # within an array's folder zarr looks only for zarr.json and chunks
+    # inside an array's folder, where zarr looks for nothing but zarr.json and chunks
     home = group / "step"
     try:
         for capacity in (before, after):
@@ -668,7 +668,7 @@ def _settle(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
     """Make the links that :func:`_resize` left files of the same content."""
     _write_metadata(group, specs, capacity)
     home = group / "step"
-    # after the metadata: nothing is reached through it any more
+    # last: no metadata leads through it any more
     (home / "layout").unlink()
     for left in home.glob("layout-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -694,7 +694,7 @@ class _Tally:
 
     def __call__(self, values: Array) -> tuple[dict[int, NDArray[np.uint32]], NDArray[np.float64]]:
         """Return the chunks of bins that have a count of any layer, until the next call, and the statistics."""
-        # counts of a chunk that is not marked are those of an earlier gradient
+        # chunks without a mark still hold the counts of an earlier gradient
         self._used[:] = False
         count = self._count if device_code(values) is None else self._count_on_device
         moments = np.asarray(count(values), float).reshape(-1, len(STATISTICS))
@@ -730,7 +730,7 @@ class _Tally:
             rows = whole.reshape(-1, BIN_CHUNK)
             for chunk in np.flatnonzero(rows.any(axis=1)).tolist():
                 if not self._used[chunk]:
-                    # cleared when it is first marked: it may hold an earlier gradient's counts
+                    # cleared when first marked, since it may hold an earlier gradient's counts
                     self._counts[chunk], self._used[chunk] = 0, True
                 self._counts[chunk, i] = rows[chunk]
         return [code.sums(values[place], 0.0, True) for place in self._places]
