@@ -141,7 +141,7 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     replayed = quality(source, question.ratios, rules, options=options, kinds=[_kind(source)])
     found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
-        # the logarithm of an empty message would be infinite
+        # a run that used the bare rule has threshold:NAME as its compressor
         name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
         run: Any = (name, source.trace.attrs.get("ratio"))
         # preferred to a replay, which only sees the captured steps

@@ -58,7 +58,7 @@ def _geometric(largest: int) -> list[int]:
 
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
-        # a rule that keeps less than k may be faster, but is not recommended for that
+        # kernels are queued: without waiting only their launch would be timed
         torch.cuda.synchronize(device)
 
 
