@@ -11,6 +11,7 @@ from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+# of the standard library alone: this import loads neither torch nor NumPy
 from gradstats.tables import Shown
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ _HOME = {
 }
 """Public names by the module or package they are in, as in the imports above."""
 
+# written out: type checkers do not evaluate a list that is computed
 __all__ = [
     "ExchangeError",
     "Fit",
@@ -155,6 +157,7 @@ def __getattr__(name: str) -> Any:
             _callable(value)
     else:
         value = getattr(import_module(home), name)
+    # the ordinary look-up finds it from now on: __getattr__ is only called for what is missing
     globals()[name] = value
     return value
 

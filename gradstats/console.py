@@ -33,7 +33,7 @@ class _NoProgress:
         return "<function no_progress>"
 
     def __reduce__(self) -> str:
-        return "no_progress"
+        return "no_progress"  # pickled by name: the same object in another process
 
 
 no_progress = _NoProgress()
@@ -51,6 +51,7 @@ def messages() -> rich.console.Console:
     """
     from rich.console import Console
 
+    # names of layers and files may hold brackets, which markup would take for styles
     return Console(stderr=True, highlight=False, markup=False)
 
 
@@ -75,23 +76,28 @@ def progress_bar() -> rich.progress.Progress:
     )
 
     console = messages()
+    # without ipywidgets rich shows nothing in a notebook, and warns at each refresh
     notebook = console.is_jupyter and find_spec("ipywidgets") is not None
     visible = console.is_terminal or notebook
 
+    # defined for each bar: rich loads when it is needed, and `began` is this bar's own
     class Bar(Progress):
         """A display that says something where it cannot be seen, too."""
 
         began = time.monotonic()
+        # what is seen needs no words, and a quiet console wants none
         said = console.quiet or visible
 
         def start(self) -> None:
+            # in a notebook `advance` shows the bar, and only if the work takes long
             if not notebook:
                 super().start()
+            # timers, because one piece of work may outlast both moments and `advance` is only called after it
             self.timers = [
                 threading.Timer(s, self._say, [s == LATEST_S]) for s in (SOON_S, LATEST_S)
             ]
             for timer in () if self.said else self.timers:
-                timer.daemon = True
+                timer.daemon = True  # the end of the process must not wait for it
                 timer.start()
 
         def stop(self) -> None:
@@ -106,6 +112,7 @@ def progress_bar() -> rich.progress.Progress:
                 if not self.said:
                     self._say()
                 elif notebook:
+                    # does nothing where the bar is already shown
                     super().start()
 
         def _say(self, anyway: bool = False) -> None:
@@ -153,7 +160,7 @@ def followed(items: Iterable[T], title: str) -> Iterator[T]:
     if not messages().is_jupyter:
         yield from items
         return
-    items = list(items)
+    items = list(items)  # a bar needs their number
     with progress_bar() as bar:
         task = bar.add_task(title, total=len(items))
         for item in items:

@@ -81,7 +81,7 @@ _MACHINE = {
             "EREMOTEIO",
         ),
     )
-    if hasattr(errno, name)
+    if hasattr(errno, name)  # not every platform has all of them
 }
 """Numbers of errors that say nothing of what is in a file."""
 
@@ -99,8 +99,10 @@ def of_the_machine(error: BaseException) -> bool:
     bool
         Whether another machine, or this one later, may read it.
     """
+    # libraries wrap the system's error in one of their own: it may be anywhere in the chain
     each: BaseException | None = error
     while each is not None:
+        # MemoryError is not an OSError and has no errno
         if isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno in _MACHINE):
             return True
         each = each.__cause__ or each.__context__
@@ -174,6 +176,7 @@ def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
     shown = f"of type {type(given).__name__}"
     if isinstance(given, str):
         shown = repr(given) if len(given) <= _LONGEST_NAME else f"{given[:_LONGEST_NAME]!r}…"
+        # cut, because matching takes time quadratic in the length
         near = get_close_matches(given[:_LONGEST_NAME], names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
     listed = ", ".join(names)

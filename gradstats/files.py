@@ -17,6 +17,7 @@ __all__ = ["address_of", "refuse_address", "replace_file", "replacing", "write_f
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+(?:::[a-z][a-z0-9+.-]+)*):(//?)(?=.|$)", re.IGNORECASE)
 """Scheme of an address, of two letters or more: a drive has one. pathlib makes one slash of two."""
 
+# O_BINARY: without it Windows writes a carriage return before every line feed
 _NEW = (
     os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 )
@@ -32,11 +33,13 @@ def address_of(path: str | Path) -> str | None:
     """
     text = str(path)
     scheme = _ADDRESS.match(text)
+    # pathlib has made one slash of two, so that "data:/x" is a path where there is a folder "data:"
     if scheme is None or (
         scheme[2] == "/" and Path(text).parts and Path(Path(text).parts[0]).exists()
     ):
         return None
     rest = text[scheme.end() :].lstrip("/")
+    # the third slash of file:///x is the root of the path, and not stripped
     return f"{scheme[1]}://{'/' if scheme[1] == 'file' else ''}{rest}"
 
 
@@ -76,15 +79,20 @@ def replacing(path: str | Path) -> Iterator[Path]:
         Name in the same folder, at which nothing exists.
     """
     refuse_address(path)
+    # to where a link leads: the link stays, and its target is replaced
     path = Path(os.path.realpath(path))
+    # cut, because file systems allow 255 bytes; unique, because several processes may write the same file
     partial = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
     try:
         yield partial
+        # a new file gets its permissions from the umask; keep those of the file that it replaces
         if path.exists():
             partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        # synced before the rename, so that after a power failure the name does not lead to an empty file
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(path)
+    # an interruption must not leave a partial file behind either
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -129,11 +137,12 @@ def write_file(path: str | Path, *parts: bytes | memoryview) -> None:
     """
     partial = f"{path}.partial"
     try:
-        descriptor = os.open(partial, _NEW, 0o666)
+        descriptor = os.open(partial, _NEW, 0o666)  # 0o666 less the umask, as open() does it
         try:
             left = [memoryview(part) for part in parts]
             while left:  # at most two gigabytes at a time, and what the disk has room for
                 written = _write_some(descriptor, left)
+                # first the parts that are written whole, then the beginning of the next
                 while left and written >= len(left[0]):
                     written -= len(left.pop(0))
                 if left:
@@ -166,6 +175,7 @@ def write_link(target: str, path: Path) -> None:
     OSError
         If the file system has no links, or refuses; what was at `path` stays.
     """
+    # symlink() refuses a name that exists; a rename replaces it in one step
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.symlink_to(target)

@@ -78,26 +78,33 @@ def load_file(path: str | Path) -> None:
     """
     file = Path(path).resolve()
     name = f"load_{file.stem}"  # of no module that somebody else might mean
+    # an explicit loader, so that the file need not end in .py
     loader = SourceFileLoader(name, str(file))
     spec = spec_from_loader(name, loader)
     assert spec is not None
+    # before the code runs: dataclasses and pickle look up a class's module by name
     sys.modules[name] = module = module_from_spec(spec)
     if str(file.parent) not in sys.path:
+        # last in the path, so that no file beside it shadows a module that others import
         sys.path.append(str(file.parent))
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:  # anybody's code, which may do anything
         del sys.modules[name]
+        # an OSError about this file means that it cannot be read; any other was raised by its code
         if isinstance(error, OSError) and error.filename == str(file):
             raise InputError(f"cannot load {path}: {error.strerror}") from None
+        # the innermost line within this file: the error itself may come from another
         lines = [
             f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)
         ]
         if isinstance(error, SyntaxError) and error.filename == str(file):
             lines = [error.lineno]
         where = f", line {lines[-1]}" if lines else ""
+        # an InputError is a whole sentence, other messages need their type
         what = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
         raise InputError(f"cannot load {path}{where}: {what}{first_line(error)}") from error
+    # only after it worked: workers import every file in this list
     _FILES[str(file)] = None
 
 
@@ -150,6 +157,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
+            # through __setitem__, so that what a package brings is checked, too
             self[name] = load(self._entries()[name])
         return self._loaded[name]
 
@@ -158,6 +166,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         self._loaded[name] = value
 
     def __delitem__(self, name: str) -> None:
+        # looked up before the removal, after which the name is never there
         known = name in self
         self._loaded.pop(name, None)
         self._entries().pop(name, None)

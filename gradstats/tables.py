@@ -141,13 +141,16 @@ class Shown:
         rows = joined(self._rows())
         names, said = _said_once(list(rows[0]) if rows else [], rows)
         values = [_in_ms(record) for record in self._rows()]
+        # milliseconds, as in the cells of `rows`
         columns = [
             alike([v[n] for v in values], [row[n] for row in rows])
             if f"{n}_low" not in values[0]
+            # a cell with its interval has its digits already
             else [row[n] for row in rows]
             for n in names
         ]
         cells = [list(row) for row in zip(*columns, strict=True)]
+        # right-aligned if every cell begins like a number, or is the dash for none
         numeric = [all(re.match(r"[-–\d]", row[n]) for row in rows) for n in names]
         heads = [_header(name, names) for name in names]
         name = type(self).__name__
@@ -299,12 +302,14 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
     [{'p': '0.834 (0.814 to 0.854)', 'n': '12'}]
     """
     found = []
+    # converted first, since a number and its interval must have the same unit
     for record in map(_in_ms, records):
         ends = {
             n: (f"{n}_low", f"{n}_high")
             for n in record
             if f"{n}_low" in record and f"{n}_high" in record
         }
+        # `low` and `high` alone belong to one field: the first of these without an interval of its own
         owner = next((n for n in _OWNERS if n in record and n not in ends), "")
         if owner and "low" in record and "high" in record:
             ends[owner] = ("low", "high")
@@ -339,14 +344,18 @@ def format_uncertain(value: Any, low: Any, high: Any) -> str:
         Such as ``"0.834 (0.814 to 0.854)"``; the number alone where there is no interval.
     """
     numbers = [math.nan if v is None else float(v) for v in (value, low, high)]
+    # an open end is infinite, and none at all is NaN
     if math.isnan(numbers[0]) or any(map(math.isnan, numbers[1:])):
         return format_value(value)
     finite = [abs(v) for v in numbers if math.isfinite(v)]
+    # an interval without a width says nothing about digits
     half = (numbers[2] - numbers[1]) / 2
     if not math.isfinite(half) or half <= 0 or not finite:
         return f"{format_value(value)} ({format_value(low)} to {format_value(high)})"
+    # one power of ten for all three numbers, from 10^4 on and below 10^-3, as in format_value
     size = math.floor(math.log10(max(finite)))
     power = size if not -3 <= size < 4 else 0
+    # down to the second digit of half the width; a float64 has 15 digits
     digits = min(max(1 - math.floor(math.log10(half)) + power, 0), 15)
     shown, *ends = (f"{v / 10.0**power:.{digits}f}" for v in numbers)
     return f"{shown} ({' to '.join(ends)})" + (f"·10^{power}" if power else "")
@@ -396,6 +405,7 @@ def render(
         If the format is ``parquet``, which is no text.
     """
     if format == "json":
+        # NaN is no JSON: _json_value has put null in its place
         return json.dumps([_plain(r) for r in records], indent=1, allow_nan=False)
     if format == "csv":
         return _csv(records)
@@ -405,16 +415,19 @@ def render(
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
     said = ""
+    # nothing stands above a Markdown table, so that it keeps all columns
     if format != "markdown":
         names, said = _said_once(names, records, caption if format == "table" else ())
     if format == "table":
         heading += [said] if said else []
     cells = [_column(n, [r[n] for r in records]) for n in names]
     rows = [list(row) for row in zip(*cells, strict=True)]
+    # decided by the values: None is shown as a dash, and leaves a column numeric
     numeric = [all(not isinstance(r[name], str) for r in records) for name in names]
     heads = [_header(name, names) for name in names]
     if format == "markdown":
         rules = ["---:" if n else "---" for n in numeric]
+        # what Markdown takes for a cell's end, emphasis, code, a link or HTML
         special = str.maketrans({c: f"\\{c}" for c in "\\|*`[]"} | {"<": "&lt;"})
         body = [[cell.translate(special) for cell in row] for row in rows]
         return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rules, *body])
@@ -454,6 +467,7 @@ def parquet(records: Sequence[Record]) -> bytes:
     def column(given: list[Any]) -> Any:
         # the format has no struct without fields
         values = [None if isinstance(v, Mapping) and not v else _json_value(v) for v in given]
+        # of nulls alone pyarrow makes a column of type null
         if all(v is None for v in values) and any(isinstance(v, float) for v in given):
             return pyarrow.array(values, pyarrow.float64())  # all of it NaN
         try:
@@ -476,8 +490,10 @@ def _said_once(
     held = [
         n for n in names if n in _ANSWERS or any(_cell(n, r[n]) not in ("–", "") for r in records)
     ]
+    # a table has at least one column, even if all are empty
     names = held or list(names)
     same = _shared(names, records)
+    # one record shares everything with itself: only what the caller names goes above the table
     if len(records) == 1:
         same = {n: value for n, value in records[0].items() if n in names and n in caption}
     said = "; ".join(f"{_header(n, names)} {_cell(n, v)}" for n, v in same.items())
@@ -491,6 +507,7 @@ def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
         values = [r[name] for r in records if name not in _LABELS or r[name] is not None]
         if values and all(value == values[0] for value in values[1:]):
             same[name] = values[0]
+    # a table keeps at least one column
     return same if len(same) < len(names) else {}
 
 
@@ -540,9 +557,11 @@ def alike(values: Sequence[Any], cells: Sequence[str]) -> list[str]:
     numbers = {
         i: float(v)
         for i, v in enumerate(values)
+        # zero has no size, and is written as 0
         if isinstance(v, Real) and not isinstance(v, Integral) and math.isfinite(v) and v != 0
     }
     sizes = [abs(v) for v in numbers.values()]
+    # only decimals of numbers without an exponent can be made equal
     written = {len(cells[i].partition(".")[2]) for i in numbers if "e" not in cells[i]}
     if len(written) < 2 or max(sizes) > _ALIKE * min(sizes):
         return list(cells)
@@ -573,6 +592,7 @@ def visible(text: str) -> str:
         The same in one line, without escape sequences, line ends and changes of the writing direction.
     """
     # a space that does not break a line is harmless, and in texts of our own
+    # str.isprintable is false for every space but the ASCII one
     return "".join(
         c
         if c.isprintable() or unicodedata.category(c) == "Zs"
@@ -671,6 +691,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+# a number that is no part of a name such as conv-1.2, or the power of ten of format_uncertain
 _NUMBER = re.compile(
     r"(?<![\w.-])(?P<number>-?\d+(?:\.\d+)?)(?:e(?P<power>[+-]\d+))?(?![\w.-])|·10\^(?P<times>-?\d+)"
 )
@@ -698,6 +719,7 @@ def _tex(text: str) -> str:
     """Return a text for LaTeX, which shows it as it is; of numbers the sign is a minus, and a power of ten a power."""
     pieces, at = [], 0
     for found in _NUMBER.finditer(text):
+        # text between numbers is escaped, numbers are not: the braces and dollars of a power are LaTeX's own
         pieces.append(_SPECIAL.sub(lambda c: _TEX[c[0]], text[at : found.start()]))
         at, power = found.end(), found["times"] or found["power"]
         number = found["number"] or ""
@@ -733,8 +755,11 @@ def _terminal(
     from rich.console import Console
     from rich.table import Table
 
+    # each column with its header first, as _layout takes it
     widths, gap = _layout([[la, *(r[i] for r in rows)] for i, la in enumerate(labels)], width)
+    # SIMPLE_HEAD itself puts one blank between columns
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1), collapse_padding=True)
+    # `widths` ends where columns no longer fit
     for label, right, size in zip(labels, numeric, widths, strict=False):
         table.add_column(label, justify="right" if right else "left", width=size, overflow="fold")
     for row in rows:
@@ -744,7 +769,7 @@ def _terminal(
         file=stream,
         width=width,
         force_jupyter=False,
-        force_terminal=color,
+        force_terminal=color,  # rich takes the stream for no terminal, and would drop the colours
         no_color=not color,
         highlight=False,
         markup=False,
@@ -753,6 +778,7 @@ def _terminal(
     for line in heading:
         console.print(line, style="bold")
     console.print(table)
+    # rich fills every line up to the width of the table
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     if left_out := ", ".join(labels[len(widths) :]):
         lines += textwrap.wrap(
@@ -767,18 +793,22 @@ def _layout(columns: Sequence[Sequence[str]], width: int) -> tuple[list[int], in
     def longest(texts: Sequence[str]) -> int:
         return max((len(word) for text in texts for word in text.split()), default=0)
 
+    # three widths: nothing broken; headers broken between words; cells broken between words as well
     natural = [max(map(len, column)) for column in columns]
     whole = [max(longest([head]), *map(len, cells), 0) for head, *cells in columns]
     broken = [max(longest([head]), min(longest(cells), _LONGEST)) for head, *cells in columns]
 
     def spare(shown: int, least: Sequence[int], gap: int) -> int:
+        # two blanks are those of SIMPLE_HEAD at both ends of a line
         return width - sum(least[:shown]) - gap * (shown - 1) - 2
 
     # In this order: break headers, narrow the gap, break cells between words, leave out columns.
     ways = [(least, gap) for least in (whole, broken) for gap in (2, 1)]
     choices = ((n, least, gap) for n in range(len(columns), 0, -1) for least, gap in ways)
+    # not even one column fits: the first is folded
     one = (min(1, len(columns)), broken, 1)
     shown, least, gap = next((c for c in choices if spare(*c) >= 0), one)
+    # columns grow from left to right, as long as there is room
     left, widths = max(spare(shown, least, gap), 0), []
     for small, large in zip(least[:shown], natural, strict=False):
         widths.append(min(large, small + left))

@@ -64,6 +64,7 @@ app = _App(
     help="Statistical analysis of gradients: capture, model, threshold.",
     cls=_Group,
     invoke_without_command=True,
+    # main prints errors, in one line
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -76,6 +77,7 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
+        # `import` is a keyword: its function is called import_
         app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
@@ -133,6 +135,7 @@ def _root(
         typer.Option(
             "--no-color",
             help="Print plain text, as with NO_COLOR.",
+            # before other options are checked, so that help and errors are plain, too
             is_eager=True,
             callback=_drop_color,
         ),
@@ -160,6 +163,7 @@ def _root(
         typer.echo(_START.format(trace=here[0] if here and " " not in here[0] else "run.zarr"))
 
 
+# once per process, in which main may run several times
 @cache
 def _load_plugins() -> None:
     for entry in entries("gradstats.commands"):
@@ -181,17 +185,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         terminated.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    # names may hold letters that the terminal's encoding does not have
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="replace")  # of a terminal without Greek letters
     try:
         _load_plugins()
+        # after the plugins, so that a file may use what they bring
         given, files = _global_first(given)
         for file in files:  # now: what they bring may be a command
             load_file(file)
+        # in standalone mode click would print errors itself and end the process
         code = app(given, prog_name="gradstats", standalone_mode=False) or 0
+        # only as a program: a caller in Python keeps its signal handlers
         if code > 128 and arguments is None:
             _ignore_signals()
+        # flushed here, where a full disk can still be reported in one line
         sys.stdout.flush()
     except OSError as error:  # a full disk; a pipe that was closed ends the program before
         _fail(
@@ -228,12 +237,14 @@ def _global_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     each = iter(arguments)
     for argument in each:
         name, _, file = argument.partition("=")
+        # the value of another option is taken for one of these as well, unless = joins it to its name
         if argument in ("--quiet", "-q", "--no-color"):
             first.append(argument)
         elif name == "--load":
             files.append(file or next(each, ""))
             if not files[-1]:
                 raise InputError("--load takes a file: --load FILE.py")
+            # passed on for the root command, which declares it and does nothing with it
             first += ["--load", files[-1]]
         else:
             others.append(argument)
@@ -255,4 +266,5 @@ def _ignore_signals() -> None:
 def _fail(message: str) -> None:
     from gradstats.tables import visible
 
+    # one line, whatever the message quotes from a file or a name
     typer.echo(visible(" ".join(message.split())), err=True)

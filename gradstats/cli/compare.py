@@ -154,5 +154,6 @@ def agreement(  # numpydoc ignore=PR01
         "noise that ranks share (the same samples, an augmentation) makes the noise scale too small, unseen"
     )
     for each in records:
+        # a larger batch is a question about the whole gradient, over all steps
         if each["step"] is None and (each["kind"], each["layer"]) == ("gradient", "all"):
             note(f"{each['trace']}: {batch_sentence(each)}")

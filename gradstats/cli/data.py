@@ -63,6 +63,7 @@ def info(  # numpydoc ignore=PR01
     from gradstats.trace.sources import TraceSource, open_sources
 
     sources = open_sources(source)
+    # facts before the table are for a terminal, and in no file
     if format == "table" and output is None:
         for s in sources:
             if isinstance(s, TraceSource):
@@ -86,12 +87,14 @@ def _describe(source: TraceSource, everything: bool) -> str:
     trace, width = source.trace, shutil.get_terminal_size().columns
     facts = describe(source)
     indent = 3 + max(map(len, facts))
+    # not through textwrap, which would break a long path
     lines = [f"{trace.path}"]
     for name, text in facts.items():
         first = f"  {name:<{indent - 2}}"
         lines += textwrap.wrap(
             visible(text), width, initial_indent=first, subsequent_indent=" " * indent
         )
+    # a rank has fewer steps if it was killed, or still writes
     steps = {rank: trace.steps(rank) for rank in trace.ranks}
     most = max(map(len, steps.values()), default=0)
     fewer = [
@@ -211,6 +214,7 @@ def report(  # numpydoc ignore=PR01
         if not workers or not compute:
             raise InputError("--network and --link take --workers and --compute, too")
         for each in sources:
+            # codecs are no option of a report, and are not timed
             cluster = cluster_of(network, link, rtt, each.numel, ratio, (), coded=False)
             plans = plan(each, cluster, compute, workers, **given(ratios=ratio))
             for n in dict.fromkeys(workers):

@@ -168,6 +168,7 @@ def wire(  # numpydoc ignore=PR01
         layers=layer,
     )
     (SMALLEST if brief else WIRE).emit(records, format, output, answers)
+    # of whole gradients alone: layers would be counted twice
     left_out = sum(r["nonfinite"] for r in records if r["layer"] == "all")
     if format == "table" and left_out:
         note("elements that are no number count as zero: the field nonfinite says how many")
@@ -250,6 +251,7 @@ def delta(  # numpydoc ignore=PR01
         typer.echo()
         SIZES.emit(records, format, output)
     else:
+        # what follows dtype, lag and layer, which both tables begin with
         columns = (*DELTA.columns, *SIZES.columns[3:])
         Table(DELTA.title, columns, ()).emit(records, format, output)
     if format == "table":

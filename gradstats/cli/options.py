@@ -54,6 +54,7 @@ def one_of(what: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
         return [name for name in names() if name.startswith(incomplete)]
 
     def check(value: Any) -> Any:
+        # a repeatable option gives a list, one that is absent None
         for given in [value] if isinstance(value, str) else value or ():
             if given not in names():
                 raise unknown(what, given, names())
@@ -142,8 +143,10 @@ def _format_of(context: typer.Context, value: str) -> str:
     """Return the format that a file's ending asks for, or the one given."""
     if value not in _formats():
         raise unknown("format", value, _formats())
+    # known by now, because -o is eager
     output = context.params.get("output")
     source = context.get_parameter_source("format")
+    # a default format is not the user's choice, and gives way to the file's ending
     given = source is not None and source.name != "DEFAULT"
     if output is None or not output.suffix:
         return value

@@ -138,13 +138,16 @@ def emit(
     if format == "parquet" and output is not None:
         return _write(output, parquet(records))
 
+    # without records there is still an empty list, or a table without rows
     groups: dict[tuple[Any, ...], Records] = {} if records else {(): []}
     for record in records:
         key = tuple(record[name] for name in group_by) if format == "table" else ()
         groups.setdefault(key, []).append(record)
+    # rich decides, by NO_COLOR among others
     terminal = Console()
     color = output is None and terminal.is_terminal and not terminal.no_color
     width = shutil.get_terminal_size().columns
+    # wrapped here, as render takes records only
     above = [textwrap.fill(answer, width) for answer in answers if format == "table"]
     tables = (
         render(
@@ -262,6 +265,7 @@ def given(**options: Any) -> dict[str, Any]:
     dict
         Those that were.
     """
+    # 0 and False count as given
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
@@ -341,6 +345,7 @@ def analyse(
 
     known = cast("Sequence[Kind] | None", kinds)  # --kind has checked them
     sources = matching(open_sources(source), steps=steps, ranks=ranks, kinds=known, layers=layers)
+    # the gradients to look at, whose number the progress bar needs
     held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
     if last and not steps:
         steps = sorted({max(step for _, _, step in keys) for keys in held.values()})
@@ -350,6 +355,7 @@ def analyse(
         if source_of.remark:
             note(f"{source_of.remark[0].upper()}{source_of.remark[1:]}.")
     rough = dict.fromkeys(s.name for s, (rank, kind, _) in keys if s.sketched(rank, kind))
+    # once for each source, and before the work, which may take long
     if rough:
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")
     given: dict[str, Any] = {"steps": steps, "ranks": ranks, "kinds": known}

@@ -186,6 +186,7 @@ def plan(  # numpydoc ignore=PR01
     if (indices, values) != ("plain", "float32"):
         columns += ["bytes"] if local else ["bytes", "codec_pays"]
     advise = network.local_advice if local else network.advice
+    # groupby needs equal keys to be adjacent: plan orders records by workers and rate
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:
@@ -197,6 +198,7 @@ def plan(  # numpydoc ignore=PR01
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
+            # so that names such as sidco-e stay whole
             typer.echo("\n" + textwrap.fill(advise(each), width, break_on_hyphens=False) + "\n")
     else:
         title = "Steps, predicted, in ms"
@@ -214,6 +216,7 @@ def plan(  # numpydoc ignore=PR01
         note("?: by the prediction alone; at this rate it cannot be told from dense.")
     if link is not None:
         note(assumed_link(cluster))
+    # measured steps include the wait for the slowest
     if any(math.isnan(r["slowest"]) for r in records) and not measured:
         note("How long all wait for the slowest worker is not known from one --compute.")
     held, known = network.HELD
@@ -322,9 +325,11 @@ def cluster_of(
         return network.Network.load(file)
     assert link is not None
     usual = network.link(link, None if rtt is None else _seconds(rtt))
+    # dense averaging selects nothing
     selects = [name for name in compressors or COMPRESSORS if name != "none"]
     return replace(
         usual,
+        # only the links are assumed; local work is timed on this machine
         lines=usual.lines + time_local(numel, (ratios or [0.001])[0], selects, coded=coded),
     )
 
@@ -342,7 +347,9 @@ def assumed_link(usual: Network) -> str:
     str
         A sentence.
     """
+    # a hop is one message: its line is α and β themselves
     alpha, beta = (each.value for each in usual.link("hop"))
+    # latency and slower, in the order in which network.link puts them
     (low, high), (fast, slow) = usual.about["range"].values()
     return (
         f"{usual.about['link']} was not measured: a message takes {1e3 * alpha:.3g} ms ({1e3 * low:.3g} to "

@@ -85,6 +85,7 @@ def _one(sources: list[Source], over: dict[str, Any]) -> Any:
     source = _only(sources)
     keys = Subset(**over).keys(source)
     rank, kind, _ = keys[0]
+    # steps of other ranks and kinds may be later ones
     step = max(step for *of, step in keys if of == [rank, kind])
     captured = source.read(rank, kind, step)
     return captured, f"{source.name}, {kind}, step {step}, rank {rank}"
@@ -112,6 +113,7 @@ def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawi
     from gradstats.analysis.pieces import sketches_of
     from gradstats.trace.sources import Subset
 
+    # three steps, if none are named
     vectors, most = {}, len(over["steps"] or (0, 0, 0))
     for source in sources:
         keys = Subset(**over).keys(source)
@@ -166,6 +168,7 @@ def _training(
         client=asked.client,
     ).isel(kind=0)
     if not per_layer:
+        # "all" is the first layer; of those that match, the last is drawn
         data = data.isel(layer=-1 if asked.layers else 0)
     else:
         data = data.isel({d: 0 for d in ("model", "ratio") if d in data.dims})
@@ -185,6 +188,7 @@ def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps
     rules = [*asked.estimators] or [name for name in ESTIMATORS if name not in COUNTING]
     ratios, what = [*asked.ratios] or [*RATIOS], f"{source.name}, {kind}"
     if steps:
+        # one ratio in a figure: without a choice the smallest
         ratios = ratios[-1:]
         what += f", ratio {ratios[0]:g}"
     found = (quality_series if steps else quality)(
@@ -205,6 +209,7 @@ def _records(
 ) -> Drawing:
     """Return records that have some fields: of a file of JSON, or of what compressors did in traces."""
     chosen = options(asked)
+    # the fields that options choose must be there as well
     fields = [*fields, *(v for n, v in chosen.items() if n in ("value", "by", "at"))]
     if path.suffix in _FILES:
         records = _from_file(path, of)
@@ -232,6 +237,7 @@ def _from_file(path: Path, of: str) -> Records:
     records = found if path.suffix == ".jsonl" else found[0]
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise InputError(f"{path} is not JSON of gradstats {of}")
+    # the largest gradient, with the fewest threads
     if of.startswith("bench ") and records:  # one size and number of threads
         numel = max(r.get("numel", 0) for r in records)
         records = [r for r in records if r.get("numel") == numel]
@@ -261,6 +267,7 @@ def _from_traces(path: Path, per_layer: bool) -> Records:
             columns = trace.scalars(rank)
             losses = dict(zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True))
             rows = [r for r in compression(trace, per_layer=per_layer) if r["rank"] == rank]
+            # bytes add up within a rank, over its captured steps
             sent = accumulate(r.get("bytes", 0) / 1e6 for r in rows)
             records += [
                 row | labels | {"loss": losses[row["step"]], "megabytes": megabytes}

@@ -178,6 +178,7 @@ def fit(  # numpydoc ignore=PR01
     if brief and not bootstrap:
         answers, named = _closest_laws(records, source, _models(model), method, step, rank, kind)
         own = closest(records)
+        # with --layer the question is about these layers, each with its own nearest law
         named = [] if layer else named
         whole = {(r["trace"], r["kind"]) for r in named}
         judged = {(r["trace"], r["kind"]) for r in own if r["layer"] != "all"}
@@ -252,6 +253,7 @@ def _fits_of(law: Mapping[str, Any], records: Records, source: Source) -> Record
         fits = fit_records(
             source, [law["model"]], method=law["method"], per_layer=law["by_layer"], **over
         )
+    # a law by layer shows layers only, another one the whole gradient only
     return [r | {"params": _symbols(r)} for r in fits if (r["layer"] == "all") != law["by_layer"]]
 
 
@@ -448,6 +450,7 @@ def _note_choices(records: Iterable[dict[str, Any]]) -> None:
             gradients.setdefault((r["trace"], r["kind"], r["step"], r["rank"]), []).append(r)
     for (trace, kind, step, rank), rows in gradients.items():
         by = {f"{r['ratio']:g}": r["chosen_by"] for r in rows if r["chosen_by"]}
+        # splits in which no threshold passed the tests
         if none := rows[0]["splits"] - sum(by.values()):
             by["none"] = none
         chosen = next((r for r in rows if r["chosen"]), None)
@@ -501,6 +504,7 @@ def drift(  # numpydoc ignore=PR01
         layers=layer,
     )
     whole = [r for r in records if r["layer"] == "all"]
+    # the first record of each trace and kind, in the order of the table
     firsts = {(r["trace"], r["kind"]): r for r in reversed(whole)}
     answers = [f"{k}: {drift.movement(r)}" for (_, k), r in reversed(firsts.items())]
     DRIFT.emit(records, format, output, answers)

@@ -35,6 +35,7 @@ def compression(  # numpydoc ignore=PR01
     from gradstats.analysis import compression
     from gradstats.trace.sources import TraceSource, open_sources
 
+    # files of gradients say nothing of a compressor, and are passed over beside traces
     traces = [s.trace for s in open_sources(source) if isinstance(s, TraceSource)]
     records = [r for trace in traces for r in compression.compression(trace, per_layer=per_layer)]
     if not records:

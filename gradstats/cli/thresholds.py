@@ -154,6 +154,7 @@ def quality(  # numpydoc ignore=PR01
         table, records_of = BY_STAGE, quality.stage_budget
     elif versus:
         table = DIFFERENCES
+    # differences need the series of the other rule, too
     if estimator and versus and versus not in estimator:
         estimator = [*estimator, versus]
     asked = given(ratios=ratio, estimators=estimator)
@@ -202,6 +203,7 @@ def _answered(
     if not table:
         return [], summary
     rules = judged_rules(series)
+    # rules are ordered by how near they come to k, and rows follow them
     place = {tuple(r[n] for n in _RULE): i for i, r in enumerate(rules)}
     gradients: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for rule in rules:
@@ -308,6 +310,7 @@ def bench(  # numpydoc ignore=PR01
     before = None if compare is None else _earlier(compare)
     gradients = None
     if source is not None:
+        # one more than is measured, since the first round warms up
         gradients = _gradients(source, step, rank, kind, per_layer, repeats + 1)
     layouts = {name: _sizes(name) for name in layout or ()}
     numels = numel or (() if gradients or layouts else bench.NUMELS)
@@ -395,6 +398,7 @@ def _sizes(workload: str) -> list[int]:
     """Return the sizes of a model's layers."""
     from gradstats.registry import entries, load
 
+    # the first package that knows layouts answers
     for entry in entries("gradstats.layouts"):
         return [layer["numel"] for layer in load(entry)(workload)]
     raise InputError("no package that is installed knows layouts of models")

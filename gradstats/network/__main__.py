@@ -147,6 +147,7 @@ def _device(options: argparse.Namespace) -> str:
         raise InputError(f"start it on every rank: {_COMMAND} -o network.json")
     for file in options.load:
         load_file(file)
+    # after the files, which may bring compressors of their own
     if options.select is None:
         options.select = tuple(COMPRESSORS)
     for name in options.select:
@@ -155,6 +156,7 @@ def _device(options: argparse.Namespace) -> str:
         raise InputError(f"this PyTorch has no backend {options.backend!r}; gloo is always there")
     if options.backend != "nccl":
         return "cpu"
+    # NCCL takes the current device of the process: set before the group is made
     local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local >= there:
         raise InputError(f"nccl needs a GPU for each rank, and this host has {there}; use gloo")
@@ -183,6 +185,7 @@ def _run(options: argparse.Namespace, device: str) -> None:
         device=device,
         on_progress=_report if first else lambda _: None,
     )
+    # saved before --check, which takes minutes as well and may fail
     _on_first(lambda: network.save(options.output))
     if first:
         print(_table(network))
@@ -198,6 +201,7 @@ def _run(options: argparse.Namespace, device: str) -> None:
         )
         if first:
             print(f"\n{render(records, title='A step, predicted and measured, in seconds')}")
+    # no rank leaves the group while another is still in one of its collectives
     dist.barrier()
 
 
@@ -209,6 +213,7 @@ def _on_first(action: Callable[[], object]) -> None:
             action()
         except InputError as error:
             said[0] = str(error)
+    # reached by all ranks even where rank 0 raised, or the others would wait for ever
     dist.broadcast_object_list(said)
     if said[0] is not None:
         raise InputError(said[0])
@@ -218,6 +223,7 @@ def _check_writable(path: Path) -> None:
     """Raise now what writing the result would raise after minutes of measuring."""
     there = path.exists()
     try:
+        # appending creates the file or leaves what is in it as it is
         with path.open("a"):
             pass
         if not there:

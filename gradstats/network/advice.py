@@ -48,6 +48,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
             )
         other = others[0]
         text += f"; {_label(other)}, the fastest alternative, {_duration(other)}, limited by {other['limit']}"
+        # predicted to be faster, but not recommended: say why
         if other["seconds"] < dense["seconds"]:
             text += f": {_speedup(other)}, {_DOUBT if other['speedup_low'] <= 1 else _LITTLE}"
         return f"{text}. {_worth(other)}"
@@ -57,6 +58,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     )
     if best["basis"] == "trace":
         text += f" It keeps {best['quality']:.3g} of the k asked for."
+    # a rule that keeps less than k may be faster, but is not recommended for that
     if others[0]["seconds"] < best["seconds"]:
         text += f" {_label(others[0])} ({_duration(others[0])}) is no faster, within the interval"
         few = others[0]["quality"] < 1
@@ -95,6 +97,7 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
                 text
                 + f"No local steps are needed for {_BUSY} %: {_label(best)} has {_percent(best)}."
             )
+    # what dense exchanges reach at best, to compare
     dense = [r for r in local if r["compressor"] == "none"]
     if dense and best["compressor"] != "none":
         most = max(dense, key=lambda r: r["local_steps"])

@@ -112,6 +112,7 @@ def evidence(source: Source, question: Question) -> Evidence:
     question : Question
         Question of a plan.
     """
+    # autograd comes to the last layer first
     times = [
         LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
         for layer in reversed(source.layers)
@@ -140,8 +141,10 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     replayed = quality(source, question.ratios, rules, options=options, kinds=[_kind(source)])
     found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
+        # a run that used the bare rule has threshold:NAME as its compressor
         name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
         run: Any = (name, source.trace.attrs.get("ratio"))
+        # preferred to a replay, which only sees the captured steps
         recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
         if recorded:
             found[run] = float(np.mean(recorded))
@@ -154,10 +157,12 @@ def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[in
         return {}
     trace, kind = source.trace, _kind(source)
     common = set.intersection(*(set(trace.steps(rank)) for rank in trace.ranks))
+    # a union needs positions, which sketches do not have
     if not common or not all(trace.has_gradients(rank, kind) for rank in trace.ranks):
         return {}
 
     def mean(ratio: float) -> Callable[[int], float]:
+        # measured once: the function is called for every number of workers
         growths = union_growth(trace, ratio, kind=kind)
         return lambda world: float(np.mean([growth(world) for growth in growths]))
 

@@ -116,6 +116,7 @@ def break_even(network: Network, gain: Callable[[Network], float]) -> float:
     """
     from scipy.optimize import brentq
 
+    # searched by logarithm, because the factors span twelve powers of ten
     def at(log_factor: float) -> float:
         return gain(network.slowed(float(np.exp(log_factor))))
 
@@ -124,5 +125,6 @@ def break_even(network: Network, gain: Callable[[Network], float]) -> float:
         return float("inf")
     if at(end) <= 0:
         return 0.0
+    # the tests above leave a change of sign between the ends, which brentq needs
     factor = float(np.exp(brentq(at, -end, end)))
     return network.rate / factor

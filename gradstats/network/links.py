@@ -110,6 +110,7 @@ def link(name: str, rtt: float | None = None, local: Mapping[str, float] | None 
         raise InputError(
             f"a link is one of {', '.join(LINKS)} or a rate like 2.5gbit, not {name!r}"
         ) from None
+    # a bare rate is taken for a cable, not for a link between sites
     wired = [each for key, each in LINKS.items() if key != "wan"]
     usual = known or min(wired, key=lambda each: abs(math.log(each.rate / rate)))
     low, alpha, high = usual.latency
@@ -117,6 +118,7 @@ def link(name: str, rtt: float | None = None, local: Mapping[str, float] | None 
         alpha = check_number(rtt, "rtt", 0, math.inf, hint=", seconds") / 2
         low, high = alpha / _SURE, alpha * _SURE
     fast, slower, slow = usual.slower
+    # 8: a rate is in bits, β in seconds per byte
     network = Network.of_link(alpha, 8 * slower / rate, local)
     about = {
         "link": name,

@@ -51,12 +51,14 @@ _MATRIX = 512
 
 def _geometric(largest: int) -> list[int]:
     """Return sizes up to the largest one, no two of them close to each other."""
+    # the last step, to the largest size, is by a factor from 2 to 8
     count = math.ceil(math.log(largest / _SMALLEST, _STEP) - 0.5)
     return [*(_SMALLEST * _STEP**i for i in range(count)), largest]
 
 
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
+        # kernels are queued: without waiting only their launch would be timed
         torch.cuda.synchronize(device)
 
 
@@ -71,6 +73,7 @@ def _timed(call: Call, calls: int, device: torch.device) -> float:
 def _slowest(seconds: list[float], group: Group, device: torch.device) -> list[float]:
     """Return the seconds of the slowest rank, element by element."""
     over = torch.tensor(seconds, dtype=torch.float64, device=device)
+    # a collective has ended when it has on the slowest rank
     dist.all_reduce(over, dist.ReduceOp.MAX, group=group)
     return [float(s) for s in over.tolist()]
 
@@ -84,15 +87,19 @@ def _swept(
     """
     times = []
     for call in calls:
+        # the first call connects, allocates and compiles
         call()
         _synchronise(device)
+        # of the slowest rank, the same on all: every rank must make the same number of calls
         (once,) = _slowest([_timed(call, 1, device)], group, device)
         times.append(max(1, min(_MOST, math.ceil(_SHORTEST_S / once))))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for of_size, call, n in zip(seconds, calls, times, strict=True):
+            # all begin together, or waiting for a late rank would be timed, too
             dist.barrier(group)
             of_size.append(_timed(call, n, device))
+    # reduced once at the end, so that no reduction comes between timed calls
     return [_slowest(of_size, group, device) for of_size in seconds]
 
 
@@ -127,6 +134,7 @@ def _selecting(
     seconds: list[list[float]] = [[] for _ in gradients]
     for _ in range(repeats + 1):
         for of_size, compressor, gradient in zip(seconds, compressors, gradients, strict=True):
+            # a copy: reduce() may overwrite what it is given
             of_size.append(compressor.reduce(gradient.clone(), alone).select_seconds)
     # the first step finds the threshold, and is left out
     return [_slowest(of_size[1:], None, gradients[0].device) for of_size in seconds]
@@ -183,11 +191,14 @@ def measure(
     everybody = dist.get_world_size()
     worlds = sorted(set(worlds or [everybody]))
     _check(worlds, everybody, largest, largest_numel, repeats, ratio, select)
+    # compiles loops now, so that compiling is not timed
     warm_up()
+    # every rank has to make every group, in the same order, whether it is in it or not
     alone = [dist.new_group([rank]) for rank in range(everybody)][dist.get_rank()]
     lines: list[Line] = []
     for world in worlds:
         lines += _collectives(world, largest, repeats, device, on_progress)
+    # ranks outside of the groups wait here, so that all begin local work together
     dist.barrier()
     lines += _local(select, ratio, largest_numel, repeats, device, alone, on_progress)
     about = {
@@ -208,6 +219,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cores": os.cpu_count(),
+        # torchrun says it; without torchrun all ranks are taken to be on one host
         "ranks_per_host": int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
@@ -248,6 +260,7 @@ def time_local(
     # as torchrun starts processes; and two pools on few cores stall each other
     torch.set_num_threads(1)
     if alone:
+        # a store in this process: no port, and nobody to wait for
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         lines = _local(
@@ -287,6 +300,7 @@ def _local(  # what both of the above take
         for operation in works[0]
     }
     for name in (n for n in select if issubclass(compressor_class(n), SignGathering)):
+        # for two messages and for all of them, as the time depends on their number
         for world in sorted({2, everybody}):
             on_progress(f"decoding by {name} of {world} messages")
             calls = [decoding(name, size, world, device) for size in sizes]
@@ -296,6 +310,7 @@ def _local(  # what both of the above take
     for name in dict.fromkeys(select):
         if name != "none":
             on_progress(f"selection by {name}")
+            # each rank exchanges with itself: all select at once, as in training, and nothing is sent
             local[f"select:{name}"] = _selecting(name, ratio, gradients, repeats, alone)
     for operation, seconds in local.items():
         # nobody sends a whole gradient as positions and values
@@ -322,6 +337,7 @@ def _collectives(
         calls = [prepare(size, device, group) for size in sizes]
         with _computing(device) if operation.startswith("busy") else nullcontext():
             seconds = _swept(calls, repeats, group, device)
+        # an all-gather around a ring has one hop less than ranks
         if operation == "hop":
             seconds = [[s / (world - 1) for s in of_size] for of_size in seconds]
         yield fit_line(operation, world, sizes, seconds)
@@ -361,6 +377,7 @@ def compare(
         over measured.
     """
     device, world = torch.device(device), dist.get_world_size()
+    # rolled, so that ranks select different positions, as in training
     gradient = random_gradient(numel, device).roll(dist.get_rank() * numel // world)
     records = []
     for name in dict.fromkeys(select):
@@ -375,6 +392,7 @@ def compare(
         measured = -statistics.median(_slowest([-s for s in seconds[1:]], None, device))
         # The prediction gets the number really selected: how well a rule hits k is another question.
         sent = round(statistics.median(selected[1:]))
+        # `compressing` leaves out rounds of full precision, and so does what is predicted
         one = exchange(name, numel, ratio, world, selected=sent, full_every=None)
         value, low, high = interval(network, one.seconds)
         records.append(
@@ -400,6 +418,7 @@ def _check(
     select: Collection[str],
 ) -> None:
     """Raise :class:`InputError` for options that would fail only after minutes."""
+    # a collective of one rank has no messages
     if worlds[0] < 2 or worlds[-1] > everybody:
         raise InputError(
             f"collectives need 2 to {everybody} of the {everybody} ranks that run, not "

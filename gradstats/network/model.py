@@ -140,12 +140,14 @@ class Line:
         """
         if not self.bends:
             return 1.0
+        # the logarithm of an empty message would be infinite
         logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
         return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
 
     @property
     def error(self) -> float:
         """Relative standard error of :meth:`at`: noise, and the error of interpolating between measured sizes."""
+        # interpolation is judged by sizes that lie between two others
         if len(self.bends) < 3:
             return self.spread
         x, y = np.log(self.sizes), np.log(self.bends)
@@ -216,17 +218,21 @@ def fit_line(
     import statsmodels.api as sm
 
     x, repeats = np.asarray(sizes, float), np.asarray(seconds, float)
+    # the median: a repeat that the system interrupted should not move a line
     y = np.median(repeats, axis=1)
     if np.unique(x).size < 3 or not (np.isfinite(y) & (y > 0)).all():
         raise InputError(f"{operation}: a line needs positive times of at least three sizes")
+    # the first weights come from the measured times themselves
     columns, expected = [0, 1], y
     for _ in range(_ROUNDS):
         design = np.stack([np.ones_like(x), x], axis=1)[:, columns]
         fitted = sm.WLS(y, design, weights=expected**-2.0).fit()
         if min(fitted.params) < 0:
+            # no time is negative: refitted without that term, with the same weights
             columns = [c for c, p in zip(columns, fitted.params, strict=True) if p >= 0]
             continue
         before, expected = expected, fitted.fittedvalues
+        # relative, so that microseconds and seconds have the same tolerance
         if np.abs(expected / before - 1).max() < _SIGNIFICANT:
             break
     coefficients, covariance = np.zeros(2), np.zeros((2, 2))
@@ -243,6 +249,7 @@ def fit_line(
         slope=float(coefficients[1]),
         covariance=((a, b), (c, d)),
         degrees=int(fitted.df_resid),
+        # with weights 1/ŷ² the scale of the residuals is the square of a relative deviation
         spread=math.sqrt(fitted.scale),
         noise=float(np.median(error / y)),
         sizes=tuple(x.tolist()),
@@ -310,6 +317,7 @@ class Network:
             If there is no such algorithm.
         """
         network = cls((), algorithms or {}, {"assumed": True})
+        # every line is for two workers; Network.line scales it to any number
         lines = [Line("hop", 2, latency, seconds_per_byte)]
         for operation in ALGORITHMS.keys() - {"hop"}:
             messages, volume = network._terms(operation, 2)
@@ -344,20 +352,25 @@ class Network:
         InputError
             If the operation was not measured with any number of workers.
         """
+        # a worker alone sends nothing
         if operation in ALGORITHMS and world == 1:
             return Line(operation, 1, 0.0, 0.0)
         measured = [line for line in self.lines if line.operation == operation]
         if not measured:
             if self.about.get("assumed"):
+                # in an assumed network, work that is not named costs nothing
                 return Line(operation, 1, 0.0, 0.0)
             raise InputError(f"the network was measured without {operation!r}; measure it again")
+        # nearest by quotient, which is what lines are scaled by
         nearest = min(measured, key=lambda line: abs(math.log(line.world / world)))
+        # work on a rank's own data is the same among any number of workers
         if nearest.world == world or (operation not in ALGORITHMS and nearest.world == 1):
             return nearest
         a = b = world / nearest.world  # local work grows with the number of messages
         if operation in ALGORITHMS:
             there, here = self._terms(operation, nearest.world), self._terms(operation, world)
             a, b = here[0] / there[0], here[1] / there[1]
+        # cov(ax, by) = ab cov(x, y)
         (aa, ab), (_, bb) = nearest.covariance
         return replace(
             nearest,
@@ -365,7 +378,7 @@ class Network:
             fixed=nearest.fixed * a,
             slope=nearest.slope * b,
             covariance=((aa * a * a, ab * a * b), (ab * a * b, bb * b * b)),
-            seconds=(),
+            seconds=(),  # not measured with so many workers
         )
 
     def knows(self, operations: Iterable[str]) -> bool:
@@ -442,6 +455,7 @@ class Network:
             Factor on the seconds per byte; the bandwidth is divided by it.
         """
         lines = (
+            # local work does not use the links
             replace(line, slope=line.slope * factor) if line.operation in ALGORITHMS else line
             for line in self.lines
         )
@@ -459,6 +473,7 @@ class Network:
         if not doubt:
             return replace(self, lines=tuple(line.drawn(generator) for line in self.lines))
         # every message of an assumed link is as slow as the others
+        # one factor for all latencies and one for all bandwidths, each of a log-normal law
         latency, slower = np.exp(np.multiply(doubt, generator.standard_normal(2))).tolist()
         lines = (
             replace(line, fixed=latency * line.fixed, slope=slower * line.slope)
@@ -520,6 +535,7 @@ class Network:
             if not isinstance(content["about"], dict):
                 raise ValueError("its description is no object")
             lines = tuple(Line(**_tuples(line)) for line in content["lines"])
+            # of an assumed link: standard deviations of ln α and ln β
             doubt = content["about"].get("doubt", [0.0, 0.0])
             if (
                 not all(map(_sound, lines))
@@ -534,6 +550,7 @@ class Network:
             *(ValueError, KeyError, TypeError, AttributeError),
             *(OverflowError, RecursionError),
         ) as error:
+            # which is a ValueError as well
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path} is not a measured network") from None
@@ -552,6 +569,7 @@ def _sound(line: Line) -> bool:
     return (
         isinstance(line.operation, str)
         and isinstance(line.world, int)
+        # a collective of one worker has no messages or bytes to scale from
         and (line.world > 1 or line.operation not in ALGORITHMS)
         and isinstance(line.degrees, int)
         and np.shape(line.covariance) == (2, 2)
@@ -559,6 +577,7 @@ def _sound(line: Line) -> bool:
         and all(abs(n) < _MOST for n in (line.fixed, line.slope, line.spread, line.noise))
         and bool(np.isfinite(line.covariance).all())
         and curve == (len(line.bends),) * 2
+        # np.interp needs ascending sizes, and does not check them
         and list(line.sizes) == sorted(line.sizes)
     )
 

@@ -41,12 +41,14 @@ Call: TypeAlias = Callable[[], object]
 
 
 def _all_reduce(size: int, device: torch.device, group: Group) -> Call:
+    # sizes are in bytes, of which a float32 has 4
     vector = torch.zeros(size // 4, device=device)
     return lambda: all_reduce(vector, group)
 
 
 def _all_gather(size: int, device: torch.device, group: Group) -> Call:
     message = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    # allocated once: allocation is not part of what is timed
     gathered = message.new_empty(dist.get_world_size(group) * message.numel())
     return lambda: all_gather(gathered, message, group)
 
@@ -65,6 +67,7 @@ def _broadcast(size: int, device: torch.device, group: Group) -> Call:
 
 def _hop(size: int, device: torch.device, group: Group) -> Call:
     ring = Ring(group)
+    # unsigned bytes, so that a part has as many elements as bytes
     parts = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ring.size)]
     return lambda: ring.all_gather(parts, ring.position)
 
@@ -113,6 +116,7 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
         Whether codecs are there, too.
     """
     gradient = random_gradient(size, device)
+    # spread evenly over the dense gradient: ascending and each once, as selections are
     indices = torch.arange(size, device=device) * (numel // size)
     selection = Selection(indices, gradient)
     words = pack(selection, numel)
@@ -123,6 +127,7 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
     memory = ErrorFeedback()
     memory.allocate(size, device)
 
+    # drawn at random, because evenly spaced gaps would all be coded alike
     drawn = np.random.default_rng(0).choice(numel, size, replace=False, shuffle=False)
     positions = torch.from_numpy(np.sort(drawn)).to(device)
 
@@ -133,7 +138,9 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
 
     def remembering() -> None:
         memory.add(gradient, slice(0, size))
+        # the hook checks for NaN in one pass over the whole gradient
         torch.isfinite(memory.corrected.sum())
+        # the hook copies the average back into the gradients
         total.copy_(gradient)
         memory.settle(memory.corrected, indices)
 
@@ -151,6 +158,7 @@ def local_work(size: int, numel: int, device: torch.device, coded: bool = True) 
 def _coding(positions: torch.Tensor, values: torch.Tensor, numel: int) -> dict[str, Call]:
     """Return the calls in which positions and values are coded and decoded."""
     calls: dict[str, Call] = {}
+    # plain positions need no coding beyond what "pack" times
     for codec in (Codec(name) for name in INDICES if name != "plain"):
         stream = codec.pack_indices(positions, numel)
         # bound now, as the loop goes on
@@ -160,6 +168,7 @@ def _coding(positions: torch.Tensor, values: torch.Tensor, numel: int) -> dict[s
         )
     for codec in (Codec(values=name) for name in SCALED):
         words = codec.pack_values(values)
+        # rounded first, as compressors do it: the residual needs what was sent
         calls[f"encode:{codec.values}"] = lambda c=codec: c.pack_values(c.rounded(values))  # type: ignore[misc]
         calls[f"decode:{codec.values}"] = lambda c=codec, w=words: c.unpack_values(  # type: ignore[misc]
             w, values.numel()

@@ -181,7 +181,9 @@ def _table(question: Question, known: Evidence) -> Plan:
     network, records, draws = question.network, Plan(), Draws.of(question)
     for world in dict.fromkeys(question.workers):
         waited = draws.among(world)
+        # made once for all rates: prices do not depend on the rate of a link
         groups = [list(group) for group in _groups(question, known, world)]
+        # the baseline is the first row of all, see _groups
         dense = groups[0][0].sender
         for link in dict.fromkeys(question.links):
             here = waited.slowed(network.rate / min(link))
@@ -194,6 +196,7 @@ def _table(question: Question, known: Evidence) -> Plan:
             }
             for group in groups:
                 seconds = [
+                    # the same array object, by which `predicted` recognises the baseline
                     dense_seconds if row.sender is dense else here.seconds(row.sender)
                     for row in group
                 ]
@@ -204,6 +207,7 @@ def _table(question: Question, known: Evidence) -> Plan:
                 best = _recommended(found, seconds)
                 for i, record in enumerate(found):
                     record |= {"recommended": i == best, "left_out": ", ".join(question.left_out)}
+                # what was not measured has NaN, which does not sort, and comes last
                 records += sorted(found, key=lambda r: (not r["measured"], r["seconds"]))
     return records
 
@@ -241,6 +245,7 @@ class _Row:
 def _groups(question: Question, known: Evidence, world: int) -> Iterator[Iterator[_Row]]:
     """Yield the rows for each number of local steps; the baseline, with none, is the first row of all."""
     baseline = sender(question, known, *question.choices()[0], world)
+    # speed-ups are over DDP's exchange in every step, whether or not it was asked for
     if 0 not in question.local_steps:
         yield _rows(question, known, baseline, 0, question.choices()[:1])
     for steps in question.local_steps:
@@ -254,6 +259,7 @@ def _rows(
     network, world = question.network, baseline.world
     for name, ratio in choices:
         each = sender(question, known, name, ratio, world, steps)
+        # a rule that keeps k or more is priced as it is
         few = known.qualities.get((name, ratio), 1.0) < 1
         yield _Row(
             each,
@@ -286,6 +292,7 @@ def _recommended(records: Sequence[Record], steps: Sequence[Seconds]) -> int:
     fastest = min(timed, key=lambda i: records[i]["seconds_at_k"])
 
     def alike(i: int) -> bool:
+        # both were drawn from the same networks, so that what they share cancels
         low, _ = drawn_interval(scaled[i] / scaled[fastest])
         return low <= 1 + ALIKE
 

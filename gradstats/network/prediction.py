@@ -80,16 +80,20 @@ class Draws:
             Question of a plan.
         """
         network, draws = question.network, question.draws
+        # a fixed seed: the same question gives the same plan
         generator = np.random.default_rng(0)
         drawn = [network.drawn(generator) for _ in range(draws)]
 
         def errors(steps: int) -> Seconds:
+            # t-distributed, as ERROR itself is an estimate, from so many systems
             error = ERROR * generator.standard_t(SYSTEMS - 1, draws * _TRAININGS)
             # what makes a step late is in each exchange: of local steps, few have one
             return np.exp([0.0, *(LATE / max(steps, 1) + error)])
 
+        # each system errs by itself, and the same at every rate
         by_training = {
             (*each, steps): errors(steps)
+            # 0 always, since the baseline has no local steps
             for steps in dict.fromkeys((0, *question.local_steps))
             for each in question.choices()
         }
@@ -104,13 +108,17 @@ class Draws:
             Number of workers.
         """
         n, draws = len(self.times), len(self.networks) - 1
+        # a single time does not say how workers differ
         if n < 2:
             return self
         generator = np.random.default_rng(1)  # the same for every number: more workers wait longer
+        # what a few measured times leave open: the spread (χ²), and below the median
         spread = log_spread(self.times) * np.sqrt((n - 1) / generator.chisquare(n - 1, draws))
         middle = generator.standard_normal(draws) / math.sqrt(n)
+        # a quantile of the largest of `world` normal numbers, for each draw
         slowest = middle + largest_normal(generator.random(draws), world)
         expected = log_spread(self.times) * expected_largest(world)
+        # a sender's seconds have the expected wait already: this is the rest
         return replace(self, slower=[1.0, *np.exp(spread * slowest - expected).tolist()])
 
     def slowed(self, factor: float) -> Draws:
@@ -135,6 +143,7 @@ class Draws:
         pairs = list(zip(self.networks, self.slower, strict=True))
         if all(pair == pairs[0] for pair in pairs):  # nothing of an assumed network differs
             pairs = pairs[:1]
+        # one value, repeated below, where all draws are equal
         seconds = np.array([settled.timeline(n, slower).seconds for n, slower in pairs])
         seconds = np.broadcast_to(seconds, len(self.networks))
         return self.errors[sender.name, sender.ratio, sender.steps] * self.trained(seconds)
@@ -159,6 +168,7 @@ def drawn_interval(values: Seconds) -> tuple[float, float]:
     values : ndarray of float64
         The prediction, then what was drawn.
     """
+    # without draws the prediction is all there is
     return middle_95(values[1:] if values.size > 1 else values)
 
 
@@ -203,11 +213,13 @@ def _split(sender: Sender, network: Network) -> dict[str, float]:
     def exchanging(n: Network) -> float:
         return sum(m.communicate for m in sender.messages(n))
 
+    # without links only packing is left; without bytes, what messages take at least; transfer is the rest
     pack, fixed = exchanging(_unlinked(network)), exchanging(network.slowed(0))
     timeline, memory = sender.timeline(network), sender.memory(network)
     return {
         "compute": sender.forward + timeline.lane("backward"),
         "memory": memory,
+        # senders count the memory's passes as selection
         "select": max(0.0, timeline.lane("select") - memory),
         "pack": pack,
         "latency": max(0.0, fixed - pack),
@@ -246,6 +258,7 @@ def utilisation(sender: Sender, seconds: Seconds, slower: Seconds) -> dict[str, 
     slower : ndarray of float64, of the same shape
         By what factor computing differs in each.
     """
+    # an error drawn below 1 makes a step shorter than its own computing
     share = np.minimum(slower * sender.compute / seconds, 1.0)
     low, high = drawn_interval(share)
     return {"utilisation": float(share[0]), "utilisation_low": low, "utilisation_high": high}
@@ -288,6 +301,7 @@ def bandwidths(sender: Sender, network: Network) -> dict[str, float]:
     """
 
     def needed(share: float) -> float:
+        # 0 where computing is exactly this share, and above it on slower links, as break_even takes it
         at = break_even(network, lambda n: sender.seconds(n) - sender.compute / share)
         return at / 1e6
 
@@ -303,8 +317,10 @@ def _break_even(network: Network, other: Sender, sender: Sender) -> tuple[float,
         return other.seconds(n) - seconds - _NOTHING * seconds
 
     found = break_even(network, gain)
+    # faster on the fastest links, and so perhaps everywhere
     if math.isinf(found):
         if gain(network.slowed(SLOWEST)) >= 0:
             return found, "always"
+        # it gains on fast links only: the end of that is where the opposite begins
         return break_even(network, lambda n: -gain(n)) / 1e6, "above"
     return found / 1e6, "below" if found else "never"

@@ -118,6 +118,7 @@ class Question:
                 found.append((name, None))
             else:
                 found += [(name, ratio) for ratio in dict.fromkeys(self.ratios)]
+        # LocalSteps exchanges without DDP, whose hook this is
         return [each for each in found if not local_steps or each[0] != BASELINES["bf16"]]
 
     @property
@@ -155,14 +156,17 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     times = [check_number(each, "compute", 0, math.inf, hint=", seconds") for each in given]
     if not times:
         raise InputError("compute must be seconds of a step, not an empty list")
+    # negated, so that NaN is refused as well
     if not network.link()[1].value > 0:
         raise InputError("the network's all-reduce costs nothing per byte; measure larger sizes")
+    # shaped links may have two rates; others have one
     up, down = (network.about.get(way) or network.rate for way in ("up", "down"))
     links = [_link(rate) for rate in check_several(rates, "rates") or [(up, down)]]
     local_steps = _check_local(local_steps, fragments, delay)
     if baseline not in BASELINES:
         raise InputError(f"baseline must be {' or '.join(BASELINES)}, not {shown(baseline)}")
     for name in compressors:
+        # dense averaging uses no codec, but may be named beside compressors that do
         check_codec(codec, name, ("indices", "values") if name == "none" else codecs(name))
     return Question(
         network=network,

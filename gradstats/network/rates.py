@@ -30,6 +30,7 @@ def parse_rate(text: str) -> int:
         If the text is neither, or the rate is below 1 kbit/s.
     """
     match = re.fullmatch(rf"([0-9]*\.?[0-9]+)({'|'.join(_UNITS)})?", text.strip().lower())
+    # without a match 0, which is refused like any rate that is too small
     rate = round(float(match[1]) * _UNITS[match[2] or "mbit"]) if match else 0
     if rate < 1000:
         raise InputError(f"a rate is a number of Mbit/s, or like 500kbit or 1gbit, not {text!r}")
@@ -44,4 +45,5 @@ def format_rate(rate: float) -> str:
     rate : float
         Rate in Mbit/s, as in the records of :func:`gradstats.network.plan`.
     """
+    # rounded to three digits first; .7g then writes them without an exponent below 10^7
     return f"{float(f'{rate:.3g}'):,.7g} Mbit/s"

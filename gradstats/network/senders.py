@@ -187,6 +187,7 @@ class OneMessage(Sender):
         """Return it without its codec, with as many elements selected."""
         e = self.exchange
         selected = round(e.selected)
+        # a codec changes how elements are encoded, not which are sent
         one = exchange(self.name, e.numel, self.ratio or 1.0, self.world, selected=selected)
         return replace(self, exchange=one, codec=PLAIN)
 
@@ -199,6 +200,7 @@ class OneMessage(Sender):
                 numel=self.exchange.numel,
                 sent=self.exchange.selected,
                 backward=sum(layer.backward for layer in self.layers),
+                # both go before the exchange, in the thread that computes
                 select=split.pop("select") + self.memory(network),
                 communicate=sum(split.values()),
                 bytes_sent=round(self.exchange.bytes_sent),
@@ -235,6 +237,7 @@ class Layerwise(Sender):
             codec=self.codec,
             single=self.single,
         )
+        # each message has its share of the passes, by its number of elements
         share = self.memory(network) / self.numel
         return [replace(m, select=m.select + share * m.numel) for m in found]
 
@@ -267,6 +270,7 @@ class Hiding(Sender):
             layers=layers,
             forward=self.forward,
             codec=self.codec,
+            # "" is the whole gradient as one message, see lags_way
             chosen={
                 layer.name: ratios[layer.name if layer.name in ratios else ""]
                 for layer in self.layers
@@ -314,6 +318,7 @@ class Local(OneMessage):
             numel=self.exchange.numel,
             sent=self.exchange.selected,
             backward=0.0,
+            # means over the local steps; memory() is one already, for all fragments together
             select=select / self.steps + memory / self.fragments,
             communicate=sum(split.values()) / self.steps,
             bytes_sent=round(self.exchange.bytes_sent),
@@ -328,7 +333,9 @@ class Local(OneMessage):
     def timeline(self, network: Network, slower: float = 1.0) -> Timeline:
         """Return the mean of the local steps of an interval."""
         one, compute = self.messages(network)[0], slower * self.forward
+        # with a delay these passes stay in the thread that trains, as if a step took longer
         own = self.memory(network) * _OWN_PASSES / _OUTER_PASSES if self.delay else 0.0
+        # of one fragment, without what the training thread does itself
         exchanged = self.steps * (one.select + one.communicate - own / self.fragments)
         interval = local_interval(compute + own, exchanged, self.steps, self.fragments, self.delay)
         end = interval / self.steps - compute
@@ -367,11 +374,13 @@ def sender(
     kept = known.qualities.get((name, ratio))
     codec = PLAIN if ddp else question.codec.only(codecs(name))
     slowest = question.slowest(world)
+    # one measured time says nothing about waiting: none is assumed
     slowest = 1.0 if math.isnan(slowest) else slowest  # whom all wait for
     common: dict[str, Any] = {
         "name": name,
         "ratio": ratio,
         "world": world,
+        # the slowest worker's backward pass, since all wait for it
         "layers": [each._replace(backward=slowest * each.backward) for each in known.times],
         "forward": slowest * (question.compute - question.backward),
         "codec": codec,
@@ -379,13 +388,16 @@ def sender(
 
     def one(numel: int) -> Exchange:
         k = target_count(ratio, numel) if ratio else numel
+        # a rule may keep more than k, but not more than there is
         selected = None if kept is None else min(numel, round(kept * k))
         sent_as = "none" if ddp else name
         return exchange(sent_as, numel, ratio or 1.0, world, selected=selected, codec=codec)
 
     if steps:
+        # the exchange follows a whole step: nothing hides behind the backward pass
         common["layers"] = [each._replace(backward=0.0) for each in known.times]
         common["forward"] = slowest * question.compute
+        # rounded up: the largest fragment
         fragment = one(-(-known.numel // question.fragments))
         if ddp:  # no bucket of DDP's: the ranks say that they can, then average
             fragment = replace(fragment, communicate=(FLAG, *fragment.communicate))
@@ -427,6 +439,7 @@ def _treatment(
         selector = choose(layer.name, layer.numel)
         searched = isinstance(selector, ThresholdSelector) and selector.estimator.name == name
         most = ratio * kept if searched else ratio
+        # a selector sends at least one element of every layer
         ratios[layer.name] = 1.0 if selector.whole else min(1.0, max(most, 1 / layer.numel))
     # asked as of a large layer: a small one of RedSync's counts as quantised, too
     large = {layer.name: max(layer.numel, DENSE_BELOW) for layer in layers}

@@ -93,6 +93,7 @@ def _merged(layers: Sequence[LayerTime], merge: int) -> list[list[LayerTime]]:
     messages: list[list[LayerTime]] = [[]]
     for layer in layers:
         messages[-1].append(layer)
+        # 0 sends every layer by itself
         if sum(each.numel for each in messages[-1]) >= max(1, merge):
             messages.append([])
     return [message for message in messages if message]
@@ -155,6 +156,7 @@ def deliveries(
             counts, lengths = [elements], [dense_bytes * elements]
             select, works, local = 0.0, [Work("all_reduce", lengths[0])], []
             if dense_bytes < 4:
+                # with bfloat16 the hook converts before and after
                 local = [Work("average", elements, 2)]
         else:
             kept = [ratio[each.name] if isinstance(ratio, Mapping) else ratio for each in message]
@@ -170,6 +172,7 @@ def deliveries(
             words = sum(selection_words(k, values, numel, codec, span) for k, values, span in parts)
             values = sum(each for _, each, _ in parts)
             room = selection_words(sum(sparse), values, numel, codec, elements)
+            # the second of two steps: the first finds the room that its messages are padded to
             lengths = ragged_bytes([[words]] * 2, room)[-1]
             works = [Work(_gather(network), length) for length in lengths]
             local = [
@@ -179,13 +182,16 @@ def deliveries(
                 *(w._replace(times=world) for w in coding(codec, "decode", sum(sparse))),
             ]
             if dense:
+                # values without positions go in one all-reduce beside the selections
                 lengths = [*lengths, 4 * dense]
                 works.append(Work("all_reduce", 4 * dense))
                 local.append(Work("average", dense))
+            # layers that are sent whole need no selection
             select = network.seconds((Work(f"select:{selection}", n) for *_, n in parts), world)
         exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
         if network.crowded and local:
             # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
+            # the cost of an empty message is paid on a core, not on the wire
             handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
             select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
         found.append(
@@ -237,6 +243,7 @@ def layer_ratios(
     costs = _costs(network, world, sum(layer.numel for layer in layers), smallest)
     ratios = hiding_ratios(
         [m.numel for m in messages],
+        # a message hides behind the next one's backward pass, and the last behind nothing
         [*(m.backward for m in messages[1:]), 0.0],
         [m.select for m in messages],
         costs.latency,
@@ -251,6 +258,7 @@ def _costs(network: Network, world: int, numel: int, ratio: float, codec: Codec 
     gather, pack, unpack = (network.line(o, world) for o in (_gather(network), "pack", "unpack"))
     reduce, average = (network.line(o, world) for o in ("all_reduce", "average"))
     k = target_count(ratio, numel)
+    # bytes of one element sent, with its share of the coded positions
     width = 4 * (codec.index_words(k, numel) + codec.value_words(k)) / k
     return Costs(
         gather.fixed + pack.fixed + world * unpack.fixed,
@@ -320,6 +328,7 @@ def lags_way(
         simulate(deliveries(network, sent, world, ratios, **options), forward).seconds
         for sent, ratios in found
     ]
+    # a single prediction of each way, where a run has several measured rounds
     return found[preferred(known, [[s] for s in seconds], reference(known, seconds))]
 
 
@@ -351,11 +360,13 @@ def local_interval(
     """
     if not delay:
         return steps * compute + fragments * exchange
+    # at equal distances, the last at the interval's end
     offsets = [(i + 1) * steps // fragments for i in range(fragments)]
     # what happens after a step, in LocalSteps' order: by fragment, and what came in before what goes out
     events = sorted(
         (begun + late, fragment, late == 0)
         for fragment, offset in enumerate(offsets)
+        # the first half reaches the steady state, the second is averaged
         for begun in (n * steps + offset for n in range(2 * _INTERVALS))
         for late in (0, delay)
     )
@@ -366,6 +377,7 @@ def local_interval(
         if not sent:
             now = max(now, arrives[fragment])
             continue
+        # begins when the one background thread is free, and not before the step that sends it
         free = arrives[fragment] = max(now, free) + exchange
         if fragment == fragments - 1:
             if step == _INTERVALS * steps:

@@ -53,10 +53,12 @@ def union_growth(
         raise InputError(f"{trace.path} has no such step on all of its ranks")
     found = []
     for step in chosen:
+        # how many ranks have selected each position
         times = np.zeros(trace.numel, np.uint16)
         for rank in trace.ranks:
             gradient = trace.read(step, rank=rank, kind=kind)
             selection = top_candidates(gradient, target_count(ratio, trace.numel))[1]
+            # += counts each index once, and the positions of a selection are distinct
             times[np.asarray(selection.indices)] += 1
         counts = np.bincount(times, minlength=len(trace.ranks) + 1).astype(np.int64)
         found.append(fit_union(counts))

@@ -37,6 +37,7 @@ def largest_normal(probabilities: NDArray[np.float64], count: int) -> NDArray[np
     """
     from scipy.special import ndtri_exp
 
+    # P(max ≤ x) = Φ(x)ⁿ; in logarithms, because the n-th root of p rounds to 1 for large n
     found: NDArray[np.float64] = ndtri_exp(np.log(probabilities) / count)
     return found
 
@@ -51,6 +52,7 @@ def expected_largest(count: int) -> float:
     """
     if count == 1:
         return 0.0
+    # the expectation is the mean of the quantiles, taken at the midpoints of equal parts
     return float(np.mean(largest_normal((np.arange(_NODES) + 0.5) / _NODES, count)))
 
 

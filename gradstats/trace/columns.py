@@ -25,14 +25,17 @@ def _longest(parts: NDArray[Any]) -> NDArray[Any]:
 
 
 def _norm(parts: NDArray[Any]) -> NDArray[Any]:
+    # shards have no element in common, so that squares add up
     return np.sqrt(np.square(parts).sum(axis=0))  # type: ignore[no-any-return]
 
 
 def _same(parts: NDArray[Any]) -> NDArray[Any]:
+    # NaN equals nothing: what one rank does not know, or ranks know differently, is not known
     return np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
 
 
 def _sum_if_known(parts: NDArray[Any]) -> NDArray[Any]:
+    # -1, the fill value: one rank that does not know makes the sum unknown
     return np.where((parts < 0).any(axis=0), -1, parts.sum(axis=0))
 
 
@@ -86,11 +89,14 @@ OF_STEPS = (
     Column("target", joined=_sum),
     Column("numel", joined=_sum),
     Column("bytes_sent", joined=_sum),
+    # ranks send positions of different shards, so that unions add up
     Column("union", joined=_sum),
+    # ranks work at the same time, and a step takes as long as the slowest
     Column("select_seconds", joined=_longest),
     Column("communicate_seconds", joined=_longest),
     Column("overlapped_seconds", joined=_longest),
     Column("residual_norm", joined=_norm),
+    # a share of each rank's own elements: that of the whole does not follow
     Column("matching_rate", joined=_unknown),
 )
 """What a compressor says of a step."""
@@ -98,6 +104,7 @@ OF_STEPS = (
 OF_LAYERS = (
     Column("selected", joined=_sum),
     Column("target", joined=_sum),
+    # a quotient of errors of one shard: that of the whole does not follow
     Column("delta", joined=_unknown),
 )
 """What a compressor says of a layer."""

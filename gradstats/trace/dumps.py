@@ -79,6 +79,7 @@ class Dumps(Source):
     def __init__(self, dumps: Sequence[_Dump], name: str, kind: Kind = "gradient") -> None:
         self.name, self._kind = name, kind
         self._dumps: dict[tuple[int, int], _Dump] = {}
+        # entries() promises ascending steps, and names sort step_10 before step_2
         for dump in sorted(dumps, key=lambda d: d.key):
             if dump.key in self._dumps:
                 rank, step = dump.key
@@ -88,8 +89,10 @@ class Dumps(Source):
                     "--step-from-name 'grad_{step}_rank{rank}.pt' of gradstats import"
                 )
             self._dumps[dump.key] = dump
+        # the last gradient read is kept: elements() is asked for it piece by piece
         self._last: tuple[tuple[int, int] | None, ArraySource | None] = None, None
         first = next(iter(self._dumps))
+        # the first dump has the layers that all others must have
         opened = self._open(first)
         self.layers: list[Layer] = opened.layers
         self.remark = opened.remark
@@ -101,6 +104,7 @@ class Dumps(Source):
     def read(self, rank: int, kind: Kind, step: int) -> Captured:  # numpydoc ignore=PR01
         """Read one dump."""
         source = self._open((rank, step))
+        # the dump's own source holds a single gradient, under default labels
         return Captured(self.name, step, rank, kind, source.read(0, "gradient", 0).values)
 
     def elements(
@@ -117,7 +121,9 @@ class Dumps(Source):
         self._last = None, None  # one at a time
         held = dump.read()
         source = ArraySource(held.arrays, self.name, remark=held.remark)
+        # not of the first dump: the layers are taken from it
         if hasattr(self, "layers") and source.layers != self.layers:
+            # names and shapes without offsets: where only the order differs, nothing is left over
             other = {(la.name, la.shape) for la in source.layers} ^ {
                 (la.name, la.shape) for la in self.layers
             }
@@ -151,11 +157,13 @@ def dumps_of(
     places = [place for path in paths for place in _places(path)]
     if not places:
         raise InputError(f"nothing to import in {', '.join(map(str, paths))}")
+    # a list numbers its own steps from 0, so that two of them would collide
     listed = [_from_list(p, lists) for p in places] if len(places) == 1 else [None]
     if listed[0] is not None:
         return listed[0]
     numbers = _numbers([p.name for p in places], pattern)
     return [
+        # bound now, as the loop goes on
         _Dump(place, key, lambda place=place: _contents(place))  # type: ignore[misc]
         for place, key in zip(places, numbers, strict=True)
     ]
@@ -214,7 +222,9 @@ def _numbers(names: Sequence[str], pattern: str | None) -> list[tuple[int, int]]
     keys = []
     for name in names:
         rank = _RANK.search(name)
+        # the number of a rank is no number of a step
         left = _RANK.sub("", name)
+        # without the ending, which may have a digit; names of folders have none
         found = _NUMBER.findall(left.rpartition(".")[0] or left)
         if len(found) != 1:
             raise InputError(
@@ -231,6 +241,7 @@ def _by_pattern(name: str, pattern: str) -> tuple[int, int]:
         raise InputError(
             f"the pattern {pattern!r} must have {{step}} once, and may have {{rank}}: grad_{{step}}.pt"
         )
+    # re.escape has put a backslash before the star and the braces
     text = re.escape(pattern).replace(r"\*", ".*?")
     for word in ("step", "rank"):
         text = text.replace(re.escape("{" + word + "}"), rf"(?P<{word}>\d+)")
@@ -238,6 +249,7 @@ def _by_pattern(name: str, pattern: str) -> tuple[int, int]:
     if found is None:
         raise InputError(f"{name} does not fit the pattern {pattern}")
     groups = found.groupdict()
+    # a pattern without {rank} is of rank 0
     return int(groups.get("rank") or 0), int(groups["step"])
 
 
@@ -248,6 +260,7 @@ def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
     import torch
 
     try:
+        # mapped, as a list of steps may be larger than the memory
         loaded = load_torch(path, mmap=True)
     except InputError:
         raise
@@ -260,6 +273,7 @@ def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
         return None
     tensors = [isinstance(each, torch.Tensor) for each in loaded]
     if all(tensors):
+        # tensors of different shapes must be layers; those of one shape may be either
         if lists is None and len({tuple(each.shape) for each in loaded}) == 1 < len(loaded):
             raise InputError(
                 f"{path} holds {len(loaded)} tensors of one shape, which may be steps or layers: add --list steps or "
@@ -290,6 +304,7 @@ def _named(path: Path, step: Any) -> dict[str, Array]:
     others = [n for n, v in items.items() if not isinstance(v, torch.Tensor)]
     if others or not items:
         raise InputError(f"a step of the list holds what is no tensor: {some(others) or 'nothing'}")
+    # a list that repeats one small tensor could ask for any memory
     check_expanded(path, items)
     return {name: value for name, value in items.items() if numel_of(value)}
 
@@ -300,6 +315,7 @@ class _Unpickler(pickle.Unpickler):
     _MODULE: ClassVar = "torch.distributed.checkpoint.metadata"
     _OTHERS: ClassVar = {
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        # what the pickle of an index needs beside its own classes: sizes, dtypes, layouts, paths
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("torch._utils", "_rebuild_tensor_v2"),
@@ -337,6 +353,7 @@ def _load_dcp(folder: Path) -> Contents:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    # DCP would unpickle the index itself, with any class in it
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **options: Any) -> Metadata:
             return about
@@ -349,25 +366,30 @@ def _load_dcp(folder: Path) -> Contents:
         about: Metadata = found
         items = about.state_dict_metadata.items()
         tensors = {n: m for n, m in items if isinstance(m, TensorStorageMetadata)}
+        # the index is not trusted: nothing larger than the files on the disk may be allocated
         held = sum(file.stat().st_size for file in folder.glob("*.distcp"))
         asked = [
             math.prod(m.size) * m.properties.dtype.itemsize
             for m in tensors.values()
             if m.properties.dtype.is_floating_point
         ]
+        # a negative size would offset another tensor's in the sum
         if min(asked, default=0) < 0 or sum(asked) > held:
             raise InputError(f"{folder}: its index says more than its files hold")
+        # DCP joins these names to the folder: none may lead out of it
         for place in (found.storage_data or {}).values():
             name = place.relative_path
             if Path(name).name != name or (folder / name).is_symlink():
                 raise InputError(f"{folder}: its index names a file that is not in it")
         arrays: dict[str, Any] = {
+            # DCP reads into tensors that exist, and asks for what they are
             n: torch.empty(m.size, dtype=m.properties.dtype)
             for n, m in tensors.items()
             if m.properties.dtype.is_floating_point
         }
         if not arrays:
             raise InputError(f"{folder} holds no tensors of floating point")
+        # no_dist: within a process group DCP would wait for the other ranks
         load(arrays, storage_reader=Reader(folder), no_dist=True)
     except GradstatsError:
         raise

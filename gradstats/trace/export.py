@@ -55,6 +55,7 @@ def save_safetensors(
         trace = open_trace(trace)
     values = trace.read(step, rank, kind)
     tensors = {layer.name: values[layer.slice].reshape(layer.shape) for layer in trace.layers}
+    # strings alone, as the format's metadata holds nothing else
     metadata = {"trace": trace.name, "step": str(step), "rank": str(rank), "kind": kind}
     metadata["layers"] = json.dumps(list(tensors))  # the file has them in another order
     try:

@@ -85,6 +85,7 @@ def file_and_key(path: Path) -> tuple[Path, str]:
         What the user gave.
     """
     file, colon, key = str(path).rpartition(":")
+    # a file whose own name has a colon is meant as it is
     if colon and suffix_of(Path(file)) in NESTED and not path.exists():
         return Path(file), key
     return path, ""
@@ -125,6 +126,7 @@ def read_file(path: Path, key: str = "") -> Contents:
     try:
         if not path.is_file():
             raise InputError(f"no such file: {path}")
+    # a name too long, or a folder that may not be searched
     except OSError as error:
         raise InputError(f"cannot open {first_line(error)[:200]}") from None
     try:
@@ -148,12 +150,14 @@ def _gradients(
     arrays = {name: array for name, array in arrays.items() if name not in empty}
     if not arrays:
         raise InputError(f"{path} holds no elements")
+    # save_safetensors lists its layers, of which one may be a single number
     ours = set(_order(about))
     why = {name: _no_gradient(name, array, name in ours) for name, array in arrays.items()}
     kept = {name: array for name, array in arrays.items() if not why[name]}
     if not kept:  # a lone scalar, or whole numbers whose own error says what is wrong with them
         kept, why = arrays, dict.fromkeys(arrays, "")
     _check_quantised(path, arrays, kept)
+    # what every model has is listed without a reason
     left_out += [f"{n}{'' if _is_known(n, arrays[n]) else f' ({why[n]})'}" for n in why if why[n]]
     left_out += [f"{name} (empty)" for name in empty]
     plain = {name: _plain_name(name) for name in kept}
@@ -178,6 +182,7 @@ def _check_quantised(path: Path, arrays: Mapping[str, Any], kept: Mapping[str, A
 
 def _is_known(name: str, array: Any) -> bool:
     """Tell whether a tensor is what models keep beside parameters: batch norm's statistics, whole numbers."""
+    # by the types' names, which NumPy and torch have in common
     whole = any(kind in str(array.dtype) for kind in ("int", "bool"))
     return whole or name.rpartition(".")[2] in _BUFFERS
 
@@ -191,6 +196,7 @@ def _no_gradient(name: str, array: Any, ours: bool) -> str:
 
 def _plain_name(name: str) -> str:
     """Return a parameter's name without what torch.compile and DDP put into it."""
+    # compile's part first: DDP's prefix may stand before or behind it
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
@@ -198,6 +204,7 @@ def _order(about: Mapping[str, str]) -> list[str]:
     """Return the order of layers that :func:`gradstats.save_safetensors` wrote; none of another program's entry."""
     try:
         order = json.loads(about.get("layers", "[]"))
+    # json.loads raises RecursionError for text that is nested too deeply
     except (ValueError, RecursionError):
         return []
     return [n for n in order if isinstance(n, str)] if isinstance(order, list) else []
@@ -223,12 +230,15 @@ def _load(path: Path, key: str) -> tuple[dict[str, Any], Mapping[str, str], list
 def _load_npz(path: Path) -> tuple[dict[str, Any], Mapping[str, str], list[str]]:
     # np.load leaves a file that it cannot read open; `with` closes it
     with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+        # np.load would silently return one of two members of the same name
         members = archive.zip.infolist()
         names = [m.filename.removesuffix(".npy") for m in members]
         if twice := [n for n, count in Counter(names).items() if count > 1]:
             raise InputError(f"{path} holds two arrays named {twice[0]}: rename one")
+        # by the sizes in the archive's directory, before anything is unpacked
         _check_packed(path, members)
         loaded = {name: archive[name] for name in archive.files}
+    # np.load returns a member that is no .npy file as bytes
     arrays = {n: a for n, a in loaded.items() if isinstance(a, np.ndarray)}
     return arrays, {}, [f"{n} (no array)" for n in loaded if n not in arrays]
 
@@ -240,6 +250,7 @@ def _check_packed(path: Path, members: Iterable[zipfile.ZipInfo]) -> None:
         total += member.file_size
         small = member.compress_size * _RATIO
         packed = member.compress_type != zipfile.ZIP_STORED
+        # the running total decides, since many small members add up; a stored member is as large as in the file
         if packed and total > _INFLATED and member.file_size > small:
             raise InputError(
                 f"{path}: {member.filename} unpacks {member.compress_size:,} bytes to {member.file_size:,}; save it "
@@ -266,10 +277,12 @@ def check_expanded(path: Path, tensors: Mapping[str, Any]) -> None:
 
     total = 0
     for name, tensor in tensors.items():
+        # expand makes strided tensors; others do not have one storage
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             continue
         if tensor.is_nested or tensor.device.type == "meta":
             continue  # refused later, with a reason of its own
+        # the file holds the storage; a stride of 0 repeats it without taking room
         whole, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
         total += whole
         if total > _INFLATED and whole > held * _RATIO:
@@ -295,15 +308,18 @@ def load_torch(path: Path, *, mmap: bool = False) -> Any:
     """
     import torch
 
+    # the format before torch 1.6 is no archive, and compresses nothing
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             _check_packed(path, archive.infolist())
+    # to the CPU, as a tensor may come from a GPU that is not here
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _load_safetensors(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     from safetensors import safe_open
 
+    # as tensors of torch, since NumPy has no bfloat16
     with safe_open(path, "pt") as archive:
         about = archive.metadata() or {}
         held = list(archive.keys())
@@ -323,6 +339,7 @@ def _load_shards(path: Path) -> tuple[dict[str, Any], Mapping[str, str], list[st
     if not isinstance(places, dict) or not places:
         raise InputError(f"{path} is no index of shards: it has no weight_map")
     arrays: dict[str, Any] = {}
+    # every shard is opened once, however many tensors it has
     for shard in dict.fromkeys(places.values()):
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise InputError(f"{path} names a shard that is not beside it")
@@ -355,6 +372,7 @@ def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
         raise InputError(
             f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
         )
+    # the outermost dictionary alone needs no name
     if list(inner) != [""]:
         offered = ", ".join(
             f"{path}:{name or '.'} ({len(t)} tensors)" for name, (t, _) in [*inner.items()][:5]
@@ -375,11 +393,13 @@ def _nested(
     elif isinstance(loaded, dict) and depth:
         tensors = {k: v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
         if tensors:
+            # the keys 1 and "1" differ in a dictionary, but not as names
             if len({str(k) for k in tensors}) < len(tensors):
                 twice = next(n for n, c in Counter(map(str, tensors)).items() if c > 1)
                 raise InputError(f"two tensors are named {twice}, as a number and as text")
             others = [f"{k} ({_what(v)})" for k, v in loaded.items() if k not in tensors]
             yield name, ({str(k): v for k, v in tensors.items()}, others)
+        # `depth` ends this: a dictionary in a file may hold itself
         for key, value in loaded.items():
             if isinstance(value, dict):
                 yield from _nested(value, f"{name}.{key}" if name else str(key), depth - 1)

@@ -76,7 +76,9 @@ LAYER_COMPRESSION = tuple(column.name for column in OF_LAYERS)
 
 FORMAT = "gradstats-trace"
 RESERVED = ("format", "schema", "world_size", "numel", "layout")
+# 16 MiB of float32: the least that is read of a gradient, and what one file holds
 CHUNK = 1 << 22
+# rows laid out where nobody says how many steps come
 GROW = 64
 
 BITS = 7
@@ -116,6 +118,7 @@ _COUNTED = ("counts", "zeros", "nonfinite", "selected", "step")
 
 def _labels(name: str) -> dict[str, str]:
     """Return the attributes by which xarray labels an array: a long name, and the unit of counts."""
+    # an array of a kind, such as corrected_zeros, has a label of two parts
     kind, _, what = name.rpartition("_")
     long = _LONG_NAMES.get(name) or f"{_LONG_NAMES[what]} of the {_LONG_NAMES[kind]}"
     return {"long_name": long, **({"units": "1"} if what in _COUNTED else {})}
@@ -192,15 +195,19 @@ class Shard:
         ValueError
             If the part does not lie within the parameter.
         """
+        # `last` becomes the last dimension that is cut; from that dimension on the part is contiguous
         last, start, numel = 0, 0, 1
         for i, (o, n, total) in enumerate(zip(self.offset, self.shape, whole, strict=True)):
+            # from JSON, where True is a whole number for isinstance, too
             if not (type(o) is int and type(n) is int and 0 <= o <= o + n <= total):
                 raise ValueError(f"a shard of {self.name} does not lie within it")
             if n != total:
                 last = i
+            # Horner's rule: the place of the part's first element in the flat parameter
             start, numel = start * total + o, numel * n
         if not numel:
             return np.empty((0, 2), np.int64)
+        # one stretch for each combination of indices before the last cut dimension
         pieces = math.prod(self.shape[:last])
         if pieces > _RUNS:
             raise ValueError(f"a shard of {self.name} is in too many pieces")
@@ -211,7 +218,9 @@ class Shard:
         starts: NDArray[np.int64] = np.zeros((), np.int64)
         for i in range(len(whole)):
             stride = math.prod(whole[i + 1 :])
+            # from the cut dimension on, a stretch begins at the part's own offset
             indices = np.arange(self.shape[i]) if i < last else np.zeros(1, np.int64)
+            # in row-major order, so that the starts ascend
             starts = np.add.outer(starts, (self.offset[i] + indices) * stride)
         starts = starts.reshape(-1)
         return np.stack([starts, np.full_like(starts, math.prod(self.shape[last:]))], axis=1)
@@ -281,6 +290,7 @@ class ArraySpec:
         if self.codec is not None:
             name, level, shuffle, block = self.codec
             blosc = {
+                # Blosc's shuffle brings together the bytes of the same place in elements of this width
                 "typesize": itemsize,
                 "cname": name,
                 "clevel": level,
@@ -298,7 +308,9 @@ class ArraySpec:
                 "configuration": {"chunk_shape": [self.rows, *self.chunk]},
             },
             "chunk_key_encoding": key_encoding(self.separator),
+            # zarr writes NaN as a string, since JSON has none
             "fill_value": "NaN" if self.fill != self.fill else int(self.fill),
+            # the checksum comes last, over the bytes on the disk, so that damage is found before Blosc decodes it
             "codecs": [*codecs, {"name": "crc32c"}],
             "dimension_names": list(self.dimensions),
             "attributes": self.attributes,
@@ -350,6 +362,7 @@ def array_specs(
         An :class:`ArraySpec` by name.
     """
     nan, found = float("nan"), []
+    # a compromise: longer chunks make fewer files, but every step rewrites its chunk
     rows = min(max(expected, GROW), _ROWS)
 
     def scalar(name: str, column: Column) -> None:
@@ -357,6 +370,7 @@ def array_specs(
 
     for kind in kinds:
         if store == "sketches":
+            # zarr has no chunks of length 0
             wide = max(layers, 1)
             found.append(
                 ArraySpec(
@@ -386,6 +400,7 @@ def array_specs(
                 )
             )
         else:
+            # an unreduced gradient is whole on every rank, even where the model is sharded
             whole = held is None or kind in WHOLE
             size = numel if whole or held is None else held
             found.append(
@@ -396,6 +411,7 @@ def array_specs(
                     1,
                     (min(max(size, 1), chunk),),
                     "uint16" if bfloat16 else "float32",
+                    # bits of bfloat16's NaN
                     0x7FC0 if bfloat16 else nan,
                     _SMALL if compress else None,
                     {"encoding": "bfloat16"} if bfloat16 else {},
@@ -444,6 +460,7 @@ def key_encoding(separator: str) -> dict[str, Any]:
 
 def _table_rows(numbers: int, rows: int) -> int:
     """Return how many rows of a table, of so many numbers each, are in a chunk: it is written anew with each."""
+    # 8: bytes of a float64
     return min(max(_TABLE // (8 * numbers), 2), rows)
 
 
@@ -509,6 +526,7 @@ def create_trace(
         **_checked(metadata or {}),
     }
     try:
+        # where a link leads: the link stays, and the trace is made there
         place = Path(os.path.realpath(path))
         if place.exists() and not (place.is_dir() and not any(place.iterdir())):
             if not is_trace(place):
@@ -545,6 +563,7 @@ def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _place(path: Path, root: bytes) -> None:
     """Put an empty trace at a path, where there is nothing, an empty directory, or a trace to replace."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # leftovers of an earlier call that was interrupted
     _clear(path)
     unique = f".{path.name[:200]}.{uuid.uuid4().hex[:8]}"
     fresh, old = path.with_name(f"{unique}.partial"), path.with_name(f"{unique}.replaced")
@@ -559,13 +578,16 @@ def _place(path: Path, root: bytes) -> None:
             replace_file(path / "zarr.json", root)
             return
     try:
+        # completed beside its place, so that the path never leads to a directory without metadata
         fresh.mkdir()
         (fresh / "zarr.json").write_bytes(root)
+        # a rename cannot replace a non-empty directory, so that the old trace is moved away first
         if path.exists():
             path.rename(old)
         fresh.rename(path)
     except BaseException:
         _remove(fresh)
+        # the second rename failed: put the old trace back
         if old.exists() and not path.exists():
             old.rename(path)
         raise
@@ -574,6 +596,7 @@ def _place(path: Path, root: bytes) -> None:
 
 def _clear(path: Path) -> None:
     """Remove a trace that was replaced, and what is left of others whose removal was interrupted."""
+    # without a trace at the path, the one that was moved away may be the only copy
     replaced = (path / "zarr.json").exists()
     pattern = f".{glob.escape(path.name[:200])}.????????.replaced"
     for left in path.parent.glob(pattern):
@@ -633,10 +656,12 @@ def read_metadata(file: Path, within: Path) -> dict[str, Any]:
         If it is not a regular file in that directory, too large, or holds no JSON object.
     """
     real = os.path.realpath(file)
+    # links within the trace are allowed: metadata files are links while it grows
     if real != str(file) and not Path(real).is_relative_to(os.path.realpath(within)):
         raise ValueError(f"{file.name} is a link that leads out of the trace")
     handle = os.open(real, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
     with os.fdopen(handle, "rb") as stream:
+        # of the open file, since the name may lead elsewhere by now
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -679,6 +704,7 @@ def root_attributes(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path} is not a gradstats trace")
     attributes = read_metadata(path / "zarr.json", path)["attributes"]
     schema = attributes.get("schema")
+    # True equals 1, and is no version
     if type(schema) is not int or schema != SCHEMA:
         written = repr(schema) if isinstance(schema, str) else str(schema)
         raise TraceError(
@@ -728,12 +754,14 @@ def layout(path: Path, attributes: Mapping[str, Any]) -> list[Layer]:
         for entry in attributes["layout"]:
             layer = Layer(entry["name"], entry["offset"], tuple(entry["shape"]))
             sizes = all(type(n) is int and 0 <= n < 1 << 62 for n in layer.shape)
+            # NumPy's arrays have 64 dimensions at most
             if not (isinstance(layer.name, str) and sizes and len(layer.shape) <= 64):
                 raise ValueError(entry)
             if type(layer.offset) is not int or layer.offset != offset:
                 raise ValueError(entry)
             offset += layer.numel
             layers.append(layer)
+        # positions in the flat gradient are int64
         if offset >= 1 << 62:
             raise ValueError(offset)
     except (KeyError, TypeError, ValueError) as error:
@@ -754,6 +782,7 @@ def count_nonfinite(values: NDArray[np.float32]) -> int:
     int
         Number of those that are not finite.
     """
+    # in two passes that need a byte an element, and no compiled code
     return values.size - int(np.count_nonzero(np.isfinite(values)))
 
 
@@ -770,9 +799,11 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     ndarray of uint16
         Bits of the rounded elements.
     """
+    # imported here: compiled code takes a second to load, and float32 traces never need it
     from gradstats.primitives.loops.copies import block_bfloat16
 
     rounded = np.empty(values.shape, np.uint16)
+    # contiguous, as a view of another type has to be
     block_bfloat16(np.ascontiguousarray(values).view(np.uint32), rounded)
     return rounded
 
@@ -790,4 +821,5 @@ def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     ndarray of float32
         Values.
     """
+    # bfloat16 is the upper half of a float32: exact
     return (bits.astype(np.uint32) << 16).view(np.float32)

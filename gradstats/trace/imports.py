@@ -49,9 +49,11 @@ def import_dumps(
     kind = keys[0][1]
     ranks = sorted({rank for rank, _, _ in keys})
     if not is_trace(out):
+        # a later import knows its own trace by this entry
         about = {"imported": kind, "versions": {"gradstats": version("gradstats")}}
         create_trace(out, source.layers, world_size=ranks[-1] + 1, metadata=about)
     trace = open_trace(out)
+    # a capture has steps of its own: an import must not add to them
     if trace.attrs.get("imported") != kind:
         raise InputError(
             f"{out} is another trace, not an import of kind {kind}: choose another name"
@@ -63,6 +65,7 @@ def import_dumps(
         steps = [step for r, _, step in keys if r == rank]
         there = set(trace.steps(rank)) if rank in trace.ranks else set()
         missing = [step for step in steps if step not in there]
+        # a writer only appends, and cannot insert a step before one that is there
         if missing and there and missing[0] < max(there):
             raise InputError(
                 f"step {missing[0]} of rank {rank} comes before step {max(there)}, which {out} holds: choose "
@@ -76,11 +79,13 @@ def import_dumps(
             out,
             rank,
             kinds=(kind,),
+            # a group that exists keeps the chunks that it was laid out with
             expected_steps=None if rank in trace.ranks else len(steps),
             resume=rank in trace.ranks,
         )
         for step in missing:
             values = as_numpy(source.read(rank, kind, step).values)
+            # float64 beyond float32 becomes infinite, and is counted with what is not finite
             with np.errstate(over="ignore"):
                 writer.append(step, {kind: np.ascontiguousarray(values, np.float32)})
             written += 1

@@ -83,13 +83,16 @@ class Trace(Shown):
         self.numel: int = self.attrs["numel"]
         self.world_size: int = self.attrs["world_size"]
         self._ranks: dict[int, RankGroup] = {}
+        # groups that are being laid out have names that begin with a dot
         for folder in sorted(self.path.glob("rank[0-9]*")):
             if folder.name[4:].isdecimal():
                 rank = int(folder.name[4:])
                 self._ranks[rank] = RankGroup(folder, rank, self.path, self.attrs, self.layers)
         for rank, found in self._ranks.items():
+            # the first of the ranks with shards speaks for all of them
             if found.sharded and not found.lost and rank == found.shard_ranks[0]:
                 found.join(self._ranks)
+        # a trace of which nothing can be read must not look like an empty one
         lost = [r.lost for r in self._ranks.values()]
         if lost and all(lost):
             raise TraceError(lost[0])
@@ -160,6 +163,7 @@ class Trace(Shown):
     @property
     def ranks(self) -> list[int]:
         """Return the ranks that gradients are read under: of a sharded model the first of those with its shards."""
+        # a lost rank is listed: asking for it says what is wrong with it
         return sorted(r for r, g in self._ranks.items() if g.lost or any(map(g.speaks, _kinds(g))))
 
     def shard_ranks(self, rank: int) -> list[int]:
@@ -307,15 +311,18 @@ class Trace(Shown):
         size = array.chunk[1]
         try:
             first, last = start // size, -(-stop // size)
+            # checked by file name: zarr reads a missing chunk as NaN, which a gradient may hold, too
             present = {i for i in array.chunks(row) if first <= i < last}
             if len(present) < last - first:
                 raise self._damaged(kind, step, rank, "chunks are missing")
+            # checked before zarr decodes it, which takes as much memory as the chunk itself claims
             for i in present:
                 array.holds(row, i)
             values = np.asarray(array.zarr[row, start:stop])
             values = from_bfloat16(values) if values.dtype == np.uint16 else values
         except TraceError:
             raise
+        # zarr, codecs and file systems each raise errors of their own for damage
         except Exception as error:
             raise self._damaged(kind, step, rank, error) from error
         return values
@@ -425,6 +432,7 @@ class Trace(Shown):
         TraceError
             If the kind was not captured in full.
         """
+        # shards of different sizes may have chunks of different sizes
         return max(array.chunk[1] for array in self._gradient_arrays(rank, kind))
 
     def read_slice(
@@ -459,18 +467,23 @@ class Trace(Shown):
         if not 0 <= start <= stop <= self.numel:
             raise InputError(f"[{start}, {stop}) is not within the {self.numel} elements")
         self._gradient_arrays(rank, kind)  # raises where there are none
+        # raises where there is no such step
         self._row(step, rank)
         found = self._rank(rank)
+        # the model is not sharded, or every rank has all elements of this kind
         if len(holders := found.holders(kind)) == 1:
             return self._part(step, rank, kind, start, stop)
+        # filled completely: RankGroup.join has checked that every element is in exactly one shard
         values = np.empty(stop - start, np.float32)
         for holder, mate in zip(found.shard_ranks, holders, strict=True):
             # stretches of the flat gradient, and where each begins in the vector of this rank's shards
             firsts, lengths = mate.pieces.T
             lasts, owns = firsts + lengths, lengths.cumsum() - lengths
+            # stretches ascend, so that those that overlap [start, stop) are adjacent
             here = slice(np.searchsorted(lasts, start, "right"), np.searchsorted(firsts, stop))
             begins, ends = np.maximum(firsts[here], start), np.minimum(lasts[here], stop)
             if begins.size:
+                # in the rank's own vector they are contiguous, and are read at once
                 owns = owns[here] + begins - firsts[here]
                 low, high = int(owns[0]), int(owns[-1] + ends[-1] - begins[-1])
                 part = self._part(step, holder, kind, low, high)
@@ -482,9 +495,11 @@ class Trace(Shown):
         """Return elements [start, stop) of what one rank holds of a gradient."""
         array = self._rank(rank).array(kind)
         size, numel = array.chunk[1], array.shape[1]
+        # widened to whole chunks; the array's end cuts the last
         first, last = start // size * size, min(-(-stop // size) * size, numel)
         values = self._elements(step, rank, kind, first, last)
         whole = (first, last) == (start, stop)
+        # a copy, because a view would keep the whole chunks in memory
         return values if whole else values[start - first : stop - first].copy()
 
     def sketches(self, step: int, rank: int = 0, kind: Kind = "gradient") -> list[Sketch]:
@@ -532,6 +547,7 @@ class Trace(Shown):
             if self.layers and not summed.holds(row // summed.chunk[0], 0, 0):
                 raise self._damaged(what, step, rank, "chunks are missing")
             moments = np.asarray(summed.zarr[row])
+            # for its check alone: a missing chunk of counts means zeros
             for i in range(-(-stored.shape[2] // stored.chunk[2])):
                 stored.holds(row, 0, i)
             counts = np.asarray(stored.zarr[row])
@@ -540,9 +556,11 @@ class Trace(Shown):
         except Exception as error:
             raise self._damaged(what, step, rank, error) from error
         sketches = []
+        # a rank with shards has sketches of its parts
         sizes = [la.numel for la in self.layers] if kind in WHOLE else found.sizes
         for size, number, sums in zip(sizes, counts, moments.tolist(), strict=True):
             bins = np.flatnonzero(number > 0)  # ten times as fast as of the numbers
+            # uint32 on the disk; sums over ranks and steps may exceed it
             occupied = number[bins].astype(np.int64)
             # A chunk that has gone missing reads as NaN moments, or as counts of zero: the sums tell.
             if sum(sums[:3]) != size or occupied.sum() != sums[0]:
@@ -604,6 +622,7 @@ class Trace(Shown):
 
     def _table(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
         found = self._whole(rank)
+        # joined under the first rank of a sharded model, and nowhere else
         if name not in found.names or found.shard_ranks[0] != rank:
             return {}
         values, names = found.joined(name), found.array(name).names
@@ -647,6 +666,7 @@ class Trace(Shown):
             pd.DataFrame({"rank": rank, **self.scalars(rank), **self.compression(rank)})
             for rank in self.ranks
         ]
+        # pd.concat refuses an empty list
         every = pd.concat(frames) if frames else pd.DataFrame({"rank": [], "step": []})
         return every.set_index(["rank", "step"]).sort_index()
 
@@ -666,6 +686,7 @@ class Trace(Shown):
         import xarray
 
         try:
+            # chunks={}: the chunks on the disk; a trace that grows has no consolidated metadata
             return xarray.open_datatree(self.path, engine="zarr", chunks={}, consolidated=False)
         except Exception as error:
             raise TraceError(f"{self.path} {unread(error)}") from error
@@ -696,5 +717,6 @@ def open_trace(path: str | Path) -> Trace:
     TraceError
         If there is none at `path`, it is of another version, or damaged; one line says which.
     """
+    # fetched before it is opened, so that a Trace always reads files
     address = isinstance(path, str | Path) and address_of(path) is not None
     return Trace(local(path) if address else path)

@@ -90,6 +90,7 @@ def together(records: Sequence[StepRecord], step: int) -> StepRecord:
     """
     return StepRecord(
         step=step,
+        # parts of a model have thresholds of their own: one number cannot stand for several
         threshold=records[0].threshold if len(records) == 1 else math.nan,
         problem=next((record.problem for record in records if record.problem), ""),
         **{name: sum(getattr(record, name) for record in records) for name in _SUMMED},

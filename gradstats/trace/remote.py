@@ -43,11 +43,13 @@ def local(path: str | Path) -> Path:
     """
     address = address_of(path)
     if address is None:
+        # only whether this can be a path at all: whoever opens it reports that nothing is there
         try:
             os.lstat(path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:  # a name too long, a null character
+            # any other error is reported by whoever opens it
             if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
                 raise InputError(
                     f"no path of a source: {shown(str(path))}: {first_line(error)[:80]}"
@@ -56,10 +58,12 @@ def local(path: str | Path) -> Path:
     return _fetch(address)
 
 
+# errors are not kept: the next call tries again
 @lru_cache(maxsize=64)
 def _fetch(address: str) -> Path:
     """Copy what an address holds."""
     file, key = address, ""
+    # what follows the file's name is a name within it, and not part of the address
     head, colon, tail = address.rpartition(":")
     if colon and head.endswith((".pt", ".pth")) and "/" not in tail:
         file, key = head, f":{tail}"
@@ -73,6 +77,7 @@ def _fetch(address: str) -> Path:
         ) from None
     except Exception as error:
         raise InputError(f"cannot open {address}: {first_line(error)}") from None
+    # zip://::FILE and a bucket's root have no name of their own: the address's last part gives one
     last = file.rstrip("/").rpartition("/")[2].rpartition(":")[2]
     name = inner.rstrip("/").rpartition("/")[2] or last.removesuffix(".zip") or "trace.zarr"
     if name in (".", ".."):
@@ -81,7 +86,9 @@ def _fetch(address: str) -> Path:
         folder, found = system.isdir(inner), system.exists(inner)
         if not found:
             raise InputError(f"nothing at {address}")
+        # under its own name, which is the source's in tables
         home = Path(tempfile.mkdtemp(prefix="gradstats-"))
+        # traces are read lazily: the copy is needed until the process ends
         atexit.register(shutil.rmtree, home, ignore_errors=True)
         if folder:
             _copy_folder(system, inner.rstrip("/"), home / name)
@@ -109,5 +116,6 @@ def _copy_folder(system: Any, inner: str, home: Path) -> None:
         task = bar.add_task(f"fetching {home.name}", total=len(pairs))
         for start in range(0, len(pairs), _AT_ONCE):
             batch = pairs[start : start + _AT_ONCE]
+            # a list, because the file system can then make the requests concurrently
             system.get([source for source, _ in batch], [target for _, target in batch])
             bar.advance(task, len(batch))

@@ -243,6 +243,7 @@ class ArraySource(Source):
     ) -> None:
         self.name, self.remark = name, remark
         self._path, self._key = path, key
+        # tells this source from a later one of the same file in a worker's cache
         self._token = uuid.uuid4().hex
         self.layers, offset = [], 0
         checked = {n: check(a) for n, a in layers.items()}
@@ -261,6 +262,7 @@ class ArraySource(Source):
     @cached_property
     def _values(self) -> Array:
         """The flat gradient: made when it is first read, for what lists a file needs no elements."""
+        # the layers are freed when they are in the flat vector: nothing is held twice
         arrays, self._arrays = self._arrays, []
         return _flatten(arrays, self._numel)
 
@@ -279,6 +281,7 @@ class ArraySource(Source):
         return self._values[start:stop]
 
 
+# few, so that a worker does not keep the gradients of past analyses
 @lru_cache(maxsize=8)
 def _reread(path: str, token: str) -> ArraySource:
     """Read a file in a worker, once for each analysis."""
@@ -293,10 +296,12 @@ def _flatten(arrays: list[Array], numel: int) -> Array:
             # in the order of the file, in which no element is copied; whose place an element has, nothing depends on
             return first.reshape(-1, order="F")
         return first.reshape(-1)
+    # float16, bfloat16 and float32 fit into float32; one float64 layer makes all of it float64
     double = any("float64" in str(a.dtype) for a in arrays)
     flat = np.empty(numel, np.float64 if double else np.float32)
     position = 0
     for array in arrays:
+        # in chunks, so that widening a layer needs no copy of its size
         for offset, chunk in flat_chunks(array):
             flat[position + offset : position + offset + chunk.size] = chunk
         position += numel_of(array)

@@ -83,6 +83,7 @@ class Subset:
                 several = check_several(given, name)
                 if name == "layers" and not all(isinstance(pattern, str) for pattern in several):
                     raise InputError("layers must be patterns of parameter names, as texts")
+                # kept as a list, because a first reader would use up an iterator
                 object.__setattr__(self, name, several)
 
     def keys(self, source: Source) -> list[tuple[int, Kind, int]]:
@@ -204,6 +205,7 @@ class TraceSource(Source):
         self.trace = trace
         self.name = trace.name
         self.layers = trace.layers
+        # new for every source, so that workers reopen a trace that has grown since the last analysis
         self._token = uuid.uuid4().hex
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -247,9 +249,11 @@ def _reopen(path: str, token: str) -> TraceSource:
 
 def _made_up(sketches: Sequence[Sketch]) -> NDArray[np.float32]:
     """Return a gradient that has these sketches: magnitudes spread evenly over cells, random signs and positions."""
+    # one seed for all calls: tables of the same trace agree, and no global state is touched
     rng = np.random.default_rng(0)
     parts = []
     for s in sketches:
+        # magnitudes and NaN first, zeros behind them; signs and places are drawn afterwards
         values = np.zeros(s.numel, np.float32)
         values[: s.magnitudes.count] = s.magnitudes.largest(s.numel)
         values[s.magnitudes.count :][: s.moments.nonfinite] = np.nan
@@ -297,6 +301,7 @@ def open_source(source: object) -> Source:
         raise InputError(
             f"no path of a source: {shown(str(source))}: {first_line(error)[:80]}"
         ) from None
+    # whatever is not named like a gradient file is a trace, or an error about one
     if folder or suffix_of(file_and_key(path)[0]) not in READ:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
@@ -324,6 +329,7 @@ def open_sources(path: str | Path) -> list[Source]:
     """
     path = local(path)
     if path.is_dir() and not is_trace(path):
+        # other entries of a folder with traces are not looked at
         traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
@@ -385,12 +391,14 @@ def matching(
             keys = subset.keys(source)
             subset.parameters(source)
         except InputError as error:
+            # an error only if no source matches
             problems.append(error)
             continue
         found.append(source)
         selected += keys
     if not found:
         raise problems[0]
+    # in the order of a key: rank, kind, step
     wanted: tuple[Sequence[Any] | None, ...] = (ranks, kinds, steps)
     columns = zip(*selected, strict=True)
     for what, asked, there in zip(("ranks", "kinds", "steps"), wanted, columns, strict=True):

@@ -36,6 +36,7 @@ __all__ = ["RankGroup", "StoredArray"]
 
 _CHECKSUM = 4  # bytes
 
+# kinds that every rank has whole are left out: their counts need no joining
 _SCALARS = {column.name: column for column in OF_RUN} | {
     f"{kind}_{column.name}": column for kind in KINDS if kind not in WHOLE for column in COUNTS
 }
@@ -79,6 +80,7 @@ class StoredArray:
         shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
         codecs = [codec["name"] for codec in about["codecs"]]
         order = about["codecs"][0]["configuration"]["endian"]
+        # chunk_rows and holds_beyond read chunk files without zarr, and rely on all of this
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
@@ -89,11 +91,13 @@ class StoredArray:
             or about["chunk_key_encoding"] != key_encoding(spec.separator)
         ):
             raise ValueError("its metadata is not that of a trace")
+        # bfloat16 is stored as its bits
         types = [spec.dtype, *(["uint16"] if spec.name in KINDS else [])]
         if about["data_type"] not in types:
             raise ValueError("it is of another type than traces hold")
         if tuple(shape[1:]) != spec.shape:
             raise ValueError("it does not fit the parameter layout")
+        # a chunk is decoded whole, so that the size that a file claims for it must be bounded
         if math.prod(grid) > max(CHUNK, spec.rows * math.prod(spec.chunk)):
             raise ValueError("its chunks are larger than any that are written")
         self.shape: tuple[int, ...] = tuple(shape)
@@ -103,6 +107,7 @@ class StoredArray:
         self._separator = spec.separator
         self.names = [str(n) for n in about["attributes"].get("names", ())]
 
+    # opened when it is first read, since zarr takes milliseconds for it
     @cached_property
     def zarr(self) -> zarr.Array[Any]:
         """Return the array as zarr opens it."""
@@ -138,8 +143,10 @@ class StoredArray:
             return False
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("a chunk is not a regular file")
+        # of an uncompressed chunk the file's size, of a compressed one the length that its header claims
         size = math.prod(self.chunk) * np.dtype(self.dtype).itemsize
         if self._packed:
+            # bytes 4 to 7 of it are the length after decoding
             with file.open("rb") as stream:
                 claimed = int.from_bytes(stream.read(8)[4:], "little")  # Blosc's header
         else:
@@ -166,7 +173,9 @@ class StoredArray:
         ValueError
             If its checksum is wrong.
         """
+        # the last chunk has its full length on the disk, and rows beyond the array
         low, high = chunk * self.chunk[0], min((chunk + 1) * self.chunk[0], self.shape[0])
+        # zarr decodes, and puts rows together that lie in several chunks
         if self._packed or self.chunk[1:] != self.shape[1:]:
             return np.asarray(self.zarr[low:high])
         # zarr takes 5 ms for a file of some hundred bytes, and a trace has some of each rank
@@ -198,6 +207,7 @@ class StoredArray:
             names = os.listdir(self._folder.joinpath("c", *map(str, key)))
         except OSError:
             return set()
+        # 19 digits may exceed int64, of which indices are
         return {int(n) for n in names if n.isdecimal() and len(n) < 19}
 
     def holds_beyond(self, chunk: int) -> bool:
@@ -213,12 +223,15 @@ class StoredArray:
         bool
             True if steps were committed that the length hides. A writer that has just grown the array hides none.
         """
+        # rows within the length, a number in a text: one changed digit of it would hide steps without a sign
         rows = max(self.shape[0] - chunk * self.chunk[0], 0)
         if self._packed or rows >= self.chunk[0] or not self.holds(chunk):
             return False
+        # past zarr, which cuts the chunk at the array's length
         numbers = np.fromfile(self._folder / "c" / str(chunk), "<i8", self.chunk[0])
         if not (numbers[rows:] >= 0).any():
             return False
+        # read again, as a writer may have grown the array since it was opened
         now = read_metadata(self._folder / "zarr.json", self._root)["shape"]
         return bool(now == list(self.shape))
 
@@ -297,12 +310,14 @@ class RankGroup:
                 raise ValueError(f"it is that of rank {shown(about['attributes']['rank'])}")
             held = self._find_shards(about["attributes"], layers)
             self._specs = _known_specs(len(layers), self._numel, held)
+            # by the list in the metadata: a lost array has no folder to be found by
             self.names = {*about["attributes"]["arrays"], "step"}
             if not self._specs.keys() >= self.names:
                 raise ValueError("its list of arrays is not that of a trace")
             self._find_steps()
         except TraceError as error:
             self.lost = str(error)
+        # whatever one rank's folder holds, the other ranks must stay readable
         except Exception as error:
             self.lost = f"{folder} {unread(error)}"
 
@@ -314,6 +329,7 @@ class RankGroup:
         if not all(type(r) is int for r in ranks) or self._rank not in ranks:
             raise ValueError("its list of ranks is not that of a trace")
         runs, self.sizes = [], []
+        # strict: as many shards as layers, in their order
         for layer, entry in zip(layers, about["shards"], strict=True):
             shard = Shard(entry["name"], tuple(entry["offset"]), tuple(entry["shape"]))
             if shard.name != layer.name:
@@ -321,7 +337,9 @@ class RankGroup:
             runs.append(shard.runs(layer.shape))
             self.sizes.append(shard.numel)
         self.sharded, self.shard_ranks = True, list(ranks)
+        # an empty array first: concatenate takes no empty list, and a model may have no layers
         self.pieces = np.concatenate([np.empty((0, 2), np.int64), *runs])
+        # runs() counts from the parameter's first element
         self.pieces[:, 0] += np.repeat([la.offset for la in layers], [len(r) for r in runs])
         return sum(self.sizes)
 
@@ -368,9 +386,11 @@ class RankGroup:
             self.rows = {}
             return
         lost = next((mate.lost for mate in found if mate.lost), "")
+        # sorted, the pieces must cover the flat gradient: each begins where the one before ends
         pieces = np.concatenate([mate.pieces for mate in found])
         pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
         ends = np.concatenate([[0], pieces.sum(axis=1)])
+        # arrays of whole kinds are of each rank alone, and need not be on all
         shared = {n for n in self.names if n.rpartition("_")[0] not in WHOLE and n not in WHOLE}
         if lost:
             self.lost = lost
@@ -385,8 +405,10 @@ class RankGroup:
             )
         else:
             self.mates = found
+            # a step whose number one rank has lost may be committed on all
             self.gaps = [gap for mate in found for gap in mate.gaps]
             common = set.intersection(*(set(mate.rows) for mate in found))
+            # in the order of this rank's rows, which is that of the steps
             self.rows = {step: row for step, row in self.rows.items() if step in common}
 
     def damaged(self, name: str, why: object, where: str = "") -> TraceError:
@@ -443,6 +465,7 @@ class RankGroup:
         steps = self.array("step")
         size = steps.chunk[0]
         expected = steps.chunks()
+        # a lost chunk of steps shows in chunks of other columns that cover the same rows
         for name in self.scalar_names():
             try:  # the chunk of `step` is the first file of its rows
                 other = self.array(name)
@@ -452,6 +475,7 @@ class RankGroup:
         for i in sorted(expected):
             low, high = i * size, min((i + 1) * size, steps.shape[0])
             try:
+                # checked first: where the length is too small, `high` may fall below `low`
                 if steps.holds_beyond(i):
                     raise ValueError(f"there are steps beyond its length, {steps.shape[0]}")
                 if high <= low:
@@ -463,6 +487,7 @@ class RankGroup:
                 rows = f"rows {low} to {max(high - 1, low)}: "
                 self.gaps.append(str(self.damaged("step", error, rows)))
                 continue
+            # -1: not committed, or removed
             self.rows |= {s: low + row for row, s in enumerate(numbers) if s >= 0}
 
     def column(self, name: str, rows: Sequence[int] | None = None) -> NDArray[Any]:
@@ -486,6 +511,7 @@ class RankGroup:
             If one of them is damaged.
         """
         array = self.array(name)
+        # dictionaries keep their order: rows ascend
         wanted = np.array(list(self.rows.values()) if rows is None else rows, np.int64)
         values = np.empty((wanted.size, *array.shape[1:]), array.dtype)
         size = array.chunk[0]
@@ -493,10 +519,12 @@ class RankGroup:
             places = np.flatnonzero(wanted // size == i)
             try:
                 there = array.holds(i, *[0] * (len(array.chunk) - 1))
+                # arrays without layers have no chunk files
                 if values[places].size and not there:
                     raise ValueError("a chunk is missing")
                 values[places] = array.chunk_rows(i)[wanted[places] - i * size]
             except Exception as error:
+                # for the error: users know steps, not rows
                 numbers = [s for s, row in self.rows.items() if row // size == i]
                 where = f"steps {min(numbers)} to {max(numbers)}: "
                 raise self.damaged(name, error, where) from error
@@ -524,14 +552,17 @@ class RankGroup:
         if (name in _TABLES or (one and one.of_compressor)) and self.shard_ranks[0] != self._rank:
             # of some shards alone: the whole is read under another rank
             return np.full_like(self.column(name), one.fill if one else np.nan)
+        # there is one rank, or every rank has the whole's number already
         if len(self.mates) == 1 or not (name in _TABLES or (one and one.joined)):
             return self.column(name)
         parts: NDArray[Any] = np.stack(
+            # a step may lie in another row of each rank's group
             [m.column(name, [m.rows[s] for s in self.rows]) for m in self.mates]
         )
         if one and one.joined:
             return one.joined(parts)
         known = _TABLES[name]
+        # a column whose way to join is not known is unknown in the whole
         joins = [known[n].joined if n in known else None for n in self.array(name).names]
         whole = [
             parts[0, ..., i] * np.nan if j is None else j(parts[..., i])

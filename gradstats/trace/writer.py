@@ -135,6 +135,7 @@ class TraceWriter:
         self._rows = 0
         self._last = -1
         # of each row the step that it was for, and whether it is not committed, or no longer
+        # flat arrays take nine bytes a step, however long the run
         self._steps, self._void = array("q"), bytearray()
         self._capacity = expected_steps or GROW
         self._specs = array_specs(
@@ -151,6 +152,7 @@ class TraceWriter:
         )
         name = f"rank{rank:05d}"
         self._group = self.path / name
+        # two writers of one rank would write the same rows
         if self._group.exists() and not resume:
             raise TraceError(f"{self.path} already holds rank {rank}")
         about: dict[str, Any] = {
@@ -164,6 +166,7 @@ class TraceWriter:
             about["shards"] = [
                 {"name": s.name, "offset": list(s.offset), "shape": list(s.shape)} for s in shards
             ]
+        # nothing has been written until here, so that wrong arguments leave no group behind
         try:
             if not (resume and self._group.exists()):
                 _lay_out(self._group, self._specs, self._capacity, about)
@@ -175,6 +178,7 @@ class TraceWriter:
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
+        # the chunk being filled is kept in memory: its committed rows are read back, once
         if resume and self._rows:
             for name, column in self._columns.items():
                 column.take_up(self._rows, self._group / name)
@@ -193,12 +197,15 @@ class TraceWriter:
                 f"{self._group} was written with other options, and cannot be continued"
             )
         lengths = {}
+        # chunks stay as they were laid out, whatever is expected now
         for name, spec in self._specs.items():
             stored = read_metadata(self._group / name / "zarr.json", self.path)
             lengths[name] = stored["shape"][0]
             rows, *chunk = stored["chunk_grid"]["configuration"]["chunk_shape"]
             self._specs[name] = replace(spec, rows=rows, chunk=tuple(chunk))
+        # a writer killed in mid-growth may leave different lengths; the longest covers every row
         self._capacity = max(lengths.values())
+        # killed within `_resize`: what is still a link becomes a file before anything is added
         if (self._group / "step" / "layout").is_symlink():
             _settle(self._group, self._specs, self._capacity)
         elif len(set(lengths.values())) > 1:
@@ -206,12 +213,15 @@ class TraceWriter:
         import zarr
 
         numbers = np.asarray(zarr.open_array(self._group / "step", mode="r")[:])
+        # rows after the last committed one were never finished, and are used again
         self._last = int(numbers.max(initial=-1))
         self._rows = int(np.flatnonzero(numbers >= 0).max(initial=-1)) + 1
+        # a lost chunk of step numbers reads as -1: its rows would be taken for unused
         for chunk in range(-(-self._rows // self._specs["step"].rows)):
             if not (self._group / "step" / "c" / str(chunk)).exists():
                 raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
         numbers = numbers[: self._rows]
+        # an uncommitted row gets the step before it, so that the list stays sorted for bisect
         self._steps = array("q", np.maximum.accumulate(numbers).tolist())
         self._void = bytearray((numbers < 0).tolist())
         self._sweep()
@@ -270,12 +280,14 @@ class TraceWriter:
         """
         for kind in self.kinds:
             values = arrays[kind]
+            # by name, since the array may be NumPy's or torch's
             if values.shape != (self.size(kind),) or "float32" not in str(values.dtype):
                 raise TraceError(
                     f"expected float32 ({self.size(kind)},), got {values.dtype} {values.shape}"
                 )
         if step <= self._last:
             raise InputError(f"step {step} does not come after step {self._last}")
+        # refused, because the columns would be dropped silently
         if (compression or layer_compression) and "compression" not in self._columns:
             raise InputError("open the TraceWriter with compression=True to store compression")
         row = self._rows
@@ -302,6 +314,7 @@ class TraceWriter:
                 self._put("compression", row, [told.get(n, np.nan) for n in COMPRESSION])
                 columns = [(layer_compression or {}).get(n, unknown) for n in LAYER_COMPRESSION]
                 self._put("layer_compression", row, np.stack(columns, axis=1))
+            # the commit: everything else of this row is written by now
             self._put("step", row, step)
         except OSError as error:
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
@@ -328,6 +341,7 @@ class TraceWriter:
         of up to 1024 stay. A process killed here leaves the step whole, or no step and files that nobody reads, which
         the next writer deletes. A reader opened before finds the step damaged: it has to open the trace again.
         """
+        # of a step that failed and was written again, the last row is the committed one
         row = bisect_right(self._steps, step) - 1
         if row < 0 or self._steps[row] != step or self._void[row]:
             raise InputError(f"{self._group} has no step {step} to remove")
@@ -341,14 +355,18 @@ class TraceWriter:
     def _drop(self, row: int) -> None:
         """Delete the files that hold nothing but a row, or rows, that are not committed."""
         for name, spec in self._specs.items():
+            # a gradient's chunks lie in a folder for each row
             if not spec.column and spec.separator == "/":
                 shutil.rmtree(self._group / name / "c" / str(row), ignore_errors=True)
             elif not spec.column:
+                # a range of bins without counts has no file
                 for chunk in range(-(-spec.shape[-1] // spec.chunk[-1])):
                     (self._group / name / f"c.{row}.0.{chunk}").unlink(missing_ok=True)
+            # a table's chunk goes with the last of its rows; those of single numbers are small and stay
             elif spec.shape:
                 first = row - row % spec.rows
                 beside = self._void[first : first + spec.rows]
+                # a chunk that is not full yet will get further rows
                 if len(beside) == spec.rows and all(beside):
                     shutil.rmtree(self._group / name / "c" / str(row // spec.rows), True)
 
@@ -358,6 +376,7 @@ class TraceWriter:
             if spec.column or not any(self._void):
                 continue
             dotted = spec.separator == "."
+            # dotted chunks lie beside the array's own zarr.json
             folder = self._group / name if dotted else self._group / name / "c"
             names = os.listdir(folder) if folder.exists() else []
             rows = {n.split(".")[1] if dotted and n.startswith("c.") else n for n in names}
@@ -379,6 +398,7 @@ class TraceWriter:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""
         chunks, moments = self._tallies[kind](values)
         name = f"{kind}_counts"
+        # ranges without counts are not written: a missing file means zeros
         for chunk, block in chunks.items():
             _write_chunk(f"{self._group}/{name}/c.{row}.0.{chunk}", block, self._specs[name])
         self._put(f"{kind}_moments", row, moments)
@@ -392,6 +412,7 @@ class TraceWriter:
         """Change the number of rows laid out."""
         linked = _resize(self._group, self._specs, self._capacity, capacity)
         self._capacity = capacity
+        # without links the lengths were changed one by one, and there is nothing to clear up
         if linked:
             _settle(self._group, self._specs, capacity)
 
@@ -404,6 +425,7 @@ class TraceWriter:
             If the disk refuses.
         """
         try:
+            # readers by xarray then see as many rows as there were steps
             if self._rows < self._capacity:
                 self._resize(self._rows)
         except OSError as error:
@@ -429,6 +451,7 @@ class _Column:
 
     def __init__(self, folder: Path, spec: ArraySpec) -> None:
         self._folder, self._spec = f"{folder}/c", spec
+        # a single chunk in every dimension but the rows: index 0
         self._within = "/0" * len(spec.chunk)
         self._values = np.empty((spec.rows, *spec.chunk), spec.dtype)
         self._chunk = -1
@@ -438,11 +461,13 @@ class _Column:
         chunk = row // self._spec.rows
         if chunk != self._chunk:
             self._values[...] = self._spec.fill
+            # written before its first row, so that a missing file always means damage
             self._write(chunk)
-            self._chunk = chunk
+            self._chunk = chunk  # last: after a failed write the next call tries again
 
     def take_up(self, row: int, folder: Path) -> None:
         """Read the rows of the chunk that a row lies in, up to it; what was left beyond is dropped."""
+        # the row begins a chunk, which has nothing to keep
         first = row - row % self._spec.rows
         if first == row:
             return
@@ -457,7 +482,9 @@ class _Column:
         self.turn_to(row)
         place, fill = row % self._spec.rows, self._spec.fill
         self._values[place] = value
+        # compared as stored, in the array's dtype
         given = self._values[place]
+        # NaN equals nothing, not even itself
         if (np.isnan(given) if fill != fill else given == fill).all():
             return
         try:
@@ -471,16 +498,19 @@ class _Column:
         chunk, place = divmod(row, self._spec.rows)
         held = self._values
         if chunk != self._chunk:
+            # an earlier chunk, which is no longer in memory
             held = _read_chunk(f"{self._folder}/{chunk}{self._within}", self._spec)
         before = held[place].copy()
         held[place] = self._spec.fill
         try:
             self._write(chunk, held)
         except BaseException:
+            # memory must match the disk, since the next row's write replaces the whole chunk
             held[place] = before
             raise
 
     def _write(self, chunk: int, values: NDArray[Any] | None = None) -> None:
+        # arrays without layers have no chunks
         if all(self._spec.shape):
             file = f"{self._folder}/{chunk}{self._within}"
             _write_chunk(file, self._values if values is None else values, self._spec)
@@ -503,6 +533,7 @@ def _read_chunk(file: str, spec: ArraySpec) -> NDArray[Any]:
     data = Path(file).read_bytes()
     if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise ValueError("a chunk's checksum is wrong")
+    # little-endian on the disk, on whatever machine
     little = np.frombuffer(data[:-4], np.dtype(spec.dtype).newbyteorder("<"))
     return little.astype(spec.dtype).reshape(spec.rows, *spec.chunk)
 
@@ -515,9 +546,11 @@ def _write_chunk(file: str, values: NDArray[Any], spec: ArraySpec) -> None:
     if spec.codec is None:
         data = little.reshape(-1).view(np.uint8)
     else:
+        # imported here: only sketches and compressed gradients need it
         from numcodecs import Blosc  # type: ignore[import-untyped]
 
         name, level, shuffle, block = spec.codec
+        # Blosc takes the element's width, which its shuffle needs, from the array
         codec = Blosc(name, level, getattr(Blosc, shuffle.upper()), block)
         data = np.frombuffer(codec.encode(little), np.uint8)
     parts = (data.data, crc32c(data).to_bytes(4, "little"))
@@ -541,6 +574,7 @@ def _write_in_place(file: str, spec: ArraySpec, *parts: Any) -> None:
         # must be an error: made anew it would lack its metadata, and no reader would find what is in it.
         if spec.separator != "/":
             raise
+        # levels: "c", and a folder for each index of the chunk but the last
         _make_folder(os.path.dirname(file), len(spec.dimensions))
         write_file(file, *parts)
 
@@ -551,6 +585,7 @@ def _make_folder(folder: str, levels: int) -> None:
         os.mkdir(folder)
     except FileNotFoundError:
         if levels == 1:
+            # not even the array's folder is there
             raise
         _make_folder(os.path.dirname(folder), levels - 1)
         os.mkdir(folder)
@@ -562,6 +597,7 @@ def _lay_out(
     """Make a rank's group beside the trace and rename it into place: a reader finds all its arrays or none."""
     root = group.parent
     for place in (root.parent, root):  # zarr lists what lies in the root
+        # a dot and its suffix keep it from being taken for a trace or a rank
         partial = place / f".{root.name[:180]}.{group.name}.{uuid.uuid4().hex[:8]}.partial"
         try:
             for name in specs:
@@ -572,15 +608,18 @@ def _lay_out(
             return
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
+            # EXDEV: the trace is a file system of its own, into which nothing is renamed from outside
             if place is root or error.errno not in (*_NOT_THERE, errno.EXDEV):
                 raise
 
 
+# the folder above the trace belongs to somebody else, or may not be written
 _NOT_THERE = (errno.EPERM, errno.EACCES, errno.EROFS)
 _PASSING = (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT)
 """Errors that may be gone when a write is tried again."""
 _PAUSES_S = (0.05, 0.2)
 """Seconds before it is."""
+# what symlink() says where the file system has no links
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 
@@ -602,6 +641,7 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
 
     Returns whether :func:`_settle` has something to do: there are file systems without links.
     """
+    # inside an array's folder, where zarr looks for nothing but zarr.json and chunks
     home = group / "step"
     try:
         for capacity in (before, after):
@@ -616,6 +656,7 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
         order = list(specs) if after > before else list(specs)[::-1]
         _write_metadata(group, {name: specs[name] for name in order}, after)
         return False
+    # relative, since a trace may be moved while links are left in it
     for name in specs:
         target = f"layout/{name}.json" if name == "step" else f"../step/layout/{name}.json"
         write_link(target, group / name / "zarr.json")
@@ -627,6 +668,7 @@ def _settle(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
     """Make the links that :func:`_resize` left files of the same content."""
     _write_metadata(group, specs, capacity)
     home = group / "step"
+    # last: no metadata leads through it any more
     (home / "layout").unlink()
     for left in home.glob("layout-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -646,11 +688,13 @@ class _Tally:
         # layers that the cache still holds when they are read again
         turns = np.flatnonzero(np.diff((np.cumsum(sizes) - 1) // BLOCK)) + 1
         self._groups = [slice(a, b) for a, b in pairwise([0, *turns.tolist(), len(places)])]
+        # 256 << BITS, so that the last chunk is whole: BINS are 255 << BITS
         self._counts = np.zeros(((256 << BITS) // BIN_CHUNK, len(places), BIN_CHUNK), np.uint32)
         self._used = np.zeros(len(self._counts), np.bool_)
 
     def __call__(self, values: Array) -> tuple[dict[int, NDArray[np.uint32]], NDArray[np.float64]]:
         """Return the chunks of bins that have a count of any layer, until the next call, and the statistics."""
+        # chunks without a mark still hold the counts of an earlier gradient
         self._used[:] = False
         count = self._count if device_code(values) is None else self._count_on_device
         moments = np.asarray(count(values), float).reshape(-1, len(STATISTICS))
@@ -686,6 +730,7 @@ class _Tally:
             rows = whole.reshape(-1, BIN_CHUNK)
             for chunk in np.flatnonzero(rows.any(axis=1)).tolist():
                 if not self._used[chunk]:
+                    # cleared when first marked, since it may hold an earlier gradient's counts
                     self._counts[chunk], self._used[chunk] = 0, True
                 self._counts[chunk, i] = rows[chunk]
         return [code.sums(values[place], 0.0, True) for place in self._places]
