@@ -13,6 +13,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from email.parser import Parser
 from importlib.metadata import metadata, packages_distributions
 
 import pytest
@@ -62,7 +63,7 @@ def test_users_get_ranges_and_the_make_targets_one_torch():
 
 
 def test_the_version_stands_in_one_place():
-    assert PROJECT["dynamic"] == ["version"]
+    assert "version" in PROJECT["dynamic"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", gradstats.__version__)
 
 
@@ -139,9 +140,32 @@ def test_the_wheel_has_the_programs_and_their_data_alone(built):
     }
 
 
+def test_what_an_index_shows_of_the_readme_leads_to_nothing_that_is_not_there(built):
+    """An address may stand there; a file of the repository cannot be opened from an index's page."""
+    wheel, *_ = built
+    (text,) = (t for name, t in members(wheel).items() if name.endswith("/METADATA"))
+    described = Parser().parsestr(text.decode())
+    page, readme = described.get_payload(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert described["Description-Content-Type"] == "text/markdown"
+    assert not re.findall(r"\]\((?!\w+:)[^)]*\)", page)
+    assert "](docs/tutorial.md)" in readme
+    assert "Overview, install, tutorial, notebooks" in page
+    for command in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL):
+        assert command in page
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", readme):
+        assert f"`{picture}` in the source distribution" in page
+
+
 def test_the_sdist_has_what_the_tests_and_the_page_of_the_explorer_are_made_of(built):
     _, unpacked, _ = built
-    for name in ("LICENSE", "CITATION.cff", "tests/conftest.py", "tests/pins/data"):
+    for name in (
+        "LICENSE",
+        "CITATION.cff",
+        "tests/conftest.py",
+        "tests/pins/data",
+        "hatch_build.py",
+        "docs/img/tails.png",
+    ):
         assert (unpacked / name).exists(), name
     assert (unpacked / "gradstats/explorer/js/package.json").exists()
     assert not (unpacked / "data").exists()
