@@ -400,9 +400,9 @@ def test_a_training_is_one_picture_of_each_kind(monkeypatch):
     drawn = []
     monkeypatch.setattr(gradstats.plots, "overview", lambda steps, ax: drawn.append(steps))
     source = open_source(DATA / "resnet20-ef.zarr")
-    m = SimpleNamespace(
-        source=source, rank=0, kinds=["gradient", "corrected"], steps=[10, 100, 2999]
-    )
+    kinds, steps = ["gradient", "corrected"], [10, 100, 2999]
+    sketches = {(k, s): sketch(source.read(0, k, s).values) for k in kinds for s in steps}
+    m = SimpleNamespace(source=source, rank=0, kinds=kinds, steps=steps, sketches=sketches)
     shown = sections._overview(m)
     assert shown.count("<img") == 2
     assert shown.index("of the gradient have") < shown.index("of the corrected have")
