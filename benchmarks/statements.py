@@ -242,14 +242,14 @@ def _together(correlation: float, rng: Generator) -> list[Values]:
 def _alike(correlation: float) -> tuple[float, float]:
     """Return the expected cosine and overlap of two ranks."""
     rng = np.random.default_rng(1)
-    found = [compared_ranks(_together(correlation, rng), 0.1, 8) for _ in range(4000)]
+    found = [compared_ranks(_together(correlation, rng), [0.1], 8)[0] for _ in range(4000)]
     cosine, overlap = (float(np.mean([f[name] for f in found])) for name in ("cosine", "overlap"))
     return cosine, overlap
 
 
 def ask_agreement(correlation: float, steps: int, rng: Generator) -> dict[str, Any]:
     """Ask for the noise scale, for how alike ranks are, and whether a larger batch would pay."""
-    found = [compared_ranks(_together(correlation, rng), 0.1, 8) for _ in range(steps)]
+    found = [compared_ranks(_together(correlation, rng), [0.1], 8)[0] for _ in range(steps)]
     one = over_ranks({"step": None}, found, 1, _RANKS)
     cosine, overlap = _alike(correlation)
     batch = 4.0 * math.exp(rng.uniform(-1, 1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -23,7 +24,7 @@ from gradstats.tables import Records, format_value
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, layer_parts, open_source
 
-__all__ = ["agreement", "batch_sentence"]
+__all__ = ["agreement", "batch_sentence", "each_step"]
 
 # noise and signal are not among them: a mean of ratios is biased, so means are taken before the ratio
 _OVER_STEPS = ("cosine", "signs", "overlap", "union", "union_low", "union_high", "explained")
@@ -90,8 +91,6 @@ def agreement(
     memory at once.
     """
     opened, k_ratio = open_source(source), check_ratio(ratio)
-    subset = subset_of(over)
-    parameters, all_steps = subset.parameters(opened), _together(opened, subset)
     predicted = None if workers is None else check_count(workers, "workers")
     if batch is not None:
         batch = check_count(batch, "batch")
@@ -101,18 +100,12 @@ def agreement(
         batch = stored if isinstance(stored, int) and stored > 0 else None
     # 0 where no world size is known: the ranks captured then count
     trained = opened.trace.world_size if isinstance(opened, TraceSource) else 0
-
-    def plan(submit: Submit, at: tuple[Kind, int]) -> Any:
-        return submit(_layers, opened, *at, all_steps[at[0]][at[1]], parameters, k_ratio, predicted)
-
     records = Records()
-    every = [(kind, step) for kind, by_step in all_steps.items() for step in by_step]
-    results = evaluate(plan, every, over["client"], "steps")
-    for kind, by_step in all_steps.items():
+    steps = each_step(opened, subset_of(over), [k_ratio], predicted, over["client"])
+    for kind, of_kind in itertools.groupby(steps, key=lambda one: one[0]):
         several: dict[str, list[dict[str, Any]]] = {}
-        # one iterator serves all kinds: by_step ends first, so zip takes no result of the next kind (strict would)
-        for step, of_layers in zip(by_step, results, strict=False):
-            for layer, found in of_layers.items():
+        for _, step, of_layers in of_kind:
+            for layer, (found,) in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
                 several.setdefault(layer, []).append(found)
                 records.append(_record(labels, [found], batch, trained))
@@ -121,6 +114,43 @@ def agreement(
             labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
             records.append(_record(labels, found_, batch, trained))
     return records
+
+
+def each_step(
+    source: Source,
+    subset: Subset,
+    ratios: Sequence[float],
+    workers: int | None = None,
+    client: Any = None,
+) -> Iterator[tuple[Kind, int, dict[str, list[dict[str, Any]]]]]:
+    """Yield what the ranks have in common in each step that all of them have, for several ratios at one reading.
+
+    Parameters
+    ----------
+    source : Source
+        Source to read.
+    subset : Subset
+        Gradients and layers to look at.
+    ratios : sequence of float
+        Kept fractions k/d of the selections compared.
+    workers : int, optional
+        Number of workers to predict the union for; by default twice as many as were captured.
+    client : distributed.Client, optional
+        Cluster that does the work.
+
+    Yields
+    ------
+    (Kind, int, dict of list of dict)
+        Kind, step, and by layer a record for each ratio: the numbers of :func:`agreement` in one step.
+    """
+    parameters, all_steps = subset.parameters(source), _together(source, subset)
+
+    def plan(submit: Submit, at: tuple[Kind, int]) -> Any:
+        return submit(_layers, source, *at, all_steps[at[0]][at[1]], parameters, ratios, workers)
+
+    every = [(kind, step) for kind, by_step in all_steps.items() for step in by_step]
+    for at, of_layers in zip(every, evaluate(plan, every, client, "steps"), strict=True):
+        yield *at, of_layers
 
 
 def _together(source: Source, subset: Subset) -> dict[Kind, dict[int, list[int]]]:
@@ -153,18 +183,18 @@ def _layers(
     step: int,
     ranks: Sequence[int],
     parameters: Sequence[str],
-    ratio: float,
+    ratios: Sequence[float],
     workers: int | None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Compare the ranks' gradients of one step, by layer."""
     vectors = [dict(layer_parts(source, source.read(r, kind, step), parameters)) for r in ranks]
     world = 2 * len(ranks) if workers is None else workers
-    return {layer: _one([v[layer] for v in vectors], ratio, world) for layer in vectors[0]}
+    return {layer: _one([v[layer] for v in vectors], ratios, world) for layer in vectors[0]}
 
 
-def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]:
-    """Compare the ranks' gradients of one layer in one step."""
-    n, numel = len(vectors), numel_of(vectors[0])
+def _one(vectors: Sequence[Array], ratios: Sequence[float], workers: int) -> list[dict[str, Any]]:
+    """Compare the ranks' gradients of one layer in one step, at every ratio."""
+    n = len(vectors)
     products = gram(vectors)
     # the diagonal has ‖g‖² of each rank
     norms = np.sqrt(np.diag(products))
@@ -172,6 +202,25 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (products / np.outer(norms, norms))[np.triu_indices(n, 1)]
     agree, either = sign_pairs(vectors)
+    # ‖Σg‖² is the sum of all products
+    squares, of_sum = float(np.sum(norms**2)), float(products.sum())
+    noise, signal = noise_and_signal(squares, of_sum, n)
+    common = {
+        "cosine": float(np.mean(cosines)),
+        "signs": agree / either if either else math.nan,
+        # ‖mean‖² over the mean of ‖g‖²
+        "explained": of_sum / (n * squares) if squares else math.nan,
+        "noise": noise,
+        "signal": signal,
+        "ranks": n,
+        "workers": workers,
+    }
+    return [common | _selections(vectors, ratio, workers) for ratio in ratios]
+
+
+def _selections(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]:
+    """Compare which elements the ranks would select at a ratio."""
+    n, numel = len(vectors), numel_of(vectors[0])
     k = target_count(ratio, numel)
     times = np.zeros(numel, np.int64)
     for rank, vector in enumerate(vectors):
@@ -185,23 +234,12 @@ def _one(vectors: Sequence[Array], ratio: float, workers: int) -> dict[str, Any]
     together = float(counts[1:].sum()) if workers == n else growth(workers)
     # up to the captured ranks the union is counted, so both bounds are it
     low, high = growth.bounds(workers) if workers > n else (together,) * 2
-    # ‖Σg‖² is the sum of all products
-    squares, of_sum = float(np.sum(norms**2)), float(products.sum())
-    noise, signal = noise_and_signal(squares, of_sum, n)
     return {
-        "cosine": float(np.mean(cosines)),
-        "signs": agree / either if either else math.nan,
         "overlap": both / k,
         # the bounds hold without the model, so it gives way to them
         "union": min(max(together, low), high) / k,
         "union_low": low / k,
         "union_high": high / k,
-        # ‖mean‖² over the mean of ‖g‖²
-        "explained": of_sum / (n * squares) if squares else math.nan,
-        "noise": noise,
-        "signal": signal,
-        "ranks": n,
-        "workers": workers,
         "ratio": ratio,
         "k": k,
     }

@@ -109,7 +109,7 @@ def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int])
         "tail_error": laws[0]["tail_error"] if laws else math.nan,
         "chance": laws[0]["chance"] if laws else math.nan,
         # keys of JSON are texts, so those in memory are, too
-        "xi": {str(r["ratio"]): r["c"] for r in tails if "ratio" in r},
+        "xi": {str(r["ratio"]): r["c"] for r in tails if math.isfinite(r["ratio"])},
         "layers": {
             r["layer"]: r["c"] for r in shapes if r["layer"] not in ("pooled", "normalised")
         },
@@ -143,10 +143,11 @@ def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:
     Returns
     -------
     Records
-        One record of each rule, that with the best worst case first: estimator; worst (factor from k, at least 1) and
-        where, the training of it; median (the factor, over trainings) with low and high, a distribution-free interval
-        of 95 % at least, NaN of fewer than six trainings; chosen, of how many trainings it would be the choice when
-        these are left out; held_out, the largest of its factors on these; trainings.
+        One record of each rule that is judged in every training, that with the best worst case first: estimator; worst
+        (factor from k, at least 1) and where, the training of it; median (the factor, over trainings) with low and
+        high, a distribution-free interval of 95 % at least, NaN of fewer than six trainings; chosen, of how many
+        trainings it would be the choice when these are left out; held_out, the largest of its factors on these;
+        trainings.
     """
     far: dict[str, dict[str, float]] = {}
     for record in records:
@@ -163,7 +164,7 @@ def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:
     # worst cases are comparable only over the same trainings
     far = {rule: by for rule, by in far.items() if len(by) == len(trainings)}
     held: dict[str, list[float]] = {rule: [] for rule in far}
-    for out in trainings if len(trainings) > 1 else ():
+    for out in trainings if far and len(trainings) > 1 else ():
         # chosen without the training that is left out, then judged on it
         best = min(far, key=lambda rule: max(v for t, v in far[rule].items() if t != out))
         held[best].append(far[best][out])
@@ -218,7 +219,9 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
     for kind in dict.fromkeys(r["kind"] for r in records):
         nested: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
         for r in records:
-            shapes = np.array([c for c in r["layers"].values() if c is not None], np.float64)
+            # a file has None where a layer has no fit, a record in memory NaN
+            known = (c for c in r["layers"].values() if c is not None and math.isfinite(c))
+            shapes = np.array([*known], np.float64)
             # one layer has no variance within its phase
             if r["kind"] == kind and shapes.size > 1:
                 of = nested.setdefault(r["training"], {})
@@ -253,7 +256,7 @@ def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float
     """Return what a training adds to the analysis: sums, from the layers up.
 
     Of each level: squares within its families, degrees of freedom, and how often the variance of each level below is
-    in these squares; last, the training's mean, 1, and the same of the error of that mean.
+    in these squares; last, the training's mean, and the same of the error of that mean.
     """
     found: list[float] = []
     # of a family's members: their values, and how much of the variance of each level below a mean of them has
@@ -268,7 +271,7 @@ def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float
         members = iter(means)
         families = [[next(members) for _ in range(count)] for count in groups]
     squares, freedom, below, ((mean, error),) = _within(families)
-    return np.array([*found, squares, freedom, *below, mean, 1.0, *error])
+    return np.array([*found, squares, freedom, *below, mean, *error])
 
 
 def _within(
@@ -291,8 +294,8 @@ def _within(
 
 def _variances(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the variance components of some trainings, from the top; each row is one's of :func:`_sums`."""
-    # columns of _sums: 0–1 layers; 2–4 phases; 5–8 optimizers; 9 mean, 10 one, 11–13 error of the mean
-    means, errors = sums[:, 9], sums[:, 11:].mean(axis=0)
+    # columns of _sums: 0–1 layers; 2–4 phases; 5–8 optimizers; 9 mean, 10–12 error of the mean
+    means, errors = sums[:, 9], sums[:, 10:].mean(axis=0)
     total = sums.sum(axis=0)
     freedom = len(sums) - 1
     # layers have nothing below them: their slice is empty

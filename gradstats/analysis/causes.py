@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.analysis.elements import special_cause
+from gradstats.analysis.elements import size_cause, special_cause
 from gradstats.primitives.pairs import Pair, gram, pair
 from gradstats.trace import Kind
 
@@ -44,6 +45,9 @@ _SMALL = 0.1
 _DEVIATIONS = 5
 """Standard deviations of what rounding does to a factor, within which it may be another."""
 
+_CANCELLED = 1e-6
+"""Share of ‖a‖² below which ‖b − a‖² is summed over the elements: the products leave too few digits of it."""
+
 _CHANCE = 0.05
 """Largest probability that any other factor is taken for a whole number, or another step's end for a clipped one."""
 
@@ -64,6 +68,10 @@ class Measured:
         By layer, products of all pairs of: A's ranks, B's ranks, both in the step before, the weights.
     counts : dict of list of Pair
         By layer, counts of each pair of ranks.
+    apart : dict of list of float
+        By layer and pair of ranks, ‖b − a‖².
+    lengths : dict of list of str
+        By layer and pair of ranks, how their sizes differ; empty where they do not.
     special : dict of list of str
         By layer and pair of ranks, a cause that only the elements themselves can tell; empty where there is none.
     numbers_of_ranks : (sequence of int, sequence of int)
@@ -75,6 +83,8 @@ class Measured:
     ranks: list[int]
     products: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     counts: dict[str, list[Pair]] = field(default_factory=dict)
+    apart: dict[str, list[float]] = field(default_factory=dict)
+    lengths: dict[str, list[str]] = field(default_factory=dict)
     special: dict[str, list[str]] = field(default_factory=dict)
     numbers_of_ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
 
@@ -121,13 +131,14 @@ class Measured:
         rest = [*(before or [np.zeros(0)] * len(here)), np.zeros(0) if weights is None else weights]
         vectors = [v if v.size == numel else np.pad(v, (0, numel - v.size)) for v in (*here, *rest)]
         # every linear cause is a question about these products: elements are read only once
-        self.products[layer] = gram(vectors)
+        products = self.products[layer] = gram(vectors)
         self.counts[layer] = [pair(vectors[i], vectors[n_a + j]) for i, j in self.pairs]
+        places = [(i, n_a + j) for i, j in self.pairs]
+        self.apart[layer] = [_apart(vectors, products, i, j) for i, j in places]
+        self.lengths[layer] = [size_cause(here[i], here[j]) for i, j in places]
         self.special[layer] = [
-            ""
-            if c.same == c.numel and here[i].size == here[n_a + j].size
-            else special_cause(here[i], here[n_a + j], shape, c)
-            for (i, j), c in zip(self.pairs, self.counts[layer], strict=True)
+            "" if c.same == c.numel or size else special_cause(here[i], here[j], shape, c)
+            for (i, j), c, size in zip(places, self.counts[layer], self.lengths[layer], strict=True)
         ]
         self._add_up(layer)
 
@@ -138,8 +149,11 @@ class Measured:
             self.products["all"] = self.products["all"] + self.products[layer]
             whole = zip(self.counts["all"], self.counts[layer], strict=True)
             self.counts["all"] = [x + y for x, y in whole]
+            both = zip(self.apart["all"], self.apart[layer], strict=True)
+            self.apart["all"] = [x + y for x, y in both]
         else:
             self.products["all"], self.counts["all"] = self.products[layer], self.counts[layer]
+            self.apart["all"] = self.apart[layer]
 
     def join(self, other: Measured) -> None:
         """Take the layers that were measured elsewhere, and add them to ``all``.
@@ -150,11 +164,12 @@ class Measured:
             Other layers of the same gradients.
         """
         self.special |= other.special
+        self.lengths |= other.lengths
         for layer in other.products:  # in the order of the model
             # the other's "all" would count these layers twice
             if layer != "all":
                 self.products[layer] = other.products[layer]
-                self.counts[layer] = other.counts[layer]
+                self.counts[layer], self.apart[layer] = other.counts[layer], other.apart[layer]
                 self._add_up(layer)
 
     def view(self, layer: str, at: int) -> _View:
@@ -168,8 +183,12 @@ class Measured:
             Place of the pair.
         """
         i, j = self.pairs[at]
-        counts, numbers = self.counts[layer][at], self.numbers_of_ranks
-        return _View(self.products[layer], counts, self.sizes, i, j, numbers)
+        counts, apart, numbers = (
+            self.counts[layer][at],
+            self.apart[layer][at],
+            self.numbers_of_ranks,
+        )
+        return _View(self.products[layer], counts, apart, self.sizes, i, j, numbers)
 
     def numbers(self, layer: str, at: int) -> dict[str, float]:
         """Return how far apart one layer is on one pair of ranks.
@@ -205,6 +224,7 @@ class _View:
 
     products: NDArray[np.float64]
     counts: Pair
+    apart: float
     sizes: tuple[int, int]
     i: int
     j: int
@@ -303,10 +323,20 @@ class _View:
     @property
     def error(self) -> float:
         c, a = self.counts, self.norm(self.a)
-        # equal elements have no error, whatever rounding leaves in the products
+        # of two types elements are equal that are so in the shorter one
         if c.same == c.numel or (not a and not self.norm(self.b)):
             return 0.0
-        return self.norm(self.b - self.a) / a if a else math.inf
+        return math.sqrt(self.apart) / a if a else math.inf
+
+
+def _apart(vectors: Sequence[_Vector], products: NDArray[np.float64], i: int, j: int) -> float:
+    """Return ‖b − a‖² of two of the vectors, over the elements that count in their products."""
+    apart = float(products[i, i] - 2 * products[i, j] + products[j, j])
+    if apart > _CANCELLED * products[i, i]:
+        return apart
+    difference = np.subtract(vectors[j], vectors[i], dtype=np.float64)
+    # an element that is not finite anywhere is left out here, too
+    return float(gram([difference, *vectors])[0, 0])
 
 
 def explain(
@@ -330,10 +360,18 @@ def explain(
     """
     found: Causes = {}
     first: dict[Kind, int] = {}
+
+    @cache
+    def clipped(kind: Kind, rank: int, layer: str, flip: bool, slack: float) -> str:
+        # norms of this layer and rank over the steps of the kind: clipping shows in them
+        same = [m for (_, k), m in measured.items() if k == kind and rank in m.ranks]
+        return _clipped([m.view(layer, m.ranks.index(rank)) for m in same], flip, slack)
+
     for (step, kind), one in measured.items():
         for at, rank in enumerate(one.ranks):
             later = f"follows from step {first[kind]}" if first.get(kind, step) < step else ""
-            causes = _of_gradient(measured, (step, kind), at, worlds, tolerance, later)
+            over = partial(clipped, kind, rank)
+            causes = _of_gradient(one, at, over, worlds, tolerance, later)
             found[step, kind, rank] = causes
             if causes["all"]:
                 # later differences may follow from the first: the weights are no longer the same
@@ -350,42 +388,45 @@ _DECAY = "weight decay"
 
 def _inherit(found: Causes) -> None:
     """Give the first of steps that differ by nearly the same vector the cause that only the next one can tell."""
-    for (step, kind, rank), causes in found.items():
-        after = min((s for s, k, r in found if (k, r) == (kind, rank) and s > step), default=step)
-        following = found[after, kind, rank]
+    last: dict[tuple[Kind, int], dict[str, str]] = {}
+    for (_, kind, rank), following in found.items():
+        causes = last.get((kind, rank), {})
         if following["all"].startswith(_DECAY):
             for layer, cause in causes.items():
                 if cause in _UNNAMED and following[layer].startswith(_DECAY):
                     causes[layer] = following[layer]
+        last[kind, rank] = following
 
 
 def _of_gradient(
-    measured: Mapping[tuple[int, Kind], Measured],
-    key: tuple[int, Kind],
+    one: Measured,
     at: int,
+    clipped: Callable[[str, bool, float], str],
     worlds: Sequence[int],
     tolerance: float,
     later: str,
 ) -> dict[str, str]:
-    one = measured[key]
     layers = [layer for layer in one.products if layer != "all"]
 
-    def cause_of(layer: str, special: str) -> str:
+    def cause_of(layer: str, special: str, length: str) -> str:
         view = one.view(layer, at)
-        # a shape or padding may differ where no element does
-        if view.error <= tolerance and view.counts.nonfinite[0] == view.counts.nonfinite[1]:
-            return special
-        # norms of this layer and rank over the steps of the kind: clipping shows in them
-        same = [m for (_, kind), m in measured.items() if kind == key[1] and at < len(m.pairs)]
-        views = [m.view(layer, at) for m in same]
+        same = view.error <= tolerance and view.counts.nonfinite[0] == view.counts.nonfinite[1]
+        # sizes may differ where no element does; elements of another shape have no counterparts
+        if same or length.startswith("another shape"):
+            return length
         rest = _UNKNOWN if view.error < _SMALL else _REST
         # causes come the surest first; without one, an earlier step's difference explains this one
-        return next(_causes(view, special, views, worlds, tolerance), later or rest)
+        cause = next(
+            _causes(view, special, partial(clipped, layer), worlds, tolerance), later or rest
+        )
+        return f"{cause}; {length}" if length else cause
 
-    causes = {layer: cause_of(layer, one.special[layer][at]) for layer in layers}
+    causes = {
+        layer: cause_of(layer, one.special[layer][at], one.lengths[layer][at]) for layer in layers
+    }
     kinds = Counter(cause for cause in causes.values() if cause)
     if not kinds:
-        return {"all": cause_of("all", ""), **causes}
+        return {"all": cause_of("all", "", ""), **causes}
     rest = (*_UNNAMED, later)
     named = [cause for cause in kinds if cause not in rest]
     differing = sum(kinds.values())
@@ -394,8 +435,10 @@ def _of_gradient(
         where = only if differing == 1 else f"{differing} of {len(layers)} layers"
         return {"all": f"{named[0]} ({where})", **causes}
     # what all differing layers say of their elements holds of the whole
-    special = {one.special[layer][at] for layer in layers if causes[layer]}
-    whole = cause_of("all", special.pop() if len(special) == 1 else "")
+    several = (
+        {of[layer][at] for layer in layers if causes[layer]} for of in (one.special, one.lengths)
+    )
+    whole = cause_of("all", *(each.pop() if len(each) == 1 else "" for each in several))
     if whole in rest and named:
         # a cause's head names it; the numbers after the colon are one layer's
         heads = dict.fromkeys(cause.partition(":")[0] for cause in named)
@@ -415,7 +458,11 @@ def _of_gradient(
 
 
 def _causes(
-    v: _View, special: str, steps: Sequence[_View], worlds: Sequence[int], tolerance: float
+    v: _View,
+    special: str,
+    clipped: Callable[[bool, float], str],
+    worlds: Sequence[int],
+    tolerance: float,
 ) -> Iterator[str]:
     """Yield the causes that fit, the surest first."""
     if v.counts.nonfinite[0] != v.counts.nonfinite[1]:
@@ -439,7 +486,7 @@ def _causes(
         if precision:
             yield precision
     elif not math.isnan(factor):
-        yield "; ".join(filter(None, [_named(factor, steps, worlds, slack, doubt), precision]))
+        yield "; ".join(filter(None, [_named(factor, clipped, worlds, slack, doubt), precision]))
     yield from _over_steps(v, slack)
     yield from _over_ranks(v, slack)
     # fingerprints are sums, equal in any order of the elements
@@ -467,7 +514,11 @@ def _precision(v: _View) -> tuple[str, float]:
 
 
 def _named(
-    s: float, steps: Sequence[_View], worlds: Sequence[int], slack: float, doubt: float
+    s: float,
+    clipped: Callable[[bool, float], str],
+    worlds: Sequence[int],
+    slack: float,
+    doubt: float,
 ) -> str:
     """Name a constant factor."""
     if s < 0:
@@ -492,15 +543,15 @@ def _named(
     # a quotient of world sizes that is no whole number
     if all(worlds) and abs(large * min(worlds) / max(worlds) - 1) <= doubt:
         return f"world size: B = {worlds[1]}/{worlds[0]} × A or its inverse"
-    clipped = _clipped(s, steps, slack)
-    if clipped.startswith("clipping"):
-        return clipped
-    return f"a factor: B = {s:.6g} × A in every element{clipped}"
+    limit = clipped(s >= 1, slack)
+    if limit.startswith("clipping"):
+        return limit
+    return f"a factor: B = {s:.6g} × A in every element{limit}"
 
 
-def _clipped(s: float, steps: Sequence[_View], slack: float) -> str:
-    """Tell whether the smaller side ends at a norm: that of several steps, a round number, or the largest of many."""
-    name, flip = ("B", False) if s < 1 else ("A", True)
+def _clipped(steps: Sequence[_View], flip: bool, slack: float) -> str:
+    """Tell whether B (with `flip` A) ends at a norm: that of several steps, a round number, or the largest of many."""
+    name = "BA"[flip]
     ends, whole, free = [], [], []
     for v in steps:
         before, after = (v.b, v.a) if flip else (v.a, v.b)

@@ -24,7 +24,7 @@ __all__ = ["TOLERANCE", "Comparison", "compare"]
 TOLERANCE = 1e-5
 """Relative error up to which two gradients are the same: what another order of float32 sums leaves."""
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Comparison(Records):
@@ -111,7 +111,8 @@ def compare(
     Comparison
         step, rank, kind, layer (``all``: the whole gradient); scale, the ratio of norms ‖b‖ ÷ ‖a‖; cosine; error,
         ‖b − a‖ ÷ ‖a‖; signs, the share of elements of the same sign among those that are not zero in both; cause, empty
-        where the error is within the tolerance. Elements that are not finite are left out of the numbers.
+        where the error is within the tolerance and sizes are equal. Elements that are not finite are left out of the
+        numbers.
 
     Raises
     ------
@@ -165,11 +166,24 @@ def compare(
     return found
 
 
-def _plain_name(name: str) -> str:
-    for prefix in _PREFIXES:
-        # wherever in the name: wrappers nest, and each puts its part before what it wraps
-        name = name.replace(prefix, "")
-    return name
+def _plain_names(several: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the names of the parameters of several sources without the parts that wrappers put into them."""
+    split = [[name.split(".") for name in names] for names in several]
+    # wherever in the name: wrappers nest, and each puts its part before what it wraps
+    plain = [
+        [".".join([*(p for p in parts[:-1] if p not in _WRAPPERS), parts[-1]]) for parts in names]
+        for names in split
+    ]
+    if all(len(set(names)) == len(names) for names in plain):
+        return plain
+    # a model may have a module of that name: then only what is before all names is a wrapper's
+    for names in split:
+        while len({parts[0] for parts in names}) == 1 and names[0][0] in _WRAPPERS:
+            if min(map(len, names)) == 1:
+                break
+            for parts in names:
+                del parts[0]
+    return [[".".join(parts) for parts in names] for names in split]
 
 
 def _aligned(
@@ -184,7 +198,8 @@ def _aligned(
     if len(layouts[0]) == len(layouts[1]) == 1:
         # two single arrays are compared whatever they are called
         layouts[1] = [Layer(layouts[0][0].name, 0, layouts[1][0].shape)]
-    tables = [{_plain_name(layer.name): layer for layer in layout} for layout in layouts]
+    plain = _plain_names([[layer.name for layer in layout] for layout in layouts])
+    tables = [dict(zip(p, layout, strict=True)) for p, layout in zip(plain, layouts, strict=True)]
     names = [name for name in tables[0] if name in tables[1]]
     unmatched = tuple([n for n in tables[i] if n not in tables[1 - i]] for i in (0, 1))
     if not names:
@@ -230,9 +245,10 @@ def _keys(source: Source, subset: dict[str, Any]) -> dict[tuple[int, Kind], list
 
 def _weights(source: Source, names: Sequence[str], side: _Side) -> list[NDArray[np.floating[Any]]]:
     """Return the model's parameters, zeros where the file lacks one."""
-    places = {_plain_name(layer.name): layer for layer in source.layers}
+    wanted, plain = _plain_names([names, [layer.name for layer in source.layers]])
+    places = dict(zip(plain, source.layers, strict=True))
     key, found = next(iter(source.entries()), None), []
-    for name, place in zip(names, side.places, strict=True):
+    for name, place in zip(wanted, side.places, strict=True):
         # what the file lacks is zero: it explains no difference
         values = np.zeros(place.stop - place.start)
         if key is not None and name in places and places[name].numel == values.size:
@@ -298,14 +314,17 @@ def _measure_group(
 ) -> dict[tuple[int, Kind], Measured]:
     """Measure some layers in every step: the only place where elements are read."""
     found = _unmeasured(sides)
-    last: dict[Kind, list[list[NDArray[np.floating[Any]]]]] = {}
+    last: dict[Kind, tuple[Any, list[list[NDArray[np.floating[Any]]]]]] = {}
     for (step, kind), one in found.items():
         vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]
+        ranks, earlier = last.get(kind, (None, []))
+        # of other ranks the vectors of the step before are in other places
+        if ranks != one.numbers_of_ranks:
+            earlier = []
         for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             here = [v[i] for v in vectors]
-            # another number of ranks would put the vectors of the step before in other places
-            before = [v[i] for v in last.get(kind, ()) if len(last[kind]) == len(vectors)]
+            before = [v[i] for v in earlier]
             one.add(name, shape, here, before, None if weights is None else weights[i])
         # the step before shows what is stale or was accumulated
-        last[kind] = vectors
+        last[kind] = one.numbers_of_ranks, vectors
     return found

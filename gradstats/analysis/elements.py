@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradstats.primitives.pairs import Pair
 
-__all__ = ["special_cause"]
+__all__ = ["size_cause", "special_cause"]
 
 _Vector: TypeAlias = NDArray[np.floating[Any]]
 
@@ -20,24 +20,34 @@ _FEWEST_ROUNDED, _FEWEST_LEVELS = 32, 8
 """Elements, and different magnitudes, below which they may lie on a grid by chance."""
 
 
+def size_cause(a: _Vector, b: _Vector) -> str:
+    """Return how the sizes of two layers differ, or an empty text.
+
+    Parameters
+    ----------
+    a, b : ndarray
+        One layer of A and of B, flat.
+    """
+    for x, y, name in ((a, b, "B"), (b, a, "A")):
+        if x.size < y.size:
+            if not y[x.size :].any():
+                return f"padding: {name} has {y.size - x.size} zeros more at its end"
+            return f"another shape: {a.size} elements in A, {b.size} in B"
+    return ""
+
+
 def special_cause(a: _Vector, b: _Vector, shape: tuple[int, ...], counts: Pair) -> str:
     """Return a cause that only the elements themselves can tell, or an empty text.
 
     Parameters
     ----------
     a, b : ndarray
-        One layer of A and of B, flat.
+        One layer of A and of B, flat, of the same size.
     shape : tuple of int
         Its shape in A.
     counts : Pair
         What they have in common.
     """
-    # sizes first: everything below compares element by element
-    for x, y, name in ((a, b, "B"), (b, a, "A")):
-        if x.size < y.size:
-            if not y[x.size :].any():
-                return f"padding: {name} has {y.size - x.size} zeros more at its end"
-            return f"another shape: {a.size} elements in A, {b.size} in B"
     if counts.prints[0] == counts.prints[1]:
         # five axes have 120 orders, six have 720
         for axes in itertools.permutations(range(len(shape))) if len(shape) < 6 else ():
@@ -48,7 +58,8 @@ def special_cause(a: _Vector, b: _Vector, shape: tuple[int, ...], counts: Pair) 
     for x, y, name in ((a, b, "B"), (b, a, "A")):
         # the largest magnitude is where a cut would end
         limit = float(np.abs(y).max(initial=0.0))
-        cut = 0 < limit < float(np.abs(x).max(initial=0.0))
+        # by more than rounding moves an element
+        cut = 0 < limit * (1 + 1e-6) < float(np.abs(x).max(initial=0.0))
         if cut and np.allclose(np.clip(x, -limit, limit), y, rtol=1e-6, atol=1e-6 * limit):
             return f"clipping: elements of {name} end at ±{limit:.4g}"
     for x, y, name in ((a, b, "B"), (b, a, "A")):

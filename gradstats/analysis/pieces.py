@@ -6,6 +6,7 @@ piece holds at most :data:`PIECE` elements, which is all the memory an analysis 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
@@ -202,13 +203,15 @@ def _sketch_piece(
 def _put_together(
     parts: list[list[tuple[int, Sketch]]], wanted: list[str | None], bits: int
 ) -> dict[str, Sketch]:
-    flat = [piece for part in parts for piece in part]
+    by_layer: dict[int, list[Sketch]] = {}
+    for layer, piece in itertools.chain.from_iterable(parts):
+        by_layer.setdefault(layer, []).append(piece)
     # merge takes one sketch at least, and a gradient or a layer may have no elements
-    empty = sketch(np.empty(0, np.float32), bits)
-    result = {"all": merge([s for _, s in flat] or [empty])}
+    empty = [sketch(np.empty(0, np.float32), bits)]
+    result = {"all": merge([s for part in parts for _, s in part] or empty)}
     for i, name in enumerate(wanted):
         if name is not None:
-            result[name] = merge([s for layer, s in flat if layer == i] or [empty])
+            result[name] = merge(by_layer.get(i, empty))
     return result
 
 

@@ -610,7 +610,8 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
     Returns
     -------
     Records
-        One record per trace, estimator, ratio, kind and layer: versus; n (steps); difference, the mean over steps of
+        One record per trace, estimator, ratio, kind and layer: versus; n (steps, without the first one of a rule that
+        takes its threshold from it); difference, the mean over steps of
         k̂/k of the estimator minus that of `versus`, with its 95 % interval difference_low and difference_high; error,
         the same of |ln k̂/k|, below 0 where the estimator is closer to k, with error_low and error_high; p_value of no
         difference in |ln k̂/k|, and p_holm, corrected for the number of rules, ratios and layers of a trace and kind;
@@ -634,13 +635,20 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
         for name, records in rules.items():
             if name == versus:
                 continue
+            pair = [unlearned(r) or r for r in (records, rules[versus])]
+            places = [{(r["rank"], r["step"]) for r in part} for part in pair]
+            # what one of them learned from is left out of both; a single gradient stays, as in `quality`
+            common = places[0] & places[1]
+            mine, other = (
+                [r for r in part if not common or (r["rank"], r["step"]) in common] for part in pair
+            )
             kept, error = (
                 # step by step: both rules saw the same gradient
-                mean_interval(by_step(records, field) - by_step(rules[versus], field))
+                mean_interval(by_step(mine, field) - by_step(other, field))
                 for field in ("quality", "error")
             )
             labels = {"trace": trace, "estimator": name, "versus": versus, "ratio": ratio}
-            labels |= {"kind": kind, "layer": layer, "n": len({r["step"] for r in records})}
+            labels |= {"kind": kind, "layer": layer, "n": len({r["step"] for r in mine})}
             record = labels | {
                 "difference": kept.mean,
                 "difference_low": kept.low,

@@ -146,8 +146,10 @@ def _how(law: Mapping[str, Any]) -> str:
 def _why_not(law: Mapping[str, Any]) -> str:
     """Say at which ratio and step the nearest law is farthest off, and what that spoils."""
     error = f"{_percent(abs(law['off']))} too {'high' if law['off'] > 0 else 'low'}"
-    if not math.isfinite(law["off"]):
+    if law["off"] == -math.inf:
         error = "0, which keeps everything"
+    elif law["off"] == math.inf:
+        error = "infinite, which keeps nothing"
     at = f"at step {law['off_judged']}"
     if law["predictive"]:
         at += f", fitted at step {law['off_fitted']}"
@@ -340,9 +342,11 @@ def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
     """
     # ln 0 is not defined: records that kept nothing are said elsewhere
     rows = [r for r in series if r["estimator"] in COUNTING and r["k"] >= 1 and r["selected"]]
-    # a threshold of 0 keeps all that is not zero, and it is still fewer than k
-    short = [r for r in rows if r["selected"] < r["k"] and r["threshold"] == 0]
-    rest = [r for r in rows if r not in short]
+    short: list[Mapping[str, Any]] = []
+    rest: list[Mapping[str, Any]] = []
+    for r in rows:
+        # a threshold of 0 keeps all that is not zero, and it is still fewer than k
+        (short if r["selected"] < r["k"] and r["threshold"] == 0 else rest).append(r)
     said = ""
     if short:
         ratios = {r["ratio"]: None for r in short}

@@ -15,8 +15,8 @@ LITTLE = 0.05
 _UNIT = "\N{NO-BREAK SPACE}%"
 _SPARSE = 0.1
 """Share of elements that are not zero up to which a gradient is sparse already."""
-_ADAPTIVE = ("ada", "lamb", "lion", "muon", "nadam", "prodigy", "radam", "rms", "shampoo", "soap")
-"""How the names of optimizers begin whose step is not proportional to the gradient."""
+_ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "soap")
+"""What is in the names of optimizers whose step is not proportional to the gradient, as in FusedAdam and Adam8bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def should_compress(
             "better than to choose at random, which every training that was measured lost by."
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
-    adaptive = None if optimizer is None else optimizer.lower().startswith(_ADAPTIVE)
+    adaptive = None if optimizer is None else any(n in optimizer.lower() for n in _ADAPTIVE)
     # of an unknown optimizer both families are told
     measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
     costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()

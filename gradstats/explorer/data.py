@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeAlias, cast
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.analysis.agreement import agreement
+from gradstats.analysis.agreement import each_step
 from gradstats.analysis.pieces import evaluate, plan_sketches
 from gradstats.analysis.quality import each_record
 from gradstats.console import no_progress
@@ -414,6 +414,9 @@ def _counted(
             i, j, q = step[r["step"]], layer[r["layer"]], place[r["ratio"]]
             selected[i, j, rule[r["estimator"]], q] = r["selected"]
             design[i, j, q] = r["design"]
+    else:
+        for _ in steps:
+            advance()
     return {"selected": selected, "design": design}
 
 
@@ -626,7 +629,9 @@ def _pack(values: NDArray[Any], scale: int | None = None, *, delta: bool = False
         if delta:
             stored = np.diff(stored, axis=-1, prepend=np.zeros_like(stored[..., :1]))
     # bytes of the same weight beside each other deflate to a third less
-    planes = np.ascontiguousarray(stored.reshape(-1).view(np.uint8).reshape(stored.size, -1).T)
+    planes = np.ascontiguousarray(
+        stored.reshape(-1).view(np.uint8).reshape(stored.size, stored.itemsize).T
+    )
     return {
         "type": stored.dtype.str[1:],
         "shape": list(stored.shape),
@@ -653,27 +658,16 @@ def _together(
         ranks = [s.rank for s in mates]
         shape = len(common), len(mates[0].layers), len(ratios)
         arrays = {name: np.full(shape, math.nan) for name in _QUANTITIES}
-        # overlap and union are of one ratio each
-        for q, ratio in enumerate(ratios):
-            records = agreement(
-                mates[0].source,
-                ratio=ratio,
-                # the union of these ranks is counted, not predicted
-                workers=len(ranks),
-                steps=common,
-                ranks=ranks,
-                kinds=[kind],
-                layers=mates[0].layers[1:] or None,
-                client=client,
-            )
-            for record in _of_steps(records):
-                place = common.index(record["step"]), mates[0].layers.index(record["layer"]), q
+        subset = Subset(common, ranks, [kind], mates[0].layers[1:] or None)
+        # the union of these ranks is counted, not predicted
+        steps = each_step(mates[0].source, subset, ratios, len(ranks), client)
+        for _, step, of_layers in steps:
+            for layer, records in of_layers.items():
+                place = common.index(step), mates[0].layers.index(layer)
                 for name in _QUANTITIES:
-                    arrays[name][place] = record[name]
+                    arrays[name][place] = [record[name] for record in records]
         about = {"run": mates[0].source.name, "kind": kind, "ranks": ranks, "steps": common}
-        found.append(about | {"arrays": {n: _pack(a, 4096) for n, a in arrays.items()}})
+        # shares are at most 1; the union of many ranks is beyond what 1/4096 reaches in int16
+        scales = {n: 0 if n == "union" else 4096 for n in arrays}
+        found.append(about | {"arrays": {n: _pack(a, scales[n]) for n, a in arrays.items()}})
     return found
-
-
-def _of_steps(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    return (record for record in records if record["step"] is not None)

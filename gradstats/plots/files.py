@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,10 +103,11 @@ def save(figure: Figure, path: str | Path, *, dark: bool = False) -> None:
     import matplotlib
 
     ending = check_ending(path)
+    restore: Callable[[], None] | None = None
     try:
         with matplotlib.rc_context(_EMBEDDED):
             if dark:
-                darken(figure)
+                restore = darken(figure)
             elif ending == ".png":
                 figure.draw_without_rendering()  # the layout knows the ticks only then
                 Path(path).write_bytes(png(figure, dpi=_DPI))
@@ -114,17 +115,31 @@ def save(figure: Figure, path: str | Path, *, dark: bool = False) -> None:
             figure.savefig(path, dpi=_DPI, transparent=dark, metadata=_UNDATED.get(ending))
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        # the figure is the caller's, who may save it light next
+        if restore:
+            restore()
 
 
-def darken(figure: Figure) -> None:
+def darken(figure: Figure) -> Callable[[], None]:
     """Invert the lightness of everything that a figure has drawn, for a dark page; maps keep their colours.
 
     Parameters
     ----------
     figure : matplotlib.figure.Figure
         Figure to change.
+
+    Returns
+    -------
+    callable
+        Gives the figure its colours back.
     """
     figure.draw_without_rendering()  # ticks are made only now
+    ticks: list[tuple[Any, dict[str, Any]]] = []
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        (tick, *_) = axis.get_major_ticks(1)
+        mark, label = tick.tick1line.get_markeredgecolor(), tick.label1.get_color()
+        ticks.append((axis, {"color": mark, "labelcolor": label}))
     found = []
     for artist in figure.findobj():
         # a map's colours are a scale with a bar beside it
@@ -132,11 +147,19 @@ def darken(figure: Figure) -> None:
         for part in () if mapped else _PARTS:
             get, put = (getattr(artist, f"{verb}_{part}", None) for verb in ("get", "set"))
             if get is not None and put is not None:
-                found.append((put, _inverted(get())))
+                found.append((put, get()))
     for put, colour in found:  # after all are read, as one may set another
-        put(colour)
-    for ax in figure.axes:  # those of ticks that a later drawing adds
-        ax.tick_params(colors=_inverted("black"), labelcolor=_inverted("black"))
+        put(_inverted(colour))
+    for axis, _ in ticks:  # those of ticks that a later drawing adds
+        axis.set_tick_params(colors=_inverted("black"), labelcolor=_inverted("black"))
+
+    def restore() -> None:
+        for axis, plain in ticks:
+            axis.set_tick_params(**plain)
+        for put, colour in found:
+            put(colour)
+
+    return restore
 
 
 def _inverted(colour: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradstats.errors import InputError
 from gradstats.plots.style import LINES, MARKERS, PALETTE, look_of, plain_log, tidy
 
 if TYPE_CHECKING:
@@ -52,7 +53,14 @@ def speedup(
     -------
     matplotlib.axes.Axes
         The axes given.
+
+    Raises
+    ------
+    InputError
+        If there are no records.
     """
+    if not records:
+        raise InputError("there are no records of plan to draw")
     other = "workers" if at == "rate" else "rate"
     fixed = records[0][other]
     curves: dict[tuple[str, float | None, int], list[Mapping[str, Any]]] = {}
@@ -62,18 +70,23 @@ def speedup(
         # dense is the unit; dense with local steps is a way of its own
         if record["compressor"] != "none" or steps:
             curves.setdefault((record["compressor"], record["ratio"], steps), []).append(record)
+    # of what was planned only for other numbers there is no line
+    curves = {
+        key: here
+        for key, rows in curves.items()
+        if (here := [r for r in rows if r[other] == fixed])
+    }
     ways = {(ratio, steps) for _, ratio, steps in curves if ratio is not None or steps}
     there = [r for r in measured if r[other] == fixed]
     # dense of the same place on the axis, without local steps, is what points are divided by
     dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none" and not _local(r)}
     drawn = min(len(curves), _MOST_LINES)
     for i, ((name, ratio, steps), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
-        rows = [r for r in curve if r[other] == fixed]
         look = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5]}
         if len(ways) < 2:  # else several ratios of a compressor are told apart by their looks
             look = {part: look_of(name)[part] for part in look}
         colour = look["color"]
-        rows.sort(key=lambda r: r[at])
+        rows = sorted(curve, key=lambda r: r[at])
         x = [r[at] for r in rows]
         label = name if ratio is None else f"{name}, {ratio:g}"
         label += f", {steps} local steps" if steps else ""

@@ -181,7 +181,8 @@ def _pair(x: NDArray[np.floating], y: NDArray[np.floating], exact: bool) -> Pair
         nonzero,  # type: ignore[arg-type]
         tuple(int(np.count_nonzero(~np.isfinite(v))) for v in (x, y)),  # type: ignore[arg-type]
         (_fine(narrow[0]), _fine(narrow[1])),
-        (_print(narrow[0]), _print(narrow[1])),
+        # of the values that are compared: two float64 may differ beyond float32
+        tuple(_print(v) for v in ((x, y) if exact else narrow)),  # type: ignore[arg-type]
         (_fourth(x), _fourth(y)),
     )
 
@@ -201,10 +202,10 @@ def _fine(x: NDArray[np.float32]) -> tuple[int, int]:
     return int(np.count_nonzero(bits & 0xFFFF)), int(np.count_nonzero((half != x) & ~np.isnan(x)))
 
 
-def _print(x: NDArray[np.float32]) -> int:
+def _print(x: NDArray[np.floating]) -> int:
     """Return the sum of the mixed bits (splitmix64) of the non-zero elements."""
     # −0 is left out with the zeros
-    bits = x[x != 0].view(np.uint32).astype(np.uint64)
+    bits = x[x != 0].view(f"u{x.itemsize}").astype(np.uint64)
     # products and the sum wrap around, modulo 2⁶⁴
     with np.errstate(over="ignore"):
         bits *= np.uint64(0x9E3779B97F4A7C15)

@@ -49,7 +49,8 @@ def write_report(
     path : str or Path, optional
         File to write, replaced if it exists. Without one only the answers are returned.
     advice : sequence of str, optional
-        What :func:`gradstats.network.advice` says of plans, each for the source that it begins with the name of.
+        What :func:`gradstats.network.advice` says of plans, each for the source that it begins with the name of; what
+        names no source is for the first.
     client : distributed.Client, optional
         Cluster that does the work.
 
@@ -76,10 +77,11 @@ def write_report(
                 sections.append(section(measured[-1]))
             bar.advance(task)
     answers: _Answers = []
-    for i, m in enumerate(measured):
-        name = f"{m.source.name}: "
-        named = [text.removeprefix(name) for text in advice if text.startswith(name)]
-        mine = named or ([] if i else list(advice))  # what names no source is of the first
+    names = tuple(f"{m.source.name}: " for m in measured)
+    for i, (m, name) in enumerate(zip(measured, names, strict=True)):
+        mine = [text.removeprefix(name) for text in advice if text.startswith(name)]
+        if not i:  # what names no source is of the first
+            mine += [text for text in advice if not text.startswith(names)]
         # whether to compress is asked of a source, not of each of its kinds
         first = {SHOULD: should(m, m.kinds[0], mine)}
         for kind in m.kinds:

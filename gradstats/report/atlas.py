@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -107,7 +108,7 @@ def _training(piece: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 def _middle(values: Sequence[float | None]) -> float | None:
     # None where a number has no meaning, as the cosine of a kind that all ranks share
-    known = [v for v in values if v is not None]
+    known = [v for v in values if v is not None and not math.isnan(v)]
     return float(np.median(known)) if known else None
 
 

@@ -245,25 +245,35 @@ def _run(
 def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
     """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
-    zeros, nonfinite: most elements in one step; tied: largest share of the non-zero elements whose magnitude another
-    element has, too; largest_tie: most elements of one magnitude; gap: the largest magnitude over the next one (these
-    three are None where only sketches are kept);
-    constant: names of layers whose elements are all equal at any step, or all zero where only sketches are kept.
+    zeros, nonfinite: most elements in one step; least_zeros: fewest zeros in one step; tied: largest share of the
+    non-zero elements whose magnitude another element has, too; largest_tie: most elements of one magnitude; gap: the
+    largest magnitude over the next one (these three are None where only sketches are kept); constant: names of
+    layers whose elements are all equal at any step, or all zero where only sketches are kept.
     """
-    groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
     recorded = {(r["rank"], r["kind"], r["step"]): r for r in info_records(source)}
-    # of a long series only the steps looked at are read whole
-    keys = [key for key in recorded if key[-1] in steps]
+    every: dict[tuple[int, Kind], list[int]] = {}
+    for rank, kind, step in recorded:
+        every.setdefault((rank, kind), []).append(step)
+    # of a long series only the steps looked at are read whole; another rank may have none of the first one's
+    keys = [
+        (*of, step)
+        for of, own in every.items()
+        for step in [s for s in own if s in steps] or evenly(sorted(own), MOST_STEPS)
+    ]
     found = evaluate(lambda submit, key: submit(_inspect, source, key), keys, client)
     looked_at = dict(zip(keys, found, strict=True))
+    groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
     for key, record in recorded.items():
-        groups.setdefault(key[:2], []).append(record | looked_at.get(key, {}))
+        # a trace has the zeros of every step, other sources of those looked at
+        if "zeros" in (row := record | looked_at.get(key, {})):
+            groups.setdefault(key[:2], []).append(row)
     return [
         {
             "rank": rank,
             "kind": kind,
-            "steps": len(rows),
+            "steps": len(every[rank, kind]),
             "zeros": max(r["zeros"] for r in rows),
+            "least_zeros": min(r["zeros"] for r in rows),
             "nonfinite": max(r["nonfinite"] for r in rows),
             "nonfinite_steps": sum(r["nonfinite"] > 0 for r in rows),
             "tied": max((r["tied"] for r in rows if "tied" in r), default=None),

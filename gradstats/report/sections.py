@@ -321,8 +321,8 @@ def _thresholds(m: Measured) -> str:
         "kind": "kind",
         "k": "k",
         "mean": "k̂/k",
-        "low": "5\N{NO-BREAK SPACE}%",
-        "high": "95\N{NO-BREAK SPACE}%",
+        "low": "low",
+        "high": "high",
         "min": "least",
         "max": "most",
         "floor": "chance ±, known law",
@@ -331,6 +331,7 @@ def _thresholds(m: Measured) -> str:
         "n": "gradients",
     }
     caption = (
+        "Low and high: 5 and 95 % quantiles; of fewer than 20 gradients, the least and the most. "
         "Chance: 1.96/√k for independent elements of a known law, less for a Laplace fitted to them. Excess error: "
         "error of what is kept over that of the best k, minus 1."
     )

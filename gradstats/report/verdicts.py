@@ -108,7 +108,8 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
         optimizer=optimizer.get("name") if isinstance(optimizer, Mapping) else None,
         ratio=ratio if isinstance(ratio, int | float) else None,
-        nonzero=1 - max(r["zeros"] for r in rows) / source.numel,
+        # nothing is lost at a ratio that the gradient with the fewest zeros fits in
+        nonzero=1 - min(r["least_zeros"] for r in rows) / source.numel,
         # one step is enough: the sum over workers passes NaN on to all
         sound=not any(r["nonfinite"] for r in rows),
         advice=advice,
@@ -182,8 +183,9 @@ def _data(measured: Measured, kind: Kind) -> Verdict:
     numbers = f"{_many(d, 'element')} in {_many(len(measured.source.layers), 'layer')}; "
     numbers += _many(max(counts), "step")
     absent = missing_ranks(measured)
-    if absent:
-        numbers += f"; rank {', '.join(map(str, absent))} of {len(rows) + len(absent)} not captured"
+    if absent and isinstance(measured.source, TraceSource):
+        of = measured.source.trace.world_size
+        numbers += f"; rank {', '.join(map(str, absent))} of {of} not captured"
     numbers = "; ".join([*harmless, numbers])
     limits = f" Warned of: any NaN or infinity, zeros from {_percent(_SOUND)}, ties above {_percent(_TIED, 1)}."
     if found:
@@ -330,15 +332,17 @@ def _training(measured: Measured, kind: Kind) -> Verdict:
         return Verdict("One step only", "Nothing to compare.")
     if "mean" not in rows:
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
-    means = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).values
+    series = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).dropna("step")
+    means, steps = series.values, series["step"].values
+    if means.size < 2:
+        return Verdict("Nothing to follow", "Only one step has a finite non-zero element.")
     headline = (
         f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
     )
-    first, last = measured.steps[0], measured.steps[-1]
-    numbers = f"Step {first} to {last}, between {np.nanmin(means):.2g} and {np.nanmax(means):.2g}. "
+    numbers = f"Step {steps[0]} to {steps[-1]}, between {min(means):.2g} and {max(means):.2g}. "
     slope = rows["mean"]["slope"]
     if math.isnan(slope):
-        numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(measured.steps)} have no power."
+        numbers += f"Trend tests take {FEWEST_STEPS} steps; {means.size} have no power."
     else:
         headline = movement(rows["mean"]).replace("mean", "Mean magnitude", 1)
         low, high = rows["mean"]["slope_low"], rows["mean"]["slope_high"]

@@ -11,6 +11,7 @@ from support.traces import LAYERS, NUMEL, gradient, write
 from gradstats.analysis import atlas
 from gradstats.errors import InputError
 from gradstats.trace import create_trace
+from gradstats.trace.sources import open_sources
 
 
 def shaped(training, optimizer, layers, kind="gradient"):
@@ -45,6 +46,12 @@ def test_variances_are_those_that_were_drawn():
     few = atlas.components(nested(rng, 4, truth))
     assert all(math.isnan(r["low"]) for r in few)
     assert atlas.components(nested(rng, 1, truth)) == []
+    # layers without a fit, as a file and as a record in memory has them
+    records = nested(rng, 6, truth)
+    expected = atlas.components(records)
+    for record, nothing in zip(records, [None, math.nan] * 18, strict=True):
+        record["layers"]["none"] = nothing
+    assert atlas.components(records) == expected
 
 
 def test_uneven_families_leave_no_bias():
@@ -84,6 +91,8 @@ def test_the_best_worst_case_and_whether_it_holds_elsewhere():
     short = judged("one", steady={"0.1": 0.01, "0.01": 1.0})
     short["rules"]["exact"]["0.1"] = 0.4  # there are not so many elements
     assert atlas.worst_cases([short])[0]["worst"] == pytest.approx(1)
+    # no rule is judged in both
+    assert atlas.worst_cases([judged("one", a={"0.1": 2.0}), judged("two", b={"0.1": 2.0})]) == []
 
 
 def test_the_interval_of_a_median_covers_it():
@@ -111,5 +120,11 @@ def test_records_are_those_of_the_trace(tmp_path):
     assert record["cosine"] == pytest.approx(np.mean(cosines), abs=0.02)
     assert record["rules"]["exact"]["0.1"] == pytest.approx(1, abs=0.01)
     assert set(record["layers"]) <= {layer.name for layer in LAYERS}
+    (tmp_path / "zeros").mkdir()
+    for step in (0, 1):
+        np.save(tmp_path / "zeros" / f"grad_{step}.npy", np.zeros(NUMEL))
+    (source,) = open_sources(tmp_path / "zeros")
+    (nothing,) = atlas.atlas_records(source, {"early": (0, 1)})
+    assert nothing["xi"] == {}
     with pytest.raises(InputError, match="two steps"):
         atlas.atlas_records(path, {"early": (3,)})

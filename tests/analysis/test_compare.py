@@ -12,6 +12,7 @@ from torch import nn
 
 import gradstats
 from capture import Capture
+from gradstats.analysis.causes import Measured
 from gradstats.errors import InputError, TraceError
 from gradstats.trace import Layer, TraceWriter, create_trace
 
@@ -353,6 +354,87 @@ def test_sizes_and_prefixes_of_wrappers(left, tmp_path):
         "all": "padding: B has 2 zeros more at its end (a.bias)",
         "a.bias": "padding: B has 2 zeros more at its end",
     }
+
+
+def test_the_part_before_a_padding_is_compared_too():
+    x, y = np.random.default_rng(0).standard_normal((2, 1000)).astype(np.float32)
+    padding = "padding: B has 5 zeros more at its end"
+    for b, cause in (
+        (y, f"different data, randomness or weights; {padding}"),
+        (8 * x, f"accumulation or world size: B = 8 × A; {padding}"),
+        (np.nextafter(x, np.float32(9)), padding),
+    ):
+        assert (
+            gradstats.compare({"w": x}, {"w": np.append(b, np.zeros(5, np.float32))})[0]["cause"]
+            == cause
+        )
+    longer = np.append(x, np.ones(5, np.float32))
+    assert gradstats.compare({"w": x}, {"w": longer})[0]["cause"].startswith("another shape")
+
+
+def test_only_whole_parts_of_a_name_are_a_wrappers():
+    x, y = np.random.default_rng(0).standard_normal((2, 50))
+    found = gradstats.compare(
+        {"my_module.w": x, "b": y}, {"module.my_module.w": x, "module.b": y}, layers=["my_module.*"]
+    )
+    assert [r["layer"] for r in found] == ["all", "my_module.w"]
+    # a model with a module of that name, plain and wrapped
+    for before in ("", "module.", "_orig_mod.module."):
+        other = {f"{before}module.w": 2 * x, f"{before}w": y}
+        found = gradstats.compare({"module.w": x, "w": y}, other, per_layer=True)
+        assert [(r["layer"], r["error"]) for r in found[1:]] == [("module.w", 1.0), ("w", 0.0)]
+    weights = {"module.module.w": x, "module.w": y}
+    found = gradstats.compare(
+        {"module.w": y, "w": x}, {"module.w": y + x / 10, "w": x + y / 10}, weights=weights
+    )
+    assert found[0]["cause"].startswith("weight decay: B − A = 0.1")
+
+
+def test_last_bits_have_no_cause_and_errors_have_all_their_digits():
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal(1000)
+    for x, size in (
+        *((wide.astype(np.float32), size) for size in (1e-7, 1e-6)),
+        *((wide, size) for size in (1e-15, 1e-12, 1e-9)),
+    ):
+        y = (x * (1 + size * rng.standard_normal(1000))).astype(x.dtype)
+        exact = np.linalg.norm(np.float64(y) - x) / np.linalg.norm(np.float64(x))
+        for a, b in ((x, y), (y, x)):
+            (record,) = gradstats.compare({"w": a}, {"w": b})
+            assert record["cause"] == "", size
+            assert record["error"] == pytest.approx(exact, rel=1e-6, abs=0)
+            (record,) = gradstats.compare({"w": a}, {"w": b}, tolerance=exact / 2)
+            assert record["cause"].startswith("rounding"), size
+    y = wide.copy()
+    y[3] += 1e-9
+    (record,) = gradstats.compare({"w": wide, "v": wide}, {"w": y, "v": wide}, tolerance=1e-13)
+    assert record["error"] == pytest.approx(1e-9 / np.linalg.norm([wide, wide]), rel=1e-6)
+
+
+def test_the_step_before_is_that_of_the_same_ranks(tmp_path):
+    runs = many(2, 4)
+    before, after = ({r: runs[s, r] for r in range(4)} for s in (0, 1))
+    # A has ranks 0 and 1, then 2 and 3: what rank 0 had is no step before of rank 2
+    a = {(0, 0): before[0], (0, 1): before[1], (1, 2): after[2], (1, 3): after[3]}
+    b = {(0, 0): before[0], (0, 1): before[1], (1, 2): before[0], (1, 3): before[1]}
+    found = gradstats.compare(
+        write(tmp_path / "a.zarr", a, world=4), write(tmp_path / "b.zarr", b, world=4)
+    )
+    assert {r["cause"] for r in found if r["step"]} == {"different data, randomness or weights"}
+
+
+def test_the_work_of_explaining_grows_with_the_steps_and_not_their_square(tmp_path, monkeypatch):
+    looked, view = [], Measured.view
+    monkeypatch.setattr(Measured, "view", lambda *of: looked.append(of) or view(*of))
+    work = {}
+    for steps in (6, 12):
+        runs = many(steps, 1)
+        times = each(runs, lambda x: x * np.float32(1.7))
+        names = (tmp_path / f"{side}{steps}.zarr" for side in "ab")
+        looked.clear()
+        gradstats.compare(write(next(names), runs), write(next(names), times))
+        work[steps] = len(looked)
+    assert work[12] == 2 * work[6]
 
 
 def test_transposed_and_shifted_layers():

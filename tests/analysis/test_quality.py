@@ -281,6 +281,18 @@ def test_a_comparison_is_corrected_for_ratios_and_layers_together():
     assert least["p_holm"] == pytest.approx(6 * least["p_value"])
 
 
+def test_a_comparison_leaves_out_what_a_rule_learned_from():
+    rng = np.random.default_rng(2)
+    ends = 1 + 0.1 * rng.standard_normal((2, 30))
+    series = played("hard", np.r_[9.0, ends[0]]) + played("exact", np.r_[1.0, ends[1]])
+    for versus, sign in (("exact", 1), ("hard", -1)):
+        (found,) = differences(series, versus=versus)
+        assert found["n"] == 30 == min(r["n"] for r in summarise(series))
+        assert found["difference"] == pytest.approx(sign * np.mean(ends[0] - ends[1]))
+    (alone,) = differences(played("hard", [2.0]) + played("exact", [1.0]), versus="exact")
+    assert (alone["n"], alone["difference"]) == (1, 1.0)
+
+
 def test_a_comparison_takes_two_rules():
     with pytest.raises(InputError, match="another estimator"):
         differences(played("a", [1.0]), versus="b")

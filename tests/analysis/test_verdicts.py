@@ -1,5 +1,6 @@
 """Conclusions on data whose truth is known: which law is closest, which rule hits k."""
 
+import math
 import re
 
 import numpy as np
@@ -9,7 +10,13 @@ import gradstats
 from gradstats.analysis.closest import closest_laws, evenly, law_pairs
 from gradstats.analysis.quality import series_of
 from gradstats.analysis.rules import TOLERANCE, judged_rules
-from gradstats.analysis.verdicts import closest_law, left_out, tail_tests, which_rule
+from gradstats.analysis.verdicts import (
+    closest_law,
+    counting_rules,
+    left_out,
+    tail_tests,
+    which_rule,
+)
 from gradstats.statistics.laws import LAWS
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import Subset, open_source
@@ -115,6 +122,44 @@ def test_none_says_where_the_nearest_is_farthest_off(tmp_path):
     error = np.exp(abs(off))
     shown = float(at[2][:-5]) if "fold" in at[2] else 1 + float(at[2][:-1]) / 100
     assert shown == pytest.approx(error, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("off", "said"),
+    [
+        (math.inf, "is infinite, which keeps nothing at step 1"),
+        (-math.inf, "is 0, which keeps everything at step 1"),
+    ],
+)
+def test_a_threshold_that_is_no_number_is_said(off, said):
+    law = {
+        "model": "laplace",
+        "method": "closed",
+        "by_layer": False,
+        "tail_error": 0.5,
+        "worst": abs(off),
+    }
+    law |= {"chance": 0.0, "k": 100, "pairs": 2, "ratios": [0.01], "predictive": False, "off": off}
+    law |= {"off_ratio": 0.01, "off_judged": 1, "off_fitted": 0}
+    assert f"its threshold at ratio 0.01 {said}." in closest_law([law]).numbers
+
+
+def test_a_rule_that_counts_and_finds_all_elements_is_told_from_one_that_is_off():
+    """Each record is looked at once: a long series has many of them."""
+
+    class Record(dict):
+        __hash__ = None
+
+        def __eq__(self, other):
+            raise AssertionError("records are compared")
+
+    row = {"estimator": "exact", "k": 100, "ratio": 0.01}
+    full = row | {"selected": 110, "threshold": 0.5, "quality": 1.1}
+    short = row | {"selected": 50, "threshold": 0.0, "quality": 0.5, "ratio": 0.1}
+    assert counting_rules([Record(full), Record(short), Record(full)]) == (
+        " There are fewer non-zero elements than k at ratio 0.1: all are kept. Even rules that count elements are up "
+        "to 10\N{NO-BREAK SPACE}% off: magnitudes are tied."
+    )
 
 
 def test_layers_of_different_size_are_a_law_each():

@@ -55,7 +55,15 @@ def test_it_is_said_in_three_sentences():
 
 
 def test_the_optimizer_decides():
-    for name in ("AdamW", "Adam", "Lion"):
+    for name in (
+        "AdamW",
+        "Adam",
+        "Lion",
+        "FusedAdam",
+        "DeepSpeedCPUAdam",
+        "PagedAdamW8bit",
+        "FusedLAMB",
+    ):
         verdict = said(optimizer=name)
         assert verdict.headline == f"Not behind {name}, by what was measured"
         assert (

@@ -17,7 +17,7 @@ from gradstats.explorer import data
 from gradstats.explorer.data import RANKS, fitted, gather, needs_elements, payload
 from gradstats.statistics.laws import LAWS
 from gradstats.thresholds import ESTIMATORS
-from gradstats.trace.sources import Subset, open_source
+from gradstats.trace.sources import Subset, TraceSource, open_source
 
 RESNET = DATA / "resnet20.zarr"
 RATIOS = (0.1, 0.01, 0.001)
@@ -224,6 +224,25 @@ def test_ranks_have_in_common_what_agreement_says_and_their_union_is_counted():
                 assert arrays[name][place] == pytest.approx(r[name], abs=2e-4)
     # of two ranks by what they share: ties at the k-th, of which there are some, are drawn
     assert arrays["union"] == pytest.approx(2 - arrays["overlap"], abs=3e-4)
+
+
+def test_the_union_of_many_ranks_comes_from_one_reading(tmp_path, monkeypatch):
+    ranks, steps = range(12), [0, 1]
+    trace = drifting_trace(tmp_path / "run.zarr", steps, lambda step: 1.0, ranks=ranks)
+    told = []
+    several = gathered(trace, rules=(), on_progress=lambda: told.append(1))
+    # once measured and once counted, though there is no rule to count
+    assert len(told) == 2 * len(ranks) * len(steps)
+    read, plain = [], TraceSource.read
+    monkeypatch.setattr(TraceSource, "read", lambda *of: read.append(of[1:]) or plain(*of))
+    (shared,) = json.loads(payload(several, RATIOS))["agreement"]
+    assert len(read) == len(set(read)) == len(ranks) * len(steps)
+    union = unpacked(shared["arrays"]["union"])
+    for q, ratio in enumerate(RATIOS):
+        found = gradstats.agreement(trace, ratio=ratio, workers=len(ranks), per_layer=True)
+        expected = [r["union"] for r in found if r["step"] is not None]
+        assert union[:, :, q].ravel() == pytest.approx(expected, rel=1e-6)
+    assert union.max() > 8
 
 
 def test_arrays_of_any_size_come_back():

@@ -669,6 +669,17 @@ def test_intervals_of_speedups_are_bars_beside_each_other(ax):
     assert not any(isinstance(c, PolyCollection) for c in ax.collections)
 
 
+def test_speedups_of_few_records(ax):
+    row = {"ratio": 0.01, "workers": 4, "speedup": 3.0, "speedup_low": 2.0, "speedup_high": 4.0}
+    rows = [row | {"compressor": "topk", "rate": rate} for rate in (10.0, 100.0)]
+    # planned for another number of workers only
+    rows.append(row | {"compressor": "lags", "rate": 10.0, "workers": 8, "speedup": 9.0})
+    plots.speedup(rows, ax)
+    assert labels(ax) == ["topk, 0.01"]
+    with pytest.raises(InputError, match="no records"):
+        plots.speedup([], ax)
+
+
 def test_a_grey_stays_grey_in_a_png(ax):
     plots.density(X, [gradstats.fit(X, "laplace")], ax)
     with Image.open(io.BytesIO(plots.png(ax.figure))) as image:
@@ -727,3 +738,19 @@ def test_a_dark_figure_is_light_on_dark_in_the_same_hues(ax):
     assert to_rgb(ax.xaxis.label.get_color()) == pytest.approx((1, 1, 1), abs=0.01)
     for tick in ax.xaxis.get_major_ticks():
         assert to_rgb(tick.label1.get_color()) == pytest.approx((1, 1, 1), abs=0.01)
+
+
+def test_a_figure_saved_dark_keeps_its_own_colours(ax, tmp_path):
+    plots.tail(X, [gradstats.fit(X, "laplace")], ax)
+    ax.bar([1, 2], [0.1, 0.2], color="tab:red")
+    ax.scatter([3, 4], [0.1, 0.2], c=[0.0, 1.0])
+    light, dark, again = (tmp_path / f"{name}.svg" for name in ("light", "dark", "again"))
+    for path in (light, dark, again):
+        # ticks that a later drawing adds have the colours, too
+        ax.set_xlim(1e-3, 10 if path is dark else 1e3)
+        plots.save(ax.figure, path, dark=path is dark)
+    assert light.read_bytes() == again.read_bytes() != dark.read_bytes()
+    with pytest.raises(InputError):
+        plots.save(ax.figure, tmp_path / "no" / "x.svg", dark=True)
+    plots.save(ax.figure, again)
+    assert light.read_bytes() == again.read_bytes()

@@ -14,16 +14,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import DATA
+from support.traces import LAYERS, write_shards
 
 import gradstats
-from gradstats.analysis.closest import law_pairs
+from gradstats.analysis.closest import evenly, law_pairs
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
-from gradstats.report import sections, write_report
+from gradstats.report import measured, sections, write_report
 from gradstats.report.verdicts import QUESTIONS, SHOULD
 from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.laws import LAWS
-from gradstats.trace.sources import ArraySource, open_source
+from gradstats.trace import create_trace
+from gradstats.trace.sources import ArraySource, open_source, open_sources
 
 
 class Page(HTMLParser):
@@ -192,6 +194,53 @@ def test_advice_comes_before_the_answers(tmp_path):
     assert len(answers) == 1 + len(QUESTIONS)
 
 
+def test_advice_goes_to_the_source_that_it_names_and_else_to_the_first():
+    x, y = np.random.default_rng(0).laplace(size=(2, 3000))
+    sources = [ArraySource({"w": x}, "one"), ArraySource({"w": y}, "two")]
+    for advice, said in (
+        (["two: don't compress."], ["If the network is slow", "don't compress"]),
+        (["two: don't compress.", "send topk."], ["send topk", "don't compress"]),
+        (["two: slow.", "one: fast.", "more."], ["fast", "slow"]),
+    ):
+        answers = gradstats.report(sources, advice=advice)
+        heads = [r["answer"] for r in answers if r["question"] == SHOULD]
+        assert [h.startswith(s) for h, s in zip(heads, said, strict=True)] == [True, True], heads
+
+
+def test_of_many_dumps_those_looked_at_count_and_a_step_of_zeros_decides_nothing(tmp_path):
+    rng = np.random.default_rng(0)
+    many = {step: rng.laplace(size=300).astype(np.float32) for step in range(25)}
+    many[0][:], many[24][:9] = 0, np.nan
+    for step, x in many.items():
+        np.save(tmp_path / f"grad_step{step}_rank0.npy", x)
+    # a rank that has none of the steps of the first
+    np.save(tmp_path / "grad_step30_rank1.npy", np.r_[many[1][:299], 0])
+    (source,) = open_sources(tmp_path)
+    first, second = measured._ledger(source, evenly(range(25), 20), None)
+    assert [first[n] for n in ("steps", "zeros", "least_zeros", "nonfinite")] == [25, 300, 0, 9]
+    assert [second[n] for n in ("steps", "zeros", "least_zeros", "nonfinite")] == [1, 1, 1, 0]
+    for path in tmp_path.glob("*.npy"):
+        if re.search("step0_|step1_|step2_", path.name) is None:
+            path.unlink()
+    rows = {row["question"]: row for row in gradstats.report(open_sources(tmp_path))}
+    assert rows[SHOULD]["answer"].startswith("If the network is slow")
+    scale = np.abs(many[2]).mean() / np.abs(many[1]).mean()
+    assert rows["Does it move?"]["answer"] == f"Mean magnitude × {scale:.2g}"
+    assert rows["Does it move?"]["numbers"].startswith("Step 1 to 2, ")
+    (tmp_path / "grad_step1_rank0.npy").unlink()
+    rows = {row["question"]: row for row in gradstats.report(open_sources(tmp_path))}
+    assert rows["Does it move?"]["answer"] == "Nothing to follow"
+
+
+def test_ranks_that_are_missing_are_of_the_world(tmp_path):
+    """Two ranks hold one gradient together, and two others were not captured."""
+    create_trace(tmp_path / "run.zarr", LAYERS, world_size=4)
+    for rank in range(2):
+        write_shards(tmp_path / "run.zarr", [0], rank=rank, world=2, kinds=("gradient",))
+    rows = {row["question"]: row for row in gradstats.report(tmp_path / "run.zarr")}
+    assert "rank 2, 3 of 4 not captured" in rows["Is the data sound?"]["numbers"]
+
+
 def _contrast(one, other):
     def luminance(colour):
         parts = [int(c, 16) / (15 if len(colour) == 4 else 255) for c in _parts(colour)]
@@ -216,6 +265,11 @@ def test_text_and_lines_stand_out_in_light_and_dark(path):
         for name in ("text", "dim", "link", "warn"):
             assert _contrast(colours[name], colours["back"]) >= 4.5, (name, scheme)
         assert _contrast(colours["strong"], colours["back"]) >= 3, scheme
+
+
+def test_quantiles_of_few_gradients_are_called_low_and_high(page):
+    heads = next(row for row in page.rows if row[:2] == ["rule", "ratio"])
+    assert heads[5:7] == ["low", "high"]
 
 
 def test_how_it_was_made(page):
@@ -346,9 +400,9 @@ def test_a_training_is_one_picture_of_each_kind(monkeypatch):
     drawn = []
     monkeypatch.setattr(gradstats.plots, "overview", lambda steps, ax: drawn.append(steps))
     source = open_source(DATA / "resnet20-ef.zarr")
-    m = SimpleNamespace(
-        source=source, rank=0, kinds=["gradient", "corrected"], steps=[10, 100, 2999]
-    )
+    kinds, steps = ["gradient", "corrected"], [10, 100, 2999]
+    sketches = {(k, s): sketch(source.read(0, k, s).values) for k in kinds for s in steps}
+    m = SimpleNamespace(source=source, rank=0, kinds=kinds, steps=steps, sketches=sketches)
     shown = sections._overview(m)
     assert shown.count("<img") == 2
     assert shown.index("of the gradient have") < shown.index("of the corrected have")
