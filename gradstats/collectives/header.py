@@ -366,7 +366,7 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     weights = _weights.get(words.device)
     if weights is None:
         weights = _weights[words.device] = torch.from_numpy(_WEIGHTS).to(words.device)
-    blocks = words.split(_BLOCK, -1)
+    blocks = torch.split(words, _BLOCK, -1)
     sums = torch.stack([(each * weights[: each.shape[-1]]).sum(-1) for each in blocks], -1)
     halves = sums.view(torch.int32)
     total = (halves * weights.flip(0)[: halves.shape[-1]]).sum(-1)
