@@ -269,8 +269,8 @@ def test_cltk_takes_the_leaders_positions(world):
         left[:, union] = 0
         assert np.array_equal(residual, left)
         sizes = column(records, "bytes")
-        assert (np.delete(sizes, t % world) == 32 + 4 * union.size).all()
-        assert sizes[t % world] == 32 + 4 * union.size + 4 * (2 + k)
+        assert (np.delete(sizes, t % world) == 4 * union.size).all()
+        assert sizes[t % world] == 4 * union.size + 4 * (2 + k)
 
 
 @pytest.mark.distributed
@@ -283,6 +283,7 @@ def test_randomk_sends_the_same_positions_and_conserves_to_the_bit(world):
         assert sent.size == len(set(sent)) == 20
         for r in records:
             assert np.array_equal(r["sent"], sent)
+            assert r["bytes"] == 4 * 20  # and none of the flags, which are alone
             kept = np.zeros_like(r["corrected"])
             kept[sent] = r["corrected"][sent]
             assert np.array_equal(kept + r["residual"], r["corrected"])
