@@ -76,7 +76,7 @@ class Layerwise(Compressor):
         for each layer; the state of the selector belongs to this compressor from then on.
     merge : int
         Elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last message of a
-        step holds what is left.
+        step holds what is left, and leaves when the step is completed.
     codec : Codec or torch.dtype
         What positions and values are on the wire, see :class:`SparseCompressor`.
     overlap : bool
